@@ -1,0 +1,59 @@
+# `make train` and `make test` need Python >= 3.11 and make; they install all else into $(VENV), once.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest -q
+STAMP := $(VENV)/.installed
+# The tests left of the Plan: they must pass on a machine where JAX can start no backend.
+PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/trace tests/test_trace*.py)
+
+.PHONY: help install train test check golden slow lint types doctest clean
+
+help:
+	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
+	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes'
+	@echo 'make slow    the long campaigns'
+	@echo 'make golden  write the golden files anew; read the diff before it is committed'
+	@echo 'make clean   remove caches and build outputs (not $(VENV))'
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints/py311.txt constraints/py312.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Spanax needs Python 3.11 or newer: make PYTHON=...")'
+	@echo "installing into $(VENV) with $$($(PYTHON) --version); once, a minute or two"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]' \
+	  -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/spanax train gpt-nano $(ARGS)
+
+test: lint types doctest
+	$(PYTEST) $(ARGS)
+
+check: lint types
+	JAX_PLATFORMS=none_such $(PYTEST) $(PLANNING) $(ARGS)
+
+golden: $(STAMP)
+	SPANAX_GOLDEN=update $(PYTEST) $(shell grep -rl --include='test_*.py' SPANAX_GOLDEN tests) $(ARGS)
+
+slow: $(STAMP)
+	$(PYTEST) -m slow -o faulthandler_timeout=0 $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+# tests/conftest.py is named so that doctests, too, run on 8 simulated devices.
+doctest: $(STAMP)
+	$(PYTEST) --doctest-modules src/spanax tests/conftest.py
+
+clean:
+	rm -rf .cache build dist
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,69 @@
+"""Every error Spanax raises, and the one place its text is built.
+
+    SpanaxError            exit code 2: something asked for cannot be done
+    ├── DataError          65: what was read is not what it should be
+    └── WriteError         73: the place to write to cannot be written
+
+A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class SpanaxError(ValueError):
+    """A request that cannot be carried out, told in at most four lines.
+
+    Args:
+      what: one line that names the thing and its values.
+      where: the values around it; a line of its own.
+      fix: the nearest thing that works; a line of its own.
+
+    Example:
+      >>> print(SpanaxError("unknown layout 'fdsp'.", where="--layout fdsp", fix="did you mean 'fsdp'?"))
+      unknown layout 'fdsp'.
+        where: --layout fdsp
+        fix: did you mean 'fsdp'?
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str = "", fix: str = ""):
+        lines = [what, f"  where: {where}" if where else "", f"  fix: {fix}" if fix else ""]
+        super().__init__("\n".join(line for line in lines if line))
+
+
+class DataError(SpanaxError):
+    """Data, a file or a checkpoint is missing, damaged or not what it should be; exit code 65.
+
+    Example:
+      >>> print(DataError("'text.txt' is empty.", fix="a file with text"))
+      'text.txt' is empty.
+        fix: a file with text
+    """
+
+    exit_code = 65
+
+
+class WriteError(SpanaxError):
+    """The place to write to is in use or cannot be written; exit code 73.
+
+    Example:
+      >>> WriteError("the run folder 'runs/a' is in use.").exit_code
+      73
+    """
+
+    exit_code = 73
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What to say instead of an unknown name: the closest known one, or all of them.
+
+    Example:
+      >>> nearest("fdsp", ["data", "fsdp"])
+      "did you mean 'fsdp'? known: data, fsdp"
+    """
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1)
+    listed = ", ".join(names[:16]) + (", ..." if len(names) > 16 else "")
+    return (f"did you mean '{close[0]}'? " if close else "") + f"known: {listed}"

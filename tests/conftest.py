@@ -1,0 +1,26 @@
+"""The machine the tests run on: 8 simulated CPU devices, set up before JAX is imported."""
+
+import os
+import sys
+from pathlib import Path
+
+if "jax" in sys.modules:
+    raise RuntimeError("JAX was imported before tests/conftest.py could set its devices up")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# `none_such` stays: the tests left of the Plan also pass where JAX can start no backend.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA's CPU collectives starve, and abort after 40 s, with fewer threads than waiting devices; NPROC sizes their pool.
+os.environ.setdefault("NPROC", "32")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8")
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
+# Most test time is compile time. Sizes and costs of a cached program equal the compiled one's; only the source
+# lines in its HLO metadata may be another caller's.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+# Subprocesses the tests start see the same source, installed or not.
+paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

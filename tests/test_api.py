@@ -1,0 +1,89 @@
+"""The public names: sorted, present, each told with an example that runs."""
+
+import doctest
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import spanax
+
+PACKAGE = Path(__file__).resolve().parent.parent / "src" / "spanax"
+NAMES = [name for name in spanax.__all__ if not name.startswith("__")]
+
+
+def undocumented(thing: object) -> str:
+    """Why the doctest run shows no example of `thing`; empty if it does."""
+    text = inspect.getdoc(thing) or ""
+    if not text:
+        return "no docstring"
+    if not (inspect.isclass(thing) or inspect.isroutine(thing)):
+        return ""
+    if "Example:" not in text:
+        return "no Example: section"
+    home = importlib.import_module(thing.__module__)
+    if PACKAGE not in Path(inspect.getfile(home)).resolve().parents:
+        return f"defined outside the package, in {home.__name__}: no doctest of ours runs it"
+    tests = [test for test in doctest.DocTestFinder(recurse=False).find(thing, module=home) if test.examples]
+    if not any(not example.options.get(doctest.SKIP) for test in tests for example in test.examples):
+        return "its example is not run"
+    return ""
+
+
+def test_all_is_sorted_and_without_doubles() -> None:
+    assert list(spanax.__all__) == sorted(set(spanax.__all__))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_public_name_is_there_and_explained(name: str) -> None:
+    why = undocumented(getattr(spanax, name))
+    assert not why, f"spanax.{name}: {why}"
+
+
+def test_dir_shows_the_public_names() -> None:
+    assert set(NAMES) <= set(dir(spanax))
+
+
+def public_modules(first: str) -> str:
+    """The public names that are modules, in a fresh interpreter that ran `first`."""
+    code = f"{first}\nimport inspect, spanax\nprint([n for n in {NAMES!r} if inspect.ismodule(getattr(spanax, n))])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip().splitlines()[-1]
+
+
+def test_a_verb_stays_a_verb_after_its_folder_is_imported() -> None:
+    """`spanax.plan` is a function and a folder: importing from the folder must not hide the function."""
+    paths = (path.relative_to(PACKAGE) for path in PACKAGE.glob("*/*.py") if path.stem != "__init__")
+    modules = sorted(".".join(("spanax", *path.with_suffix("").parts)) for path in paths)
+    assert public_modules("\n".join(f"import {module}" for module in modules)) == public_modules("")
+
+
+def no_docstring() -> None: ...
+
+
+def no_example() -> None:
+    """A thing."""
+
+
+def skipped() -> None:
+    """A thing.
+
+    Example:
+      >>> skipped()  # doctest: +SKIP
+    """
+
+
+@pytest.mark.parametrize(
+    "thing, why", [(no_docstring, "no docstring"), (no_example, "no Example"), (skipped, "defined outside")]
+)
+def test_what_is_not_explained_is_seen(thing: object, why: str) -> None:
+    assert undocumented(thing).startswith(why)
+
+
+def test_an_example_that_is_skipped_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "PACKAGE", Path(__file__).parent)
+    assert undocumented(skipped) == "its example is not run"

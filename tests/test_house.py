@@ -1,0 +1,352 @@
+"""The house rules: each a function from a package folder to what breaks it, and each seen failing once."""
+
+import ast
+import io
+import os
+import re
+import subprocess
+import sys
+import tokenize
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "spanax"
+
+# Who may import whom, from the bottom up; `spanax` stands for the public names. A new place needs a line here.
+FOUNDATION = {"errors", "units"}
+DECIDE = FOUNDATION | {"trace", "hardware", "plan"}
+OBEY = DECIDE | {"run", "check", "show"}
+PUBLIC = FOUNDATION | {"spanax", "models"}
+MAY_IMPORT = {
+    "errors": set(),
+    "units": {"errors"},
+    "trace": FOUNDATION,
+    "hardware": FOUNDATION,
+    "plan": DECIDE,
+    "run": DECIDE,
+    "check": DECIDE | {"run"},
+    "show": OBEY,
+    "models": PUBLIC,
+    "interop": PUBLIC,
+    "workloads": PUBLIC,
+    "launch": PUBLIC,
+    "cli": OBEY | PUBLIC | {"interop", "workloads", "launch"},
+    "__main__": {"cli"},
+    "spanax": OBEY | PUBLIC | {"interop", "workloads", "launch"},
+}
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMENTS_PER_100 = 400, 60, 12
+EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "core", "base", "manager", "context"}
+EMPTY_ENDINGS = ("Manager", "Helper", "Util", "Utils", "Context", "Base")
+UNSAFE_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve"}
+UNSAFE_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+
+
+def sources(root: Path) -> Iterator[tuple[str, str, ast.Module]]:
+    """The path below `root`, the text and the tree of every source file."""
+    for path in sorted(root.rglob("*.py")):
+        text = path.read_text()
+        yield path.relative_to(root).as_posix(), text, ast.parse(text)
+
+
+def module_name(path: str) -> str:
+    """`plan/cost.py` -> `spanax.plan.cost`; `plan/__init__.py` -> `spanax.plan`."""
+    return ".".join(part for part in ("spanax", *path.removesuffix(".py").split("/")) if part != "__init__")
+
+
+def place(module: str) -> str:
+    """The folder or top module it lies in: `spanax.plan.cost` -> `plan`."""
+    return [*module.split("."), "spanax"][1]
+
+
+def imports(path: str, tree: ast.Module, modules: set[str]) -> Iterator[tuple[int, str, bool]]:
+    """Line, module of ours, and whether it is imported when the file is: not in a function, not for types only."""
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[tuple[int, str, bool]]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, at_import
+        elif isinstance(node, ast.ImportFrom):
+            package = module_name(path) if path.endswith("__init__.py") else module_name(path).rpartition(".")[0]
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
+                full = f"{source}.{alias.name}"
+                yield node.lineno, full if source != "spanax" and full in modules else source, at_import
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            for arg in node.args[:1]:
+                if isinstance(arg, ast.Constant):
+                    yield node.lineno, str(arg.value), at_import
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            at_import = False
+        types_only = node.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) else []
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_import and child not in types_only)
+
+    ours = (found for found in visit(tree, True) if found[1].split(".")[0] == "spanax")
+    yield from ours
+
+
+def wrong_way(root: Path) -> list[str]:
+    """Imports that do not run down the house, wherever they hide."""
+    files = list(sources(root))
+    modules = {module_name(path) for path, _, _ in files}
+    problems = []
+    for path, _, tree in files:
+        here = place(module_name(path))
+        if here not in MAY_IMPORT:
+            problems.append(f"{path}: '{here}' has no place in the house; give it a line in MAY_IMPORT")
+            continue
+        for line, module, _ in imports(path, tree, modules):
+            if place(module) not in MAY_IMPORT[here] | ({here} - {"spanax"}):
+                problems.append(f"{path}:{line}: {here} must not import {module}")
+    return problems
+
+
+def import_cycles(root: Path) -> list[str]:
+    """Modules that need each other to be imported."""
+    files = list(sources(root))
+    modules = {module_name(path) for path, _, _ in files}
+    needs = {
+        module_name(path): {module for _, module, at_import in imports(path, tree, modules) if at_import} & modules
+        for path, _, tree in files
+    }
+    problems, done = [], set()
+
+    def walk(module: str, trail: tuple[str, ...]) -> None:
+        if module in trail:
+            problems.append(" -> ".join((*trail[trail.index(module) :], module)))
+        elif module not in done:
+            for needed in sorted(needs[module]):
+                walk(needed, (*trail, module))
+            done.add(module)
+
+    for module in sorted(needs):
+        walk(module, ())
+    return problems
+
+
+def too_long(root: Path) -> list[str]:
+    """Files and functions nobody reads to the end."""
+    problems = []
+    for path, text, tree in sources(root):
+        if (lines := len(text.splitlines())) > MAX_FILE_LINES:
+            problems.append(f"{path}: {lines} lines, over {MAX_FILE_LINES}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                told = node.body[0] if ast.get_docstring(node) else None
+                told_lines = (told.end_lineno or told.lineno) - told.lineno + 1 if told else 0
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1 - told_lines
+                if lines > MAX_FUNCTION_LINES:
+                    problems.append(f"{path}:{node.lineno}: {node.name} has {lines} lines, over {MAX_FUNCTION_LINES}")
+    return problems
+
+
+def empty_names(root: Path) -> list[str]:
+    """Names that say nothing of what is inside."""
+    problems = []
+    for path, _, tree in sources(root):
+        problems += [f"{path}: '{part}' says nothing" for part in re.split(r"[/.]", path) if part in EMPTY_NAMES]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.name.endswith(EMPTY_ENDINGS):
+                problems.append(f"{path}:{node.lineno}: class {node.name} says nothing")
+    return problems
+
+
+def unsafe_calls(root: Path) -> list[str]:
+    """What can run code out of data."""
+    problems = []
+    for path, _, tree in sources(root):
+        for node in ast.walk(tree):
+            found: set[str] = set()
+            if isinstance(node, ast.Import):
+                found = {alias.name.split(".")[0] for alias in node.names} & UNSAFE_MODULES
+            elif isinstance(node, ast.ImportFrom):
+                found = {(node.module or "").split(".")[0]} & UNSAFE_MODULES
+            elif isinstance(node, ast.Call):
+                found = {ast.unparse(node.func)} & UNSAFE_CALLS
+                found |= {k.arg for k in node.keywords if k.arg == "allow_pickle" and ast.unparse(k.value) != "False"}
+            problems += [f"{path}:{node.lineno}: {name}" for name in sorted(found)]
+    return problems
+
+
+def too_many_comments(root: Path) -> list[str]:
+    """More comments than code can want; a file under 25 lines may have 3."""
+    problems = []
+    for path, text, _ in sources(root):
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        comments = sum(token.type == tokenize.COMMENT for token in tokens)
+        lines = max(25, len(text.splitlines()))
+        if 100 * comments > MAX_COMMENTS_PER_100 * lines:
+            problems.append(f"{path}: {comments} comments in {lines} lines, over {MAX_COMMENTS_PER_100} per 100")
+    return problems
+
+
+def left_undone(root: Path) -> list[str]:
+    """Work promised in a comment."""
+    problems = []
+    for path, text, _ in sources(root):
+        for number, line in enumerate(text.splitlines(), 1):
+            problems += [f"{path}:{number}: {word}" for word in re.findall(r"\b(?:TODO|FIXME|XXX)\b", line)]
+    return problems
+
+
+RULES: list[Callable[[Path], list[str]]] = [
+    wrong_way,
+    import_cycles,
+    too_long,
+    empty_names,
+    unsafe_calls,
+    too_many_comments,
+    left_undone,
+]
+
+# rule, a file that breaks it, its text, what is reported
+BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
+    (wrong_way, "plan/cost.py", "import spanax.run.step\n", "plan must not import spanax.run.step"),
+    (wrong_way, "trace/axes.py", "from spanax.hardware import chips\n", "trace must not import spanax.hardware"),
+    (wrong_way, "hardware/mesh.py", "from spanax.trace.axes import Axes\n", "hardware must not import spanax.trace"),
+    (wrong_way, "plan/cost.py", "def f():\n    from spanax.show import table\n", "cost.py:2: plan must not import"),
+    (wrong_way, "run/step.py", "import typing\nif typing.TYPE_CHECKING:\n    import spanax.check.hlo\n", "step.py:3"),
+    (wrong_way, "plan/cost.py", "from ..run import step\n", "plan must not import spanax.run"),
+    (wrong_way, "plan/cost.py", "from .. import trace\n", "plan must not import spanax"),
+    (wrong_way, "run/data.py", "from spanax import plan\n", "run must not import spanax"),
+    (wrong_way, "models/gpt.py", "from spanax.run.step import compile\n", "models must not import spanax.run.step"),
+    (wrong_way, "plan/cost.py", "import importlib\nx = importlib.import_module('spanax.run')\n", "cost.py:2"),
+    (wrong_way, "engine/loop.py", "x = 1\n", "'engine' has no place"),
+    (import_cycles, "plan/a.py", "from spanax.plan import a\n", "spanax.plan.a -> spanax.plan.a"),
+    (too_long, "a.py", "x = 1\n" * 401, "401 lines"),
+    (too_long, "a.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+    (empty_names, "plan/utils.py", "", "'utils' says nothing"),
+    (empty_names, "core/plan.py", "", "'core' says nothing"),
+    (empty_names, "plan/a.py", "class MeshManager:\n    pass\n", "class MeshManager"),
+    (unsafe_calls, "a.py", "def f():\n    import pickle\n", "a.py:2: pickle"),
+    (unsafe_calls, "a.py", "from pickle import loads\n", "a.py:1: pickle"),
+    (unsafe_calls, "a.py", "eval('1')\n", "a.py:1: eval"),
+    (unsafe_calls, "a.py", "exec('1')\n", "a.py:1: exec"),
+    (unsafe_calls, "a.py", "yaml.load(f)\n", "a.py:1: yaml.load"),
+    (unsafe_calls, "a.py", "numpy.load(f, allow_pickle=True)\n", "a.py:1: allow_pickle"),
+    (too_many_comments, "a.py", "x = 1  # one\n" * 4 + "x = 1\n" * 21, "4 comments in 25 lines"),
+    (left_undone, "a.py", "x = 1  # TO" + "DO: two\n", "a.py:1: TODO"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
+    problems = rule(PACKAGE)
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("rule, path, text, reported", BROKEN, ids=lambda x: getattr(x, "__name__", None))
+def test_a_broken_rule_is_reported(
+    rule: Callable[[Path], list[str]], path: str, text: str, reported: str, tmp_path: Path
+) -> None:
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(text)
+    problems = rule(tmp_path)
+    assert len(problems) == 1 and reported in problems[0]
+
+
+def test_every_rule_was_seen_failing() -> None:
+    assert {rule for rule, *_ in BROKEN} == set(RULES)
+
+
+def test_a_cycle_counts_only_what_is_imported_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import spanax.b\n")
+    (tmp_path / "b.py").write_text("def f():\n    import spanax.a\n")
+    assert import_cycles(tmp_path) == []
+    (tmp_path / "b.py").write_text("import spanax.a\n")
+    assert import_cycles(tmp_path) == ["spanax.a -> spanax.b -> spanax.a"]
+
+
+def test_down_the_house_is_free(tmp_path: Path) -> None:
+    for path, text in {
+        "plan/cost.py": "from spanax.errors import SpanaxError\nfrom spanax.plan.layout import Layout\n",
+        "models/gpt.py": "import spanax\nimport jax\n",
+        "__init__.py": "from spanax.run.step import compile\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert wrong_way(tmp_path) == []
+
+
+# ---- the files around the package
+
+
+def addresses(*paths: Path) -> list[str]:
+    """Lines that name a registry: where packages come from is the machine's business."""
+    sign = re.compile(r"://|--(?:extra-)?index-url|--find-links|--trusted-host|^-[if] ")
+    lines = ((path, number, line) for path in paths for number, line in enumerate(path.read_text().splitlines(), 1))
+    return [f"{path.name}:{number}: {line}" for path, number, line in lines if sign.search(line)]
+
+
+def unpinned(constraints: Path, requirements: list[str]) -> list[str]:
+    """Lines that are no `name==version`, and requirements without a line."""
+    lines = constraints.read_text().splitlines()
+    problems = [f"not a pin: {line}" for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line)]
+    pinned = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in lines}
+    names = (re.split(r"[^A-Za-z0-9._-]", requirement)[0] for requirement in requirements)
+    return problems + [f"no pin: {name}" for name in names if re.sub(r"[-_.]+", "-", name).lower() not in pinned]
+
+
+CONSTRAINTS = [ROOT / "constraints" / "py311.txt", ROOT / "constraints" / "py312.txt"]
+
+
+def test_no_registry_is_named(tmp_path: Path) -> None:
+    problems = addresses(*CONSTRAINTS, ROOT / "pyproject.toml", ROOT / "Makefile", ROOT / ".ci" / "run")
+    assert not problems, "\n".join(problems)
+    bad = tmp_path / "bad.txt"
+    bad.write_text("jax==0.10.2\n--index-url x\njax @ https" + "://example.org/jax.whl\n")
+    assert len(addresses(bad)) == 2
+
+
+@pytest.mark.parametrize("constraints", CONSTRAINTS, ids=lambda path: path.stem)
+def test_everything_required_is_pinned(constraints: Path, tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    problems = unpinned(constraints, project["dependencies"] + project["optional-dependencies"]["dev"])
+    assert not problems, "\n".join(problems)
+    bad = tmp_path / "bad.txt"
+    bad.write_text("jax>=0.10\nOrbax_Checkpoint==1.0\n")
+    assert unpinned(bad, ["orbax-checkpoint>=0.1", "rich"]) == ["not a pin: jax>=0.10", "no pin: rich"]
+
+
+# ---- what importing starts
+
+
+def python(code: str) -> str:
+    """What `code` prints in a fresh interpreter that can start no backend."""
+    environment = {**os.environ, "JAX_PLATFORMS": "none_such"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip().splitlines()[-1]
+
+
+BACKENDS = "from jax._src import xla_bridge; print(sorted(xla_bridge._backends))"
+
+
+def test_import_spanax_starts_no_backend() -> None:
+    assert python(f"import spanax; [getattr(spanax, name) for name in spanax.__all__]; {BACKENDS}") == "[]"
+
+
+def test_a_started_backend_is_seen() -> None:
+    assert python(f"import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices(); {BACKENDS}") == "['cpu']"
+
+
+HELP = """
+import sys
+from spanax.cli import main
+sys.argv = ["spanax", "--help"]
+try:
+    main()
+except SystemExit as stop:
+    assert not stop.code, stop.code
+"""
+
+
+def test_help_does_not_import_jax() -> None:
+    assert python(HELP + "print('jax' in sys.modules)") == "False"
+    assert python("import jax, sys; print('jax' in sys.modules)") == "True"
