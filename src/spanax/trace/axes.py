@@ -1,0 +1,142 @@
+"""Axes: the named dims of a program. Each is one class of dims that are split together."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spanax.errors import SpanaxError, nearest
+from spanax.trace.dims import Dims
+from spanax.trace.graph import Graph
+from spanax.trace.names import name_classes
+from spanax.trace.origins import Origin, origins
+from spanax.trace.primitives import apply
+from spanax.trace.variables import Leaf
+
+CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+@dataclass(frozen=True)
+class Axis:
+    """All classes of one name: the sizes they have, into how many parts each can be split, where they occur."""
+
+    name: str
+    sizes: tuple[int, ...]
+    ways: int
+    num_classes: int
+    leaves: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Axes:
+    """What discovery found: the class of every dim of every value, and the names of the classes.
+
+    `unknown` counts primitives without a rule and `opaque` those that cannot be looked into; both leave their
+    dims unsplit. `coverage` is the share of matmul and convolution FLOPs that are split along with the batch.
+    """
+
+    classes: Sequence[tuple[int | None, ...]]
+    names: Mapping[int, str]
+    ways: Mapping[int, int]
+    origins: Sequence[int]
+    kept_whole: frozenset[tuple[int, int]]
+    unknown: Mapping[str, int]
+    opaque: Mapping[str, int]
+    coverage: float
+
+    def of(self, value: int) -> tuple[str | None, ...]:
+        """The names of a value's dims; None where a dim has no name or is of size 1."""
+        return tuple(None if label is None else self.names.get(label) for label in self.classes[value])
+
+    def renamed(self, names: Mapping[str, str]) -> "Axes":
+        """The same axes under other names.
+
+        Raises:
+          SpanaxError: there is no axis of that name.
+        """
+        known = set(self.names.values())
+        for old in names:
+            if old not in known:
+                raise SpanaxError(f"there is no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
+        return replace(self, names={label: names.get(name, name) for label, name in self.names.items()})
+
+
+def discover(graph: Graph, leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> Axes:
+    """Find the axes of a step whose inputs are the state's leaves and then the batch's.
+
+    The first outputs are the new values of the leaves, so each is split like the leaf it replaces.
+    """
+    dims = Dims(graph)
+    for op in graph.ops():
+        apply(op, dims)
+    for before, after in zip(graph.body.inputs[: len(leaves)], graph.body.outputs, strict=False):
+        dims.same(before, after)
+    dims.join_pieces()
+    kinds = {"param": Origin.PARAM, "optimizer": Origin.OPTIMIZER, "other": Origin.NONE, "batch": Origin.BATCH}
+    everything = (*leaves, *batch)
+    # A step count is optimizer state too, but it is no reason to call everything it scales the optimizer's.
+    seeds = {
+        value: kinds[leaf.kind] if leaf.shape or leaf.kind != "optimizer" else Origin.NONE
+        for value, leaf in zip(graph.body.inputs, everything, strict=True)
+    }
+    found = origins(graph, seeds)
+    names = name_classes(dims, found, leaves, batch)
+    classes = [dims.classes(value) for value in range(len(graph.avals))]
+    return Axes(
+        classes=classes,
+        names=names,
+        ways={label: dims.ways(label) for label in {c for labels in classes for c in labels if c is not None}},
+        origins=found,
+        kept_whole=frozenset(dims.kept_whole),
+        unknown=dict(dims.unknown),
+        opaque=dict(dims.opaque),
+        coverage=_coverage(graph, classes, names),
+    )
+
+
+def table(axes: Axes, leaves: Iterable[tuple[Leaf, int]]) -> list[Axis]:
+    """The axes that leaves have, one row a name, the most used first.
+
+    Args:
+      axes: what was discovered.
+      leaves: each leaf with the number of its value.
+    """
+    where: dict[str, list[str]] = defaultdict(list)
+    labels: dict[str, set[int]] = defaultdict(set)
+    sizes: dict[str, Counter[int]] = defaultdict(Counter)
+    for leaf, value in leaves:
+        for dim, label in enumerate(axes.classes[value]):
+            name = None if label is None else axes.names.get(label)
+            if name is not None and label is not None:
+                where[name].append(f"{leaf.path}[{dim}]")
+                labels[name].add(label)
+                sizes[name][leaf.shape[dim]] += 1
+    rows = [
+        Axis(
+            name,
+            tuple(sorted(sizes[name])),
+            math.gcd(*(axes.ways[label] for label in labels[name])),
+            len(labels[name]),
+            tuple(where[name]),
+        )
+        for name in where
+    ]
+    return sorted(rows, key=lambda row: (-len(row.leaves), row.name))
+
+
+def _coverage(graph: Graph, classes: Sequence[tuple[int | None, ...]], names: Mapping[int, str]) -> float:
+    total = covered = 0
+    for op in graph.ops():
+        if op.name in CONTRACTIONS:
+            size = _contraction_size(graph, op.inputs, op.outputs)
+            labels = {label for value in (*op.inputs, *op.outputs) for label in classes[value]}
+            total += size
+            covered += size if any(names.get(label) == "batch" for label in labels if label is not None) else 0
+    return covered / total if total else 1.0
+
+
+def _contraction_size(graph: Graph, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+    shapes = [graph.shape(value) for value in (*inputs[:2], *outputs)]
+    # The geometric mean of operand and result sizes has the units of multiply-adds, whatever is contracted.
+    return round(math.prod(math.prod(shape) for shape in shapes) ** 0.5)

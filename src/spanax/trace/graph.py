@@ -1,0 +1,198 @@
+"""Graph: a traced program as numbered values and the operations between them.
+
+A jaxpr calls cached sub-jaxprs (`jit`, `custom_jvp`) from many places; an analysis that shared them would join
+dims of unrelated call sites. So calls are inlined, each with values of its own; loops, branches, remat and
+opaque kernels stay operations, with their bodies beside them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+"""Calls that are only a wrapping once the whole step, gradient included, has been traced."""
+
+BODIES = {
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+}
+"""Operations whose bodies are followed, and the parameters that hold them."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Body:
+    """A closed list of operations: what goes in, what comes out, in value numbers."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ops: tuple["Op", ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Op:
+    """One operation: its primitive with parameters, the values it reads and writes, and the bodies it runs."""
+
+    name: str
+    eqn: core.JaxprEqn
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    bodies: tuple[Body, ...] = ()
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The primitive's parameters, as JAX keeps them."""
+        return self.eqn.params
+
+    def bind(self, ins: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+        """Run the operation on values, or under a trace; `params` replaces the parameters it was traced with."""
+        primitive = self.eqn.primitive
+        with self.eqn.ctx.manager:
+            out = primitive.bind(*ins, **primitive.get_bind_params(self.params if params is None else params))
+        return list(out) if primitive.multiple_results else [out]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A program: its outermost body, every value's shape and dtype, and the values known beforehand."""
+
+    body: Body
+    avals: Sequence[Any]
+    constants: dict[int, Any]
+
+    def shape(self, value: int) -> tuple[int, ...]:
+        """The shape of a value, by its number."""
+        return getattr(self.avals[value], "shape", ())
+
+    def wires(self, op: Op) -> "Wires":
+        """How the values around an operation meet those inside its bodies."""
+        if op.name == "scan":
+            return _scan_wires(self, op)
+        if op.name == "while":
+            return _while_wires(op)
+        outer = op.inputs[1:] if op.name == "cond" else op.inputs
+        inputs = [pair for body in op.bodies for pair in zip(outer, body.inputs, strict=True)]
+        outputs = [pair for body in op.bodies for pair in zip(op.outputs, body.outputs, strict=True)]
+        return Wires(tuple(inputs), tuple(outputs), ())
+
+    def ops(self) -> Iterator[Op]:
+        """Every operation, those inside bodies right after the one that runs them."""
+        return _walk(self.body)
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """Pairs of values: (outer, inner) going in and coming out, and (inner in, inner out) around the loop."""
+
+    inputs: tuple[tuple[int, int], ...]
+    outputs: tuple[tuple[int, int], ...]
+    carried: tuple[tuple[int, int], ...]
+
+
+def _scan_wires(graph: Graph, op: Op) -> Wires:
+    # Read off the ranks: the parameters that count constants and carries differ by JAX version.
+    (body,) = op.bodies
+    inputs = tuple(zip(op.inputs, body.inputs, strict=True))
+    outputs = tuple(zip(op.outputs, body.outputs, strict=True))
+    num_scanned = sum(len(graph.shape(outer)) > len(graph.shape(inner)) for outer, inner in inputs)
+    num_carried = sum(len(graph.shape(outer)) == len(graph.shape(inner)) for outer, inner in outputs)
+    end = len(inputs) - num_scanned
+    carried = zip(body.inputs[end - num_carried : end], body.outputs[:num_carried], strict=True)
+    return Wires(inputs, outputs, tuple(carried))
+
+
+def _while_wires(op: Op) -> Wires:
+    test, body = op.bodies
+    num_test, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
+    carried = op.inputs[num_test + num_body :]
+    into_test = zip(op.inputs[:num_test] + carried, test.inputs, strict=True)
+    into_body = zip(op.inputs[num_test : num_test + num_body] + carried, body.inputs, strict=True)
+    around = zip(body.inputs[num_body:], body.outputs, strict=True)
+    return Wires((*into_test, *into_body), tuple(zip(op.outputs, body.outputs, strict=True)), tuple(around))
+
+
+def _walk(body: Body) -> Iterator[Op]:
+    for op in body.ops:
+        yield op
+        for inner in op.bodies:
+            yield from _walk(inner)
+
+
+def from_jaxpr(closed: core.ClosedJaxpr) -> Graph:
+    """The graph of a jaxpr, with calls inlined and what no output needs left out.
+
+    Example:
+      >>> import jax
+      >>> graph = from_jaxpr(jax.make_jaxpr(lambda x: jax.nn.relu(x) + 1.0)(jax.ShapeDtypeStruct((3,), "float32")))
+      >>> [op.name for op in graph.ops()]
+      ['max', 'add']
+    """
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    avals: list[Any] = []
+    constants: dict[int, Any] = {}
+
+    def number(aval: Any) -> int:
+        avals.append(aval)
+        return len(avals) - 1
+
+    def constant(aval: Any, value: Any) -> int:
+        constants[index := number(aval)] = value
+        return index
+
+    inputs = tuple(number(var.aval) for var in jaxpr.invars)
+    consts = [constant(var.aval, value) for var, value in zip(jaxpr.constvars, closed.consts, strict=True)]
+    body = _flatten(jaxpr, consts, inputs, number, constant)
+    return Graph(body, avals, constants)
+
+
+def _flatten(
+    jaxpr: Any,
+    consts: Sequence[int],
+    inputs: tuple[int, ...],
+    number: Callable[[Any], int],
+    constant: Callable[[Any, Any], int],
+) -> Body:
+    ops: list[Op] = []
+
+    def run(jaxpr: Any, consts: Sequence[int], args: Sequence[int]) -> list[int]:
+        values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> int:
+            return constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            name, ins = eqn.primitive.name, tuple(read(atom) for atom in eqn.invars)
+            if name in INLINED:
+                inner, inner_consts = opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+                numbered = [constant(v.aval, c) for v, c in zip(inner.constvars, inner_consts, strict=True)]
+                outs = run(inner, numbered, ins)
+            else:
+                outs = [number(var.aval) for var in eqn.outvars]
+                ops.append(Op(name, eqn, ins, tuple(outs), _bodies(eqn, number, constant)))
+            values.update(zip(eqn.outvars, outs, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    outputs = run(jaxpr, consts, inputs)
+    return Body(inputs, tuple(outputs), tuple(ops))
+
+
+def _bodies(eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable[[Any, Any], int]) -> tuple[Body, ...]:
+    bodies = []
+    for key in BODIES.get(eqn.primitive.name, ()):
+        held = eqn.params[key]
+        for closed in held if isinstance(held, tuple) else (held,):
+            jaxpr, values = opened(closed)
+            consts = [constant(var.aval, value) for var, value in zip(jaxpr.constvars, values, strict=True)]
+            inputs = tuple(number(var.aval) for var in jaxpr.invars)
+            bodies.append(_flatten(jaxpr, consts, inputs, number, constant))
+    return tuple(bodies)
+
+
+def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """A jaxpr and its constants, whether it came closed or open (JAX keeps both kinds, by version)."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

@@ -1,0 +1,213 @@
+"""Names for the classes of dims, from how they are used: evidence first, then the strongest claim wins.
+
+Equal roles get equal names, so the `mlp` of twelve unrolled blocks is twelve classes with one name.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from spanax.trace.dims import Dims
+from spanax.trace.graph import Op
+from spanax.trace.origins import Origin
+from spanax.trace.variables import Leaf
+
+STRENGTH = {
+    "batch": 100,
+    "layers": 95,
+    "vocab": 90,
+    "experts": 85,
+    "heads": 80,
+    "seq": 75,
+    "embed": 70,
+    "head_dim": 65,
+    "channels": 60,
+    "window": 60,
+    "height": 50,
+    "width": 50,
+    "classes": 45,
+    "positions": 40,
+    "mlp": 30,
+    "features": 20,
+    "hidden": 15,
+    "steps": 10,
+}
+"""How much a claim counts against another one for the same class: what leaves least doubt comes first."""
+
+ANNOTATED = 99
+"""The author's own name for a dim; only what the batch itself says is stronger."""
+
+Claims = dict[int, Counter[str]]
+
+
+def name_classes(dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> dict[int, str]:
+    """A name for every class that something is known of.
+
+    Args:
+      dims: the classes, all joins done.
+      found: the origins of every value.
+      leaves: the state's arrays; they are the graph's first inputs.
+      batch: the batch's arrays; the inputs after them.
+    """
+    inputs = dims.graph.body.inputs
+    claims: Claims = defaultdict(Counter)
+    _claim_batch(dims, claims, inputs[len(leaves) :], batch)
+    in_params = {
+        label
+        for leaf, value in zip(leaves, inputs, strict=False)
+        if leaf.kind == "param"
+        for label in dims.classes(value)
+        if label is not None
+    }
+    for op in dims.graph.ops():
+        if op.name in _EVIDENCE:
+            _EVIDENCE[op.name](op, dims, found, claims, in_params)
+    _claim_attention(dims, found, claims)
+    _claim_by_kernels(dims, claims, leaves)
+    for leaf, value in zip(leaves, inputs, strict=False):
+        for label, author in zip(dims.classes(value), leaf.annotation or (), strict=False):
+            if label is not None and isinstance(author, str):
+                claims[label][author] = ANNOTATED
+    return {label: max(sorted(named), key=named.__getitem__) for label, named in claims.items()}
+
+
+def _claim(claims: Claims, label: int | None, name: str) -> None:
+    if label is not None:
+        claims[label][name] = STRENGTH[name]
+
+
+def _is_named(claims: Claims, label: int | None, name: str) -> bool:
+    return label is not None and name in claims.get(label, ())
+
+
+def _claim_batch(dims: Dims, claims: Claims, values: Sequence[int], batch: Sequence[Leaf]) -> None:
+    sizes = Counter(leaf.shape[0] for leaf in batch if leaf.shape)
+    examples = max(sizes, key=lambda size: (sizes[size], size), default=None)
+    for leaf, value in zip(batch, values, strict=True):
+        labels = dims.classes(value)
+        if leaf.shape and leaf.shape[0] == examples:
+            _claim(claims, labels[0], "batch")
+        is_index = leaf.dtype.kind in "iu"
+        inner = {2: ("seq",) if is_index else ("features",), 3: ("seq", "features"), 4: ("height", "width", "channels")}
+        for label, name in zip(labels[1:], inner.get(len(labels), ()), strict=False):
+            _claim(claims, label, name)
+
+
+def _gather(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+    numbers, (operand, indices) = op.params["dimension_numbers"], op.inputs[:2]
+    labels = dims.classes(operand)
+    looked_up = [labels[dim] for dim in numbers.start_index_map]
+    from_batch = found[indices] & Origin.BATCH
+    if found[operand] & Origin.BATCH:
+        # Labels picked from logits: one value a row.
+        picks = from_batch and all(op.params["slice_sizes"][dim] == 1 for dim in numbers.start_index_map)
+        for label in looked_up if picks else ():
+            _claim(claims, label, "vocab" if len(labels) > 2 else "classes")
+        return
+    if found[operand] & Origin.PARAM:
+        for label in looked_up:
+            _claim(claims, label, "vocab" if from_batch else "positions")
+        for dim, label in enumerate(labels):
+            if dim not in numbers.start_index_map and from_batch:
+                _claim(claims, label, "embed")
+
+
+def _dot_general(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+    (_, _), (batched, _) = op.params["dimension_numbers"]
+    lhs, rhs = op.inputs[:2]
+    labels = dims.classes(lhs)
+    if _is_attention(op, dims, found, claims):
+        for dim in batched:
+            if labels[dim] in in_params and not _is_named(claims, labels[dim], "batch"):
+                _claim(claims, labels[dim], "heads")
+    elif batched and (found[lhs] ^ found[rhs]) & Origin.BATCH:
+        # Activations with a weight of their own for each index: stacked weights.
+        for dim in batched:
+            if labels[dim] in in_params:
+                _claim(claims, labels[dim], "experts")
+
+
+def _is_attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims) -> bool:
+    """Activations times activations, example by example."""
+    (_, _), (batched, _) = op.params["dimension_numbers"]
+    lhs, rhs = op.inputs[:2]
+    labels = dims.classes(lhs)
+    by_example = any(_is_named(claims, labels[dim], "batch") for dim in batched)
+    return bool(found[lhs] & found[rhs] & Origin.BATCH) and by_example
+
+
+def _claim_attention(dims: Dims, found: Sequence[int], claims: Claims) -> None:
+    """What attention contracts is a head's width if a weight makes it, and positions if not."""
+    dots = [op for op in dims.graph.ops() if op.name == "dot_general"]
+    made: set[int | None] = set()
+    for op in dots:
+        for weight, other in (op.inputs[:2], op.inputs[1::-1]):
+            if found[other] & Origin.BATCH and not found[weight] & Origin.BATCH:
+                made |= set(dims.classes(weight))
+    for op in dots:
+        if _is_attention(op, dims, found, claims):
+            (contract, _), _ = op.params["dimension_numbers"]
+            for label in (dims.classes(op.inputs[0])[dim] for dim in contract):
+                if not _is_named(claims, label, "batch"):
+                    _claim(claims, label, "head_dim" if label in made else "seq")
+
+
+def _top_k(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+    if found[op.inputs[0]] & Origin.BATCH:
+        _claim(claims, dims.classes(op.inputs[0])[-1], "experts")
+
+
+def _convolution(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+    numbers, (lhs, rhs) = op.params["dimension_numbers"], op.inputs
+    if not found[lhs] & Origin.BATCH or found[rhs] & Origin.BATCH:
+        return  # the gradient of a kernel has its dims in other roles
+    _claim(claims, dims.classes(lhs)[numbers.lhs_spec[1]], "channels")
+    _claim(claims, dims.classes(rhs)[numbers.rhs_spec[0]], "channels")
+    for dim in numbers.rhs_spec[2:]:
+        _claim(claims, dims.classes(rhs)[dim], "window")
+
+
+def _scan(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+    for outer, inner in dims.graph.wires(op).inputs:
+        if len(dims.shape(outer)) > len(dims.shape(inner)):
+            is_weight = found[outer] & Origin.PARAM and not found[outer] & Origin.BATCH
+            _claim(claims, dims.classes(outer)[0], "layers" if is_weight else "steps")
+
+
+_EVIDENCE = {
+    "gather": _gather,
+    "dot_general": _dot_general,
+    "top_k": _top_k,
+    "conv_general_dilated": _convolution,
+    "scan": _scan,
+}
+
+
+def _claim_by_kernels(dims: Dims, claims: Claims, leaves: Sequence[Leaf]) -> None:
+    """The residual stream is the class that inner classes meet on both sides, and those are its mlp (or heads)."""
+    partners: dict[int, set[int]] = defaultdict(set)
+    kernels: Counter[int] = Counter()
+    for leaf, value in zip(leaves, dims.graph.body.inputs, strict=False):
+        stacked = {"layers", "experts", "window"}
+        labels = [c for c in dims.classes(value) if c is not None and not stacked & set(claims.get(c, ()))]
+        if leaf.kind == "param" and len(labels) >= 2:
+            for label in set(labels):
+                kernels[label] += 1
+                partners[label] |= set(labels) - {label}
+    inner = {label for label in kernels if kernels[label] > 1 and set(claims.get(label, ())) <= {"heads", "head_dim"}}
+    spokes = {hub: [s for s in partners[hub] if partners[s] == {hub} and s in inner] for hub in partners}
+    embeds = {hub for hub, around in spokes.items() if around and kernels[hub] > 2}
+    for label in kernels:
+        if label in embeds:
+            claims[label]["embed"] = STRENGTH["embed"]
+        elif any(label in spokes[hub] for hub in embeds):
+            _claim(claims, label, "mlp")
+        else:
+            _claim(claims, label, "hidden" if kernels[label] > 1 else "features")
+    for label in _labels(dims, leaves):
+        claims.setdefault(label, Counter({"features": 0}))
+
+
+def _labels(dims: Dims, leaves: Sequence[Leaf]) -> Iterable[int]:
+    for leaf, value in zip(leaves, dims.graph.body.inputs, strict=False):
+        if leaf.kind == "param":
+            yield from (label for label in dims.classes(value) if label is not None)

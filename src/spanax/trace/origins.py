@@ -1,0 +1,59 @@
+"""Origins: which inputs every value of a graph depends on."""
+
+from collections.abc import Mapping
+from enum import IntFlag
+
+from spanax.trace.graph import Body, Graph
+
+
+class Origin(IntFlag):
+    """What a value was computed from; several at once."""
+
+    NONE = 0
+    BATCH = 1
+    PARAM = 2
+    OPTIMIZER = 4
+
+
+def origins(graph: Graph, inputs: Mapping[int, Origin]) -> list[int]:
+    """The origins of every value, by its number, given those of the inputs.
+
+    Example:
+      >>> import jax
+      >>> from spanax.trace.graph import from_jaxpr
+      >>> graph = from_jaxpr(jax.make_jaxpr(lambda w, x: (w * 2, w * x))(1.0, 2.0))
+      >>> w, x = graph.body.inputs
+      >>> found = origins(graph, {w: Origin.PARAM, x: Origin.BATCH})
+      >>> [Origin(found[value]) == Origin.PARAM for value in graph.body.outputs]
+      [True, False]
+    """
+    found = [0] * len(graph.avals)
+    for value, origin in inputs.items():
+        found[value] = int(origin)
+    _follow(graph, graph.body, found)
+    return found
+
+
+def _follow(graph: Graph, body: Body, found: list[int]) -> None:
+    for op in body.ops:
+        if not op.bodies:
+            combined = 0
+            for value in op.inputs:
+                combined |= found[value]
+            for value in op.outputs:
+                found[value] |= combined
+            continue
+        wires = graph.wires(op)
+        for outer, inner in wires.inputs:
+            found[inner] |= found[outer]
+        # A loop's carry may depend on more after each round; it settles once a round adds nothing.
+        while True:
+            for inner_body in op.bodies:
+                _follow(graph, inner_body, found)
+            behind = [(first, last) for first, last in wires.carried if found[last] & ~found[first]]
+            if not behind:
+                break
+            for first, last in behind:
+                found[first] |= found[last]
+        for outer, inner in wires.outputs:
+            found[outer] |= found[inner]

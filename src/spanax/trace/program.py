@@ -1,0 +1,231 @@
+"""Program: a train step traced once, without allocating anything."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.extend import core
+
+from spanax.errors import SpanaxError
+from spanax.trace.axes import Axes, Axis, discover, table
+from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.step import train_step_of, with_extra
+from spanax.trace.variables import Leaf, Variables, make, take_apart
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """One function of (state, batch) as a graph with its axes: the train step, or the evaluation."""
+
+    graph: Graph
+    axes: Axes
+    result: Any
+
+    @property
+    def num_results(self) -> int:
+        """How many outputs the function has beside the new state."""
+        return self.result.num_leaves
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A train step, its state and its batch, as shapes and axes.
+
+    `leaves` are the state's arrays, `batch` the batch's; both are in the order in which the step takes them.
+
+    Example:
+      >>> import optax
+      >>> program = trace(
+      ...     build=lambda rngs: nnx.Embed(64, 16, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 4), "int32"),
+      ...     loss=lambda model, tokens: (model(tokens) ** 2).mean(),
+      ... )
+      >>> [(axis.name, axis.sizes) for axis in program.axes]
+      [('batch', (8,)), ('embed', (16,)), ('seq', (4,)), ('vocab', (64,))]
+    """
+
+    leaves: tuple[Leaf, ...]
+    batch: tuple[Leaf, ...]
+    step: Traced
+    evaluation: Traced | None
+    init: core.ClosedJaxpr
+    variables: Variables
+    batch_treedef: Any
+    has_seed: bool
+
+    @property
+    def axes(self) -> list[Axis]:
+        """The named axes of the state and the batch, the most used first."""
+        return table(self.step.axes, zip((*self.leaves, *self.batch), self.step.graph.body.inputs, strict=True))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What ties a plan or a checkpoint to this program: its leaves' paths, shapes and dtypes."""
+        text = repr([(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in (*self.leaves, *self.batch)])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def num_params(self) -> int:
+        """How many numbers the parameters hold."""
+        return sum(int(np.prod(leaf.shape)) for leaf in self.leaves if leaf.kind == "param")
+
+    def rename(self, names: Mapping[str, str]) -> "Program":
+        """The same program with axes under other names.
+
+        Raises:
+          SpanaxError: there is no axis of that name.
+        """
+        step = replace(self.step, axes=self.step.axes.renamed(names))
+        evaluation = self.evaluation
+        if evaluation is not None:
+            known = set(evaluation.axes.names.values())
+            shared = {old: new for old, new in names.items() if old in known}
+            evaluation = replace(evaluation, axes=evaluation.axes.renamed(shared))
+        leaves, batch = _with_axes(step, self.leaves, self.batch)
+        return replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch)
+
+
+def trace(
+    *,
+    build: Callable[..., nnx.Module],
+    optimizer: Any,
+    batch: Any,
+    loss: Callable[[nnx.Module, Any], Any] | None = None,
+    train_step: Callable[[nnx.Module, nnx.Optimizer, Any], Any] | None = None,
+    microbatches: int = 1,
+    compute_dtype: Any = None,
+    clip_norm: float | None = None,
+) -> Program:
+    """Trace a train step into a Program. Nothing is allocated, and no device is needed.
+
+    Args:
+      build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.
+      optimizer: an optax transformation, or a function from the model to an `nnx.Optimizer`.
+      batch: a pytree of arrays or `jax.ShapeDtypeStruct`s, examples along dim 0 of each.
+      loss: `loss(model, batch) -> scalar` or `(scalar, dict of metrics)`; Spanax writes the step around it.
+      train_step: your own `train_step(model, optimizer, batch) -> dict of metrics`, instead of a loss.
+      microbatches: gradients are accumulated over this many parts of the batch (with `loss`).
+      compute_dtype: what the loss sees of floating parameters and batch (with `loss`); parameters keep theirs.
+      clip_norm: largest global gradient norm (with `loss`).
+
+    Raises:
+      SpanaxError: neither or both of `loss` and `train_step`, or a step that cannot be traced.
+
+    Example:
+      >>> import jax, optax
+      >>> from flax import nnx
+      >>> program = trace(
+      ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> [(leaf.path, leaf.shape, leaf.kind) for leaf in program.leaves][:2]
+      [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
+    """
+    step = _chosen_step(loss, train_step, microbatches, compute_dtype, clip_norm)
+    try:
+        batch = jax.eval_shape(lambda tree: tree, batch)
+    except TypeError as error:
+        raise SpanaxError(
+            "the batch holds something that is not an array.",
+            where=str(error).splitlines()[0],
+            fix="a dict of numpy arrays or jax.ShapeDtypeStructs, examples along dim 0",
+        ) from None
+    batch_leaves, batch_treedef = _batch_leaves(batch)
+
+    # make_jaxpr keeps only arrays; how they fit together comes out on the side, once.
+    taken: list[Variables] = []
+
+    def init(seed: Any) -> list[Any]:
+        variables, values = take_apart(*make(build, optimizer, seed))
+        taken.append(variables)
+        return values
+
+    init_jaxpr = jax.make_jaxpr(init)(jax.ShapeDtypeStruct((), "uint32"))
+    variables = taken[0]
+    state = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in variables.leaves]
+
+    def run_step(values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        model, nnx_optimizer = variables.merge(values)
+        metrics = _as_metrics(step(model, nnx_optimizer, batch))
+        return _checked(variables, variables.split(model, nnx_optimizer)), metrics
+
+    def run_loss(values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        model, _ = variables.merge(values)
+        model.eval()
+        scalar, extra = with_extra(loss(model, batch))  # type: ignore[misc]
+        return [], {"loss": scalar} | extra
+
+    traced = _traced(run_step, state, batch, variables, batch_leaves)
+    evaluation = None if loss is None else _traced(run_loss, state, batch, variables, batch_leaves)
+    leaves, batch_leaves = _with_axes(traced, variables.leaves, batch_leaves)
+    used = any(init_jaxpr.jaxpr.invars[0] in eqn.invars for eqn in init_jaxpr.jaxpr.eqns)
+    return Program(leaves, batch_leaves, traced, evaluation, init_jaxpr, variables, batch_treedef, used)
+
+
+def _chosen_step(loss: Any, train_step: Any, microbatches: int, compute_dtype: Any, clip_norm: float | None) -> Any:
+    if (loss is None) == (train_step is None):
+        raise SpanaxError(
+            "give either `loss` or `train_step`" + (", not both." if loss is not None else "."),
+            fix="loss=lambda model, batch: ..., and Spanax writes the step",
+        )
+    if loss is not None:
+        if microbatches < 1:
+            raise SpanaxError(f"microbatches={microbatches}; it takes a whole number from 1.", fix="microbatches=1")
+        return train_step_of(loss, microbatches=microbatches, compute_dtype=compute_dtype, clip_norm=clip_norm)
+    given = {"microbatches": microbatches != 1, "compute_dtype": compute_dtype is not None, "clip_norm": clip_norm}
+    for name, is_given in given.items():
+        if is_given:
+            raise SpanaxError(
+                f"`{name}` goes with `loss`: a `train_step` of your own decides that itself.",
+                fix=f"leave {name} out, or pass loss= instead of train_step=",
+            )
+    return train_step
+
+
+def _traced(
+    function: Callable[..., Any], state: list[Any], batch: Any, variables: Variables, batch_leaves: tuple[Leaf, ...]
+) -> Traced:
+    jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
+    graph = from_jaxpr(jaxpr)
+    return Traced(graph, discover(graph, variables.leaves, batch_leaves), jax.tree.structure(result))
+
+
+def _with_axes(
+    step: Traced, leaves: tuple[Leaf, ...], batch: tuple[Leaf, ...]
+) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    values = step.graph.body.inputs
+    named = [replace(leaf, axes=step.axes.of(value)) for leaf, value in zip((*leaves, *batch), values, strict=True)]
+    return tuple(named[: len(leaves)]), tuple(named[len(leaves) :])
+
+
+def _batch_leaves(batch: Any) -> tuple[tuple[Leaf, ...], Any]:
+    found, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    if not found:
+        raise SpanaxError("the batch has no arrays.", fix="a dict of arrays, examples along dim 0 of each")
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") or "batch"  # noqa: E731
+    return tuple(Leaf(name(path), leaf.shape, leaf.dtype, "batch") for path, leaf in found), treedef
+
+
+def _as_metrics(returned: Any) -> dict[str, Any]:
+    if returned is None:
+        return {}
+    return dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+
+
+def _checked(variables: Variables, values: list[Any]) -> list[Any]:
+    for leaf, value in zip(variables.leaves, values, strict=True):
+        if value.shape != leaf.shape or value.dtype != leaf.dtype:
+            raise SpanaxError(
+                f"the train step turned `{leaf.path}` from {leaf.dtype}{list(leaf.shape)} "
+                f"into {value.dtype}{list(value.shape)}.",
+                fix="keep the shape and dtype of every variable, for example with .astype(...)",
+            )
+    return values

@@ -1,0 +1,159 @@
+"""Variables: the one seam to Flax NNX. Model and optimizer become a flat list of arrays, and come back.
+
+NNX has renamed its annotations four times in a year; nothing outside this file knows how they are spelled.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from spanax.errors import SpanaxError
+
+ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the state or of the batch.
+
+    `path` is as NNX prints it (an optimizer's arrays begin with `optimizer.`), `kind` is `param`, `optimizer`,
+    `other` or `batch`, `axes` names each dim (None: no name), `annotation` is the sharding the model's author
+    wrote, if any: names by dim.
+
+    Example:
+      >>> import numpy as np
+      >>> Leaf("up.kernel", (64, 256), np.dtype("float32"), "param", ("embed", "mlp")).num_bytes
+      65536
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    kind: str
+    axes: tuple[str | None, ...] = ()
+    annotation: tuple[Any, ...] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole array."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype).size * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Variables:
+    """How a model and its optimizer are taken apart: NNX's graph, the tree, and the leaves in its order."""
+
+    graphdef: Any
+    treedef: Any
+    leaves: tuple[Leaf, ...]
+
+    def merge(self, values: Sequence[Any]) -> tuple[nnx.Module, nnx.Optimizer]:
+        """A model and optimizer of their own that hold these values."""
+        # A copy: without it, statistics and RNG counts cannot be written under a trace.
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, values), copy=True)
+
+    def split(self, model: nnx.Module, optimizer: nnx.Optimizer) -> list[Any]:
+        """The values of a model and optimizer after a step, in the order of the leaves.
+
+        Raises:
+          SpanaxError: the step changed what the model consists of.
+        """
+        nnx.pop(model, nnx.Intermediate)  # what `sow` left behind is not state
+        _, state = nnx.split((model, optimizer))
+        before = [leaf.path for leaf in self.leaves]
+        after = [path for path, _, _ in _named_values(state)]
+        if before != after:
+            odd = sorted(set(before) ^ set(after))
+            raise SpanaxError(
+                f"the train step changed the model's variables: {', '.join(odd[:3])}.",
+                where=f"{len(before)} arrays before the step, {len(after)} after",
+                fix="create every variable in the model's __init__, or use nnx.Intermediate for what is thrown away",
+            )
+        return jax.tree.leaves(state)
+
+
+def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[nnx.Module, nnx.Optimizer]:
+    """Build the model and its optimizer; run it under a trace, and nothing is allocated."""
+    with nnx.use_eager_sharding(False):
+        model = _built(build, seed)
+        if not isinstance(model, nnx.Module):
+            raise SpanaxError(
+                f"`build` returned a {type(model).__name__}, not an nnx.Module.",
+                where=f"build={getattr(build, '__name__', build)!r}",
+                fix="return the model itself: def build(rngs): return MyModel(rngs=rngs)",
+            )
+        if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+            return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+        return model, optimizer(model)
+
+
+def _built(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
+    """What `build` makes, given an `nnx.Rngs` where it wants one: any parameter without default, or `rngs`."""
+    try:
+        parameters = list(inspect.signature(_plain(build)).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    rngs = nnx.Rngs(jax.random.key(seed))
+    if any(p.name == "rngs" for p in parameters):
+        return build(rngs=rngs)
+    wants_one = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return build(rngs) if wants_one else build()
+
+
+def _plain(build: Callable[..., Any]) -> Callable[..., Any]:
+    """A callable whose signature is the one to read: NNX's metaclass hides that of a module's __init__."""
+    if isinstance(build, functools.partial):
+        return functools.partial(_plain(build.func), *build.args, **build.keywords)
+    return functools.partial(build.__init__, None) if inspect.isclass(build) else build
+
+
+def take_apart(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Variables, list[Any]]:
+    """The variables of a model and its optimizer, and their values in order."""
+    graphdef, state = nnx.split((model, optimizer))
+    values, treedef = jax.tree.flatten(state)
+    leaves = []
+    for (path, owner, variable), value in zip(_named_values(state), values, strict=True):
+        kind = "optimizer" if owner == 1 else "param" if isinstance(variable, nnx.Param) else "other"
+        leaves.append(Leaf(path, tuple(value.shape), value.dtype, kind, (), _annotation(variable)))
+    return Variables(graphdef, treedef, tuple(leaves)), values
+
+
+def itemsize(dtype: Any) -> int:
+    """Bytes of one element; a typed PRNG key counts the words it is made of."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return words.size * words.dtype.itemsize
+    return dtype.itemsize
+
+
+def _named_values(state: Any) -> list[tuple[str, int, Any]]:
+    """(path, 0 for the model or 1 for the optimizer, the Variable) of every array, in the tree's order."""
+    named = []
+    is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
+    for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
+        owner, *names = (str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        value = variable.get_value() if is_variable(variable) else variable
+        prefix = ["optimizer"] if owner == "1" else []
+        for inner, _ in jax.tree_util.tree_flatten_with_path(value)[0]:
+            tail = jax.tree_util.keystr(inner, simple=True, separator=".")
+            named.append((".".join(prefix + names + ([tail] if tail else [])), int(owner), variable))
+    return named
+
+
+def _annotation(variable: Any) -> tuple[Any, ...] | None:
+    """What the model's author wrote about the sharding of a variable, by dim, with logical rules applied."""
+    if not isinstance(variable, nnx.Variable):
+        return None
+    metadata = variable.get_metadata()
+    for name in ANNOTATIONS:
+        found = metadata.get(name)
+        if found is not None:
+            names = tuple(getattr(found, "spec", found))
+            rules = dict(metadata.get("sharding_rules") or ())
+            return tuple(rules.get(name, name) if isinstance(name, str) else name for name in names)
+    return None
