@@ -1,0 +1,101 @@
+"""MeshShape: the names and sizes of the mesh axes, slowest first."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from spanax.errors import SpanaxError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+CANONICAL_AXES = ("pipe", "data", "fsdp", "expert", "context", "model")
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Mesh axes in order, slowest varying first: what `jax.make_mesh` needs, without a device.
+
+    Example:
+      >>> MeshShape.of({"data": 4, "model": 2})
+      data=4,model=2
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    @staticmethod
+    def of(sizes: "Mapping[str, int] | str | MeshShape") -> "MeshShape":
+        """A mesh shape from `{"data": 4}` or `"data=4,model=2"`.
+
+        Raises:
+          SpanaxError: a size is not a positive integer, or an axis comes twice.
+
+        Example:
+          >>> MeshShape.of("data=4,model=2").size
+          8
+        """
+        if isinstance(sizes, MeshShape):
+            return sizes
+        pairs = _parse(sizes) if isinstance(sizes, str) else [(str(k), v) for k, v in sizes.items()]
+        for name, size in pairs:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise SpanaxError(
+                    f"mesh axis '{name}' has size {size!r}; it takes a whole number from 1.",
+                    fix=f"{name}=1, or leave '{name}' out",
+                )
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise SpanaxError(f"mesh axis '{name}' is given twice.", where=f"mesh {names}")
+        return MeshShape(tuple(pairs))
+
+    @property
+    def size(self) -> int:
+        """How many devices the mesh takes."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axis names, in order."""
+        return tuple(name for name, _ in self.axes)
+
+    def ways(self, axes: Sequence[str]) -> int:
+        """How many parts a dim split over `axes` has; an axis the mesh lacks counts as 1."""
+        sizes = dict(self.axes)
+        return math.prod(sizes.get(axis, 1) for axis in axes)
+
+    def build(self, devices: Sequence[Any] | None = None) -> "Mesh":
+        """The real mesh, over the first `size` of `devices` (all local ones by default).
+
+        Raises:
+          SpanaxError: there are not that many devices.
+        """
+        import jax
+
+        devices = list(jax.devices() if devices is None else devices)
+        if len(devices) < self.size:
+            raise SpanaxError(
+                f"the mesh takes {self.size} devices and there are {len(devices)}.",
+                where=f"mesh {self}",
+                fix=f"a mesh whose product is {len(devices)}, or --devices {self.size} to simulate them on a CPU",
+            )
+        # Auto axes: ordinary NNX models (Embed, Dropout) cannot run under the default Explicit ones.
+        kinds = (jax.sharding.AxisType.Auto,) * len(self.axes)
+        sizes = tuple(size for _, size in self.axes)
+        return jax.make_mesh(sizes, self.names, axis_types=kinds, devices=devices[: self.size])
+
+    def __repr__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes) or "one device"
+
+
+def _parse(text: str) -> list[tuple[str, int]]:
+    pairs = []
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        name, equals, size = (s.strip() for s in part.partition("="))
+        if not equals or not name or not size.lstrip("-").isdigit():
+            raise SpanaxError(
+                f"cannot read '{part}' as a mesh axis.", where=f"mesh '{text}'", fix="write it like data=4,model=2"
+            )
+        pairs.append((name, int(size)))
+    return pairs

@@ -1,0 +1,137 @@
+"""Assignment: which classes of dims each mesh axis splits in one program, and why the others stay whole."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from spanax.errors import SpanaxError, nearest
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.layout import Layout
+from spanax.trace.program import Program
+
+Pins = Mapping[str, str | Sequence[str] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """For each mesh axis, the classes it splits and their rank (lowest first where a value has several)."""
+
+    ranks: Mapping[str, Mapping[int, int]]
+    reasons: Mapping[str, str]
+
+
+def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Layout:
+    """The layout with the user's wishes for single axes: `{"vocab": "model"}`, or None to keep one whole.
+
+    Raises:
+      SpanaxError: no such axis in the program, or no such mesh axis.
+    """
+    known = sorted({name for name in program.step.axes.names.values()})
+    computed = dict(layout.computed)
+    for name, wanted in pins.items():
+        if name not in known:
+            raise SpanaxError(f"cannot pin axis '{name}': the program has none of that name.", fix=nearest(name, known))
+        computed = {axis: tuple(n for n in names if n != name) for axis, names in computed.items()}
+        for axis in (wanted,) if isinstance(wanted, str) else wanted or ():
+            if axis not in mesh.names:
+                raise SpanaxError(
+                    f"cannot pin '{name}' to mesh axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, mesh.names)
+                )
+            computed[axis] = (name, *computed.get(axis, ()))
+    return replace(layout, computed=tuple(computed.items()))
+
+
+def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Assignment:
+    """Decide which classes each mesh axis splits.
+
+    Raises:
+      SpanaxError: the batch or a pinned axis does not divide, or a mesh axis would have nothing to split.
+    """
+    axes = program.step.axes
+    ranks: dict[str, dict[int, int]] = {}
+    taken: dict[int, int] = {}
+    reasons: dict[str, str] = {}
+    labels = _labels_by_name(program)
+    for axis, names in layout.computed:
+        size = mesh.ways([axis])
+        if size == 1:
+            continue
+        accepted: dict[int, int] = {}
+        for rank, name in enumerate(names):
+            for label in labels.get(name, ()):
+                ways = taken.get(label, 1) * size
+                if axes.ways[label] % ways:
+                    reasons[name] = f"{name} ({axes.ways[label]}) does not divide {ways} ways"
+                    if name == "batch" or pins.get(name):
+                        raise _does_not_divide(program, name, axes.ways[label], ways, layout, mesh)
+                elif axis in layout.exclusive and (path := _clash(program, label, accepted)):
+                    reasons.setdefault(name, f"'{axis}' already splits another dim of {path}")
+                else:
+                    accepted[label] = rank
+                    taken[label] = ways
+        if not any(rank == 0 for rank in accepted.values()) and not (accepted and axis in layout.exclusive):
+            raise _idle(program, axis, size, names, reasons, layout, mesh)
+        ranks[axis] = accepted
+    if layout.sequence_axis and mesh.ways([layout.sequence_axis]) > 1:
+        size = mesh.ways([layout.sequence_axis])
+        ranks[layout.sequence_axis] |= {
+            label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (taken.get(label, 1) * size) == 0
+        }
+    return Assignment(ranks, reasons)
+
+
+def _labels_by_name(program: Program) -> dict[str, list[int]]:
+    """Classes by name, in the order in which the program meets them: that of its leaves first."""
+    axes = program.step.axes
+    order: dict[int, None] = {}
+    for value in program.step.graph.body.inputs:
+        order |= {label: None for label in axes.classes[value] if label is not None}
+    order |= {label: None for label in sorted(axes.names)}
+    by_name: dict[str, list[int]] = {}
+    for label in order:
+        if label in axes.names:
+            by_name.setdefault(axes.names[label], []).append(label)
+    return by_name
+
+
+def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:
+    """The path of a parameter that has this class twice, or beside one already accepted."""
+    for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
+        labels = program.step.axes.classes[value]
+        if leaf.kind == "param" and label in labels:
+            if labels.count(label) > 1 or any(other in accepted for other in labels if other != label):
+                return leaf.path
+    return ""
+
+
+def _does_not_divide(program: Program, name: str, size: int, ways: int, layout: Layout, mesh: MeshShape) -> SpanaxError:
+    lower, upper = size // ways * ways, -(-size // ways) * ways
+    near = f"{lower} or {upper}" if lower else f"{upper}"
+    where = next((row.leaves[0] for row in program.axes if row.name == name and row.leaves), "")
+    return SpanaxError(
+        f"'{name}' of size {size} does not divide {ways} ways: {size} % {ways} = {size % ways}.",
+        where=f"{where}, layout '{layout.name}', mesh {mesh}",
+        fix=f"a {name} of {near}, or a smaller mesh axis",
+    )
+
+
+def _idle(
+    program: Program,
+    axis: str,
+    size: int,
+    names: Sequence[str],
+    reasons: Mapping[str, str],
+    layout: Layout,
+    mesh: MeshShape,
+) -> SpanaxError:
+    known = sorted({name for leaf in (*program.leaves, *program.batch) for name in leaf.axes if name})
+    tried = [reasons[name] for name in names if name in reasons]
+    return SpanaxError(
+        f"mesh axis '{axis}' ({size}) has nothing to split in this program under layout '{layout.name}'.",
+        where="; ".join(tried) or f"it splits {', '.join(names)}; the program has {', '.join(known)}",
+        fix=f"{axis}={_largest_below(program, names, size)}, or a layout without '{axis}'",
+    )
+
+
+def _largest_below(program: Program, names: Sequence[str], size: int) -> int:
+    ways = [program.step.axes.ways[label] for name in names for label in _labels_by_name(program).get(name, ())]
+    return max((k for k in range(1, size) for way in ways if way % k == 0), default=1)

@@ -1,0 +1,209 @@
+"""Plan: where every array of one program lives on one mesh, and why. The waist: devices only come after it."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spanax.errors import DataError, SpanaxError, nearest
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.layout import Layout
+from spanax.plan.resolve import Spec
+from spanax.units import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one array lives: a state leaf, or a batch leaf.
+
+    `axes` names each dim; `spec` says which mesh axes split it; `reason` says why it is stored so, and what was
+    wished for and not possible.
+
+    Example:
+      >>> place = Placement(
+      ...     "up.kernel", (64, 256), "float32", "param", ("embed", "mlp"), ((), ("fsdp",)), (64, 32), 8192, ""
+      ... )
+      >>> tuple(place.partition_spec)
+      (None, 'fsdp')
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    axes: tuple[str | None, ...]
+    spec: Spec
+    local_shape: tuple[int, ...]
+    local_bytes: int
+    reason: str
+
+    @property
+    def partition_spec(self) -> "PartitionSpec":
+        """The spec as JAX writes it."""
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.spec))
+
+    def sharding(self, mesh: "Mesh") -> "NamedSharding":
+        """The placement on a real mesh."""
+        from jax.sharding import NamedSharding
+
+        return NamedSharding(mesh, self.partition_spec)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout resolved for one program on one mesh.
+
+    `leaves` are the state's placements in the program's order, `batch` those of the batch. `fingerprint` ties
+    the plan to the program (paths, shapes, dtypes); `why` says which rule chose the layout.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> plan = spanax.plan(program, spanax.cluster("cpu:8"), layout="data")
+      >>> Plan.from_json(plan.to_json()) == plan
+      True
+      >>> plan.diff(spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))[-1]
+      "kernel: P(None, None) -> P(None, 'fsdp')"
+    """
+
+    fingerprint: str
+    mesh: MeshShape
+    layout: Layout
+    pins: tuple[tuple[str, tuple[str, ...]], ...]
+    leaves: tuple[Placement, ...]
+    batch: tuple[Placement, ...]
+    why: str
+    version: int = VERSION
+
+    def state_bytes(self, kind: str | None = None) -> int:
+        """Bytes of state that one device holds: of one kind (`param`, `optimizer`, `other`), or all of it."""
+        return sum(leaf.local_bytes for leaf in self.leaves if kind in (None, leaf.kind))
+
+    def __getitem__(self, path: str) -> Placement:
+        """The placement of one leaf, by its path."""
+        for leaf in self.leaves + self.batch:
+            if leaf.path == path:
+                return leaf
+        raise SpanaxError(f"the plan has no leaf '{path}'.", fix=nearest(path, [p.path for p in self.leaves]))
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `Plan.from_json` reads it back equal."""
+        data = asdict(self) | {"mesh": dict(self.mesh.axes)}
+        return json.dumps(data, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+          DataError: the text is no plan, or one of another version.
+        """
+        try:
+            data = json.loads(text)
+            if data["version"] != VERSION:
+                raise DataError(f"the plan has version {data['version']}; this Spanax reads version {VERSION}.")
+            data["mesh"] = MeshShape(tuple(data["mesh"].items()))
+            data["layout"] = Layout(**{key: _frozen(value) for key, value in data["layout"].items()})
+            data["pins"] = _frozen(data["pins"])
+            for group in ("leaves", "batch"):
+                data[group] = tuple(Placement(**{k: _frozen(v) for k, v in leaf.items()}) for leaf in data[group])
+            return Plan(**data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, SpanaxError):
+                raise
+            raise DataError("this is not a plan file.", where=f"{type(error).__name__}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """Read a plan from a file.
+
+        Raises:
+          DataError: there is no such file, or it holds no plan.
+        """
+        try:
+            return Plan.from_json(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read the plan '{path}'.", where=str(error)) from None
+
+    def diff(self, other: "Plan") -> list[str]:
+        """What differs between two plans, a line each; empty when they place everything alike.
+
+        Example: `blocks.mlp.up.kernel: P(None, 'fsdp') -> P('model', 'fsdp')`
+        """
+        lines = []
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name not in ("leaves", "batch", "layout", "why") and mine != theirs:
+                lines.append(f"{field.name}: {mine} -> {theirs}")
+        if self.layout != other.layout:
+            lines.append(f"layout: {self.layout.name} -> {other.layout.name}")
+        mine, theirs = ({leaf.path: leaf for leaf in plan.leaves + plan.batch} for plan in (self, other))
+        for path in sorted(mine.keys() | theirs.keys()):
+            a, b = mine.get(path), theirs.get(path)
+            if a is None or b is None:
+                lines.append(f"{path}: {'only in the second' if a is None else 'only in the first'}")
+            elif (a.shape, a.dtype) != (b.shape, b.dtype):
+                lines.append(f"{path}: {a.dtype}{list(a.shape)} -> {b.dtype}{list(b.shape)}")
+            elif a.spec != b.spec:
+                lines.append(f"{path}: {_spec_text(a)} -> {_spec_text(b)}")
+        return lines
+
+    def __str__(self) -> str:
+        total = sum(_size(leaf) for leaf in self.leaves if leaf.kind == "param")
+        head = [
+            f"layout {self.layout.name} on {self.mesh.size} devices ({self.mesh}): {self.why}",
+            f"  {count_text(total)} parameters; a device holds "
+            + ", ".join(f"{kind} {bytes_text(self.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
+            + f" = {bytes_text(self.state_bytes())}",
+        ]
+        return "\n".join(head + _rows(self))
+
+
+def _rows(plan: Plan) -> list[str]:
+    """The parameters and the batch, repeated blocks as one row."""
+    groups: dict[tuple[Any, ...], list[Placement]] = {}
+    for leaf in (*plan.batch, *plan.leaves):
+        if leaf.kind in ("param", "batch"):
+            pattern = ".".join("*" if part.isdigit() else part for part in leaf.path.split("."))
+            groups.setdefault((pattern, leaf.shape, leaf.spec, leaf.reason), []).append(leaf)
+    rows = []
+    for (pattern, *_), leaves in groups.items():
+        leaf = leaves[0]
+        times = f" x{len(leaves)}" if len(leaves) > 1 else ""
+        shape = " ".join(f"{name or '?'}:{size}" for name, size in zip(leaf.axes, leaf.shape, strict=True))
+        name = leaf.path if len(leaves) == 1 else pattern
+        reason = f"  {leaf.reason}" if leaf.reason else ""
+        rows.append((name + times, f"({shape})", _spec_text(leaf), bytes_text(leaf.local_bytes) + reason))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return ["  " + "  ".join([*(c.ljust(w) for c, w in zip(row[:3], widths, strict=True)), row[3]]) for row in rows]
+
+
+def _spec_text(leaf: Placement) -> str:
+    inner = (repr(axes[0] if len(axes) == 1 else axes) if axes else "None" for axes in leaf.spec)
+    return f"P({', '.join(inner)})"
+
+
+def _size(leaf: Placement) -> int:
+    return math.prod(leaf.shape)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value

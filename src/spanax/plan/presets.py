@@ -1,0 +1,145 @@
+"""The layouts that have names: each mesh axis has one meaning, and a preset is a choice of mesh axes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from spanax.errors import SpanaxError, nearest
+from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
+from spanax.plan.layout import TENSOR_AXES, Layout
+
+PRESETS: dict[str, tuple[str, ...]] = {
+    "data": ("data",),
+    "zero1": ("fsdp",),
+    "zero2": ("fsdp",),
+    "fsdp": ("fsdp",),
+    "hsdp": ("data", "fsdp"),
+    "tensor": ("model",),
+    "data+tensor": ("data", "model"),
+    "fsdp+tensor": ("fsdp", "model"),
+    "context": ("data", "context"),
+    "expert": ("data", "expert"),
+}
+"""The mesh axes each preset is made of, slowest first."""
+
+MEANING: dict[str, tuple[str, ...]] = {
+    "data": ("batch",),
+    "fsdp": ("batch",),
+    "expert": ("experts", "batch"),
+    "context": ("seq",),
+    "model": TENSOR_AXES,
+}
+"""What each canonical mesh axis splits while computing; `fsdp` also stores."""
+
+STORED: dict[str, tuple[str, ...]] = {
+    "zero1": ("optimizer",),
+    "zero2": ("optimizer", "gradient"),
+}
+"""What the ZeRO stages below three store split; every other preset with `fsdp` stores all of it."""
+
+
+def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False) -> Layout:
+    """The preset of a name on a mesh, whatever the mesh axes are called.
+
+    A mesh axis takes the part of its own name; parts left over go to the axes left over, in order, so that
+    `fsdp` on the mesh `data=8` is FSDP over `data`. `+seq` behind a tensor preset is sequence parallelism.
+
+    Raises:
+      SpanaxError: no such preset, or mesh and preset do not go together.
+
+    Example:
+      >>> layout_named("fsdp", MeshShape.of("data=8")).stored_params
+      ('data',)
+    """
+    base, plus, option = name.partition("+seq")
+    if base not in PRESETS or option or (plus and "model" not in PRESETS[base]):
+        raise SpanaxError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
+    roles = _roles(base, PRESETS[base], mesh)
+    layout = _layout(name, roles, STORED.get(base, ("param", "gradient", "optimizer")))
+    wants_sequence = sequence_parallel or bool(plus)
+    if wants_sequence and "model" not in PRESETS[base]:
+        raise SpanaxError(f"layout '{base}' has no model axis to split the sequence over.", fix="fsdp+tensor+seq")
+    return replace(layout, sequence_axis=roles["model"] if wants_sequence else None)
+
+
+def layout_for(mesh: MeshShape) -> Layout:
+    """The layout that a mesh means by the names of its axes.
+
+    Raises:
+      SpanaxError: an axis has no meaning by name.
+
+    Example:
+      >>> layout_for(MeshShape.of("fsdp=4,model=2")).name
+      'fsdp+tensor'
+    """
+    for axis, size in mesh.axes:
+        if axis not in MEANING and size > 1:
+            raise SpanaxError(
+                f"mesh axis '{axis}' has no meaning by itself.",
+                where=f"mesh {mesh}",
+                fix=f"name a layout for it, or use {', '.join(a for a in CANONICAL_AXES if a in MEANING)}",
+            )
+    roles = {axis: axis for axis, size in mesh.axes if axis in MEANING and size > 1}
+    by_axes = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED}
+    words = {"data": "data", "fsdp": "fsdp", "model": "tensor", "context": "context", "expert": "expert"}
+    name = by_axes.get(frozenset(roles)) or "+".join(words[axis] for axis in MEANING if axis in roles) or "data"
+    return _layout(name, roles, ("param", "gradient", "optimizer"))
+
+
+def default_mesh(name: str, num_devices: int) -> MeshShape:
+    """A mesh for a preset on so many devices: two ways on its last axis, the rest on the first.
+
+    Example:
+      >>> default_mesh("fsdp+tensor", 8)
+      fsdp=4,model=2
+    """
+    base = name.partition("+seq")[0]
+    if base not in PRESETS:
+        raise SpanaxError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
+    axes = PRESETS[base]
+    if len(axes) == 1:
+        return MeshShape(((axes[0], num_devices),))
+    second = 2 if num_devices % 2 == 0 else 1
+    # HSDP keeps the gathers inside the small, fast domain; the others keep the batch on the large axis.
+    sizes = (second, num_devices // second) if name == "hsdp" else (num_devices // second, second)
+    return MeshShape(tuple(zip(axes, sizes, strict=True)))
+
+
+def _roles(name: str, parts: Sequence[str], mesh: MeshShape) -> dict[str, str]:
+    """Which mesh axis plays which part."""
+    roles = {part: part for part in parts if part in mesh.names}
+    left = [axis for axis in mesh.names if axis not in roles.values()]
+    for part in parts:
+        # An axis with a meaning of its own may stand in only where that meaning is kept: data for fsdp.
+        fitting = [axis for axis in left if axis not in MEANING or {axis, part} <= {"data", "fsdp"}]
+        if part not in roles and fitting:
+            roles[part] = fitting[0]
+            left.remove(fitting[0])
+    missing = [part for part in parts if part not in roles]
+    # With one device on it, a part changes nothing: data+tensor on a mesh of model=8 is tensor.
+    idle = [axis for axis in left if dict(mesh.axes)[axis] > 1]
+    if missing == list(parts) or (missing and len(parts) == 1):
+        raise SpanaxError(
+            f"layout '{name}' needs the mesh axis {missing[0]}.",
+            where=f"mesh {mesh}",
+            fix=f"mesh {','.join(f'{a}={s}' for a, s in default_mesh(name, mesh.size).axes)}",
+        )
+    if idle:
+        wider = next((p for p, axes in PRESETS.items() if {*parts, *idle} == set(axes)), None)
+        raise SpanaxError(
+            f"layout '{name}' leaves mesh axis '{idle[0]}' idle: every device on it would repeat the same work.",
+            where=f"mesh {mesh}",
+            fix=f"layout '{wider}'" if wider else f"mesh {default_mesh(name, mesh.size)}",
+        )
+    return roles
+
+
+def _layout(name: str, roles: Mapping[str, str], stored: Sequence[str]) -> Layout:
+    fsdp = (roles["fsdp"],) if "fsdp" in roles else ()
+    return Layout(
+        name,
+        computed=tuple((axis, MEANING[part]) for part, axis in roles.items()),
+        stored_params=fsdp if "param" in stored else (),
+        stored_gradients=fsdp if "gradient" in stored else (),
+        stored_optimizer=fsdp if "optimizer" in stored else (),
+        exclusive=(roles["model"],) if "model" in roles else (),
+    )

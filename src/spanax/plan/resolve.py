@@ -1,0 +1,156 @@
+"""The one resolver: from a layout to the spec of every value of a program, with the reason.
+
+The plan's placements, the constraints of the step that runs, and the prices all come from here.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.assign import Assignment, Pins, assign, pinned
+from spanax.plan.layout import Layout
+from spanax.trace.origins import Origin
+from spanax.trace.program import Program, Traced
+from spanax.trace.variables import Leaf
+
+Spec = tuple[tuple[str, ...], ...]
+"""The mesh axes that split each dim, outermost first; `()` for a dim left whole."""
+
+Labels = tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """How one value is split while the step runs; `is_open` leaves the dims without an axis to the compiler."""
+
+    spec: Spec
+    is_open: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Resolver:
+    """A layout laid over one program on one mesh."""
+
+    program: Program
+    layout: Layout
+    mesh: MeshShape
+    assignment: Assignment
+
+    def computed(self, labels: Labels, shape: Sequence[int], whole: frozenset[int] = frozenset()) -> Spec:
+        """The spec of a value while it is computed with: each mesh axis on the first dim of its list."""
+        split: list[tuple[str, ...]] = [()] * len(shape)
+        for axis, ranks in self.assignment.ranks.items():
+            candidates = [
+                (ranks[label], dim)
+                for dim, label in enumerate(labels)
+                if label is not None
+                and label in ranks
+                and dim not in whole
+                and shape[dim] % self.mesh.ways((*split[dim], axis)) == 0
+            ]
+            if candidates:
+                _, dim = min(candidates)
+                split[dim] = (*split[dim], axis)
+        return tuple(split)
+
+    def stored(self, labels: Labels, shape: Sequence[int], kind: str) -> tuple[Spec, str]:
+        """The spec of an array where it is kept, and the reason.
+
+        Beyond its computed spec it is split over the layout's stored axes, on the dim that is largest then. The
+        choice follows the classes, not the positions: a gradient that comes transposed is split alike.
+        """
+        spec = self.computed(labels, shape)
+        used = {axis for axes in spec for axis in axes}
+        axes = tuple(a for a in self.layout.stored(kind) if self.mesh.ways([a]) > 1 and a not in used)
+        if not axes or not shape:
+            return spec, self._why(labels, shape, spec)
+        ways = self.mesh.ways(axes)
+        local = [size // self.mesh.ways(by) for size, by in zip(shape, spec, strict=True)]
+        order = [
+            (label in self._scanned, -local[dim], label if label is not None else -1, dim)
+            for dim, label in enumerate(labels)
+            if local[dim] % ways == 0
+        ]
+        if not order:
+            sizes = "x".join(map(str, shape))
+            return spec, f"stored whole: no dim of {sizes} divides {'+'.join(axes)} ({ways} ways)"
+        dim = min(order)[-1]
+        spec = tuple((*by, *axes) if at == dim else by for at, by in enumerate(spec))
+        return spec, self._why(labels, shape, spec, f"stored over {'+'.join(axes)}")
+
+    def kind(self, leaf: Leaf, labels: Labels) -> str:
+        """As which kind a leaf is stored: other state shaped like a parameter (an average of it) goes with it."""
+        return "param" if leaf.kind == "other" and _key(labels) in self._leaf_keys else leaf.kind
+
+    def constraints(self, traced: Traced) -> list[Constraint | None]:
+        """The constraint of every value of a traced function, by its number; None: left to the compiler."""
+        graph, axes = traced.graph, traced.axes
+        whole: dict[int, set[int]] = {}
+        for value, dim in axes.kept_whole:
+            whole.setdefault(value, set()).add(dim)
+        cache: dict[tuple[object, ...], Constraint | None] = {}
+        found: list[Constraint | None] = []
+        for value in range(len(graph.avals)):
+            labels, shape = axes.classes[value], graph.shape(value)
+            if value in whole:
+                found.append(Constraint(self.computed(labels, shape, frozenset(whole[value]))))
+                continue
+            key = (labels, shape, axes.origins[value])
+            if key not in cache:
+                cache[key] = self._constraint(labels, shape, axes.origins[value], axes.names)
+            found.append(cache[key])
+        return found
+
+    def _constraint(
+        self, labels: Labels, shape: tuple[int, ...], origin: int, names: Mapping[int, str]
+    ) -> Constraint | None:
+        if not any(label is not None for label in labels):
+            return None
+        if any(names.get(label) == "batch" for label in labels if label is not None):
+            return Constraint(self.computed(labels, shape))
+        if _key(labels) in self._leaf_keys:
+            kind = "optimizer" if origin & Origin.OPTIMIZER else "gradient" if origin & Origin.BATCH else "param"
+            return Constraint(self.stored(labels, shape, kind)[0])
+        spec = self.computed(labels, shape)
+        return Constraint(spec, is_open=True) if any(spec) else None
+
+    @cached_property
+    def _scanned(self) -> frozenset[int]:
+        names = self.program.step.axes.names
+        return frozenset(label for label, name in names.items() if name == "layers")
+
+    @cached_property
+    def _leaf_keys(self) -> frozenset[tuple[int, ...]]:
+        """The classes of every parameter, whole and as one layer of a scan sees it."""
+        keys = set()
+        for leaf, value in zip(self.program.leaves, self.program.step.graph.body.inputs, strict=False):
+            if leaf.kind == "param":
+                labels = self.program.step.axes.classes[value]
+                keys.add(_key(labels))
+                keys.add(_key(tuple(label for label in labels if label not in self._scanned)))
+        return frozenset(keys - {()})
+
+    def _why(self, labels: Labels, shape: Sequence[int], spec: Spec, extra: str = "") -> str:
+        names = self.program.step.axes.names
+        parts = []
+        for label, by in zip(labels, spec, strict=True):
+            name = names.get(label, "") if label is not None else ""
+            if name in self.assignment.reasons and not by:
+                parts.append(self.assignment.reasons[name])
+        return "; ".join(dict.fromkeys([extra] * bool(extra) + parts))
+
+
+def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Resolver:
+    """A resolver for one program, layout and mesh.
+
+    Raises:
+      SpanaxError: the layout cannot be laid over this program on this mesh.
+    """
+    layout = pinned(layout, pins, program, mesh)
+    return Resolver(program, layout, mesh, assign(program, layout, mesh, pins))
+
+
+def _key(labels: Sequence[int | None]) -> tuple[int, ...]:
+    return tuple(sorted(Counter(label for label in labels if label is not None).elements()))
