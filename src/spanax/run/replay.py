@@ -1,0 +1,86 @@
+"""Replay: the traced program run again, with the resolver's constraints on its values.
+
+What was planned is what runs: constraints recurse into loops and remat, and nothing else of the program changes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from spanax.plan.resolve import Constraint
+from spanax.trace.graph import BODIES, Body, Graph, Op, opened
+
+# A user's own constraints name a mesh that is not this one, and are met by the plan instead.
+DROPPED = frozenset({"sharding_constraint"})
+
+
+def replay(graph: Graph, constraints: Sequence[Constraint | None], mesh: Mesh) -> Callable[..., list[Any]]:
+    """A function of the graph's inputs that computes its outputs under the constraints.
+
+    Args:
+      graph: the traced program.
+      constraints: one a value, by number; None leaves a value to the compiler.
+      mesh: the devices.
+    """
+    shardings: dict[Constraint, NamedSharding] = {}
+
+    def constrained(value: int, array: Any) -> Any:
+        constraint = constraints[value]
+        if constraint is None or mesh.size == 1:
+            return array
+        if constraint not in shardings:
+            shardings[constraint] = NamedSharding(mesh, _partition_spec(constraint))
+        return jax.lax.with_sharding_constraint(array, shardings[constraint])
+
+    def run(body: Body, args: Sequence[Any]) -> list[Any]:
+        values = {value: constrained(value, arg) for value, arg in zip(body.inputs, args, strict=True)}
+
+        def read(value: int) -> Any:
+            return values[value] if value in values else graph.constants[value]
+
+        for op in body.ops:
+            ins = [read(value) for value in op.inputs]
+            outs = ins[:1] if op.name in DROPPED else _bind(op, ins, inner)
+            # Where an operand has the shape and the constraint of the result, the compiler carries it over.
+            settled = {(graph.shape(value), constraints[value]) for value in op.inputs} if not op.bodies else set()
+            for value, out in zip(op.outputs, outs, strict=True):
+                known = (graph.shape(value), constraints[value]) in settled
+                values[value] = out if known else constrained(value, out)
+        return [read(value) for value in body.outputs]
+
+    def inner(body: Body) -> Callable[..., list[Any]]:
+        return lambda *args: run(body, args)
+
+    return lambda *args: run(graph.body, args)
+
+
+def _bind(op: Op, ins: Sequence[Any], inner: Callable[[Body], Callable[..., list[Any]]]) -> list[Any]:
+    params = dict(op.params)
+    extra: list[Any] = []
+    bodies = iter(op.bodies)
+    for key in BODIES.get(op.name, ()):
+        held = params[key]
+        if isinstance(held, tuple):
+            params[key] = tuple(_retraced(old, inner(next(bodies)))[0] for old in held)
+        else:
+            params[key], extra = _retraced(held, inner(next(bodies)))
+    return op.bind([*extra, *ins], params)
+
+
+def _retraced(old: Any, function: Callable[..., list[Any]]) -> tuple[Any, list[Any]]:
+    """A body traced again with its constraints, closed as the old one was; an open body's constants beside it."""
+    jaxpr, _ = opened(old)
+    closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars])
+    if isinstance(old, core.ClosedJaxpr) and old is not jaxpr:
+        return closed, []
+    if not closed.consts:
+        return closed.jaxpr, []
+    raise AssertionError("a body that must be open was traced with constants")
+
+
+def _partition_spec(constraint: Constraint) -> PartitionSpec:
+    whole = PartitionSpec.UNCONSTRAINED if constraint.is_open else None
+    return PartitionSpec(*(whole if not axes else axes[0] if len(axes) == 1 else axes for axes in constraint.spec))

@@ -1,0 +1,67 @@
+"""Restore: a run goes on from a checkpoint, on this plan, whatever plan and devices it was saved from."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from spanax.plan.choose import resolver_of
+from spanax.plan.plan import Plan
+from spanax.run import checkpoint
+from spanax.run.run import Run, assert_placed
+from spanax.trace.program import Program
+
+
+def restore(
+    program: Program,
+    plan: Plan,
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    devices: Sequence[Any] | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> Run:
+    """The run that was saved in a folder, laid out by `plan`: parameters, optimizer, RNG, statistics, step.
+
+    Every file is held against its checksum first. When the newest step is damaged, the next older good one is
+    taken, with a loud line. `run.position` is the data position: `spanax.batches(..., position=run.position)`.
+
+    Args:
+      program: the program that was saved; its paths, shapes and dtypes must match.
+      plan: where the arrays go now; any mesh, any number of devices.
+      directory: what was given to `run.save`.
+      step: this step and no other.
+      devices: the devices to use; all of this process by default.
+      warn: gets the loud line; standard error by default.
+
+    Raises:
+      DataError: no good step, or one of another program.
+      SpanaxError: the plan is another program's.
+
+    Example:
+      >>> import optax, spanax, tempfile
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> folder, devices = tempfile.mkdtemp(), spanax.cluster("cpu:8")
+      >>> run = spanax.start(program, spanax.plan(program, devices, layout="fsdp"))
+      >>> run.save(folder).wait()
+      >>> resumed = restore(program, spanax.plan(program, devices, mesh="data=4,model=2"), folder)
+      >>> bool((resumed.params()["kernel"] == run.params()["kernel"]).all())
+      True
+    """
+    resolver_of(program, plan)
+    mesh = plan.mesh.build(devices)
+    targets = {
+        leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(mesh))
+        for leaf, placement in zip(program.leaves, plan.leaves, strict=True)
+    }
+    found = checkpoint.restore(directory, targets, step=step, warn=warn)
+    state = [found.arrays[leaf.path] for leaf in program.leaves]
+    assert_placed(plan, state, mesh)
+    return Run(program, plan, mesh, state, num_steps=found.step, position=found.meta.get("position"))

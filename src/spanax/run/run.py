@@ -1,0 +1,219 @@
+"""Run: a program on devices. It obeys its plan and decides nothing."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+
+from spanax.errors import SpanaxError
+from spanax.plan.choose import resolver_of
+from spanax.plan.plan import Placement, Plan
+from spanax.run import checkpoint
+from spanax.run.data import Batches
+from spanax.run.replay import replay
+from spanax.run.state import born
+from spanax.trace.program import Program, Traced
+from spanax.trace.variables import Leaf
+
+
+@dataclass(eq=False)
+class Run:
+    """A program's state on a mesh, and the compiled step that moves it on.
+
+    `num_steps` counts the steps taken since the state was born, over restarts too; `position` is the data
+    position that the state was saved with, where it was restored.
+
+    Example:
+      >>> import numpy as np, optax, spanax
+      >>> batch = np.ones((8, 16), "float32")
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=batch,
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
+      >>> first, second = (float(run.step(batch)["loss"]) for _ in range(2))
+      >>> second < first, run.num_steps, run.params()["kernel"].sharding.shard_shape((16, 32))
+      (True, 2, (16, 4))
+    """
+
+    program: Program
+    plan: Plan
+    mesh: jax.sharding.Mesh
+    state: list[jax.Array]
+    num_steps: int = 0
+    position: dict[str, Any] | None = None
+    _compiled: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def step(self, batch: Any) -> dict[str, Any]:
+        """One train step: the state moves on, the metrics come back as arrays.
+
+        Raises:
+          SpanaxError: the batch is not the one that the program was traced with.
+        """
+        leaves = self._batch(batch)
+        function = self._compiled.get("step") or self._compile("step", self.program.step)
+        self.state, metrics = function(self.state, leaves)
+        self.num_steps += 1
+        self._settle(metrics)
+        return jax.tree.unflatten(self.program.step.result, metrics)
+
+    def evaluate(self, batch: Any) -> dict[str, Any]:
+        """The loss and its metrics on a batch, in evaluation mode; nothing of the state changes."""
+        evaluation = self.program.evaluation
+        if evaluation is None:
+            raise SpanaxError(
+                "this program has no evaluation: it was traced from a train_step.",
+                fix="trace it with loss=..., or evaluate run.model() yourself",
+            )
+        leaves = self._batch(batch)
+        function = self._compiled.get("evaluation") or self._compile("evaluation", evaluation)
+        metrics = function(self.state, leaves)
+        self._settle(metrics)
+        return jax.tree.unflatten(evaluation.result, metrics)
+
+    def lower(self) -> Any:
+        """The step as JAX lowers it, without running it: `.compile()` gives XLA's program and its memory."""
+        state = _abstract(self.program.leaves, self.plan.leaves, self.mesh)
+        batch = _abstract(self.program.batch, self.plan.batch, self.mesh)
+        return self._jitted(self.program.step, is_step=True).lower(state, batch)
+
+    def save(
+        self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
+    ) -> checkpoint.Pending:
+        """Save the state, with the plan and the data position beside it, as step `num_steps` of a folder.
+
+        Returns as soon as the arrays are copied; the next step may run at once. `wait()` on what is returned
+        says that all is on disk.
+
+        Args:
+          directory: the folder of all steps.
+          data: the batches this run reads, to go on from the same example.
+          keep: how many of the newest steps to keep; all by default.
+
+        Raises:
+          WriteError: the folder cannot be written.
+        """
+        meta = {"fingerprint": self.program.fingerprint, "position": None if data is None else data.state()}
+        plan_json = self.plan.to_json()
+        return checkpoint.save(directory, self.num_steps, self.arrays(), plan_json=plan_json, meta=meta, keep=keep)
+
+    def model(self) -> nnx.Module:
+        """The NNX model with the values of now, for evaluation and export; the run does not see changes to it."""
+        return self.program.variables.merge([array.copy() for array in self.state])[0]
+
+    def params(self) -> dict[str, jax.Array]:
+        """The parameters by path, as they lie on the devices; the next step takes them away (donation)."""
+        return self.arrays("param")
+
+    def arrays(self, kind: str | None = None) -> dict[str, jax.Array]:
+        """The state by path: all of it, or one kind (`param`, `optimizer`, `other`)."""
+        pairs = zip(self.program.leaves, self.state, strict=True)
+        return {leaf.path: array for leaf, array in pairs if kind in (None, leaf.kind)}
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the mesh is several devices on one CPU; then every step is waited for."""
+        return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
+
+    def _settle(self, metrics: list[Any]) -> None:
+        # XLA's CPU collectives deadlock and abort when steps on simulated devices pile up (jax 0.10.2).
+        if self.is_simulated:
+            jax.block_until_ready(metrics)
+
+    def _batch(self, batch: Any) -> list[Any]:
+        leaves, treedef = jax.tree.flatten(batch)
+        expected = self.program.batch
+        if treedef != self.program.batch_treedef:
+            raise SpanaxError(
+                "the batch is built differently from the one that was traced.",
+                where=f"wanted {self.program.batch_treedef}, got {treedef}",
+            )
+        for leaf, array in zip(expected, leaves, strict=True):
+            if tuple(array.shape) != leaf.shape:
+                raise SpanaxError(
+                    f"batch leaf '{leaf.path}' has shape {tuple(array.shape)}, and was traced with {leaf.shape}.",
+                    fix="trace the program with a batch of this shape, or drop the incomplete batch",
+                )
+        return leaves
+
+    def _compile(self, name: str, traced: Traced) -> Any:
+        self._compiled[name] = self._jitted(traced, is_step=name == "step")
+        return self._compiled[name]
+
+    def _jitted(self, traced: Traced, *, is_step: bool) -> Any:
+        resolver = resolver_of(self.program, self.plan)
+        function = replay(traced.graph, resolver.constraints(traced), self.mesh)
+        num_leaves = len(self.program.leaves)
+
+        def step(state: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            outputs = function(*state, *batch)
+            return outputs[:num_leaves], outputs[num_leaves:]
+
+        def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+            return function(*state, *batch)
+
+        state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
+        batch = [placement.sharding(self.mesh) for placement in self.plan.batch]
+        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        metrics = [whole] * traced.num_results
+        if not is_step:
+            return jax.jit(evaluate, in_shardings=(state, batch), out_shardings=metrics)
+        # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
+        return jax.jit(step, in_shardings=(state, batch), out_shardings=(state, metrics), donate_argnums=0)
+
+
+def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any] | None = None) -> Run:
+    """Bring a program to life as planned: every array is made on the devices that keep it.
+
+    Args:
+      program: what `spanax.trace` returned.
+      plan: what `spanax.plan` returned for it.
+      seed: the numbers `nnx.Rngs` starts from; they are the same on every mesh.
+      devices: the devices to use; all of this process by default.
+
+    Raises:
+      SpanaxError: the plan is another program's, or there are too few devices.
+
+    Example:
+      >>> import optax, spanax
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> run = start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="tensor"), seed=1)
+      >>> tuple(run.params()["kernel"].sharding.spec)
+      (None, 'model')
+    """
+    resolver_of(program, plan)
+    mesh = plan.mesh.build(devices)
+    state = born(program, plan.leaves, mesh, seed)
+    assert_placed(plan, state, mesh)
+    return Run(program, plan, mesh, state)
+
+
+def assert_placed(plan: Plan, state: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> None:
+    """Hold the real arrays against the plan.
+
+    Raises:
+      SpanaxError: an array lies elsewhere than planned.
+    """
+    for placement, array in zip(plan.leaves, state, strict=True):
+        if not array.sharding.is_equivalent_to(placement.sharding(mesh), len(placement.shape)):
+            raise SpanaxError(
+                f"`{placement.path}` is not where the plan puts it.",
+                where=f"planned {placement.partition_spec}, found {array.sharding}",
+            )
+
+
+def _abstract(
+    leaves: Sequence[Leaf], placements: Sequence[Placement], mesh: jax.sharding.Mesh
+) -> list[jax.ShapeDtypeStruct]:
+    pairs = zip(leaves, placements, strict=True)
+    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding(mesh)) for leaf, place in pairs]

@@ -1,0 +1,60 @@
+"""Devices for a process that has not started JAX's backend yet: real ones, or simulated on the CPU."""
+
+import os
+import re
+from typing import Any
+
+from spanax.errors import SpanaxError
+
+DEFAULT_SIMULATED = 8
+
+THREADS = 32
+"""XLA's CPU collectives wait for each other on one thread pool, and deadlock when it has fewer threads."""
+
+
+def simulate(num_devices: int) -> list[Any]:
+    """Split the CPU into so many devices; call it before anything asks JAX for devices.
+
+    Raises:
+      SpanaxError: JAX has started already, with another number.
+
+    Example:
+      >>> len(simulate(8))
+      8
+    """
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    return devices(num_devices)
+
+
+def devices(wanted: int | None) -> list[Any]:
+    """The devices to run on, as many as wanted: accelerators where there are any, else simulated ones.
+
+    Raises:
+      SpanaxError: there are fewer than wanted.
+    """
+    _prepare(wanted or DEFAULT_SIMULATED)
+    import jax
+
+    found = jax.devices()
+    if wanted is not None and len(found) < wanted:
+        kind = found[0].platform
+        raise SpanaxError(
+            f"{wanted} devices are wanted, and there are {len(found)} ({kind}).",
+            fix=f"--devices {len(found)}" + ("" if kind == "cpu" else ", or JAX_PLATFORMS=cpu to simulate them"),
+        )
+    return found[:wanted]
+
+
+def _prepare(num_simulated: int) -> None:
+    os.environ.setdefault("NPROC", str(THREADS))
+    flags = os.environ.get("XLA_FLAGS", "")
+    # JAX refuses its own setting beside the older flag.
+    os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", num_simulated)
+    except RuntimeError:
+        pass  # JAX has started: it has the devices that it has, and the caller counts them

@@ -1,0 +1,96 @@
+"""State born sharded: every array is made on the devices that keep it, one array at a time.
+
+One program for the whole state would hold it twice over while compiling and take a minute for a deep unrolled
+model. So keys, counts and other single numbers are computed first, and each array is then one small program of
+its own, compiled once for all arrays that are made alike (the same kernel of forty-eight blocks).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from spanax.plan.plan import Placement
+from spanax.trace.graph import Graph, Op, from_jaxpr
+from spanax.trace.program import Program
+
+
+def born(program: Program, placements: Sequence[Placement], mesh: jax.sharding.Mesh, seed: int) -> list[jax.Array]:
+    """The program's state at step 0, each leaf on the devices and in the shards of its placement.
+
+    The numbers depend on the seed alone, not on the mesh.
+    """
+    graph = from_jaxpr(program.init)
+    producers = {value: op for op in graph.body.ops for value in op.outputs}
+    known = graph.constants | _single_numbers(graph, np.uint32(seed))
+    compiled: dict[Any, Callable[..., Any]] = {}
+    arrays = []
+    for value, placement in zip(graph.body.outputs, placements, strict=True):
+        sharding = placement.sharding(mesh)
+        if value in known:
+            arrays.append(jax.device_put(known[value], sharding))
+            continue
+        ops, inputs = _slice(value, producers, known)
+        key = (_signature(graph, ops, inputs, value), sharding)
+        if key not in compiled:
+            compiled[key] = jax.jit(_program(ops, inputs, value), out_shardings=sharding)
+        arrays.append(compiled[key](*(known[v] for v in inputs)))
+    return arrays
+
+
+def _single_numbers(graph: Graph, seed: Any) -> dict[int, Any]:
+    """Every value of one element that follows from the seed, computed at once: keys, counts, scalars."""
+    known: dict[int, Any] = dict(zip(graph.body.inputs, [seed], strict=True))
+    with jax.default_device(jax.local_devices()[0]):
+        for op in graph.body.ops:
+            is_small = all(graph.shape(value) == () for value in (*op.inputs, *op.outputs))
+            if is_small and not op.bodies and all(v in known or v in graph.constants for v in op.inputs):
+                ins = [known.get(value, graph.constants.get(value)) for value in op.inputs]
+                known |= dict(zip(op.outputs, op.bind(ins), strict=True))
+    return known
+
+
+def _slice(wanted: int, producers: dict[int, Op], known: dict[int, Any]) -> tuple[list[Op], tuple[int, ...]]:
+    """The operations that one value needs beyond the known ones, in order, and the known values they read."""
+    order: dict[int, Op] = {}
+    inputs: dict[int, None] = {}
+    stack = [(wanted, False)]
+    done: set[int] = set()
+    while stack:
+        value, is_ready = stack.pop()
+        if value in known:
+            inputs[value] = None
+        elif value in producers:
+            op = producers[value]
+            if is_ready:
+                order[id(op)] = op
+            elif value not in done:
+                done.add(value)
+                stack.append((value, True))
+                stack.extend((v, False) for v in reversed(op.inputs))
+    return list(order.values()), tuple(inputs)
+
+
+def _program(ops: Sequence[Op], inputs: Sequence[int], wanted: int) -> Callable[..., Any]:
+    def make(*args: Any) -> Any:
+        values = dict(zip(inputs, args, strict=True))
+        for op in ops:
+            values |= dict(zip(op.outputs, op.bind([values[v] for v in op.inputs]), strict=True))
+        return values[wanted]
+
+    return make
+
+
+def _signature(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], wanted: int) -> Any:
+    """What two arrays must share to be made by one compiled program: the operations, wired alike."""
+    place = {value: index for index, value in enumerate(inputs)}
+
+    wired = []
+    for op in ops:
+        ins = tuple(place[value] for value in op.inputs)
+        for value in op.outputs:
+            place[value] = len(place)
+        params = tuple(sorted((key, str(value)) for key, value in op.params.items()))
+        wired.append((op.name, ins, params, tuple(str(graph.avals[value]) for value in op.outputs)))
+    return tuple(wired), tuple(str(graph.avals[value]) for value in inputs), place[wanted]
