@@ -1,0 +1,93 @@
+"""Spanax scales plain Flax NNX models over any devices.
+
+Write ordinary NNX. Spanax traces the train step, finds its named axes, lays them out on a mesh, and trains it.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spanax.errors import DataError, SpanaxError, WriteError
+    from spanax.hardware.cluster import Cluster, cluster, local
+    from spanax.hardware.mesh import MeshShape
+    from spanax.plan.choose import plan
+    from spanax.plan.layout import Layout
+    from spanax.plan.plan import Placement, Plan
+    from spanax.run.data import Batches, batches
+    from spanax.run.restore import restore
+    from spanax.run.run import Run, start
+    from spanax.run.simulate import simulate
+    from spanax.trace.primitives import rule
+    from spanax.trace.program import Program, trace
+    from spanax.trace.variables import Leaf
+    from spanax.trace.workload import Workload
+
+_HOME = {
+    "Batches": "run.data",
+    "Cluster": "hardware.cluster",
+    "DataError": "errors",
+    "Layout": "plan.layout",
+    "Leaf": "trace.variables",
+    "MeshShape": "hardware.mesh",
+    "Placement": "plan.plan",
+    "Plan": "plan.plan",
+    "Program": "trace.program",
+    "Run": "run.run",
+    "SpanaxError": "errors",
+    "Workload": "trace.workload",
+    "WriteError": "errors",
+    "batches": "run.data",
+    "cluster": "hardware.cluster",
+    "local": "hardware.cluster",
+    "plan": "plan.choose",
+    "restore": "run.restore",
+    "rule": "trace.primitives",
+    "simulate": "run.simulate",
+    "start": "run.run",
+    "trace": "trace.program",
+}
+
+__all__ = [
+    "Batches",
+    "Cluster",
+    "DataError",
+    "Layout",
+    "Leaf",
+    "MeshShape",
+    "Placement",
+    "Plan",
+    "Program",
+    "Run",
+    "SpanaxError",
+    "Workload",
+    "WriteError",
+    "batches",
+    "cluster",
+    "local",
+    "plan",
+    "restore",
+    "rule",
+    "simulate",
+    "start",
+    "trace",
+]
+
+
+class _Lazy(ModuleType):
+    """Public names are imported on first use, so that `spanax --help` does not wait for JAX.
+
+    Two verbs, `trace` and `plan`, are folders too. Importing from the folder would put the folder in the
+    verb's place; looked up here, the verb always wins.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        home = _HOME.get(name)
+        return getattr(import_module(f"spanax.{home}"), name) if home else super().__getattribute__(name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Lazy

@@ -1,0 +1,137 @@
+"""The command line: one command a verb, the same words as the library, no logic of its own."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import tyro
+from tyro.conf import Positional
+
+from spanax.errors import SpanaxError
+from spanax.run.config import TrainConfig, check, with_settings
+from spanax.run.folder import CONFIG, read_config
+
+
+@dataclasses.dataclass(frozen=True)
+class AxesCommand:
+    """Print the named axes of a workload: its sizes, how often each can be split, and where it occurs.
+
+    Attributes:
+      workload: a name, or file.py:name.
+      batch: examples in a batch.
+      seq: tokens in an example.
+      json: print one JSON object, with every leaf.
+    """
+
+    workload: Positional[str]
+    batch: int | None = None
+    seq: int | None = None
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointCommand:
+    """Look at checkpoints without starting JAX.
+
+    Attributes:
+      action: show lists the steps; verify holds every file against its checksum, and exits with 65 if any differs.
+      directory: the folder of steps, or a run folder.
+      json: print one JSON object.
+    """
+
+    action: Positional[Literal["show", "verify"]]
+    directory: Positional[Path]
+    json: bool = False
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"train": TrainConfig, "axes": AxesCommand, "checkpoint": CheckpointCommand}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0, 2 for a wrong request, 65 for bad data, 73 for a place not to write to."""
+    argv = list(sys.argv[1:] if args is None else args)
+    if argv == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"spanax {version('spanax')}")
+        return
+    try:
+        command = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="spanax", description="Train plain Flax NNX models on any devices.", args=argv
+        )
+        if isinstance(command, TrainConfig):
+            _train(check(_with_files(command, argv[1:])))
+        elif isinstance(command, AxesCommand):
+            _axes(command)
+        else:
+            _checkpoint(command)
+    except SpanaxError as error:
+        print(f"spanax: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("spanax: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
+    """The settings again, over those of a file: of --config, or of the run that is resumed."""
+    files = [Path(config.config)] if config.config is not None else []
+    recorded = Path(config.out or "") / CONFIG
+    if config.resume and recorded.is_file():
+        files.insert(0, recorded)
+    settled = TrainConfig()
+    for file in files:
+        settled = with_settings(settled, read_config(file), str(file))
+    if not files:
+        return config
+    again: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=settled, args=argv)
+    return again
+
+
+def _train(config: TrainConfig) -> None:
+    from functools import partial
+
+    from spanax.models.workloads import load
+    from spanax.run.simulate import devices
+    from spanax.run.trainer import train
+    from spanax.show.events import reporter
+
+    stream = _clean_stdout() if config.json else sys.stdout
+    with reporter(as_json=config.json, stream=stream) as emit:
+        train(partial(load, config.workload), config, devices(config.devices), emit)
+
+
+def _axes(command: AxesCommand) -> None:
+    from spanax.models.workloads import load
+    from spanax.show.axes import axes_json, axes_text
+
+    began = time.perf_counter()
+    workload = load(command.workload, batch_size=command.batch, seq_len=command.seq)
+    program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps)
+    seconds = time.perf_counter() - began
+    if command.json:
+        print(json.dumps({"workload": command.workload, **axes_json(program), "trace_seconds": seconds}))
+    else:
+        print(axes_text(program))
+
+
+def _checkpoint(command: CheckpointCommand) -> None:
+    from spanax.show.checkpoints import show, verify
+
+    text, problems = (show if command.action == "show" else verify)(command.directory, as_json=command.json)
+    print(text)
+    if problems and command.action == "verify":
+        sys.exit(65)
+
+
+def _clean_stdout() -> TextIO:
+    """Standard output for ourselves alone: C++ libraries (Gloo) print there too, and go to standard error now."""
+    sys.stdout.flush()
+    ours = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return ours

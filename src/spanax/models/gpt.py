@@ -1,0 +1,136 @@
+"""GPT-2 (Radford et al., 2019) in plain Flax NNX: pre-norm blocks, learned positions, tied output embedding.
+
+Shape suffixes: B batch, T and S positions of queries and keys, V vocab, D embed, F mlp, H heads, K head_dim.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT; scanned layers are stacked, and compile in a time that does not grow with depth."""
+
+    vocab_size: int
+    seq_len: int
+    num_layers: int
+    num_heads: int
+    embed_dim: int
+    dropout: float = 0.0
+    scan_layers: bool = True
+    remat: bool = False
+
+
+SIZES = {
+    "nano": GPTConfig(256, seq_len=64, num_layers=4, num_heads=8, embed_dim=128),
+    "gpt2": GPTConfig(50257, seq_len=1024, num_layers=12, num_heads=12, embed_dim=768),
+    "gpt2-medium": GPTConfig(50257, seq_len=1024, num_layers=24, num_heads=16, embed_dim=1024),
+    "gpt2-large": GPTConfig(50257, seq_len=1024, num_layers=36, num_heads=20, embed_dim=1280),
+    "gpt2-xl": GPTConfig(50257, seq_len=1024, num_layers=48, num_heads=25, embed_dim=1600),
+    "gpt3-175b": GPTConfig(50257, seq_len=2048, num_layers=96, num_heads=96, embed_dim=12288),
+}
+
+INIT = nnx.initializers.normal(0.02)
+
+
+def residual_init(config: GPTConfig) -> nnx.Initializer:
+    """Two projections a block add to the residual stream: shrink each so that its variance stays flat in depth."""
+    return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
+
+
+def make_dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
+    """A dropout layer; at rate 0 it holds no random state."""
+    return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention; heads are a dimension of their own in every parameter and value."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        D, heads = config.embed_dim, (config.num_heads, config.embed_dim // config.num_heads)
+        self.qkv = nnx.LinearGeneral(D, (3, *heads), kernel_init=INIT, rngs=rngs)
+        self.out = nnx.LinearGeneral(heads, D, axis=(-2, -1), kernel_init=residual_init(config), rngs=rngs)
+        self.drop = make_dropout(config, rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        qkv_BT3HK = self.qkv(x_BTD)
+        q_BTHK, k_BSHK, v_BSHK = (qkv_BT3HK[:, :, i] for i in range(3))
+        scores_BHTS = jnp.einsum("BTHK,BSHK->BHTS", q_BTHK, k_BSHK) / q_BTHK.shape[-1] ** 0.5
+        causal_TS = jnp.tril(jnp.ones(scores_BHTS.shape[-2:], bool))
+        weights_BHTS = jax.nn.softmax(jnp.where(causal_TS, scores_BHTS.astype(jnp.float32), -jnp.inf))
+        weights_BHTS = self.drop(weights_BHTS.astype(x_BTD.dtype))
+        return self.out(jnp.einsum("BHTS,BSHK->BTHK", weights_BHTS, v_BSHK))
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block: attention, then an MLP four times as wide."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        D, F = config.embed_dim, 4 * config.embed_dim
+        self.attention_norm = nnx.LayerNorm(D, epsilon=1e-5, rngs=rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = nnx.LayerNorm(D, epsilon=1e-5, rngs=rngs)
+        self.up = nnx.Linear(D, F, kernel_init=INIT, rngs=rngs)
+        self.down = nnx.Linear(F, D, kernel_init=residual_init(config), rngs=rngs)
+        self.drop = make_dropout(config, rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + self.drop(self.attention(self.attention_norm(x_BTD)))
+        h_BTF = jax.nn.gelu(self.up(self.mlp_norm(x_BTD)), approximate=True)
+        return x_BTD + self.drop(self.down(h_BTF))
+
+
+class GPT(nnx.Module):
+    """Tokens in, logits out."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
+        self.positions = nnx.Param(INIT(rngs.params(), (config.seq_len, config.embed_dim)))
+        self.drop = make_dropout(config, rngs)
+        if config.scan_layers:
+            stack = nnx.vmap(functools.partial(Block, config))
+            self.blocks = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
+        self.norm = nnx.LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = self.drop(self.embed[tokens_BT] + self.positions[: tokens_BT.shape[1]])
+        x_BTD = self._scan(x_BTD) if self.config.scan_layers else self._loop(x_BTD)
+        return self.norm(x_BTD) @ self.embed.T
+
+    def _loop(self, x_BTD: jax.Array) -> jax.Array:
+        apply = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+        return functools.reduce(lambda x_BTD, block: apply(block, x_BTD), self.blocks, x_BTD)
+
+    def _scan(self, x_BTD: jax.Array) -> jax.Array:
+        """Runs the stacked blocks; what they change (dropout counters) comes back stacked."""
+        graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
+
+        def body(x_BTD: jax.Array, layer: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, nnx.State]:
+            block = nnx.merge(graph, *layer, copy=True)
+            return block(x_BTD), nnx.state(block, nnx.Not(nnx.Param))
+
+        if self.config.remat:
+            body = jax.checkpoint(body, prevent_cse=False)  # inside a loop there is nothing to merge the replay with
+        x_BTD, rest = jax.lax.scan(body, x_BTD, (params, rest))
+        nnx.update(self.blocks, rest)
+        return x_BTD
+
+
+def loss(model: GPT, batch: dict[str, jax.Array]) -> jax.Array:
+    """Mean next-token cross-entropy in float32; `batch` holds `inputs` and `targets`, int32 (B, T)."""
+    logits_BTV = model(batch["inputs"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"]).mean()
+
+
+def example_batch(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch for `loss`."""
+    tokens_BT = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
+    return {"inputs": tokens_BT, "targets": tokens_BT}

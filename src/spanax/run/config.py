@@ -1,0 +1,114 @@
+"""TrainConfig: every setting of `spanax train`; the command line, the TOML file and config.toml are made of it."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from tyro.conf import Positional
+
+from spanax.errors import SpanaxError, nearest
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a workload on the devices that are there, or on simulated ones.
+
+    Attributes:
+      workload: a name (gpt-nano, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt3-175b), or file.py:name.
+      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context or expert; `+seq` behind
+        a tensor one splits the sequence too. Left out: what the mesh's names mean, or what fits.
+      mesh: axis sizes, slowest first, such as data=4,model=2.
+      plan: a plan file to obey, instead of layout and mesh.
+      devices: how many devices; simulated on a CPU where there is no accelerator (8 by default there).
+      steps: how many steps to train in all, those before a resume included.
+      batch: examples in a global batch.
+      seq: tokens in an example.
+      data: a text file, a folder of them, a .bin of tokens, or `python`: its standard library, for a start.
+      tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
+      lr: the peak learning rate.
+      seed: of the parameters and of the order of the data.
+      dtype: what is computed in, float32 or bfloat16; parameters stay as the model makes them.
+      out: the run folder; runs/<workload>-<time> by default.
+      resume: go on from the newest good checkpoint in the run folder, on any mesh.
+      save_every: steps between checkpoints; 0 saves at the end only.
+      keep: how many checkpoints to keep.
+      eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.
+      eval_batches: how many batches one evaluation takes.
+      log_every: steps between lines.
+      config: a TOML file with any of these settings; flags win over it.
+      json: write JSON lines, and nothing else, to standard output.
+    """
+
+    workload: Positional[str] = "gpt-nano"
+    layout: str | None = None
+    mesh: str | None = None
+    plan: str | None = None
+    devices: int | None = None
+    steps: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+    data: str | None = None
+    tokenizer: str | None = None
+    lr: float | None = None
+    seed: int = 0
+    dtype: str = "float32"
+    out: str | None = None
+    resume: bool = False
+    save_every: int = 100
+    keep: int = 3
+    eval_every: int = 0
+    eval_batches: int = 20
+    log_every: int = 1
+    config: str | None = None
+    json: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """The settings that make up the run, without where it lies and how it was called."""
+        return {key: value for key, value in asdict(self).items() if key not in ("out", "resume", "config", "json")}
+
+
+DTYPES = ("float32", "bfloat16")
+
+LEAST: dict[str, float] = {
+    "devices": 1, "steps": 1, "batch": 1, "seq": 1, "lr": 0.0, "seed": 0, "save_every": 0, "keep": 1,
+    "eval_every": 0, "eval_batches": 1, "log_every": 1,
+}  # fmt: skip
+
+
+def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) -> TrainConfig:
+    """A configuration with the settings of a file.
+
+    Raises:
+      SpanaxError: a key that does not exist, or a value of another type.
+    """
+    known = get_type_hints(TrainConfig)
+    for key, value in settings.items():
+        if key not in known:
+            raise SpanaxError(f"unknown setting '{key}'.", where=where, fix=nearest(key, known))
+        hint = known[key]
+        wanted = get_args(hint)[0] if isinstance(hint, UnionType) else hint
+        is_right = isinstance(value, (int, float) if wanted is float else wanted)
+        if not is_right or (isinstance(value, bool) and wanted is not bool):
+            raise SpanaxError(f"setting '{key}' is {value!r}; it takes a {wanted.__name__}.", where=where)
+    return replace(config, **settings)
+
+
+def check(config: TrainConfig) -> TrainConfig:
+    """The configuration, if its values are possible and go together.
+
+    Raises:
+      SpanaxError: they are not, or do not.
+    """
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        if value is not None and not value >= least:
+            flag = f"--{name.replace('_', '-')}"
+            raise SpanaxError(f"{flag} is {value}; it takes a number from {least:g}.", fix=f"{flag} {least:g}")
+    if config.dtype not in DTYPES:
+        raise SpanaxError(f"unknown dtype '{config.dtype}'.", fix=nearest(config.dtype, DTYPES))
+    if config.resume and config.out is None:
+        raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
+    if config.plan is not None and (config.layout is not None or config.mesh is not None):
+        raise SpanaxError("--plan already says layout and mesh.", fix="leave --layout and --mesh out")
+    return config

@@ -1,0 +1,142 @@
+"""The loop of a run: steps, evaluations and checkpoints, and what is measured of them."""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spanax.errors import DataError
+from spanax.run.bigram import bigram_loss
+from spanax.run.checkpoint import Pending
+from spanax.run.config import TrainConfig
+from spanax.run.data import Batches
+from spanax.run.run import Run
+from spanax.trace.program import Program
+
+Event = dict[str, Any]
+
+MAX_BIGRAM_TOKENS = 1 << 25
+"""A bigram is fitted on so many tokens at most; more would take longer than the evaluation itself."""
+
+
+@dataclass(eq=False)
+class Loop:
+    """The steps of one run that are left.
+
+    Attributes:
+      held_out: opens the held-out batches, or returns None where there are none.
+      tell: takes every event.
+    """
+
+    run: Run
+    data: Batches
+    held_out: Callable[[], Batches | None]
+    config: TrainConfig
+    checkpoints: Path
+    tell: Callable[[Event], None]
+    _seconds: list[float] = field(default_factory=list)
+    _loss: float | None = None
+    _evaluated: Event = field(default_factory=dict)
+    _saving: Pending | None = None
+    _clock: float = 0.0
+
+    def run_to_end(self) -> Event:
+        """Take the steps that are left, evaluate and save when due, and return the `done` event."""
+        steps = self.config.steps or 0
+        began = self._clock = time.perf_counter()
+        waited = self.data.wait_seconds
+        # Metrics are fetched once the next step is under way, so that the devices never wait for them.
+        behind: deque[tuple[int, dict[str, Any]]] = deque()
+        while self.run.num_steps < steps:
+            metrics = self.run.step(self._next_batch())
+            step = self.run.num_steps
+            behind.append((step, metrics))
+            evaluates, saves = (
+                _is_due(step, self.config.eval_every, steps),
+                _is_due(step, self.config.save_every, steps),
+            )
+            while len(behind) > (0 if self.run.is_simulated or evaluates or saves else 1):
+                self._report(*behind.popleft())
+            if evaluates:
+                self._evaluate()
+            if saves:
+                self._save()
+            if evaluates or saves:
+                self._clock = time.perf_counter()
+        if not self._evaluated:
+            self._evaluate()
+        if self._saving is not None:
+            self._saving.wait()
+        spent, wait = time.perf_counter() - began, self.data.wait_seconds - waited
+        # The first step is mostly compiling.
+        median = statistics.median(self._seconds[1:] or self._seconds or [math.nan])
+        return {
+            "event": "done",
+            "steps": self.run.num_steps,
+            "train_loss": self._loss,
+            "val_loss": self._evaluated.get("val_loss"),
+            "bigram_loss": self._evaluated.get("bigram_loss"),
+            "tokens_per_second": num_tokens(self.run.program) / median if self._seconds else None,
+            "step_seconds_median": median if self._seconds else None,
+            "data_wait_fraction": wait / spent if self._seconds else None,
+            "seconds": spent,
+        }
+
+    def _next_batch(self) -> Any:
+        batch = next(self.data, None)
+        if batch is None:
+            raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
+        return batch
+
+    def _report(self, step: int, metrics: dict[str, Any]) -> None:
+        """Fetch a step's metrics and tell of them; a step takes from the last one's metrics to its own."""
+        values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self._seconds.append(seconds)
+        self._loss = values.get("loss")
+        if step % self.config.log_every == 0 or step == self.config.steps:
+            rate = num_tokens(self.run.program) / seconds
+            event: Event = {"event": "step", "step": step, **values, "step_seconds": seconds}
+            self.tell(event | {"tokens_per_second": rate, "data_wait_seconds": self.data.wait_seconds})
+
+    def _evaluate(self) -> None:
+        """Mean loss on the first held-out batches, beside a bigram's on the same tokens."""
+        held_out = self.held_out() if self.run.program.evaluation is not None else None
+        if held_out is None:
+            return
+        with closing(held_out):
+            pairs = zip(range(self.config.eval_batches), held_out, strict=False)
+            losses = [float(self.run.evaluate(batch)["loss"]) for _, batch in pairs]
+            if not losses:
+                return
+            self._evaluated = {"event": "eval", "step": self.run.num_steps, "val_loss": statistics.fmean(losses)}
+            if self.data.tokens is not None and held_out.tokens is not None:
+                scored = held_out.tokens.ids[: len(losses) * num_tokens(self.run.program) + 1]
+                vocab_size = max(self.data.tokens.vocab_size, held_out.tokens.vocab_size)
+                fitted = self.data.tokens.ids[:MAX_BIGRAM_TOKENS]
+                self._evaluated["bigram_loss"] = bigram_loss(fitted, scored, vocab_size)
+        self.tell(self._evaluated)
+
+    def _save(self) -> None:
+        began = time.perf_counter()
+        self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
+        self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
+
+
+def num_tokens(program: Program) -> int:
+    """Tokens in a global batch: examples times sequence, or the examples where nothing is a sequence."""
+    leaf = max(program.batch, key=lambda leaf: "seq" in leaf.axes)
+    by_name = dict(zip(leaf.axes, leaf.shape, strict=True))
+    return by_name.get("batch", leaf.shape[0] if leaf.shape else 1) * by_name.get("seq", 1)
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step == last or (every > 0 and step % every == 0)

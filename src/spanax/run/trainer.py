@@ -1,0 +1,157 @@
+"""The trainer: from a configuration to a run folder.
+
+Read this file first: it names every part of Spanax in the order in which a run meets it.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from spanax.errors import DataError, SpanaxError
+from spanax.hardware.cluster import local
+from spanax.plan.choose import plan as make_plan
+from spanax.plan.plan import Plan
+from spanax.run import folder as run_folder
+from spanax.run import manifest
+from spanax.run.config import TrainConfig
+from spanax.run.data import Batches, batches
+from spanax.run.loop import Event, Loop
+from spanax.run.restore import restore
+from spanax.run.run import Run, start
+from spanax.run.tokenizer import load_tokens
+from spanax.trace.program import Program
+from spanax.trace.workload import Workload
+
+
+def train(
+    load: Callable[..., Workload], config: TrainConfig, devices: list[Any], emit: Callable[[Event], None]
+) -> Event:
+    """Train a workload and return the last event, `done`.
+
+    Args:
+      load: makes the workload, given `batch_size`, `seq_len` and `vocab_size`.
+      config: the settings; what is None takes the workload's own.
+      devices: the devices to use.
+      emit: called with every event: `start`, `warning`, `step`, `eval`, `save`, `done`.
+
+    Raises:
+      SpanaxError: the settings do not go together; also its kinds DataError and WriteError.
+    """
+    with ExitStack() as stack:
+        folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
+        stack.enter_context(run_folder.claimed(folder, resume=config.resume))
+        workload, config = _settled(load, config)
+        dtype = None if config.dtype == "float32" else config.dtype
+        program = workload.trace(learning_rate=config.lr or 0.0, num_steps=config.steps or 0, compute_dtype=dtype)
+        plan = _plan(program, config, devices)
+        read = partial(
+            batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
+        )
+        data = stack.enter_context(closing(read(_source(config, workload))))
+        run = _begun(program, plan, config, folder, devices, emit)
+        if run.position is not None:
+            data.restore(run.position)
+        run_folder.write_records(folder, config.record(), plan.to_json(), devices)
+        metrics = stack.enter_context(run_folder.open_metrics(folder, run.num_steps))
+
+        def tell(event: Event) -> None:
+            metrics.write(json.dumps(event) + "\n")
+            emit(event)
+
+        tell(_start_event(run, config, folder))
+        held_out = partial(_held_out, read, config, workload)
+        loop = Loop(run, data, held_out, config, folder / run_folder.CHECKPOINTS, tell)
+        done = loop.run_to_end() | {"out": str(folder)}
+        tell(done)
+        return done
+
+
+def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:
+    """The workload in the sizes asked for and with the tokenizer's vocabulary, and no setting left open."""
+    sizes = {"batch_size": config.batch, "seq_len": config.seq}
+    workload = load(**sizes)
+    config = _filled(config, workload)
+    source = _source(config, workload)
+    if workload.vocab_size is not None and isinstance(source, str | Path):
+        num_tokens = load_tokens(source, config.tokenizer or "bytes").vocab_size
+        if num_tokens != workload.vocab_size:
+            workload = load(**sizes, vocab_size=num_tokens)
+        if num_tokens > (workload.vocab_size or 0):
+            raise DataError(
+                f"the tokens need a vocabulary of {num_tokens}, and the model has {workload.vocab_size}.",
+                where=f"--data {source} --tokenizer {config.tokenizer}",
+                fix=f"--tokenizer bpe:{workload.vocab_size}, or a model with that vocabulary",
+            )
+    return workload, config
+
+
+def _filled(config: TrainConfig, workload: Workload) -> TrainConfig:
+    return replace(
+        config,
+        steps=config.steps if config.steps is not None else workload.num_steps,
+        lr=config.lr if config.lr is not None else workload.learning_rate,
+        tokenizer=config.tokenizer or workload.tokenizer,
+    )
+
+
+def _source(config: TrainConfig, workload: Workload) -> Any:
+    source = config.data if config.data is not None else workload.source
+    if source is None:
+        raise SpanaxError(
+            f"workload '{config.workload}' brings no data.", fix="--data PATH, or source=... in the spanax.Workload"
+        )
+    return source
+
+
+def _held_out(read: Callable[..., Batches], config: TrainConfig, workload: Workload) -> Batches | None:
+    """The held-out batches, from their start; None where the workload has none."""
+    source = _source(config, workload)
+    if isinstance(source, str | Path):
+        return read(source, split="validation", shuffle=False, repeat=False)
+    if workload.validation is None:
+        return None
+    return read(workload.validation, shuffle=False, repeat=False)
+
+
+def _plan(program: Program, config: TrainConfig, devices: list[Any]) -> Plan:
+    if config.plan is not None:
+        return Plan.load(config.plan)
+    return make_plan(program, local(devices), layout=config.layout, mesh=config.mesh)
+
+
+def _begun(
+    program: Program, plan: Plan, config: TrainConfig, folder: Path, devices: list[Any], emit: Callable[[Event], None]
+) -> Run:
+    """The run from its newest good checkpoint, or a new one."""
+    if config.resume:
+        if manifest.steps(folder / run_folder.CHECKPOINTS):
+            warn = lambda line: emit({"event": "warning", "message": line})  # noqa: E731
+            return restore(program, plan, folder / run_folder.CHECKPOINTS, devices=devices, warn=warn)
+        emit({"event": "warning", "message": f"'{folder}' has no finished checkpoint: starting from step 0"})
+    return start(program, plan, seed=config.seed, devices=devices)
+
+
+def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
+    plan = run.plan
+    return {
+        "event": "start",
+        "workload": config.workload,
+        "step": run.num_steps,
+        "steps": config.steps,
+        "parameters": run.program.num_params,
+        "layout": plan.layout.name,
+        "mesh": dict(plan.mesh.axes),
+        "devices": plan.mesh.size,
+        "why": plan.why,
+        "state_bytes_per_device": plan.state_bytes(),
+        "out": str(folder),
+    }
+
+
+def _short(workload: str) -> str:
+    return workload.rpartition(":")[2]

@@ -1,0 +1,57 @@
+"""The axes of a program, as text and as JSON."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from spanax.trace.program import Program
+
+
+def axes_json(program: Program) -> dict[str, Any]:
+    """The axes and the leaves as plain values; `ways` is into how many parts an axis can be split at most."""
+    axes = program.step.axes
+    return {
+        "axes": [
+            {
+                "name": axis.name,
+                "sizes": list(axis.sizes),
+                "ways": axis.ways,
+                "num_classes": axis.num_classes,
+                "leaves": list(axis.leaves),
+            }
+            for axis in program.axes
+        ],
+        "leaves": [
+            {
+                "path": leaf.path,
+                "shape": list(leaf.shape),
+                "dtype": str(leaf.dtype),
+                "kind": leaf.kind,
+                "axes": list(leaf.axes),
+            }
+            for leaf in (*program.leaves, *program.batch)
+        ],
+        "parameters": program.num_params,
+        "unknown": dict(axes.unknown),
+        "opaque": dict(axes.opaque),
+        "coverage": axes.coverage,
+    }
+
+
+def axes_text(program: Program) -> str:
+    """The axes as a table, with what discovery could not know below it."""
+    table = Table("axis", "sizes", "ways", "classes", "arrays", "for example", box=None, pad_edge=False)
+    for axis in program.axes:
+        sizes = ", ".join(map(str, axis.sizes))
+        table.add_row(axis.name, sizes, str(axis.ways), str(axis.num_classes), str(len(axis.leaves)), axis.leaves[0])
+    console = Console(width=120, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    found = program.step.axes
+    notes = [f"{100 * found.coverage:.0f} % of the matmul and convolution work is split along with the batch"]
+    for name, count in found.unknown.items():
+        notes.append(f"no rule for primitive '{name}' ({count} times): its dims stay unsplit; add one with spanax.rule")
+    for name, count in found.opaque.items():
+        notes.append(f"'{name}' ({count} times) cannot be looked into: its dims stay unsplit")
+    return captured.get().rstrip() + "\n" + "\n".join(notes)

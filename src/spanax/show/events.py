@@ -1,0 +1,106 @@
+"""Events of a run into words: JSON lines, plain lines, or a progress bar on a terminal."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from spanax.units import bytes_text, count_text
+
+Event = dict[str, Any]
+Emit = Callable[[Event], None]
+
+
+@contextmanager
+def reporter(*, as_json: bool, stream: TextIO | None = None) -> Iterator[Emit]:
+    """What takes a run's events: JSON lines where asked for, a bar on a terminal, plain lines elsewhere.
+
+    Example:
+      >>> with reporter(as_json=True, stream=sys.stdout) as emit:
+      ...     emit({"event": "step", "step": 1, "loss": 2.5})
+      {"event": "step", "step": 1, "loss": 2.5}
+    """
+    stream = sys.stdout if stream is None else stream
+    if as_json:
+        yield lambda event: print(json.dumps(event), file=stream, flush=True)
+    elif stream.isatty():
+        with _bar() as emit:
+            yield emit
+    else:
+        yield lambda event: _print_line(event, stream)
+
+
+def line(event: Event) -> str:
+    """One event as a line of text; empty for an event that is told elsewhere.
+
+    Example:
+      >>> line({"event": "step", "step": 3, "loss": 2.5, "tokens_per_second": 12000.0, "step_seconds": 0.1})
+      'step 3  loss 2.5000  12 k tokens/s  0.100 s'
+    """
+    kind = event["event"]
+    if kind == "start":
+        mesh = ",".join(f"{axis}={size}" for axis, size in event["mesh"].items())
+        return (
+            f"{event['workload']}: {count_text(event['parameters'])} parameters, layout {event['layout']} on {mesh} "
+            f"({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state a device, into {event['out']}"
+        )
+    if kind == "step":
+        return (
+            f"step {event['step']}  loss {event.get('loss', float('nan')):.4f}  "
+            f"{count_text(event['tokens_per_second'])} tokens/s  {event['step_seconds']:.3f} s"
+        )
+    if kind == "eval":
+        bigram = f" (a bigram: {event['bigram_loss']:.4f})" if "bigram_loss" in event else ""
+        return f"step {event['step']}  held-out loss {event['val_loss']:.4f}{bigram}"
+    if kind == "save":
+        return f"step {event['step']}  checkpoint, {event['blocked_seconds']:.3f} s blocked"
+    if kind == "warning":
+        return f"WARNING: {event['message']}"
+    if kind == "done":
+        return _done_line(event)
+    return ""
+
+
+def _done_line(event: Event) -> str:
+    parts = [f"done: {event['steps']} steps in {event['seconds']:.0f} s"]
+    for key, text in (("train_loss", "train loss"), ("val_loss", "held-out loss"), ("bigram_loss", "bigram")):
+        if event.get(key) is not None:
+            parts.append(f"{text} {event[key]:.4f}")
+    if event.get("tokens_per_second") is not None:
+        parts.append(f"{count_text(event['tokens_per_second'])} tokens/s")
+        parts.append(f"data wait {100 * event['data_wait_fraction']:.1f} %")
+    return ", ".join(parts) + f"\nto go on: --out {event['out']} --resume --steps N"
+
+
+def _print_line(event: Event, stream: TextIO) -> None:
+    if text := line(event):
+        print(text, file=stream, flush=True)
+
+
+@contextmanager
+def _bar() -> Iterator[Emit]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task("compiling", total=None)
+
+        def emit(event: Event) -> None:
+            if event["event"] == "start":
+                progress.update(task, total=event["steps"], completed=event["step"])
+            if event["event"] == "step":
+                wait = f"data wait {event['data_wait_seconds']:.1f} s"
+                text = line(event).partition("  ")[2] + f"  {wait}"
+                progress.update(task, completed=event["step"], description=text)
+            elif text := line(event):
+                progress.console.print(text, markup=False, highlight=False)
+
+        yield emit

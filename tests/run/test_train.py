@@ -1,0 +1,149 @@
+"""`spanax train` from the outside: its events, its folder, and what survives a kill -9."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spanax.run import manifest
+
+WORKLOAD = """
+import jax, spanax
+from spanax.models import gpt
+
+def tiny(batch_size=8, seq_len=16, vocab_size=256):
+    config = gpt.GPTConfig(vocab_size, seq_len, num_layers=2, num_heads=4, embed_dim=16, dropout=0.1)
+    return spanax.Workload(build=lambda rngs: gpt.GPT(config, rngs), batch=gpt.example_batch(batch_size, seq_len),
+                           loss=gpt.loss, source="python", vocab_size=vocab_size, num_steps=4)
+"""
+
+SETTINGS = ["--steps", "8", "--save-every", "2", "--seed", "5", "--eval-batches", "2", "--json"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "tiny.py").write_text(WORKLOAD)
+    return folder
+
+
+def command(place: Path, *args: str) -> tuple[list[str], dict[str, str]]:
+    return [sys.executable, "-m", "spanax", *args], {**os.environ, "PYTHONWARNINGS": ""}
+
+
+def spanax_cli(place: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    argv, env = command(place, *args)
+    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=300)
+
+
+def train(place: Path, out: str, *args: str) -> list[dict[str, Any]]:
+    done = spanax_cli(place, "train", "tiny.py:tiny", "--out", out, *SETTINGS, *args)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def last_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """Every array of the newest step, on one device."""
+    import jax
+
+    from spanax.run import checkpoint
+
+    step = manifest.steps(folder / "checkpoints")[-1]
+    meta = json.loads((folder / "checkpoints" / str(step) / "meta.json").read_text())
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    plan = json.loads((folder / "plan.json").read_text())
+    assert len(meta["leaves"]) == len(plan["leaves"])
+    targets = {
+        leaf["path"]: jax.ShapeDtypeStruct(
+            leaf["shape"], jax.random.key(0).dtype if "key<" in leaf["dtype"] else leaf["dtype"], sharding=here
+        )
+        for leaf in plan["leaves"]
+    }
+    found = checkpoint.restore(folder / "checkpoints", targets)
+    is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return {
+        path: np.asarray(jax.random.key_data(array) if is_key(array) else array) for path, array in found.arrays.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(place: Path) -> list[dict[str, Any]]:
+    """A run that nobody disturbs."""
+    return train(place, "whole", "--mesh", "fsdp=4,model=2")
+
+
+def test_the_events_are_the_contract(whole: list[dict[str, Any]]) -> None:
+    steps = [event for event in whole if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, 9))
+    assert all(event["loss"] > 0 and event["step_seconds"] > 0 for event in steps)
+    done = whole[-1]
+    assert done["event"] == "done" and done["steps"] == 8 and done["train_loss"] == steps[-1]["loss"]
+    keys = {"val_loss", "bigram_loss", "tokens_per_second", "step_seconds_median", "data_wait_fraction"}
+    assert all(isinstance(done[key], float) for key in keys), done
+
+
+def test_the_folder_holds_what_the_run_was(place: Path, whole: list[dict[str, Any]]) -> None:
+    folder = place / "whole"
+    names = {path.name for path in folder.iterdir()}
+    assert {"config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints"} <= names
+    recorded = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [e["loss"] for e in recorded if e["event"] == "step"] == [e["loss"] for e in whole if e["event"] == "step"]
+    assert 'mesh = "fsdp=4,model=2"' in (folder / "config.toml").read_text()
+    assert manifest.steps(folder / "checkpoints") == [4, 6, 8]
+
+
+def start_and_kill(place: Path, out: str, is_time: Callable[[str], Any]) -> None:
+    argv, env = command(place, "train", "tiny.py:tiny", "--out", out, *SETTINGS, "--mesh", "fsdp=4,model=2")
+    lines, errors = place / f"{out}.jsonl", place / f"{out}.err"
+    with open(lines, "w") as stdout, open(errors, "w") as stderr:
+        process = subprocess.Popen(argv, cwd=place, env=env, stdout=stdout, stderr=stderr)
+        try:
+            deadline = time.monotonic() + 240
+            while not is_time(lines.read_text()):
+                assert process.poll() is None and time.monotonic() < deadline, errors.read_text()
+                time.sleep(0.0005)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
+    start_and_kill(place, "killed", lambda text: '"step": 5' in text)
+    saved = manifest.steps(place / "killed" / "checkpoints")
+    events = train(place, "killed", "--resume")
+    assert events[0]["step"] == (saved[-1] if saved else 0)
+    assert events[-1]["steps"] == 8 and events[-1]["train_loss"] == whole[-1]["train_loss"]
+    recorded = [json.loads(line) for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in recorded if e["event"] == "step"] == list(range(1, 9))
+    same_bits(place / "killed", place / "whole")
+
+
+def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
+    folder = place / "cut" / "checkpoints"
+    start_and_kill(place, "cut", lambda text: manifest.steps(folder) and manifest.unfinished(folder))
+    assert manifest.unfinished(folder), "the save ended before the kill"
+    train(place, "cut", "--resume")
+    assert not manifest.unfinished(folder)
+    same_bits(place / "cut", place / "whole")
+
+
+def same_bits(one: Path, other: Path) -> None:
+    mine, theirs = last_arrays(one), last_arrays(other)
+    assert mine.keys() == theirs.keys()
+    for path, array in mine.items():
+        np.testing.assert_array_equal(array, theirs[path], err_msg=path)
+
+
+def test_another_mesh_goes_on_with_the_same_data(place: Path, whole: list[dict[str, Any]]) -> None:
+    """More steps of the undisturbed run, on one device."""
+    events = train(place, "whole", "--resume", "--steps", "9", "--devices", "1", "--mesh", "data=1")
+    assert events[0]["step"] == 8 and events[-1]["steps"] == 9
+    assert np.isfinite(events[-1]["train_loss"])

@@ -1,0 +1,128 @@
+"""The command line: its surface, and what it says to bad input."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spanax import cli
+from spanax.run.config import TrainConfig
+
+FLAGS = {
+    "train": {
+        "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
+        "dtype", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "config", "json",
+    },
+    "axes": {"workload", "batch", "seq", "json"},
+    "checkpoint": {"action", "directory", "json"},
+}  # fmt: skip
+
+
+def test_the_surface_is_frozen() -> None:
+    found = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in cli.COMMANDS.items()}
+    assert found == FLAGS
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    try:
+        cli.main(args)
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_axes_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "axes", "gpt-nano", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["unknown"] == {} and found["coverage"] == 1.0
+    names = {axis["name"] for axis in found["axes"]}
+    assert {"batch", "seq", "embed", "mlp", "heads", "vocab", "layers"} <= names
+    by_path = {leaf["path"]: leaf["axes"] for leaf in found["leaves"]}
+    assert by_path["inputs"] == ["batch", "seq"] and by_path["embed"] == ["vocab", "embed"]
+
+
+def test_axes_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "axes", "gpt-nano", "--batch", "4")
+    assert code == 0 and out.startswith("axis") and "vocab" in out
+
+
+BAD: dict[str, tuple[list[str], int, str]] = {
+    "unknown workload": (["train", "gpt-nan"], 2, "did you mean 'gpt-nano'"),
+    "unknown file": (["train", "nowhere.py:x"], 2, "there is no file 'nowhere.py'"),
+    "unknown layout": (["train", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
+    "unknown axis": (["train", "--mesh", "dta=8"], 2, "mesh axis 'dta' has no meaning"),
+    "mesh of another size": (["train", "--mesh", "data=4"], 2, "takes 4 devices, and the cluster has 8"),
+    "mesh that is no mesh": (["train", "--mesh", "4x2"], 2, "cannot read '4x2'"),
+    "mesh of nothing": (["train", "--mesh", "data=0"], 2, "whole number from 1"),
+    "batch that does not divide": (["train", "--batch", "30"], 2, "'batch' of size 30 does not divide 8 ways"),
+    "no steps": (["train", "--steps", "0"], 2, "--steps is 0"),
+    "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),
+    "unknown dtype": (["train", "--dtype", "float23"], 2, "did you mean 'float32'"),
+    "resume from nowhere": (["train", "--resume"], 2, "--resume needs the run folder"),
+    "missing data": (["train", "--data", "nowhere.txt"], 65, "nowhere.txt"),
+    "empty data": (["train", "--data", "empty.txt"], 65, "empty"),
+    "data that is not text": (["train", "--data", "latin.txt"], 65, "UTF-8"),
+    "unknown tokenizer": (["train", "--tokenizer", "bite"], 2, "bite"),
+    "missing plan": (["train", "--plan", "nowhere.json"], 65, "cannot read the plan"),
+    "a plan that is none": (["train", "--plan", "bad.json"], 65, "this is not a plan file"),
+    "plan and mesh": (["train", "--plan", "bad.json", "--mesh", "data=8"], 2, "--plan already says"),
+    "missing config": (["train", "--config", "nowhere.toml"], 65, "cannot read the configuration"),
+    "unknown key": (["train", "--config", "bad.toml"], 2, "did you mean 'steps'"),
+    "wrong type": (["train", "--config", "type.toml"], 2, "it takes a int"),
+    "not toml": (["train", "--config", "latin.txt"], 65, "cannot read the configuration"),
+    "out is a file": (["train", "--out", "empty.txt"], 73, "cannot write to the run folder"),
+    "out has a run": (["train", "--out", "old"], 73, "already holds a run"),
+    "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 ".encode("latin-1") * 1000)
+    (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "bad.toml").write_text("step = 3\n")
+    (tmp_path / "type.toml").write_text('steps = "3"\n')
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_told_in_four_lines(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args, code, says = BAD[name]
+    found, out, err = run(capsys, *args)
+    lines = err.strip().splitlines()
+    assert found == code and says in err, err
+    assert lines[0].startswith("spanax: ") and len(lines) <= 4 and "Traceback" not in err and not out
+    assert not (folder / "runs").exists() or not any((folder / "runs").rglob("checkpoints")), "something was begun"
+
+
+def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from spanax.run.folder import claimed
+
+    with claimed(folder / "held", resume=False):
+        # Locks belong to the open file, so the second run has to be a process of its own.
+        done = subprocess.run(
+            [sys.executable, "-m", "spanax", "train", "--out", "held"], capture_output=True, text=True, timeout=120
+        )
+    assert done.returncode == 73 and "is in use" in done.stderr and f"process {os.getpid()}" in done.stderr
+
+
+def test_flags_win_over_the_file(folder: Path) -> None:
+    (folder / "good.toml").write_text('steps = 7\nlr = 1\nlayout = "fsdp"\n')
+    command = TrainConfig(config="good.toml", steps=9)
+    found = cli._with_files(command, ["--config", "good.toml", "--steps", "9"])
+    assert (found.steps, found.lr, found.layout) == (9, 1, "fsdp")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out.startswith("spanax ")
