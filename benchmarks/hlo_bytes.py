@@ -54,7 +54,7 @@ def instructions(text: str) -> list[Collective]:
             type_text, opcode = match.groups()
             if opcode in KINDS:
                 found.append(Collective(opcode, type_text, runs))
-            elif opcode.removesuffix("-start") in KINDS:
+            elif opcode.removesuffix("-start") in (*KINDS, "async"):
                 raise ValueError(f"an asynchronous {opcode}: this reader knows programs compiled for CPU only")
             pending += [(called, runs * trips) for called, trips in _called(line, opcode)]
     return found

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.layout import Layout
+from spanax.plan.layout import LAST_RESORT_AXES, Layout
+from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.program import Program
 
 Pins = Mapping[str, str | Sequence[str] | None]
@@ -57,6 +58,8 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
             continue
         accepted: dict[int, int] = {}
         for rank, name in enumerate(names):
+            if accepted and name in LAST_RESORT_AXES and not pins.get(name):
+                continue
             for label in labels.get(name, ()):
                 ways = taken.get(label, 1) * size
                 if axes.ways[label] % ways:
@@ -80,11 +83,15 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
 
 
 def _labels_by_name(program: Program) -> dict[str, list[int]]:
-    """Classes by name, in the order in which the program meets them: that of its leaves first."""
+    """Classes by name, in the order in which the program computes with them: of two, the earlier is split.
+
+    That one's gradient ends where the model begins, so it needs one reduction less.
+    """
     axes = program.step.axes
     order: dict[int, None] = {}
-    for value in program.step.graph.body.inputs:
-        order |= {label: None for label in axes.classes[value] if label is not None}
+    for op in program.step.graph.ops():
+        if op.name in CONTRACTIONS:
+            order |= {label: None for label in axes.classes[op.outputs[0]] if label is not None}
     order |= {label: None for label in sorted(axes.names)}
     by_name: dict[str, list[int]] = {}
     for label in order:

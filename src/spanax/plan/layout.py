@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
-TENSOR_AXES = ("heads", "mlp", "vocab", "hidden", "channels", "classes", "features")
-"""What tensor parallelism may split, in the order in which it is offered; never two dims of one parameter."""
+TENSOR_AXES = ("heads", "mlp", "vocab", "hidden", "channels")
+"""What tensor parallelism splits, in the order in which it is offered; never two dims of one parameter."""
+
+LAST_RESORT_AXES = ("classes", "features")
+"""What it splits where a model has none of those: the outputs, at the price of gathering them."""
 
 
 @dataclass(frozen=True)

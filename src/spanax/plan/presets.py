@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
-from spanax.plan.layout import TENSOR_AXES, Layout
+from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "data": ("data",),
@@ -26,7 +26,7 @@ MEANING: dict[str, tuple[str, ...]] = {
     "fsdp": ("batch",),
     "expert": ("experts", "batch"),
     "context": ("seq",),
-    "model": TENSOR_AXES,
+    "model": TENSOR_AXES + LAST_RESORT_AXES,
 }
 """What each canonical mesh axis splits while computing; `fsdp` also stores."""
 

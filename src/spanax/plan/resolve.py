@@ -11,7 +11,7 @@ from functools import cached_property
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Assignment, Pins, assign, pinned
 from spanax.plan.layout import Layout
-from spanax.trace.origins import Origin
+from spanax.trace.origins import Origin, feeds
 from spanax.trace.program import Program, Traced
 from spanax.trace.variables import Leaf
 
@@ -20,13 +20,21 @@ Spec = tuple[tuple[str, ...], ...]
 
 Labels = tuple[int | None, ...]
 
+MOVEMENT = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy"})
+"""Operations that only put numbers elsewhere: on the way to activations, a weight is gathered before them, once."""
+
 
 @dataclass(frozen=True)
 class Constraint:
-    """How one value is split while the step runs; `is_open` leaves the dims without an axis to the compiler."""
+    """How one value is split while the step runs.
+
+    `is_open` leaves the dims without an axis to the compiler. `used` is how a value that lies in its stored
+    layout is split where activations meet it; None where that is no other.
+    """
 
     spec: Spec
     is_open: bool = False
+    used: Spec | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +77,7 @@ class Resolver:
         ways = self.mesh.ways(axes)
         local = [size // self.mesh.ways(by) for size, by in zip(shape, spec, strict=True)]
         order = [
-            (label in self._scanned, -local[dim], label if label is not None else -1, dim)
+            (label in self._scanned, label in self._looked_up, -local[dim], label if label is not None else -1, dim)
             for dim, label in enumerate(labels)
             if local[dim] % ways == 0
         ]
@@ -90,29 +98,37 @@ class Resolver:
         whole: dict[int, set[int]] = {}
         for value, dim in axes.kept_whole:
             whole.setdefault(value, set()).add(dim)
+        is_activation = [self._is_activation(labels, axes.names) for labels in axes.classes]
+        feeding = feeds(graph, is_activation)
+        moved = {value for op in graph.ops() if op.name in MOVEMENT for value in op.outputs}
         cache: dict[tuple[object, ...], Constraint | None] = {}
         found: list[Constraint | None] = []
-        for value in range(len(graph.avals)):
-            labels, shape = axes.classes[value], graph.shape(value)
+        for value, labels in enumerate(axes.classes):
+            shape, origin = graph.shape(value), axes.origins[value]
             if value in whole:
                 found.append(Constraint(self.computed(labels, shape, frozenset(whole[value]))))
                 continue
-            key = (labels, shape, axes.origins[value])
+            # What goes into activations is computed: a statistic of the batch, or a weight turned into its place.
+            is_computed = feeding[value] and (value in moved or bool(origin & Origin.BATCH))
+            key = (labels, shape, origin, is_activation[value] or is_computed)
             if key not in cache:
-                cache[key] = self._constraint(labels, shape, axes.origins[value], axes.names)
+                cache[key] = self._constraint(labels, shape, origin, key[-1])
             found.append(cache[key])
         return found
 
-    def _constraint(
-        self, labels: Labels, shape: tuple[int, ...], origin: int, names: Mapping[int, str]
-    ) -> Constraint | None:
+    def _is_activation(self, labels: Labels, names: Mapping[int, str]) -> bool:
+        return any(names.get(label) == "batch" for label in labels if label is not None)
+
+    def _constraint(self, labels: Labels, shape: tuple[int, ...], origin: int, is_computed: bool) -> Constraint | None:
         if not any(label is not None for label in labels):
             return None
-        if any(names.get(label) == "batch" for label in labels if label is not None):
+        is_weight = _key(labels) in self._leaf_keys
+        if is_computed and (is_weight or origin & Origin.BATCH):
             return Constraint(self.computed(labels, shape))
-        if _key(labels) in self._leaf_keys:
+        if is_weight:
             kind = "optimizer" if origin & Origin.OPTIMIZER else "gradient" if origin & Origin.BATCH else "param"
-            return Constraint(self.stored(labels, shape, kind)[0])
+            spec, used = self.stored(labels, shape, kind)[0], self.computed(labels, shape)
+            return Constraint(spec, used=None if used == spec else used)
         spec = self.computed(labels, shape)
         return Constraint(spec, is_open=True) if any(spec) else None
 
@@ -120,6 +136,17 @@ class Resolver:
     def _scanned(self) -> frozenset[int]:
         names = self.program.step.axes.names
         return frozenset(label for label, name in names.items() if name == "layers")
+
+    @cached_property
+    def _looked_up(self) -> frozenset[int | None]:
+        """The classes along which tables are looked up: split along another, a table answers where it lies."""
+        axes = self.program.step.axes
+        return frozenset(
+            axes.classes[op.inputs[0]][dim]
+            for op in self.program.step.graph.ops()
+            if op.name == "gather" and not axes.origins[op.inputs[0]] & Origin.BATCH
+            for dim in op.params["dimension_numbers"].start_index_map
+        )
 
     @cached_property
     def _leaf_keys(self) -> frozenset[tuple[int, ...]]:

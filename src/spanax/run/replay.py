@@ -3,7 +3,7 @@
 What was planned is what runs: constraints recurse into loops and remat, and nothing else of the program changes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,24 +11,27 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.resolve import Constraint
+from spanax.plan.uses import Use
 from spanax.trace.graph import BODIES, Body, Graph, Op, opened
 
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
 DROPPED = frozenset({"sharding_constraint"})
 
 
-def replay(graph: Graph, constraints: Sequence[Constraint | None], mesh: Mesh) -> Callable[..., list[Any]]:
+def replay(
+    graph: Graph, constraints: Sequence[Constraint | None], uses: Mapping[Op, Use], mesh: Mesh
+) -> Callable[..., list[Any]]:
     """A function of the graph's inputs that computes its outputs under the constraints.
 
     Args:
       graph: the traced program.
       constraints: one a value, by number; None leaves a value to the compiler.
+      uses: the operations that take operands otherwise than they lie.
       mesh: the devices.
     """
     shardings: dict[Constraint, NamedSharding] = {}
 
-    def constrained(value: int, array: Any) -> Any:
-        constraint = constraints[value]
+    def constrain(array: Any, constraint: Constraint | None) -> Any:
         if constraint is None or mesh.size == 1:
             return array
         if constraint not in shardings:
@@ -36,19 +39,31 @@ def replay(graph: Graph, constraints: Sequence[Constraint | None], mesh: Mesh) -
         return jax.lax.with_sharding_constraint(array, shardings[constraint])
 
     def run(body: Body, args: Sequence[Any]) -> list[Any]:
-        values = {value: constrained(value, arg) for value, arg in zip(body.inputs, args, strict=True)}
+        values = {value: constrain(arg, constraints[value]) for value, arg in zip(body.inputs, args, strict=True)}
 
         def read(value: int) -> Any:
             return values[value] if value in values else graph.constants[value]
 
         for op in body.ops:
+            use = uses.get(op)
             ins = [read(value) for value in op.inputs]
-            outs = ins[:1] if op.name in DROPPED else _bind(op, ins, inner)
-            # Where an operand has the shape and the constraint of the result, the compiler carries it over.
-            settled = {(graph.shape(value), constraints[value]) for value in op.inputs} if not op.bodies else set()
+            if use is not None:
+                ins = [constrain(array, wanted) for array, wanted in zip(ins, use.inputs, strict=True)]
+            if op.name in DROPPED:
+                outs = ins[:1]
+            elif use is not None and use.is_local and mesh.size > 1:
+                outs = _shard_by_shard(op, use, mesh, ins)
+            else:
+                outs = _bind(op, ins, inner)
+            if use is not None:
+                outs = [constrain(array, wanted) for array, wanted in zip(outs, use.outputs, strict=True)]
+            # Where an operand has the shape and the split of the result, the compiler carries it over.
+            carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if not op.bodies else set()
             for value, out in zip(op.outputs, outs, strict=True):
-                known = (graph.shape(value), constraints[value]) in settled
-                values[value] = out if known else constrained(value, out)
+                wanted = constraints[value]
+                is_carried = use is None and wanted is not None and any(wanted.spec)
+                known = is_carried and (graph.shape(value), wanted) in carried
+                values[value] = out if known else constrain(out, wanted)
         return [read(value) for value in body.outputs]
 
     def inner(body: Body) -> Callable[..., list[Any]]:
@@ -68,6 +83,18 @@ def _bind(op: Op, ins: Sequence[Any], inner: Callable[[Body], Callable[..., list
         else:
             params[key], extra = _retraced(held, inner(next(bodies)))
     return op.bind([*extra, *ins], params)
+
+
+def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any]) -> list[Any]:
+    """The operation on each device's part, without a word from the compiler."""
+    specs = [
+        tuple(PartitionSpec() if wanted is None else _partition_spec(wanted) for wanted in group)
+        for group in (use.inputs, use.outputs)
+    ]
+    local = jax.shard_map(
+        lambda *parts: tuple(op.bind(parts)), mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+    )
+    return list(local(*ins))
 
 
 def _retraced(old: Any, function: Callable[..., list[Any]]) -> tuple[Any, list[Any]]:

@@ -11,6 +11,7 @@ from flax import nnx
 from spanax.errors import SpanaxError
 from spanax.plan.choose import resolver_of
 from spanax.plan.plan import Placement, Plan
+from spanax.plan.uses import uses
 from spanax.run import checkpoint
 from spanax.run.data import Batches
 from spanax.run.replay import replay
@@ -147,7 +148,8 @@ class Run:
 
     def _jitted(self, traced: Traced, *, is_step: bool) -> Any:
         resolver = resolver_of(self.program, self.plan)
-        function = replay(traced.graph, resolver.constraints(traced), self.mesh)
+        constraints = resolver.constraints(traced)
+        function = replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh)
         num_leaves = len(self.program.leaves)
 
         def step(state: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:

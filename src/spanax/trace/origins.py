@@ -1,6 +1,6 @@
-"""Origins: which inputs every value of a graph depends on."""
+"""Origins: which inputs every value of a graph depends on, and which values depend on it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntFlag
 
 from spanax.trace.graph import Body, Graph
@@ -57,3 +57,41 @@ def _follow(graph: Graph, body: Body, found: list[int]) -> None:
                 found[first] |= found[last]
         for outer, inner in wires.outputs:
             found[outer] |= found[inner]
+
+
+def feeds(graph: Graph, targets: Sequence[bool]) -> list[bool]:
+    """Whether each value goes into the computation of a target, by its number; a target does not feed itself.
+
+    Example:
+      >>> import jax
+      >>> from spanax.trace.graph import from_jaxpr
+      >>> graph = from_jaxpr(jax.make_jaxpr(lambda w, x: (w * 2, w * x))(1.0, 2.0))
+      >>> found = feeds(graph, [value == graph.body.outputs[1] for value in range(len(graph.avals))])
+      >>> [found[value] for value in (*graph.body.inputs, *graph.body.outputs)]
+      [True, True, False, False]
+    """
+    found = [False] * len(graph.avals)
+    _trace_back(graph, graph.body, targets, found)
+    return found
+
+
+def _trace_back(graph: Graph, body: Body, targets: Sequence[bool], found: list[bool]) -> None:
+    for op in reversed(body.ops):
+        if not op.bodies:
+            if any(found[value] or targets[value] for value in op.outputs):
+                for value in op.inputs:
+                    found[value] = True
+            continue
+        wires = graph.wires(op)
+        for outer, inner in wires.outputs:
+            found[inner] |= found[outer] or targets[outer]
+        while True:
+            for inner_body in op.bodies:
+                _trace_back(graph, inner_body, targets, found)
+            behind = [(first, last) for first, last in wires.carried if found[first] and not found[last]]
+            if not behind:
+                break
+            for _, last in behind:
+                found[last] = True
+        for outer, inner in wires.inputs:
+            found[outer] |= found[inner] or targets[inner]
