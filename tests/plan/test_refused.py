@@ -1,0 +1,233 @@
+"""What cannot be laid out is refused: each error names the thing, its values and the nearest thing that works."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+import zoo
+from spanax.plan.choose import resolver_of
+from spanax.plan.layout import Layout
+from spanax.plan.plan import Plan
+from spanax.trace.program import Program
+
+
+@functools.cache
+def program(name: str = "mlp", size: int = 16) -> Program:
+    case = zoo.ZOO[name]
+    return spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(size), loss=case.loss)
+
+
+@functools.cache
+def odd() -> Program:
+    """Nothing in it divides 8 but the batch."""
+    return spanax.trace(
+        build=lambda rngs: nnx.Linear(7, 9, rngs=rngs),
+        optimizer=optax.adam(1e-3),
+        batch=jax.ShapeDtypeStruct((16, 7), "float32"),
+        loss=lambda model, x: jnp.mean(model(x) ** 2),
+    )
+
+
+def plan(made: Program, devices: int = 8, **options: Any) -> Plan:
+    return spanax.plan(made, spanax.cluster("cpu", devices), **options)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "an unknown layout": (
+        lambda: plan(program(), layout="fdsp"),
+        "unknown layout 'fdsp'.",
+        "did you mean 'fsdp'?",
+    ),
+    "an unknown layout on a mesh": (
+        lambda: plan(program(), layout="fdsp", mesh="fsdp=8"),
+        "unknown layout 'fdsp'.",
+        "did you mean 'fsdp'?",
+    ),
+    "a sequence without tensor": (lambda: plan(program(), layout="fsdp+seq"), "unknown layout 'fsdp+seq'.", "known:"),
+    "a sequence without tensor, as an option": (
+        lambda: plan(program(), layout="fsdp", sequence_parallel=True),
+        "layout 'fsdp' has no model axis to split the sequence over.",
+        "fsdp+tensor+seq",
+    ),
+    "a mesh that is larger than the cluster": (
+        lambda: plan(program(), layout="fsdp", mesh="fsdp=16"),
+        "mesh fsdp=16 takes 16 devices, and the cluster has 8.",
+        "mesh fsdp=8, or --devices 16",
+    ),
+    "a mesh that is smaller than the cluster": (
+        lambda: plan(program(), layout="data+tensor", mesh="data=2,model=2"),
+        "mesh data=2,model=2 takes 4 devices, and the cluster has 8.",
+        "mesh data=4,model=2, or --devices 4",
+    ),
+    "a mesh axis with no meaning": (
+        lambda: plan(program(), mesh="x=8"),
+        "mesh axis 'x' has no meaning by itself.",
+        "name a layout for it",
+    ),
+    "a mesh axis that the layout does not use": (
+        lambda: plan(program(), layout="fsdp", mesh="fsdp=4,model=2"),
+        "layout 'fsdp' leaves mesh axis 'model' idle: every device on it would repeat the same work.",
+        "layout 'fsdp+tensor'",
+    ),
+    "a layout without its mesh axis": (
+        lambda: plan(program(), layout="tensor", mesh="data=8"),
+        "layout 'tensor' needs the mesh axis model.",
+        "mesh model=8",
+    ),
+    "a layout of one's own without a mesh": (
+        lambda: plan(program(), layout=Layout("mine", computed=(("x", ("batch",)),))),
+        "a Layout of your own needs a mesh.",
+        "mesh={'data': 8}",
+    ),
+    "a batch that does not divide": (
+        lambda: plan(program(size=12), layout="data"),
+        "'batch' of size 12 does not divide 8 ways: 12 % 8 = 4.",
+        "a batch of 8 or 16, or a smaller mesh axis",
+    ),
+    "a batch that is smaller than the mesh": (
+        lambda: plan(program(size=4), layout="fsdp"),
+        "'batch' of size 4 does not divide 8 ways: 4 % 8 = 4.",
+        "a batch of 8, or a smaller mesh axis",
+    ),
+    "a batch that two mesh axes split": (
+        lambda: plan(program(size=4), layout="hsdp", mesh="data=2,fsdp=4"),
+        "'batch' of size 4 does not divide 8 ways: 4 % 8 = 4.",
+        "a batch of 8",
+    ),
+    "experts where there are none": (
+        lambda: plan(program(), layout="expert", mesh="data=4,expert=2"),
+        "mesh axis 'expert' (2) has nothing to split in this program under layout 'expert'.",
+        "expert=1, or a layout without 'expert'",
+    ),
+    "experts everywhere where there are none": (
+        lambda: plan(program(), layout="expert", mesh="expert=8"),
+        "mesh axis 'expert' (8) has nothing to split in this program under layout 'expert'.",
+        "expert=1, or a layout without 'expert'",
+    ),
+    "more experts asked for than there are": (
+        lambda: plan(program("moe"), layout="expert", mesh="expert=16", devices=16),
+        "mesh axis 'expert' (16) has nothing to split in this program under layout 'expert'.",
+        "expert=8, or a layout without 'expert'",
+    ),
+    "a sequence where there is none": (
+        lambda: plan(program(), layout="context", mesh="data=4,context=2"),
+        "mesh axis 'context' (2) has nothing to split in this program under layout 'context'.",
+        "context=1, or a layout without 'context'",
+    ),
+    "no dim that tensor parallelism can split": (
+        lambda: plan(odd(), layout="tensor"),
+        "mesh axis 'model' (8) has nothing to split in this program under layout 'tensor'.",
+        "model=7, or a layout without 'model'",
+    ),
+    "no parameter that can be stored split": (
+        lambda: plan(odd(), layout="fsdp"),
+        "no parameter divides 8 ways: fsdp would store nothing split.",
+        "a smaller mesh axis, or layout 'data'",
+    ),
+    "no moment that can be stored split": (
+        lambda: plan(odd(), layout="zero1"),
+        "no parameter divides 8 ways: fsdp would store nothing split.",
+        "a smaller mesh axis, or layout 'data'",
+    ),
+    "no moment at all": (
+        lambda: plan(
+            spanax.trace(
+                build=zoo.MLP, optimizer=optax.sgd(0.1), batch=zoo.VECTORS(16), loss=zoo.squared_error
+            ),
+            layout="zero1",
+        ),
+        "the optimizer has no arrays: zero1 would store nothing split.",
+        "layout 'data'",
+    ),
+    "a pin of an unknown axis": (
+        lambda: plan(program(), layout="data", pin={"hiden": "data"}),
+        "cannot pin axis 'hiden': the program has none of that name.",
+        "did you mean 'hidden'?",
+    ),
+    "a pin to an unknown mesh axis": (
+        lambda: plan(program(), layout="data", pin={"hidden": "model"}),
+        "cannot pin 'hidden' to mesh axis 'model'.",
+        "known: data",
+    ),
+    "a pin that does not divide": (
+        lambda: plan(odd(), layout="data", pin={"features": "data"}),
+        "'features' of size 9 does not divide 8 ways: 9 % 8 = 1.",
+        "a features of 8 or 16",
+    ),
+    "a forbidden axis that there is not": (
+        lambda: plan(program(), layout="data", forbid=["vocab"]),
+        "cannot pin axis 'vocab': the program has none of that name.",
+        "known: batch, features, hidden",
+    ),
+    "a plan of another model": (
+        lambda: resolver_of(program(), plan(odd(), layout="data")),
+        "the plan was made for another program.",
+        "make a plan for this model and batch",
+    ),
+    "a plan of another batch": (
+        lambda: resolver_of(program(), plan(program(size=32), layout="data")),
+        "the plan was made for another program.",
+        "make a plan for this model and batch",
+    ),
+    "a plan that is no JSON": (lambda: Plan.from_json("{"), "this is not a plan file.", ""),
+    "a plan that is other JSON": (lambda: Plan.from_json("[1]"), "this is not a plan file.", ""),
+    "a plan that lacks its leaves": (
+        lambda: Plan.from_json('{"version": 1, "mesh": {}, "layout": {"name": "a", "computed": []}, "pins": []}'),
+        "this is not a plan file.",
+        "",
+    ),
+    "a plan of a later version": (
+        lambda: Plan.from_json('{"version": 99}'),
+        "the plan has version 99; this Spanax reads version 1.",
+        "",
+    ),
+    "a plan file that is not there": (lambda: Plan.load("/no/such/plan.json"), "cannot read the plan", ""),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    call, first_line, fix = REFUSED[name]
+    with pytest.raises(spanax.SpanaxError) as caught:
+        call()
+    lines = str(caught.value).splitlines()
+    assert re.match(re.escape(first_line), lines[0])
+    assert not fix or lines[-1].startswith("  fix: ") and fix in lines[-1]
+    assert len(lines) <= 4 and all(len(line) < 300 for line in lines)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if "a plan " in name])
+def test_bad_files_are_bad_data(name: str) -> None:
+    with pytest.raises(spanax.SpanaxError) as caught:
+        REFUSED[name][0]()
+    assert caught.value.exit_code == (2 if "another" in name else 65)
+
+
+def retried(made: Program, devices: int, layout: str, mesh: str) -> None:
+    """Follow the fix that the error names until it works, or stays the same."""
+    for _ in range(2):
+        try:
+            plan(made, devices, layout=layout, mesh=mesh)
+            return
+        except spanax.SpanaxError as error:
+            found = re.search(r"fix: (?:mesh )?([a-z]+=\d+)", str(error))
+            assert found, error
+            mesh = found.group(1)
+            devices = spanax.MeshShape.of(mesh).size
+    plan(made, devices, layout=layout, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "layout", "mesh"),
+    [("moe", 16, "expert", "expert=16"), ("mlp", 3, "tensor", "model=3"), ("mlp", 8, "tensor", "data=8")],
+)
+def test_the_fix_works(name: str, devices: int, layout: str, mesh: str) -> None:
+    retried(program(name), devices, layout, mesh)

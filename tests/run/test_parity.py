@@ -1,0 +1,206 @@
+"""Parity: any layout on eight devices gives the numbers of one device."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+import zoo
+from spanax.run.run import Run
+from spanax.trace.program import Program
+
+STEPS, SIZE = 5, 16
+TOLERANCE = 1e-5
+"""Largest difference over the largest value, for the loss and for each array of the state, in float32."""
+
+NOUGHT = 1e-3
+"""Arrays that stay below this are rounding about zero (a key's bias under softmax): held against it instead."""
+
+LOOSER = {"optimizer": 1e-4, "mixed-dtype": 5e-2}
+"""Of moments, whose noise is that of a gradient and not of what it moves; of a model in bfloat16."""
+
+# Adam divides by the size of a gradient, and so blows up the rounding of those near zero: eps is far above it here.
+CALM = optax.adamw(1e-2, eps=0.1)
+OPTIMIZERS = {
+    "fused-qkv": optax.adamw(optax.warmup_cosine_decay_schedule(1e-3, 1e-2, warmup_steps=3, decay_steps=10), eps=0.1),
+    "mixer": optax.chain(optax.clip_by_global_norm(1.0), CALM),
+}
+
+DATA = [("data", "data=8"), ("zero1", "fsdp=8"), ("zero2", "fsdp=8"), ("fsdp", "fsdp=8"), ("hsdp", "data=2,fsdp=4")]
+TENSOR = [
+    ("tensor", "model=8"),
+    ("data+tensor", "data=4,model=2"),
+    ("data+tensor", "data=2,model=4"),
+    ("fsdp+tensor", "fsdp=4,model=2"),
+    ("fsdp+tensor", "fsdp=2,model=4"),
+]
+SEQUENCE = [
+    ("tensor+seq", "model=8"),
+    ("fsdp+tensor+seq", "fsdp=2,model=4"),
+    ("context", "data=4,context=2"),
+    ("context", "data=2,context=4"),
+]
+EXPERT = [("expert", "data=4,expert=2"), ("expert", "expert=8")]
+
+MATRIX = {
+    "mlp": DATA + TENSOR,
+    "dropout": DATA + TENSOR,
+    "cnn": DATA + TENSOR,
+    "gpt": DATA + TENSOR + SEQUENCE,
+    "gqa": DATA + TENSOR + SEQUENCE,
+    "moe": DATA + TENSOR + SEQUENCE + EXPERT,
+} | {name: [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")] for name in zoo.ZOO if name not in
+     ("mlp", "dropout", "cnn", "gpt", "gqa", "moe")}  # fmt: skip
+
+# Every preset, every model of the first six and every kind of layer once, as cheap as it gets; `slow` is all of it.
+QUICK = {
+    "mlp": {"data", "zero1", "zero2", "fsdp", "hsdp", "tensor", "data+tensor", "fsdp+tensor"},
+    "dropout": {"data", "fsdp", "tensor"},
+    "cnn": {"fsdp", "hsdp", "tensor"},
+    "gpt": {"zero1", "fsdp+tensor+seq"},
+    "gqa": {"context", "fsdp+tensor"},
+    "moe": {"expert", "data+tensor"},
+} | dict.fromkeys(("annotated", "clip", "lora", "mixed-dtype", "mixer", "multitask", "sequential", "vae"), {"fsdp"})
+
+
+def cases() -> list[Any]:
+    found = []
+    for name, layouts in MATRIX.items():
+        quick = set(QUICK.get(name, ()))
+        for layout, mesh in layouts:
+            marks = () if layout in quick else pytest.mark.slow
+            quick.discard(layout)  # one mesh of each
+            found.append(pytest.param(name, layout, mesh, marks=marks, id=f"{name}-{layout}-{mesh}"))
+    return found
+
+
+@functools.cache
+def data(name: str) -> dict[str, np.ndarray]:
+    return zoo.ZOO[name].batch(STEPS * SIZE)
+
+
+def batch(name: str, step: int) -> dict[str, np.ndarray]:
+    return {key: rows[step * SIZE : (step + 1) * SIZE] for key, rows in data(name).items()}
+
+
+@functools.cache
+def program(name: str) -> Program:
+    case = zoo.ZOO[name]
+    chosen = OPTIMIZERS.get(name, CALM if case.optimizer is zoo.ADAMW else case.optimizer)
+    optimizer: Any = chosen if case.wrt is nnx.Param else lambda model: nnx.Optimizer(model, chosen, wrt=case.wrt)
+    return spanax.trace(build=case.build, optimizer=optimizer, batch=batch(name, 0), loss=case.loss)
+
+
+def numbers(array: jax.Array) -> np.ndarray:
+    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    host = np.asarray(jax.random.key_data(array) if is_key else array)
+    return host.astype(np.float64)
+
+
+def trained(run: Run, name: str, steps: int = STEPS) -> dict[str, np.ndarray]:
+    """The losses, and every array of the state after the last step."""
+    losses = [float(run.step(batch(name, step))["loss"]) for step in range(steps)]
+    return {"loss": np.array(losses)} | {path: numbers(array) for path, array in run.arrays().items()}
+
+
+def on_one_device(name: str) -> Run:
+    return spanax.start(program(name), spanax.plan(program(name), spanax.cluster("cpu:1"), layout="data"), seed=3)
+
+
+@functools.cache
+def reference(name: str) -> tuple[tuple[jax.Array, ...], dict[str, np.ndarray]]:
+    """The state that training starts from, and what one device makes of it."""
+    run = on_one_device(name)
+    born = tuple(array.copy() for array in run.state)
+    return born, trained(run, name)
+
+
+def moved(name: str, layout: str, mesh: str) -> Run:
+    """A run in a layout from the numbers that one device was born with; births are compared in test_state.py."""
+    cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
+    plan = spanax.plan(program(name), cluster, layout=layout, mesh=mesh)
+    devices = plan.mesh.build()
+    pairs = zip(reference(name)[0], plan.leaves, strict=True)
+    return Run(program(name), plan, devices, [jax.device_put(a.copy(), leaf.sharding(devices)) for a, leaf in pairs])
+
+
+def differences(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> dict[str, float]:
+    assert expected.keys() == found.keys()
+    scale = {path: max(np.abs(value).max(initial=0), NOUGHT) for path, value in expected.items()}
+    return {path: float(np.abs(value - found[path]).max(initial=0) / scale[path]) for path, value in expected.items()}
+
+
+@pytest.mark.parametrize(("name", "layout", "mesh"), cases())
+def test_a_layout_gives_the_numbers_of_one_device(name: str, layout: str, mesh: str) -> None:
+    run = moved(name, layout, mesh)
+    found = differences(reference(name)[1], trained(run, name))
+    bounds = {path: LOOSER.get(name, LOOSER.get(path.partition(".")[0], TOLERANCE)) for path in found}
+    assert {path: much for path, much in found.items() if not much <= bounds[path]} == {}
+    assert run.num_steps == STEPS
+
+
+class Kernels(nnx.Module):
+    """What XLA runs as kernels that it cannot split, between layers whose every dim can be."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.mid = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+        self.rows, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 2, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.mid(jnp.fft.fft(self.up(x), axis=-1).real / 8)
+        x = jax.lax.top_k(x, 64)[0].reshape(-1, 8, 8)
+        x = jnp.linalg.cholesky(x @ x.mT / 8 + jnp.eye(8))
+        return self.down(jax.nn.relu(self.rows(jnp.cumsum(x, axis=1)))).reshape(x.shape[0], 16)
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh"), [("tensor", "model=8"), ("fsdp+tensor", "fsdp=2,model=4"), ("fsdp", "fsdp=8")]
+)
+def test_kernels_that_are_not_split(layout: str, mesh: str) -> None:
+    made = spanax.trace(build=Kernels, optimizer=optax.sgd(0.01), batch=batch("mlp", 0), loss=zoo.squared_error)
+    losses = []
+    for devices, options in ((1, {"layout": "data"}), (8, {"layout": layout, "mesh": mesh})):
+        run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu", devices), **options))
+        losses.append([float(run.step(batch("mlp", step))["loss"]) for step in range(3)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=TOLERANCE)
+
+
+def test_every_preset_is_tried() -> None:
+    from spanax.plan.presets import PRESETS
+
+    tried = {layout for layouts in QUICK.values() for layout in layouts}
+    assert {layout.removesuffix("+seq") for layout in tried} == set(PRESETS)
+    assert all(layouts <= {layout for layout, _ in MATRIX[name]} for name, layouts in QUICK.items())
+
+
+def test_numbers_that_differ_a_little_are_seen() -> None:
+    """One weight off by a thousandth at the start, one example left out at the end: both show."""
+    run = moved("mlp", "fsdp", "fsdp=8")
+    at = next(i for i, leaf in enumerate(run.program.leaves) if leaf.path == "mid.kernel")
+    run.state[at] = jax.device_put(np.asarray(run.state[at]) * np.float32(1.001), run.state[at].sharding)
+    off = differences(reference("mlp")[1], trained(run, "mlp"))
+    assert off["loss"] > TOLERANCE and off["up.kernel"] > TOLERANCE
+
+    run = moved("mlp", "fsdp", "fsdp=8")
+    for step in range(STEPS):
+        rows = {key: value.copy() for key, value in batch("mlp", step).items()}
+        if step == STEPS - 2:
+            rows["x"][0] = 0
+        run.step(rows)
+    off = differences({"w": reference("mlp")[1]["mid.kernel"]}, {"w": numbers(run.params()["mid.kernel"])})
+    assert off["w"] > TOLERANCE
+
+
+def test_training_changes_what_is_compared() -> None:
+    """Equal numbers mean something only where a step moves them well above the tolerance."""
+    for name in ("mlp", "cnn", "gpt"):
+        born, after = reference(name)
+        for leaf, before in zip(program(name).leaves, born, strict=True):
+            if leaf.kind == "param":
+                assert np.abs(after[leaf.path] - numbers(before)).max() > 50 * TOLERANCE * NOUGHT, leaf.path

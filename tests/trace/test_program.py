@@ -1,0 +1,316 @@
+"""Program: what `trace` takes, what it keeps of a model and its optimizer, and what it refuses."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+import zoo
+from spanax.trace.program import Program
+
+BATCH = {"x": jax.ShapeDtypeStruct((16, 32), "float32"), "y": jax.ShapeDtypeStruct((16, 16), "float32")}
+LINEAR = {"x": jax.ShapeDtypeStruct((8, 4), "float32"), "y": jax.ShapeDtypeStruct((8, 2), "float32")}
+
+
+def trace(build: Callable[..., Any] = zoo.MLP, **changes: Any) -> Program:
+    options: dict[str, Any] = {"optimizer": optax.sgd(0.1), "batch": BATCH}
+    if "train_step" not in changes:
+        options["loss"] = zoo.squared_error
+    return spanax.trace(build=build, **options | changes)
+
+
+def linear(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(4, 2, rngs=rngs)
+
+
+def summary(program: Program) -> list[tuple[str, tuple[int, ...], str, str]]:
+    return [(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind) for leaf in program.leaves]
+
+
+def written_anew(program: Program) -> set[str]:
+    """The leaves that the step returns another value for."""
+    body = program.step.graph.body
+    pairs = zip(program.leaves, body.inputs, body.outputs, strict=False)
+    return {leaf.path for leaf, before, after in pairs if before != after}
+
+
+def primitives(program: Program) -> set[str]:
+    return {op.name for op in program.step.graph.ops()}
+
+
+def refused(match: str, **changes: Any) -> str:
+    with pytest.raises(spanax.SpanaxError, match=match) as caught:
+        trace(**changes)
+    return str(caught.value)
+
+
+# What is kept
+
+
+def test_leaves_of_a_model_and_its_optimizer() -> None:
+    program = trace(linear, batch=LINEAR, optimizer=optax.adam(1e-3))
+    assert summary(program) == [
+        ("bias", (2,), "float32", "param"),
+        ("kernel", (4, 2), "float32", "param"),
+        ("optimizer.opt_state.0.count", (), "int32", "optimizer"),
+        ("optimizer.opt_state.0.mu.bias", (2,), "float32", "optimizer"),
+        ("optimizer.opt_state.0.mu.kernel", (4, 2), "float32", "optimizer"),
+        ("optimizer.opt_state.0.nu.bias", (2,), "float32", "optimizer"),
+        ("optimizer.opt_state.0.nu.kernel", (4, 2), "float32", "optimizer"),
+        ("optimizer.step", (), "uint32", "optimizer"),
+    ]
+    assert [(leaf.path, leaf.shape, leaf.kind) for leaf in program.batch] == [
+        ("x", (8, 4), "batch"),
+        ("y", (8, 2), "batch"),
+    ]
+    assert program.num_params == 10
+    assert {leaf.path: leaf.num_bytes for leaf in program.leaves}["kernel"] == 32
+
+
+def test_statistics_and_random_counts_are_state_that_the_step_moves_on() -> None:
+    program = spanax.trace(
+        build=zoo.CNN, optimizer=optax.sgd(0.1), batch=zoo.IMAGES(16), loss=zoo.cross_entropy
+    )
+    statistics = {leaf.path for leaf in program.leaves if leaf.kind == "other"}
+    assert statistics == {f"{norm}.{name}" for norm in ("stem_norm", "depthwise_norm") for name in ("mean", "var")}
+    assert statistics <= written_anew(program)
+
+    dropout = trace(lambda rngs: zoo.MLP(rngs, rate=0.3))
+    random = {leaf.path: str(leaf.dtype) for leaf in dropout.leaves if leaf.kind == "other"}
+    assert random == {"drop.rngs.count": "uint32", "drop.rngs.key": "key<fry>"}
+    assert written_anew(dropout) & set(random) == {"drop.rngs.count"}
+    assert {leaf.path: leaf.num_bytes for leaf in dropout.leaves}["drop.rngs.key"] == 8
+
+
+def test_an_evaluation_draws_nothing_and_returns_no_state() -> None:
+    program = trace(lambda rngs: zoo.MLP(rngs, rate=0.3))
+    assert program.evaluation is not None
+    assert not any(op.name.startswith("random") for op in program.evaluation.graph.ops())
+    assert len(program.evaluation.graph.body.outputs) == program.evaluation.num_results == 1
+
+
+def test_what_is_not_trained_is_kept_and_has_no_moments() -> None:
+    case = zoo.ZOO["lora"]
+    program = trace(case.build, optimizer=lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.LoRAParam))
+    moments = {leaf.path for leaf in program.leaves if leaf.kind == "optimizer" and ".mu." in leaf.path}
+    assert moments and all(path.rpartition(".")[2] in ("lora_a", "lora_b") for path in moments)
+    trained = {leaf.path for leaf in program.leaves if leaf.kind == "param"} & written_anew(program)
+    assert {path.rpartition(".")[2] for path in trained} == {"lora_a", "lora_b"}
+    assert "layers.0.kernel" in {leaf.path for leaf in program.leaves}
+
+
+def test_a_fingerprint_is_of_paths_shapes_and_dtypes() -> None:
+    first = trace(linear, batch=LINEAR)
+    assert trace(lambda rngs: linear(rngs), batch=LINEAR, optimizer=optax.sgd(0.2)).fingerprint == first.fingerprint
+    others = [
+        trace(lambda rngs: nnx.Linear(4, 2, use_bias=False, rngs=rngs), batch=LINEAR),
+        trace(lambda rngs: nnx.Linear(4, 2, param_dtype=jnp.bfloat16, rngs=rngs), batch=LINEAR),
+        trace(linear, batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((16, *leaf.shape[1:]), leaf.dtype), LINEAR)),
+        trace(linear, batch=LINEAR, optimizer=optax.adam(0.1)),
+    ]
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+def test_real_arrays_and_shapes_make_the_same_program() -> None:
+    arrays = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in BATCH.items()}
+    assert trace(batch=arrays).fingerprint == trace().fingerprint
+
+
+# What `build` and `optimizer` may be
+
+
+class Positional(nnx.Linear):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(32, 16, rngs=rngs)
+
+
+class KeywordOnly(nnx.Linear):
+    def __init__(self, *, width: int = 16, rngs: nnx.Rngs):
+        super().__init__(32, width, rngs=rngs)
+
+
+class Maker:
+    def __call__(self, rngs: nnx.Rngs) -> nnx.Module:
+        return nnx.Linear(32, 16, rngs=rngs)
+
+
+def seeded(seed: int = 0) -> nnx.Module:
+    return nnx.Linear(32, 16, rngs=nnx.Rngs(seed))
+
+
+BUILDS: dict[str, Callable[..., nnx.Module]] = {
+    "no arguments": lambda: nnx.Linear(32, 16, rngs=nnx.Rngs(0)),
+    "only defaults": seeded,
+    "rngs by position": lambda rngs: nnx.Linear(32, 16, rngs=rngs),
+    "rngs under another name": lambda r: nnx.Linear(32, 16, rngs=r),
+    "rngs by keyword": lambda *, rngs: nnx.Linear(32, 16, rngs=rngs),
+    "rngs with a default": lambda rngs=None: nnx.Linear(32, 16, rngs=rngs),
+    "a class": Positional,
+    "a class with keywords": KeywordOnly,
+    "a partial": functools.partial(nnx.Linear, 32, 16),
+    "an object": Maker(),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_forms_of_build(name: str) -> None:
+    assert summary(trace(BUILDS[name]))[:2] == [
+        ("bias", (16,), "float32", "param"),
+        ("kernel", (32, 16), "float32", "param"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("no arguments", False), ("only defaults", False), ("a class", True)])
+def test_whether_a_seed_matters_is_known(name: str, expected: bool) -> None:
+    assert trace(BUILDS[name]).has_seed is expected
+
+
+def test_an_optimizer_made_from_the_model() -> None:
+    made = trace(optimizer=lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+    assert summary(made) == summary(trace(optimizer=optax.adam(1e-3)))
+
+
+# The step that Spanax writes
+
+
+def test_microbatches_keep_the_axes_and_scan_over_them() -> None:
+    whole, parts = trace(), trace(microbatches=4)
+    assert summary(whole) == summary(parts)
+    assert [leaf.axes for leaf in parts.leaves] == [leaf.axes for leaf in whole.leaves]
+    (scan,) = (op for op in parts.step.graph.ops() if op.name == "scan")
+    assert scan.params["length"] == 4 and "scan" not in primitives(whole)
+    inner = {parts.step.axes.of(value)[:1] for value in scan.bodies[0].inputs if parts.step.graph.shape(value)[:1] == (4,)}
+    assert inner == {("batch",)}
+
+
+def test_microbatches_carry_statistics() -> None:
+    program = spanax.trace(
+        build=zoo.CNN, optimizer=optax.sgd(0.1), batch=zoo.IMAGES(16), loss=zoo.cross_entropy, microbatches=2
+    )
+    assert {"stem_norm.mean", "depthwise_norm.var"} <= written_anew(program)
+
+
+def test_compute_dtype_is_what_the_loss_sees_and_nothing_else() -> None:
+    program = trace(compute_dtype=jnp.bfloat16, optimizer=optax.adam(1e-3))
+    assert {str(leaf.dtype) for leaf in program.leaves} == {"float32", "int32", "uint32"}
+    graph = program.step.graph
+    dots = [op for op in graph.ops() if op.name == "dot_general"]
+    assert dots and {str(graph.avals[value].dtype) for op in dots for value in op.outputs} == {"bfloat16"}
+    outputs = graph.body.outputs
+    assert {str(graph.avals[value].dtype) for value in outputs} == {"float32", "int32", "uint32"}
+
+
+def test_a_compute_dtype_leaves_statistics_alone() -> None:
+    program = spanax.trace(
+        build=zoo.CNN,
+        optimizer=optax.sgd(0.1),
+        batch=zoo.IMAGES(16),
+        loss=zoo.cross_entropy,
+        compute_dtype=jnp.bfloat16,
+        microbatches=2,
+    )
+    assert {str(leaf.dtype) for leaf in program.leaves if leaf.kind == "other"} == {"float32"}
+
+
+def test_metrics_are_the_loss_its_norm_and_what_the_loss_adds() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return zoo.squared_error(model, batch), {"mean": model(batch["x"]).mean()}
+
+    names = ["grad_norm", "loss", "mean"]
+    zeros = [0] * len(names)
+    for microbatches in (1, 4):
+        program = trace(loss=loss, microbatches=microbatches, clip_norm=1.0)
+        assert sorted(jax.tree.unflatten(program.step.result, zeros)) == names
+        assert program.evaluation is not None
+        assert sorted(jax.tree.unflatten(program.evaluation.result, [0, 0])) == ["loss", "mean"]
+
+
+def my_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
+    loss, grads = nnx.value_and_grad(zoo.squared_error)(model, batch)
+    optimizer.update(model, grads)
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("returned", "names"), [(lambda loss: loss, {"loss"}), (lambda loss: None, set()), (lambda loss: {"a": loss}, {"a"})]
+)
+def test_a_step_of_ones_own(returned: Callable[[Any], Any], names: set[str]) -> None:
+    program = trace(train_step=lambda *args: returned(my_step(*args)["loss"]))
+    assert summary(program) == summary(trace())
+    assert set(jax.tree.unflatten(program.step.result, [0] * len(names))) == names
+    assert program.evaluation is None
+    assert [leaf.axes for leaf in program.leaves] == [leaf.axes for leaf in trace().leaves]
+
+
+def test_a_step_may_be_jitted_already() -> None:
+    assert summary(trace(train_step=nnx.jit(my_step))) == summary(trace())
+
+
+def test_an_intermediate_is_not_state() -> None:
+    class Sowing(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.linear = nnx.Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            y = self.linear(x)
+            self.activations = nnx.Intermediate(y)
+            return y
+
+    for step in ({}, {"train_step": my_step}):
+        assert {leaf.path for leaf in trace(Sowing, **step).leaves} == {"linear.bias", "linear.kernel", "optimizer.step"}
+
+
+# What is refused
+
+
+def test_neither_loss_nor_step() -> None:
+    assert "loss=" in refused("give either `loss` or `train_step`", loss=None)
+    refused("not both", loss=zoo.squared_error, train_step=my_step)
+
+
+@pytest.mark.parametrize("option", [{"microbatches": 2}, {"compute_dtype": jnp.bfloat16}, {"clip_norm": 1.0}])
+def test_options_of_a_loss_do_not_go_with_a_step(option: dict[str, Any]) -> None:
+    name = next(iter(option))
+    assert "leave" in refused(f"`{name}` goes with `loss`", train_step=my_step, **option)
+
+
+def test_microbatches_that_do_not_divide() -> None:
+    assert "fix: microbatches=2" in refused("3 microbatches do not divide the batch of 16", microbatches=3)
+    refused("microbatches=0", microbatches=0)
+
+
+def test_a_loss_that_is_no_scalar() -> None:
+    assert ".mean()" in refused("not a scalar", loss=lambda model, batch: model(batch["x"]))
+
+
+def test_a_build_that_makes_no_module() -> None:
+    assert "return the model itself" in refused("returned a dict, not an nnx.Module", build=lambda: {"kernel": 1.0})
+
+
+def test_batches_that_are_none() -> None:
+    refused("not an array", batch={"x": "text"})
+    refused("no arrays", batch={})
+
+
+def test_a_step_that_adds_a_variable() -> None:
+    def growing(model: Any, optimizer: Any, batch: Any) -> Any:
+        model.memory = nnx.Param(jnp.zeros(3))
+        return my_step(model, optimizer, batch)
+
+    text = refused("changed the model's variables: memory", train_step=growing)
+    assert "__init__" in text
+
+
+@pytest.mark.parametrize("change", [lambda v: v.astype(jnp.bfloat16), lambda v: v[:1]])
+def test_a_step_that_turns_a_variable_into_another(change: Callable[[Any], Any]) -> None:
+    def turning(model: Any, optimizer: Any, batch: Any) -> None:
+        model.up.bias.set_value(change(model.up.bias.get_value()))
+
+    assert "keep the shape and dtype" in refused("the train step turned `up.bias` from float32", train_step=turning)
