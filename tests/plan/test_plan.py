@@ -352,7 +352,7 @@ def test_diff_names_what_moves() -> None:
     data, fsdp = planned("gpt", "data", "data=8"), planned("gpt", "fsdp", "fsdp=8")
     lines = data.diff(fsdp)
     assert "layout: data -> fsdp" in lines
-    assert "embed: P(None, None) -> P('fsdp', None)" in lines
+    assert "norm.scale: P(None) -> P('fsdp')" in lines
     assert "inputs: P('data', None) -> P('fsdp', None)" in lines
     assert data.diff(data) == []
     other = data.diff(planned("moe", "expert", "expert=8"))

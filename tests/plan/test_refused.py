@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "no moment that can be stored split": (
         lambda: plan(odd(), layout="zero1"),
-        "no parameter divides 8 ways: fsdp would store nothing split.",
+        "no parameter divides 8 ways: zero1 would store nothing split.",
         "a smaller mesh axis, or layout 'data'",
     ),
     "no moment at all": (

@@ -167,11 +167,6 @@ def test_forms_of_build(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "expected"), [("no arguments", False), ("only defaults", False), ("a class", True)])
-def test_whether_a_seed_matters_is_known(name: str, expected: bool) -> None:
-    assert trace(BUILDS[name]).has_seed is expected
-
-
 def test_an_optimizer_made_from_the_model() -> None:
     made = trace(optimizer=lambda model: nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
     assert summary(made) == summary(trace(optimizer=optax.adam(1e-3)))

@@ -131,11 +131,12 @@ def _idle(
     mesh: MeshShape,
 ) -> SpanaxError:
     known = sorted({name for leaf in (*program.leaves, *program.batch) for name in leaf.axes if name})
+    needed = names if axis in layout.exclusive else names[:1]
     tried = [reasons[name] for name in names if name in reasons]
     return SpanaxError(
         f"mesh axis '{axis}' ({size}) has nothing to split in this program under layout '{layout.name}'.",
         where="; ".join(tried) or f"it splits {', '.join(names)}; the program has {', '.join(known)}",
-        fix=f"{axis}={_largest_below(program, names, size)}, or a layout without '{axis}'",
+        fix=f"{axis}={_largest_below(program, needed, size)}, or a layout without '{axis}'",
     )
 
 

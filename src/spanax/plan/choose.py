@@ -69,8 +69,7 @@ def plan(
     values = program.step.graph.body.inputs
     everything = [*program.leaves, *program.batch]
     placements = [_place(resolver, leaf, value) for leaf, value in zip(everything, values, strict=True)]
-    if chosen.stored_optimizer and not any(_is_split(p, chosen.stored_optimizer) for p in placements):
-        _nothing_stored(resolver, placements)
+    _check_stored(resolver, placements)
     return Plan(
         fingerprint=program.fingerprint,
         mesh=shape,
@@ -165,25 +164,21 @@ def _written(mesh: MeshShape, leaf: Leaf) -> Spec | None:
     return spec
 
 
-def _is_split(placement: Placement, axes: Sequence[str]) -> bool:
-    used = {axis for by in placement.spec for axis in by}
-    return placement.kind in ("param", "optimizer") and bool(used & set(axes))
-
-
-def _nothing_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
-    axes = resolver.layout.stored_optimizer
+def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
+    """A layout that stores something split must find something to split."""
+    axes, layout = resolver.layout.stored_optimizer, resolver.layout
     if resolver.mesh.ways(axes) == 1:
         return
-    biggest = max((p for p in placements if p.kind == "param"), key=lambda p: p.local_bytes, default=None)
-    if (
-        biggest is None
-        or not any(p.kind == "optimizer" and p.shape for p in placements)
-        and not any(resolver.layout.stored_params)
-    ):
+    kinds = ("param", "optimizer") if layout.stored_params else ("optimizer",)
+    arrays = [place for place in placements if place.kind in kinds and place.shape]
+    if any(set(axes) & {axis for by in place.spec for axis in by} for place in arrays):
         return
+    if not arrays:
+        raise SpanaxError(f"the optimizer has no arrays: {layout.name} would store nothing split.", fix="layout 'data'")
+    largest = max(arrays, key=lambda place: place.local_bytes)
     raise SpanaxError(
-        f"no parameter divides {resolver.mesh.ways(axes)} ways: {'+'.join(axes)} would store nothing split.",
-        where=f"the largest is {biggest.path} {list(biggest.shape)}",
+        f"no parameter divides {resolver.mesh.ways(axes)} ways: {layout.name} would store nothing split.",
+        where=f"the largest is {largest.path} {list(largest.shape)}",
         fix="a smaller mesh axis, or layout 'data'",
     )
 

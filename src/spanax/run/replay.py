@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spanax.plan.resolve import Constraint
 from spanax.plan.uses import Use
 from spanax.trace.graph import BODIES, Body, Graph, Op, opened
+from spanax.trace.primitives import ELEMENTWISE
 
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
 DROPPED = frozenset({"sharding_constraint"})
@@ -57,12 +58,12 @@ def replay(
                 outs = _bind(op, ins, inner)
             if use is not None:
                 outs = [constrain(array, wanted) for array, wanted in zip(outs, use.outputs, strict=True)]
-            # Where an operand has the shape and the split of the result, the compiler carries it over.
-            carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if not op.bodies else set()
+            # Elementwise, with an operand of the result's shape and split: the compiler carries that over.
+            is_plain = op.name in ELEMENTWISE and use is None
+            carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
             for value, out in zip(op.outputs, outs, strict=True):
                 wanted = constraints[value]
-                is_carried = use is None and wanted is not None and any(wanted.spec)
-                known = is_carried and (graph.shape(value), wanted) in carried
+                known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
                 values[value] = out if known else constrain(out, wanted)
         return [read(value) for value in body.outputs]
 

@@ -36,6 +36,9 @@ STRENGTH = {
 ANNOTATED = 99
 """The author's own name for a dim; only what the batch itself says is stronger."""
 
+MESH_AXES = frozenset({"pipe", "data", "fsdp", "expert", "context", "model"})
+"""What an author writes to say where a dim goes; that is no name for what it is."""
+
 Claims = dict[int, Counter[str]]
 
 
@@ -65,7 +68,7 @@ def name_classes(dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch
     _claim_by_kernels(dims, claims, leaves)
     for leaf, value in zip(leaves, inputs, strict=False):
         for label, author in zip(dims.classes(value), leaf.annotation or (), strict=False):
-            if label is not None and isinstance(author, str):
+            if label is not None and isinstance(author, str) and author not in MESH_AXES:
                 claims[label][author] = ANNOTATED
     return {label: max(sorted(named), key=named.__getitem__) for label, named in claims.items()}
 

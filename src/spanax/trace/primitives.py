@@ -14,7 +14,8 @@ Rule = Callable[[Op, Dims], None]
 
 RULES: dict[str, Rule] = {}
 
-ELEMENTWISE = """
+ELEMENTWISE = frozenset(
+    """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
 clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
@@ -23,6 +24,7 @@ random_clone random_gamma_grad real reduce_precision regularized_incomplete_beta
 sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
 stop_gradient sub tan tanh xor zeta
 """.split()
+)
 
 FRESH = """
 iota random_bits random_fold_in random_gamma random_seed random_split random_unwrap random_wrap

@@ -57,7 +57,6 @@ class Program:
     init: core.ClosedJaxpr
     variables: Variables
     batch_treedef: Any
-    has_seed: bool
 
     @property
     def axes(self) -> list[Axis]:
@@ -166,8 +165,7 @@ def trace(
     traced = _traced(run_step, state, batch, variables, batch_leaves)
     evaluation = None if loss is None else _traced(run_loss, state, batch, variables, batch_leaves)
     leaves, batch_leaves = _with_axes(traced, variables.leaves, batch_leaves)
-    used = any(init_jaxpr.jaxpr.invars[0] in eqn.invars for eqn in init_jaxpr.jaxpr.eqns)
-    return Program(leaves, batch_leaves, traced, evaluation, init_jaxpr, variables, batch_treedef, used)
+    return Program(leaves, batch_leaves, traced, evaluation, init_jaxpr, variables, batch_treedef)
 
 
 def _chosen_step(loss: Any, train_step: Any, microbatches: int, compute_dtype: Any, clip_norm: float | None) -> Any:
