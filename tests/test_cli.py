@@ -12,6 +12,8 @@ import pytest
 from spanax import cli
 from spanax.run.config import TrainConfig
 
+GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
+
 FLAGS = {
     "train": {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
@@ -95,14 +97,32 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each bad input was answered, for the golden file."""
+    return {}
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_told_in_four_lines(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_told_in_four_lines(
+    name: str, folder: Path, said: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     args, code, says = BAD[name]
     found, out, err = run(capsys, *args)
     lines = err.strip().splitlines()
     assert found == code and says in err, err
     assert lines[0].startswith("spanax: ") and len(lines) <= 4 and "Traceback" not in err and not out
-    assert not (folder / "runs").exists() or not any((folder / "runs").rglob("checkpoints")), "something was begun"
+    assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "something was left behind"
+    said[name] = err.replace(str(folder), "FOLDER")
+
+
+def test_the_answers_are_the_golden_ones(said: dict[str, str]) -> None:
+    if said.keys() != BAD.keys():
+        pytest.skip(f"{len(said)} of {len(BAD)} answers: run the whole file to compare them")
+    found = "".join(f"[{name}] spanax {' '.join(BAD[name][0])}\n{said[name]}\n" for name in BAD)
+    if os.environ.get("SPANAX_GOLDEN") == "update":
+        GOLDEN.write_text(found)
+    assert found == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
 
 
 def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,9 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "no moment at all": (
         lambda: plan(
-            spanax.trace(
-                build=zoo.MLP, optimizer=optax.sgd(0.1), batch=zoo.VECTORS(16), loss=zoo.squared_error
-            ),
+            spanax.trace(build=zoo.MLP, optimizer=optax.sgd(0.1), batch=zoo.VECTORS(16), loss=zoo.squared_error),
             layout="zero1",
         ),
         "the optimizer has no arrays: zero1 would store nothing split.",

@@ -21,9 +21,10 @@ import pytest
 from spanax.errors import DataError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.plan import Placement
-from spanax.run.corpus import Order
-from spanax.run.data import Batches, batches, element_source, local_rows
-from spanax.run.tokenizer import load_tokens, window_reader
+from spanax.run.data import Batches, batches
+from spanax.run.order import Order
+from spanax.run.source import element_source, local_rows
+from spanax.run.tokens import load_tokens, window_reader
 
 B, T = 8, 4
 

@@ -25,7 +25,6 @@ from spanax.trace.program import Program
 MESH = spanax.MeshShape.of("data=4,model=2")
 
 
-
 def replay(graph: Graph, constraints: Any, mesh: Any) -> Callable[..., list[Any]]:
     """A graph replayed under constraints alone, its operands taken as they lie."""
     return replaying.replay(graph, constraints, {}, mesh)
@@ -58,7 +57,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "scan": scanning,
     "scan backwards": lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x, reverse=True, unroll=2),
     "while": looping,
-    "while with outer values in its test": lambda x: lax.while_loop(lambda c: c.sum() < x.sum() + 9, lambda c: c + 1, x),
+    "while with outer values in its test": lambda x: lax.while_loop(
+        lambda c: c.sum() < x.sum() + 9, lambda c: c + 1, x
+    ),
     "cond": switching,
     "remat": lambda x: jax.grad(lambda y: jax.checkpoint(lambda z: jnp.sin(jnp.sin(z)).sum())(y))(x),
     "remat with a policy": jax.grad(
@@ -199,7 +200,9 @@ def gradients(plan: spanax.Plan, *, constrained: bool = True) -> dict[str, jax.A
 def misplaced(found: dict[str, jax.Array], wanted: spanax.Plan) -> list[str]:
     mesh = wanted.mesh.build()
     return [
-        path for path, array in found.items() if not array.sharding.is_equivalent_to(wanted[path].sharding(mesh), array.ndim)
+        path
+        for path, array in found.items()
+        if not array.sharding.is_equivalent_to(wanted[path].sharding(mesh), array.ndim)
     ]
 
 
@@ -217,7 +220,9 @@ def misplaced(found: dict[str, jax.Array], wanted: spanax.Plan) -> list[str]:
 )
 def test_gradients_lie_where_the_layout_stores_them(layout: str, mesh: str, stored_like: str) -> None:
     """As the parameters lie under the layout that stores both alike; in zero1 and zero2 the two differ."""
-    plan, wanted = (spanax.plan(program(), spanax.cluster("cpu:8"), layout=name, mesh=mesh) for name in (layout, stored_like))
+    plan, wanted = (
+        spanax.plan(program(), spanax.cluster("cpu:8"), layout=name, mesh=mesh) for name in (layout, stored_like)
+    )
     found = gradients(plan)
     assert len(found) == 6
     assert misplaced(found, wanted) == []

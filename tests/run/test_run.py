@@ -320,7 +320,10 @@ def test_dropout_draws_anew_each_step() -> None:
 
 
 def test_a_plan_of_another_program() -> None:
-    text = refused("the plan was made for another program", lambda: spanax.start(program("mlp"), plan(program("cnn"), "data", "data=8")))
+    text = refused(
+        "the plan was made for another program",
+        lambda: spanax.start(program("mlp"), plan(program("cnn"), "data", "data=8")),
+    )
     assert "make a plan for this model and batch" in text
 
 
@@ -352,4 +355,6 @@ def test_an_evaluation_of_a_step_of_ones_own() -> None:
 
 def test_devices_of_ones_own() -> None:
     run = start("mlp", "fsdp", "fsdp=2", devices=jax.devices()[4:6])
-    assert {shard.device.id for shard in run.state[1].addressable_shards} == {device.id for device in jax.devices()[4:6]}
+    assert {shard.device.id for shard in run.state[1].addressable_shards} == {
+        device.id for device in jax.devices()[4:6]
+    }

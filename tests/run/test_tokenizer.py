@@ -10,7 +10,8 @@ import tokenizers
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run import tokenizer
 from spanax.run.corpus import Corpus
-from spanax.run.tokenizer import load_tokenizer, load_tokens
+from spanax.run.tokenizer import load_tokenizer
+from spanax.run.tokens import load_tokens
 
 TEXT = "the cat sat on the mat; the café is closed.\n" * 40
 

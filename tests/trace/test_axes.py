@@ -78,9 +78,7 @@ def test_other_axes_by_a_prime_size(field: str, name: str) -> None:
     config = dataclasses.replace(zoo.GPT_SCAN, **{field: 11})
     ids = jax.ShapeDtypeStruct((4, 32), "int32")
     batch = {"inputs": ids, "targets": ids}
-    traced = spanax.trace(
-        build=lambda rngs: gpt.GPT(config, rngs), optimizer=zoo.ADAMW, batch=batch, loss=gpt.loss
-    )
+    traced = spanax.trace(build=lambda rngs: gpt.GPT(config, rngs), optimizer=zoo.ADAMW, batch=batch, loss=gpt.loss)
     leaves = [leaf for leaf in traced.leaves for size, axis in zip(leaf.shape, leaf.axes, strict=True) if axis == name]
     wanted = [leaf for leaf in traced.leaves for size in leaf.shape if size == 11]
     assert leaves == wanted and wanted
@@ -148,7 +146,9 @@ def test_evaluation_numbers_the_classes_of_the_model_like_the_step(name: str) ->
     assert traced.evaluation is not None
     for at, leaf in enumerate((*traced.leaves, *traced.batch)):
         if leaf.kind != "optimizer":
-            step, evaluation = (part.axes.classes[part.graph.body.inputs[at]] for part in (traced.step, traced.evaluation))
+            step, evaluation = (
+                part.axes.classes[part.graph.body.inputs[at]] for part in (traced.step, traced.evaluation)
+            )
             assert step == evaluation, leaf.path
 
 

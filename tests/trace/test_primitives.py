@@ -166,7 +166,11 @@ RULES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], str]] = {
     "convolution": (conv, (IMAGE, f32(3, 3, 4, 4)), "abcd,efdg->ahig"),
     "convolution 1 x 1": (conv, (IMAGE, f32(1, 1, 4, 4)), "abcd,11de->abce"),
     "convolution 1 x 1 with a stride": (lambda x, k: conv(x, k, 2), (IMAGE, f32(1, 1, 4, 4)), "abcd,11de->afge"),
-    "grouped convolution": (lambda x, k: conv(x, k, feature_group_count=2), (IMAGE, f32(1, 1, 2, 4)), "abcd,11ed->abcd"),
+    "grouped convolution": (
+        lambda x, k: conv(x, k, feature_group_count=2),
+        (IMAGE, f32(1, 1, 2, 4)),
+        "abcd,11ed->abcd",
+    ),
     "depthwise convolution": (
         lambda x, k: conv(x, k, feature_group_count=4),
         (IMAGE, f32(1, 1, 1, 4)),

@@ -75,9 +75,7 @@ def test_leaves_of_a_model_and_its_optimizer() -> None:
 
 
 def test_statistics_and_random_counts_are_state_that_the_step_moves_on() -> None:
-    program = spanax.trace(
-        build=zoo.CNN, optimizer=optax.sgd(0.1), batch=zoo.IMAGES(16), loss=zoo.cross_entropy
-    )
+    program = spanax.trace(build=zoo.CNN, optimizer=optax.sgd(0.1), batch=zoo.IMAGES(16), loss=zoo.cross_entropy)
     statistics = {leaf.path for leaf in program.leaves if leaf.kind == "other"}
     assert statistics == {f"{norm}.{name}" for norm in ("stem_norm", "depthwise_norm") for name in ("mean", "var")}
     assert statistics <= written_anew(program)
@@ -181,7 +179,9 @@ def test_microbatches_keep_the_axes_and_scan_over_them() -> None:
     assert [leaf.axes for leaf in parts.leaves] == [leaf.axes for leaf in whole.leaves]
     (scan,) = (op for op in parts.step.graph.ops() if op.name == "scan")
     assert scan.params["length"] == 4 and "scan" not in primitives(whole)
-    inner = {parts.step.axes.of(value)[:1] for value in scan.bodies[0].inputs if parts.step.graph.shape(value)[:1] == (4,)}
+    inner = {
+        parts.step.axes.of(value)[:1] for value in scan.bodies[0].inputs if parts.step.graph.shape(value)[:1] == (4,)
+    }
     assert inner == {("batch",)}
 
 
@@ -234,7 +234,8 @@ def my_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("returned", "names"), [(lambda loss: loss, {"loss"}), (lambda loss: None, set()), (lambda loss: {"a": loss}, {"a"})]
+    ("returned", "names"),
+    [(lambda loss: loss, {"loss"}), (lambda loss: None, set()), (lambda loss: {"a": loss}, {"a"})],
 )
 def test_a_step_of_ones_own(returned: Callable[[Any], Any], names: set[str]) -> None:
     program = trace(train_step=lambda *args: returned(my_step(*args)["loss"]))
@@ -259,7 +260,11 @@ def test_an_intermediate_is_not_state() -> None:
             return y
 
     for step in ({}, {"train_step": my_step}):
-        assert {leaf.path for leaf in trace(Sowing, **step).leaves} == {"linear.bias", "linear.kernel", "optimizer.step"}
+        assert {leaf.path for leaf in trace(Sowing, **step).leaves} == {
+            "linear.bias",
+            "linear.kernel",
+            "optimizer.step",
+        }
 
 
 # What is refused

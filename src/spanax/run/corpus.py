@@ -1,30 +1,19 @@
-"""Corpus: what is read and in which order: text, split once into train and validation; examples; any loader."""
+"""Corpus: text, split once into train and validation."""
 
-import hashlib
-import json
 import os
 import platform
-import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from spanax.errors import DataError, SpanaxError, nearest
+from spanax.run.elements import digest
 
 SPLITS = ("train", "validation")
 HELD_OUT = 20
 """One part in so many is held out for validation."""
 
-NUM_READERS = 16
-FEISTEL_ROUNDS = 8
-END = object()
-"""What a loader holds behind its last element."""
 
 PYTHON_CORPUS_BYTES = 8_000_000
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
@@ -105,191 +94,6 @@ def check_split(split: str) -> str:
     if split not in SPLITS:
         raise SpanaxError(f"unknown split '{split}'.", fix=nearest(split, SPLITS))
     return split
-
-
-def digest(*parts: str | bytes | np.ndarray) -> str:
-    """Twelve hex digits that tell contents apart, the same on every machine.
-
-    Example:
-      >>> digest("a", "bc") == digest("ab", "c")
-      False
-    """
-    state = hashlib.blake2b(digest_size=6)
-    for part in parts:
-        data = part.tobytes() if isinstance(part, np.ndarray) else part.encode() if isinstance(part, str) else part
-        state.update(len(data).to_bytes(8, "little"))
-        state.update(data)
-    return state.hexdigest()
-
-
-def described(leaves: Mapping[str, Any]) -> str:
-    """Paths, dtypes and shapes of arrays, or of placements.
-
-    Example:
-      >>> described({"x": np.zeros((2, 3), np.int32)})
-      'x int32[2,3]'
-    """
-    sizes = {path: ",".join(map(str, leaf.shape)) for path, leaf in leaves.items()}
-    return ", ".join(f"{path} {leaf.dtype}[{sizes[path]}]" for path, leaf in leaves.items()) or "nothing"
-
-
-def flat(item: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of a batch by path, as a program names them; a list is data, and a tuple holds leaves.
-
-    Example:
-      >>> flat({"image": {"pixels": 1}, "pair": (2, 3)})
-      {'image.pixels': 1, 'pair.0': 2, 'pair.1': 3}
-    """
-    if not isinstance(item, Mapping | tuple):
-        return {path or "batch": item}
-    pairs = item.items() if isinstance(item, Mapping) else enumerate(item)
-    inner = (flat(value, f"{path}.{key}" if path else str(key)) for key, value in pairs)
-    return {leaf: value for part in inner for leaf, value in part.items()}
-
-
-def nested(like: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
-    """Leaves in the nesting of `like`: what `flat` took apart.
-
-    Example:
-      >>> nested({"image": {"pixels": None}}, {"image.pixels": 1})
-      {'image': {'pixels': 1}}
-    """
-    if isinstance(like, Mapping):
-        return {key: nested(inner, leaves, f"{path}.{key}" if path else str(key)) for key, inner in like.items()}
-    if isinstance(like, tuple):
-        return tuple(nested(inner, leaves, f"{path}.{i}" if path else str(i)) for i, inner in enumerate(like))
-    return leaves[path or "batch"]
-
-
-@dataclass(frozen=True)
-class Order:
-    """Which example stands where in the endless row of global batches: a pure function, of a few bytes.
-
-    Example:
-      >>> order = Order(num_examples=6, batch_size=4, seed=0)
-      >>> epoch = np.concatenate([order.examples(0, np.arange(4)), order.examples(1, np.arange(2))])
-      >>> np.sort(epoch).tolist()
-      [0, 1, 2, 3, 4, 5]
-    """
-
-    num_examples: int
-    batch_size: int
-    seed: int = 0
-    shuffle: bool = True
-
-    def examples(self, batch_index: int, rows_R: np.ndarray) -> np.ndarray:
-        """The examples in some rows of one batch, of shape [R]; each example comes once an epoch."""
-        epochs_R, places_R = np.divmod(batch_index * self.batch_size + rows_R.astype(np.int64), self.num_examples)
-        return _permuted(places_R, epochs_R, self.num_examples, self.seed) if self.shuffle else places_R
-
-
-Fetch = Callable[[int, np.ndarray], list[Any] | None]
-"""From the index of a batch and the rows wanted of it to the elements; None behind the last batch."""
-
-
-def sequence_fetch(source: Any, order: Order, repeat: bool) -> tuple[Fetch, int | None]:
-    """Random access to a sequence in an order, and how many batches there are; None for no end."""
-    endless = order.num_examples >= sys.maxsize
-    num_batches = None if repeat or endless else order.num_examples // order.batch_size
-    read: Callable[[list[int]], Any] = partial(map, source.__getitem__)
-    grain = sys.modules.get("grain")  # if it was never imported, this is none of its datasets
-    if grain and isinstance(source, grain.MapDataset):
-        # Grain shuffles and repeats itself: it seeds random transformations anew in every epoch.
-        source = source.shuffle(seed=order.seed % 2**32) if order.shuffle and not endless else source
-        source = source.repeat(None) if repeat and not endless else source
-        order = Order(len(source), order.batch_size, shuffle=False)
-        read = partial(ThreadPoolExecutor(NUM_READERS, "spanax-read").map, source.__getitem__)
-
-    def fetch(index: int, rows_R: np.ndarray) -> list[Any] | None:
-        if num_batches is not None and index >= num_batches:
-            return None
-        return list(read(order.examples(index, rows_R).tolist()))
-
-    return fetch, num_batches
-
-
-class Loader:
-    """An iterable, or a function that returns one: how far it was read, and how to start it again.
-
-    Attributes:
-      held: the first element, read ahead to see what it is; `END` if there is none.
-    """
-
-    def __init__(self, source: Any, repeat: bool):
-        self._open = partial(iter, source) if isinstance(source, Iterable) else source
-        self._items = iter(self._open())
-        self._once = self._items is source
-        self._repeat = repeat and not self._once
-        self._index = 0
-        self.held = next(self._items, END)
-
-    def read(self, num_elements: int, index: int, rows_R: np.ndarray) -> list[Any] | None:
-        """Rows of one batch, those of the batches before it being read past; None behind the last one."""
-        elements: list[Any] = []
-        while self._index <= index:
-            elements = [self._element() for _ in range(num_elements)]
-            if elements[-1] is END:
-                return None
-            self._index += 1
-        return [elements[row] for row in rows_R]
-
-    def mark(self) -> Any:
-        """Where the iterator says it is, if it says so in JSON, as Grain's do: it jumps there instead of reading."""
-        try:
-            return json.loads(json.dumps(self._items.get_state()))
-        except (AttributeError, TypeError, ValueError):
-            return None
-
-    def seek(self, index: int, mark: Any) -> None:
-        """Makes batch `index` the next one.
-
-        Raises:
-          DataError: it is behind, and the iterator cannot be started again.
-        """
-        if mark is not None and hasattr(self._items, "set_state"):
-            self._items.set_state(mark)
-            self._index, self.held = index, END
-        elif index < self._index:
-            if self._once:
-                raise DataError(
-                    f"batch {index} is gone: an iterator is read only once, and was read to batch {self._index}.",
-                    fix="a function that returns a new iterator",
-                )
-            self._items, self._index, self.held = iter(self._open()), 0, END
-
-    def _element(self) -> Any:
-        element, self.held = self.held, END
-        element = next(self._items, END) if element is END else element
-        if element is END and self._repeat:
-            self._items = iter(self._open())
-            element = next(self._items, END)
-        return element
-
-
-def _permuted(places_R: np.ndarray, epochs_R: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """A permutation of range(size) for each seed and epoch, without a table and the same in any version of numpy.
-
-    A Feistel network permutes the next power of four; what falls outside is sent through again until it is inside.
-    """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    keys_R = _mixed(_mixed(np.array([seed % 2**64], np.uint64)) + epochs_R.astype(np.uint64))
-    values_R = places_R.astype(np.uint64)
-    outside_R = np.ones(len(values_R), bool)
-    while outside_R.any():
-        left, right, keys = values_R[outside_R] >> half, values_R[outside_R] & mask, keys_R[outside_R]
-        for turn in range(FEISTEL_ROUNDS):
-            left, right = right, left ^ (_mixed(right + keys + np.uint64(turn)) & mask)
-        values_R[outside_R] = left << half | right
-        outside_R = values_R >= np.uint64(size)
-    return values_R.astype(np.int64)
-
-
-def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64: every bit of the input reaches every bit of the output."""
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ values >> np.uint64(31)
 
 
 def _python_corpus() -> Corpus:

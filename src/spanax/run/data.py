@@ -10,27 +10,24 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from statistics import mode
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from spanax.errors import DataError, SpanaxError
-from spanax.run.corpus import END, Loader, Order, described, digest, flat, nested, sequence_fetch
-from spanax.run.tokenizer import Tokens, load_tokens, window_reader
+from spanax.run.elements import Leaves, described, nested
+from spanax.run.source import Source, element_source, local_rows
+from spanax.run.tokens import load_tokens, window_reader
 
 if TYPE_CHECKING:
     import jax
 
     from spanax.plan.plan import Placement, Plan
 
-Leaves = dict[str, np.ndarray]
-"""The arrays of one batch, or of one example, by path."""
 
 CLOSE_SECONDS = 5.0
 """How long closing waits for a loader that does not return."""
@@ -208,78 +205,6 @@ class Batches:
         return f"Batches({self.source}, {self._order}, next {self._next_index})"
 
 
-@dataclass(frozen=True)
-class Source:
-    """What batches are read from: `read(index)` gives the leaves of a batch, None behind the last one.
-
-    `like` is nested as a batch is. `mark()` is what the source itself needs to go on from where it was read to;
-    `seek(index, mark)` goes there.
-    """
-
-    name: str
-    like: Any
-    read: Callable[[int], Leaves | None]
-    num_batches: int | None = None
-    tokens: Tokens | None = None
-    mark: Callable[[], Any] = lambda: None
-    seek: Callable[[int, Any], None] = lambda index, mark: None
-
-
-def local_rows(placements: Sequence["Placement"], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
-    """The rows of the global batch that some devices hold, sorted, of shape [R].
-
-    Not one stripe a process: where the batch is split over fewer parts than there are processes (one model over
-    several hosts), processes hold the same rows.
-    """
-    rows: set[int] = set()
-    for leaf in placements:
-        if leaf.shape[:1] == (_batch_size(placements),):
-            held = shardings[leaf.path].devices_indices_map(leaf.shape)
-            for device in devices:
-                rows.update(range(*held[device][0].indices(leaf.shape[0])))
-    return np.array(sorted(rows), np.int64)
-
-
-def element_source(
-    source: Any, placements: Sequence["Placement"], rows_R: np.ndarray, *, seed: int, shuffle: bool, repeat: bool
-) -> Source:
-    """A dataset, a sequence, an iterable or a function that returns one, of examples or of batches."""
-    name = type(source).__name__
-    is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
-    if isinstance(source, Mapping) or not (is_sequence or callable(source) or isinstance(source, Iterable)):
-        raise SpanaxError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset, or an iterable")
-    loader = None if is_sequence else Loader(source, repeat)
-    size = len(source) if is_sequence else 0
-    first = loader.held if loader else source[0] if size else END
-    if first is END:
-        raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
-    in_batches = _is_batch(flat(first), placements)
-    num_elements, rows = (1, np.zeros(1, np.int64)) if in_batches else (_batch_size(placements), rows_R)
-    if not in_batches and any(leaf.shape[0] != num_elements for leaf in placements):
-        wanted = described({leaf.path: leaf for leaf in placements})
-        raise DataError(f"examples cannot make {wanted}.", where=name, fix="a source of whole batches")
-    if is_sequence and size < num_elements:
-        raise DataError(f"{name} has {size:,} examples, and one batch takes {num_elements:,}.", fix="a smaller batch")
-    leaves = _conform(first, placements, rows_R, name)
-    if not in_batches or leaves[placements[0].path].shape == placements[0].shape:
-        # One process's own rows would tell the other processes nothing.
-        name = f"{name} {digest(str(size), *(part for leaf in placements for part in (leaf.path, leaves[leaf.path])))}"
-    order = Order(size, num_elements, seed, shuffle and not in_batches)
-    fetch, num_batches = (partial(loader.read, num_elements), None) if loader else sequence_fetch(source, order, repeat)
-
-    def read(index: int) -> Leaves | None:
-        items = fetch(index, rows)
-        if items is None:
-            return None
-        found = [_conform(item, placements, rows_R, name) for item in items]
-        return found[0] if in_batches else {leaf.path: _stacked(found, leaf) for leaf in placements}
-
-    like = nested(first, dict.fromkeys(flat(first)))
-    if not loader:
-        return Source(name, like, read, num_batches)
-    return Source(name, like, read, mark=loader.mark, seek=loader.seek)
-
-
 class _Feed:
     """Makes items ready in a thread, never more than `depth` ahead; depth 0 makes them when asked."""
 
@@ -346,46 +271,3 @@ def _place(placements: Sequence["Placement"], shardings: Mapping[str, Any], rows
         leaf.path: make(leaf.shape, shardings[leaf.path], partial(part, leaf), dtype=np.dtype(leaf.dtype))
         for leaf in placements
     }
-
-
-def _conform(item: Any, placements: Sequence["Placement"], rows_R: np.ndarray, name: str) -> Leaves:
-    """Copies of the leaves in the plan's dtypes: a loader may use its buffers again."""
-    found, wanted = flat(item), {leaf.path: leaf for leaf in placements}
-    in_batches = _is_batch(found, placements)
-
-    def refuse(what: str) -> DataError:
-        gives = described({path: np.asarray(value) for path, value in found.items()})
-        return DataError(what, where=f"{name} gives {gives}", fix=f"the plan takes {described(wanted)}")
-
-    if item is None:  # what a filtered MapDataset holds in the place of an example
-        raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset() leaves filtered ones out")
-    if found.keys() != wanted.keys():
-        extra, missing = sorted(found.keys() - wanted.keys()), sorted(wanted.keys() - found.keys())
-        raise refuse(f"the data has no leaf '{missing[0]}'." if missing else f"the plan takes no leaf '{extra[0]}'.")
-    leaves = {}
-    for path, leaf in wanted.items():
-        array, dtype = np.asarray(found[path]), np.dtype(leaf.dtype)
-        shapes = (leaf.shape, (len(rows_R), *leaf.shape[1:])) if in_batches else (leaf.shape[1:],)
-        if array.shape not in shapes:
-            raise refuse(f"'{path}' has shape {array.shape}; wanted {shapes[0]}.")
-        # JAX itself makes 32 bits of numpy's default 64; nothing else is cast unasked.
-        narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
-        if array.dtype != dtype and not narrowed:
-            raise refuse(f"'{path}' has dtype {array.dtype}; wanted {dtype}.")
-        leaves[path] = array.astype(dtype)
-        if narrowed and dtype.kind in "iu" and not np.array_equal(leaves[path], array):
-            raise refuse(f"'{path}' has values that do not fit {dtype}.")
-    return leaves
-
-
-def _batch_size(placements: Sequence["Placement"]) -> int:
-    return mode([leaf.shape[0] for leaf in placements if leaf.shape] or [1])
-
-
-def _is_batch(found: Mapping[str, Any], placements: Sequence["Placement"]) -> bool:
-    """Whether an element is a whole batch: an example has a dim less."""
-    return any(np.ndim(found[leaf.path]) == len(leaf.shape) for leaf in placements if leaf.path in found)
-
-
-def _stacked(found: list[Leaves], leaf: "Placement") -> np.ndarray:
-    return np.array([leaves[leaf.path] for leaves in found], leaf.dtype).reshape(-1, *leaf.shape[1:])

@@ -55,7 +55,13 @@ def claimed(folder: Path, *, resume: bool):  # type: ignore[no-untyped-def]
             raise WriteError(
                 f"the run folder '{folder}' already holds a run.", where=last, fix="--resume, or another --out"
             )
-        yield
+        try:
+            yield
+        finally:
+            # A request that was refused leaves nothing behind.
+            if [path.name for path in folder.iterdir()] == [LOCK]:
+                (folder / LOCK).unlink()
+                folder.rmdir()
 
 
 def read_config(path: Path) -> dict[str, Any]:

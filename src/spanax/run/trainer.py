@@ -23,7 +23,7 @@ from spanax.run.data import Batches, batches
 from spanax.run.loop import Event, Loop
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
-from spanax.run.tokenizer import load_tokens
+from spanax.run.tokens import load_tokens
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -120,7 +120,14 @@ def _held_out(read: Callable[..., Batches], config: TrainConfig, workload: Workl
 
 def _plan(program: Program, config: TrainConfig, devices: list[Any]) -> Plan:
     if config.plan is not None:
-        return Plan.load(config.plan)
+        plan = Plan.load(config.plan)
+        if plan.mesh.size != len(devices):
+            raise SpanaxError(
+                f"the plan is for {plan.mesh.size} devices, and there are {len(devices)}.",
+                where=f"--plan {config.plan}, mesh {plan.mesh}",
+                fix=f"--devices {plan.mesh.size}, or a plan for {len(devices)}",
+            )
+        return plan
     return make_plan(program, local(devices), layout=config.layout, mesh=config.mesh)
 
 
