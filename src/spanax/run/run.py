@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -140,7 +141,16 @@ class Run:
                     f"batch leaf '{leaf.path}' has shape {tuple(array.shape)}, and was traced with {leaf.shape}.",
                     fix="trace the program with a batch of this shape, or drop the incomplete batch",
                 )
-        return leaves
+            if array.dtype != leaf.dtype and jax.dtypes.canonicalize_dtype(array.dtype) != leaf.dtype:
+                raise SpanaxError(
+                    f"batch leaf '{leaf.path}' is {array.dtype}, and was traced as {leaf.dtype}.",
+                    fix=f"batch['{leaf.path}'].astype('{leaf.dtype}')",
+                )
+        return [_placed(array, wanted) for array, wanted in zip(leaves, self._batch_shardings, strict=True)]
+
+    @cached_property
+    def _batch_shardings(self) -> list[jax.sharding.NamedSharding]:
+        return [placement.sharding(self.mesh) for placement in self.plan.batch]
 
     def _compile(self, name: str, traced: Traced) -> Any:
         self._compiled[name] = self._jitted(traced, is_step=name == "step")
@@ -219,3 +229,11 @@ def _abstract(
 ) -> list[jax.ShapeDtypeStruct]:
     pairs = zip(leaves, placements, strict=True)
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding(mesh)) for leaf, place in pairs]
+
+
+def _placed(array: Any, wanted: jax.sharding.NamedSharding) -> Any:
+    """A batch array where the plan wants it; one that is on the host goes there with the step itself."""
+    if not isinstance(array, jax.Array) or array.sharding == wanted:
+        return array
+    is_there = array.sharding.is_equivalent_to(wanted, array.ndim)
+    return array if is_there else jax.device_put(array, wanted)
