@@ -87,7 +87,8 @@ def test_other_axes_by_a_prime_size(field: str, name: str) -> None:
 def test_a_rule_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(primitives.RULES, "dot_general")
     case = zoo.ZOO["mlp"]
-    traced = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(11), loss=case.loss)
+    with pytest.warns(UserWarning, match="no rule for the primitives 'dot_general'"):
+        traced = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(11), loss=case.loss)
     assert misnamed(traced.step, "batch", 11)
     assert traced.step.axes.unknown["dot_general"] > 0
     assert traced.step.axes.coverage < 1
@@ -186,6 +187,22 @@ def test_rename() -> None:
     assert after.evaluation is not None and "width" in after.evaluation.axes.names.values()
     assert {leaf.path: leaf.axes for leaf in before.leaves}["embed"] == ("vocab", "embed")
     assert after.fingerprint == before.fingerprint
+
+
+@pytest.mark.parametrize("name", ["batch", "seq", "layers"])
+def test_what_layouts_go_by_keeps_its_name(name: str) -> None:
+    with pytest.raises(spanax.SpanaxError, match=f"'{name}' cannot be renamed"):
+        program("gpt", 11).rename({name: "other"})
+
+
+def test_an_evaluation_has_the_class_numbers_of_the_step() -> None:
+    traced = program("moe", 11)
+    assert traced.evaluation is not None
+    names = traced.step.axes.names
+    for label, name in traced.evaluation.axes.names.items():
+        assert label not in names or names[label] == name
+    experts = {label for label, name in names.items() if name == "experts"}
+    assert experts & {label for labels in traced.evaluation.axes.classes for label in labels}
 
 
 def test_rename_of_an_unknown_axis() -> None:

@@ -80,7 +80,9 @@ def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> 
     for value in op.outputs:
         constraint = constraints[value]
         split |= dict(zip(classes[value], constraint.spec if constraint else (), strict=False))
-    split.pop(None, None)
+    # What the operation works along is whole on both sides: only classes that go through it stay split.
+    through = {label for value in op.inputs for label in classes[value] if label is not None}
+    split = {label: by for label, by in split.items() if label in through}
 
     def spec(value: int) -> Constraint:
         return Constraint(tuple(split.get(label, ()) for label in classes[value]))

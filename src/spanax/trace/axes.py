@@ -17,6 +17,10 @@ from spanax.trace.variables import Leaf
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
+MEANT = ("batch", "seq", "layers")
+"""Names that say what may be done with an axis, and not only what it is called."""
+
+
 @dataclass(frozen=True)
 class Axis:
     """All classes of one name: the sizes they have, into how many parts each can be split, where they occur."""
@@ -57,6 +61,11 @@ class Axes:
         """
         known = set(self.names.values())
         for old in names:
+            if old in MEANT:
+                raise SpanaxError(
+                    f"'{old}' cannot be renamed: layouts go by it.",
+                    fix=f"rename others; known: {', '.join(sorted(known))}",
+                )
             if old not in known:
                 raise SpanaxError(f"there is no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
         return replace(self, names={label: names.get(name, name) for label, name in self.names.items()})
@@ -92,6 +101,30 @@ def discover(graph: Graph, leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> Axe
         unknown=dict(dims.unknown),
         opaque=dict(dims.opaque),
         coverage=_coverage(graph, classes, names),
+    )
+
+
+def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequence[int]) -> Axes:
+    """The axes of a second function under the class numbers of a first one that takes the same inputs.
+
+    Classes that no input has go by their name; those that neither knows get numbers of their own.
+    """
+    mapping = {
+        mine: theirs
+        for value, other_value in zip(inputs, other_inputs, strict=True)
+        for mine, theirs in zip(axes.classes[value], other.classes[other_value], strict=True)
+        if mine is not None and theirs is not None
+    }
+    by_name = {name: label for label, name in sorted(other.names.items(), reverse=True)}
+    first_free = max(other.ways, default=0) + 1
+    for label in axes.ways:
+        if label not in mapping:
+            mapping[label] = by_name.get(axes.names.get(label, ""), first_free + label)
+    return replace(
+        axes,
+        classes=[tuple(None if label is None else mapping[label] for label in labels) for labels in axes.classes],
+        names={mapping[label]: name for label, name in axes.names.items()} | dict(other.names),
+        ways={mapping[label]: ways for label, ways in axes.ways.items()},
     )
 
 

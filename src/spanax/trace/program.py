@@ -1,6 +1,7 @@
 """Program: a train step traced once, without allocating anything."""
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from flax import nnx
 from jax.extend import core
 
 from spanax.errors import SpanaxError
-from spanax.trace.axes import Axes, Axis, discover, table
+from spanax.trace.axes import Axes, Axis, aligned, discover, table
 from spanax.trace.graph import Graph, from_jaxpr
 from spanax.trace.step import train_step_of, with_extra
 from spanax.trace.variables import Leaf, Variables, make, take_apart
@@ -163,7 +164,11 @@ def trace(
         return [], {"loss": scalar} | extra
 
     traced = _traced(run_step, state, batch, variables, batch_leaves)
+    _say_unknown(traced.axes)
     evaluation = None if loss is None else _traced(run_loss, state, batch, variables, batch_leaves)
+    if evaluation is not None:
+        axes = aligned(evaluation.axes, evaluation.graph.body.inputs, traced.axes, traced.graph.body.inputs)
+        evaluation = replace(evaluation, axes=axes)
     leaves, batch_leaves = _with_axes(traced, variables.leaves, batch_leaves)
     return Program(leaves, batch_leaves, traced, evaluation, init_jaxpr, variables, batch_treedef)
 
@@ -194,6 +199,16 @@ def _traced(
     jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
     graph = from_jaxpr(jaxpr)
     return Traced(graph, discover(graph, variables.leaves, batch_leaves), jax.tree.structure(result))
+
+
+def _say_unknown(axes: Axes) -> None:
+    if axes.unknown:
+        listed = ", ".join(f"'{name}' ({count} times)" for name, count in sorted(axes.unknown.items()))
+        warnings.warn(
+            f"no rule for the primitives {listed}: their dims stay unsplit, which is right and may be slow; "
+            "give them one with spanax.rule",
+            stacklevel=3,
+        )
 
 
 def _with_axes(
