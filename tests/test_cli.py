@@ -143,6 +143,28 @@ def test_flags_win_over_the_file(folder: Path) -> None:
     assert (found.steps, found.lr, found.layout) == (9, 1, "fsdp")
 
 
+@pytest.mark.parametrize(
+    ("flags", "place"),
+    [
+        (["--steps", "9"], ("fsdp+tensor", "fsdp=4,model=2")),
+        (["--mesh", "data=8"], (None, "data=8")),
+        (["--layout", "zero1"], ("zero1", None)),
+        (["--devices", "4"], ("fsdp+tensor", None)),
+        (["--devices", "1", "--layout", "data"], ("data", None)),
+    ],
+)
+def test_a_resumed_run_goes_where_it_is_told(
+    flags: list[str], place: tuple[str | None, str | None], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'workload = "gpt2"\nsteps = 5\nseed = 3\nlayout = "fsdp+tensor"\nmesh = "fsdp=4,model=2"\n'
+    (folder / "old" / "config.toml").write_text(text)
+    taken: list[TrainConfig] = []
+    monkeypatch.setattr(cli, "_train", taken.append)
+    cli.main(["train", "--out", "old", "--resume", *flags])
+    assert (taken[0].layout, taken[0].mesh) == place
+    assert (taken[0].workload, taken[0].seed) == ("gpt2", 3)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--version")
     assert code == 0 and out.startswith("spanax ")

@@ -86,11 +86,22 @@ def _with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
         files.insert(0, recorded)
     settled = TrainConfig()
     for file in files:
-        settled = with_settings(settled, read_config(file), str(file))
+        settings = read_config(file)
+        if file == recorded:
+            settings = _moved(settings, config)
+        settled = with_settings(settled, settings, str(file))
     if not files:
         return config
     again: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=settled, args=argv)
     return again
+
+
+def _moved(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """The settings of a run that is resumed elsewhere: a new place is said whole, so the old one goes with it."""
+    is_said = any(value is not None for value in (config.layout, config.mesh, config.plan))
+    is_resized = config.devices is not None and config.devices != settings.get("devices")
+    dropped = ("layout", "mesh", "plan") if is_said else ("mesh", "plan") if is_resized else ()
+    return {key: value for key, value in settings.items() if key not in dropped}
 
 
 def _train(config: TrainConfig) -> None:

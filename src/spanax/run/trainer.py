@@ -45,7 +45,7 @@ def train(
     with ExitStack() as stack:
         folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
         stack.enter_context(run_folder.claimed(folder, resume=config.resume))
-        workload, config = _settled(load, config)
+        workload, config = _settled(load, replace(config, devices=len(devices)))
         dtype = None if config.dtype == "float32" else config.dtype
         program = workload.trace(learning_rate=config.lr or 0.0, num_steps=config.steps or 0, compute_dtype=dtype)
         plan = _plan(program, config, devices)
