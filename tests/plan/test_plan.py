@@ -375,3 +375,9 @@ def test_a_leaf_by_its_path() -> None:
     with pytest.raises(spanax.SpanaxError, match="the plan has no leaf 'embd'") as caught:
         plan["embd"]
     assert "did you mean 'embed'?" in str(caught.value)
+
+
+def test_a_data_axis_that_no_preset_asked_for_splits_the_batch() -> None:
+    wide = spanax.plan(program("gpt"), spanax.cluster("cpu:8"), layout="tensor", mesh="data=4,model=2")
+    both = spanax.plan(program("gpt"), spanax.cluster("cpu:8"), layout="data+tensor", mesh="data=4,model=2")
+    assert [place.spec for place in wide.leaves + wide.batch] == [place.spec for place in both.leaves + both.batch]

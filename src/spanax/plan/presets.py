@@ -41,7 +41,8 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
     """The preset of a name on a mesh, whatever the mesh axes are called.
 
     A mesh axis takes the part of its own name; parts left over go to the axes left over, in order, so that
-    `fsdp` on the mesh `data=8` is FSDP over `data`. `+seq` behind a tensor preset is sequence parallelism.
+    `fsdp` on the mesh `data=8` is FSDP over `data`. A `data` axis that a preset does not ask for splits the batch
+    too. `+seq` behind a tensor preset is sequence parallelism.
 
     Raises:
       SpanaxError: no such preset, or mesh and preset do not go together.
@@ -114,6 +115,10 @@ def _roles(name: str, parts: Sequence[str], mesh: MeshShape) -> dict[str, str]:
         if part not in roles and fitting:
             roles[part] = fitting[0]
             left.remove(fitting[0])
+    if "data" in left:
+        # It can only mean the batch, and changes nothing of what the preset stores: tensor on data=4,model=2.
+        roles = {"data": "data", **roles}
+        left.remove("data")
     missing = [part for part in parts if part not in roles]
     # With one device on it, a part changes nothing: data+tensor on a mesh of model=8 is tensor.
     idle = [axis for axis in left if dict(mesh.axes)[axis] > 1]
