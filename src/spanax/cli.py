@@ -73,6 +73,8 @@ def main(args: Sequence[str] | None = None) -> None:
     except SpanaxError as error:
         print(f"spanax: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read us has enough; nothing more is to be flushed there
     except KeyboardInterrupt:
         print("spanax: interrupted", file=sys.stderr)
         sys.exit(130)
