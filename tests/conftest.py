@@ -16,6 +16,9 @@ os.environ.setdefault("NPROC", "32")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8")
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
+if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+    # Most of the time goes into compiling tiny programs: without LLVM's optimizations a third less of it.
+    os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
 # Most test time is compile time. Sizes and costs of a cached program equal the compiled one's; only the source
 # lines in its HLO metadata may be another caller's.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
