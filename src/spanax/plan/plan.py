@@ -1,5 +1,6 @@
 """Plan: where every array of one program lives on one mesh, and why. The waist: devices only come after it."""
 
+import functools
 import json
 import math
 from dataclasses import asdict, dataclass, fields
@@ -51,10 +52,11 @@ class Placement:
         return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.spec))
 
     def sharding(self, mesh: "Mesh") -> "NamedSharding":
-        """The placement on a real mesh."""
-        from jax.sharding import NamedSharding
-
-        return NamedSharding(mesh, self.partition_spec)
+        """The placement on a real mesh; equal placements share one sharding."""
+        by_dim = self.spec
+        while by_dim and not by_dim[-1]:
+            by_dim = by_dim[:-1]
+        return _shared_sharding(mesh, by_dim)
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,15 @@ class Plan:
             + f" = {bytes_text(self.state_bytes())}",
         ]
         return "\n".join(head + _rows(self))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared_sharding(mesh: "Mesh", spec: Spec) -> "NamedSharding":
+    # At every step JAX compares the sharding of every array with what it compiled for: at once if it is the same
+    # object, and by value, in Python, if it is only equal.
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(mesh, PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in spec)))
 
 
 def _rows(plan: Plan) -> list[str]:
