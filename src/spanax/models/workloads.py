@@ -47,7 +47,7 @@ def gpt_workload(
 
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    "gpt-nano": partial(gpt_workload, "nano", batch_size=32, learning_rate=2e-3, num_steps=250, tokenizer="bytes"),
+    "gpt-nano": partial(gpt_workload, "nano", batch_size=32, learning_rate=2e-3, num_steps=200, tokenizer="bytes"),
     "gpt2": partial(gpt_workload, "gpt2"),
     "gpt2-medium": partial(gpt_workload, "gpt2-medium", learning_rate=3e-4),
     "gpt2-large": partial(gpt_workload, "gpt2-large", learning_rate=2.5e-4),
