@@ -87,6 +87,16 @@ def resolver_of(program: Program, plan: Plan) -> Resolver:
     Raises:
       SpanaxError: the plan was made for another program.
     """
+    check_made_for(program, plan)
+    return resolve(program, plan.layout, plan.mesh, {name: to or None for name, to in plan.pins})
+
+
+def check_made_for(program: Program, plan: Plan) -> None:
+    """Hold a plan against the program it is to place.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+    """
     if plan.fingerprint != program.fingerprint:
         planned = {(leaf.path, leaf.shape, leaf.dtype) for leaf in plan.leaves + plan.batch}
         have = {(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in program.leaves + program.batch}
@@ -96,7 +106,6 @@ def resolver_of(program: Program, plan: Plan) -> Resolver:
             where="; ".join(f"{path} {dtype}{list(shape)}" for path, shape, dtype in odd[:2]) + " differ",
             fix="make a plan for this model and batch: spanax.plan(program, ...)",
         )
-    return resolve(program, plan.layout, plan.mesh, {name: to or None for name, to in plan.pins})
 
 
 def _choose(

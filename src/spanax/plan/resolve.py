@@ -3,7 +3,6 @@
 The plan's placements, the constraints of the step that runs, and the prices all come from here.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -180,4 +179,4 @@ def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Re
 
 
 def _key(labels: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(sorted(Counter(label for label in labels if label is not None).elements()))
+    return tuple(sorted(label for label in labels if label is not None))

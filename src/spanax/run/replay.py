@@ -75,15 +75,14 @@ def replay(
 
 def _bind(op: Op, ins: Sequence[Any], inner: Callable[[Body], Callable[..., list[Any]]]) -> list[Any]:
     params = dict(op.params)
-    extra: list[Any] = []
     bodies = iter(op.bodies)
     for key in BODIES.get(op.name, ()):
         held = params[key]
         if isinstance(held, tuple):
-            params[key] = tuple(_retraced(old, inner(next(bodies)))[0] for old in held)
+            params[key] = tuple(_retraced(old, inner(next(bodies))) for old in held)
         else:
-            params[key], extra = _retraced(held, inner(next(bodies)))
-    return op.bind([*extra, *ins], params)
+            params[key] = _retraced(held, inner(next(bodies)))
+    return op.bind(ins, params)
 
 
 def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any]) -> list[Any]:
@@ -98,14 +97,14 @@ def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any]) -> list[An
     return list(local(*ins))
 
 
-def _retraced(old: Any, function: Callable[..., list[Any]]) -> tuple[Any, list[Any]]:
-    """A body traced again with its constraints, closed as the old one was; an open body's constants beside it."""
+def _retraced(old: Any, function: Callable[..., list[Any]]) -> Any:
+    """A body traced again with its constraints, closed or open as the old one was."""
     jaxpr, _ = opened(old)
     closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars])
     if isinstance(old, core.ClosedJaxpr) and old is not jaxpr:
-        return closed, []
+        return closed
     if not closed.consts:
-        return closed.jaxpr, []
+        return closed.jaxpr
     raise AssertionError("a body that must be open was traced with constants")
 
 

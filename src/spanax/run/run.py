@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError
-from spanax.plan.choose import resolver_of
+from spanax.plan.choose import check_made_for, resolver_of
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.uses import uses
 from spanax.run import checkpoint
@@ -170,7 +170,7 @@ class Run:
             return function(*state, *batch)
 
         state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
-        batch = [placement.sharding(self.mesh) for placement in self.plan.batch]
+        batch = self._batch_shardings
         whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         metrics = [whole] * traced.num_results
         if not is_step:
@@ -203,7 +203,7 @@ def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any]
       >>> tuple(run.params()["kernel"].sharding.spec)
       (None, 'model')
     """
-    resolver_of(program, plan)
+    check_made_for(program, plan)
     mesh = plan.mesh.build(devices)
     state = born(program, plan.leaves, mesh, seed)
     assert_placed(plan, state, mesh)
