@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
+from spanax.hardware.chips import chip_named, read_chip
+from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
+from spanax.units import quantity
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 
@@ -16,6 +19,8 @@ GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 def misspelt() -> None:
     raise SpanaxError(f"unknown layout 'fdsp'; {nearest('fdsp', ['data', 'fsdp', 'tensor'])}")
 
+
+TABLE = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "80 GiB", "memory_rate": "1 TB/s"}
 
 # What goes wrong -> the call that meets it. Add a line for every error a user can reach.
 ERRORS: dict[str, Callable[[], Any]] = {
@@ -28,6 +33,31 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "mesh: no equals sign": lambda: MeshShape.of("data4"),
     "mesh: no name": lambda: MeshShape.of("=4"),
     "mesh: a size that is a word": lambda: MeshShape.of("data=4,model=two"),
+    "unit: none": lambda: quantity("80", "bytes", key="memory", where="mine.toml"),
+    "unit: of another kind": lambda: quantity("80 GB", "bytes per second", key="inside.rate", where="mine.toml"),
+    "unit: an absurd value": lambda: quantity("80 TiB", "bytes", key="memory", where="mine.toml"),
+    "unit: no number": lambda: quantity(["80 GiB"], "bytes", key="memory", where="mine.toml"),
+    "chip: unknown": lambda: chip_named("h1000"),
+    "chip: a dtype it has not": lambda: chip_named("v100").flops_per_second("bf16"),
+    "chip file: a key too few": lambda: read_chip("mine", {"peak": {}, "memory": "80 GiB"}, "mine.toml", {}),
+    "chip file: a key misspelt": lambda: read_chip("mine", {"memroy": "80 GiB"}, "mine.toml", {}),
+    "chip file: like nothing known": lambda: read_chip("mine", {"like": "h1000"}, "mine.toml", {"h100": {}}),
+    "chip file: a link without a rate": lambda: read_chip("mine", {**TABLE, "inside": {}}, "mine.toml", {}),
+    "chip file: a link of no kind": lambda: read_chip("mine", {**TABLE, "inside": {"kind": "ring"}}, "mine.toml", {}),
+    "chip file: no count": lambda: read_chip("mine", {**TABLE, "devices_per_host": 0}, "mine.toml", {}),
+    "chip file: no shape": lambda: read_chip("mine", {**TABLE, "inside": {"shape": 8, "rate": "1 GB/s"}}, "m.toml", {}),
+    "chip file: more usable than there is": lambda: read_chip("m", {**TABLE, "usable_memory": "81 GiB"}, "m.toml", {}),
+    "cluster: an unknown chip": lambda: cluster("h1000:8"),
+    "cluster: no devices": lambda: cluster("h100:0"),
+    "cluster: no file": lambda: cluster("no-such.toml:8"),
+    "cluster: part of a node": lambda: cluster("h100:12"),
+    "cluster: too large a node": lambda: cluster("h100:2x16"),
+    "cluster: slices of a switch": lambda: cluster("h100:2x8:2"),
+    "cluster: no slice": lambda: cluster("v5e:512"),
+    "cluster: too few dims": lambda: cluster("v5p:8x8"),
+    "cluster: too large a slice": lambda: cluster("v6e:16x32"),
+    "cluster: part of a host": lambda: cluster("v5p:3x2x1"),
+    "cluster: part of a chip": lambda: cluster("v7:3"),
     "mesh: too few devices": lambda: MeshShape.of("data=4,model=2").build(devices=[0, 1, 2, 3]),
 }
 

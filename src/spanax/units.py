@@ -1,4 +1,10 @@
-"""Numbers with units, for people."""
+"""Numbers with units: written for people, and read from files."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spanax.errors import SpanaxError
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -29,3 +35,94 @@ def count_text(count: float) -> str:
             return f"{size:.3g}{unit}"
         size /= 1000
     raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a kind of quantity is written in: factor by unit, what is plausible, and an example of it."""
+
+    units: Mapping[str, float]
+    low: str
+    high: str
+    example: str
+
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+_BYTES = {f"{prefix}B": factor for prefix, factor in (_DECIMAL | _BINARY).items()}
+_BITS = {f"{prefix}{bit}": factor / 8 for prefix, factor in _DECIMAL.items() for bit in ("b", "bit")}
+_OPERATIONS = {f"{prefix}{op}/s": factor for prefix, factor in _DECIMAL.items() for op in ("FLOP", "OP")}
+
+MEASURES: Mapping[str, Measure] = {
+    "bytes": Measure(_BYTES, "1 MiB", "10 TiB", "80 GiB"),
+    "bytes per second": Measure(
+        {f"{unit}/s": factor for unit, factor in (_BYTES | _BITS).items()}, "1 MB/s", "1 PB/s", "300 GB/s or 400 Gb/s"
+    ),
+    "operations per second": Measure(_OPERATIONS, "1 MFLOP/s", "100 PFLOP/s", "312 TFLOP/s"),
+    "seconds": Measure({"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}, "1 ns", "1 s", "5 us"),
+    "share": Measure({"%": 0.01}, "0.1 %", "200 %", "80.3 %"),
+}
+"""By kind: `GB` is 10**9 bytes and `GiB` 2**30, `Gb/s` is bits; a FLOP and an OP (of integers) count alike."""
+
+
+def quantity(text: object, kind: str, *, key: str, where: str = "") -> float:
+    """The number that a text with a unit stands for, in bytes, bytes/s, operations/s, seconds or as a share of 1.
+
+    Args:
+      text: such as `"80 GiB"`.
+      kind: one of MEASURES.
+      key: what is read, for the error.
+      where: the file or table it stands in, for the error.
+
+    Raises:
+      SpanaxError: no unit, another kind's unit, or a value outside what is plausible.
+
+    Example:
+      >>> quantity("400 Gb/s", "bytes per second", key="rate"), quantity("80 GB", "bytes", key="memory")
+      (50000000000.0, 80000000000.0)
+      >>> quantity("80", "bytes", key="memory")
+      Traceback (most recent call last):
+      spanax.errors.SpanaxError: memory = '80' has no unit.
+        fix: memory = "80 GiB"
+    """
+    measure = MEASURES[kind]
+    match = re.fullmatch(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]\S*)?\s*", str(text))
+    fix = " or ".join(f'{key} = "{example}"' for example in measure.example.split(" or "))
+    if isinstance(text, bool | list | dict) or match is None:
+        raise SpanaxError(f"{key} = {text!r} is no number with a unit.", where=where, fix=fix)
+    number, unit = match.groups()
+    if unit is None:
+        raise SpanaxError(f"{key} = {text!r} has no unit.", where=where, fix=fix)
+    if unit not in measure.units:
+        raise SpanaxError(f"{key} = {text!r}: '{unit}' is no unit of {kind}.", where=where, fix=fix)
+    value = float(number) * measure.units[unit]
+    low, high = (_plain(limit, measure) for limit in (measure.low, measure.high))
+    if not low <= value <= high:
+        raise SpanaxError(f"{key} = {text!r} is not plausible: {measure.low} to {measure.high}.", where=where, fix=fix)
+    return value
+
+
+def quantity_text(value: float, kind: str, digits: int = 4) -> str:
+    """A quantity as `quantity` reads it back, in decimal units, and binary ones for bytes.
+
+    Example:
+      >>> quantity_text(2.039e12, "bytes per second"), quantity_text(80 * 2**30, "bytes")
+      ('2.039 TB/s', '80 GiB')
+    """
+    if kind == "share":
+        return f"{100 * value:.{digits}g} %"
+    units = {
+        "bytes": ("B", "KiB", "MiB", "GiB", "TiB"),
+        "bytes per second": ("B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s"),
+        "operations per second": ("FLOP/s", "kFLOP/s", "MFLOP/s", "GFLOP/s", "TFLOP/s", "PFLOP/s"),
+        "seconds": ("ns", "us", "ms", "s"),
+    }[kind]
+    factors = MEASURES[kind].units
+    fitting = [unit for unit in units if factors[unit] <= abs(value)]
+    unit = fitting[-1] if fitting else units[0]
+    return f"{value / factors[unit]:.{digits}g} {unit}"
+
+
+def _plain(text: str, measure: Measure) -> float:
+    number, unit = text.split()
+    return float(number) * measure.units[unit]

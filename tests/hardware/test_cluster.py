@@ -1,9 +1,14 @@
-"""Clusters: by name without a device, or this machine as JAX sees it."""
+"""Clusters: by name without a device, from a file, or this machine as JAX sees it."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import jax
 import pytest
 
 from spanax.errors import SpanaxError
+from spanax.hardware.chips import chip_named
 from spanax.hardware.cluster import Cluster, cluster, local
 
 
@@ -12,24 +17,104 @@ def test_by_name(args: tuple, text: str) -> None:
     assert str(cluster(*args)) == text
 
 
-def test_simulated_devices_share_the_memory_of_the_host() -> None:
-    one, eight = cluster("cpu:1"), cluster("cpu:8")
+# name, its text, devices, shape, slices
+NAMED = [
+    ("cpu:2x4", "cpu:2x4", 8, (2, 4), 1),
+    ("a100-80gb:64", "a100-80gb:8x8", 64, (8, 8), 1),
+    ("A100:64", "a100-80gb:8x8", 64, (8, 8), 1),
+    ("h100:8x8", "h100:8x8", 64, (8, 8), 1),
+    ("h100:2x4", "h100:2x4", 8, (2, 4), 1),
+    ("h100:8", "h100:8", 8, (1, 8), 1),
+    ("h100:3", "h100:3", 3, (1, 3), 1),
+    ("gb200:64", "gb200:64", 64, (1, 64), 1),
+    ("gb200:144", "gb200:2x72", 144, (2, 72), 1),
+    ("v5p:8x8x8", "v5p:8x8x8", 512, (8, 8, 8), 1),
+    ("v5p:64", "v5p:4x4x4", 64, (4, 4, 4), 1),
+    ("v5p:1", "v5p:1x1x1", 1, (1, 1, 1), 1),
+    ("v5p:16", "v5p:2x2x4", 16, (2, 2, 4), 1),
+    ("v5p:6144", "v5p:16x16x24", 6144, (16, 16, 24), 1),
+    ("v5p:24x16x16", "v5p:24x16x16", 6144, (24, 16, 16), 1),
+    ("v5e:32", "v5e:4x8", 32, (4, 8), 1),
+    ("v5e:16x16:2", "v5e:16x16:2", 512, (16, 16), 2),
+    ("v5e:256:4", "v5e:16x16:4", 1024, (16, 16), 4),
+    ("v7:4x4x4", "v7:4x4x4", 128, (4, 4, 4), 1),
+    ("ironwood:128", "v7:4x4x4", 128, (4, 4, 4), 1),
+    ("v3:2048", "v3:32x32", 2048, (32, 32), 1),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "devices", "shape", "slices"), NAMED, ids=lambda x: str(x))
+def test_notation(name: str, text: str, devices: int, shape: tuple[int, ...], slices: int) -> None:
+    made = cluster(name)
+    assert (str(made), made.num_devices, made.shape, made.num_slices) == (text, devices, shape, slices)
+    assert cluster(str(made)) == made and made.memory_bytes == made.chip.usable_bytes
+    assert made.devices_per_node * math.prod(shape[:1] if not made.is_torus else (slices,)) == devices
+
+
+def test_by_name_and_number() -> None:
+    assert cluster("v5p", 64) == cluster("v5p:4x4x4") and cluster("h100", 64) == cluster("h100:8x8")
+    assert cluster("h100:8x8", 16) == cluster("h100:2x8")
+
+
+def test_simulated_devices_share_what_the_host_has() -> None:
+    one, eight, nodes = cluster("cpu:1"), cluster("cpu:8"), cluster("cpu:2x4")
     assert one.memory_bytes is not None and eight.memory_bytes == one.memory_bytes // 8
+    assert nodes.memory_bytes == one.memory_bytes // 4
+    assert eight.chip.peak_flops["fp32"] == one.chip.peak_flops["fp32"] / 8
+    assert cluster("h100:8").chip.peak_flops == cluster("h100:1").chip.peak_flops
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("cpu", "cluster 'cpu' has no number of devices"),
-        ("cpu:0", "cluster 'cpu:0' has no number of devices"),
-        ("cpu:eight", "cluster 'cpu:eight' has no number of devices"),
-        ("cqu:8", "unknown chip 'cqu'"),
-    ],
-)
-def test_refused(name: str, message: str) -> None:
+REFUSED = [
+    ("cpu", "cluster 'cpu' has no number of devices", "cpu:8"),
+    ("cpu:0", "cluster 'cpu:0' has no number of devices", "cpu:8"),
+    ("cpu:eight", "cluster 'cpu:eight' has no number of devices", "cpu:8"),
+    ("cqu:8", "unknown chip 'cqu'", "'cpu'"),
+    ("h1000:8", "unknown chip 'h1000'", "'h100'"),
+    ("", "unknown chip ''", "known: v100"),
+    ("h100:-8", "cluster 'h100:-8' has no number of devices", "h100:8"),
+    ("h100:8x0", "cluster 'h100:8x0' has no number of devices", "h100:8"),
+    ("h100:8x", "cluster 'h100:8x' has no number of devices", "h100:8"),
+    ("h100:12", "12 devices of h100 do not fill nodes of 8", "h100:8, h100:16, or nodes x devices of one: h100:2x4"),
+    ("h100:2x16", "a node of h100 has at most 8 devices", "h100:4x8"),
+    ("h100:2x8:2", "cluster 'h100:2x8:2': h100 comes in nodes", "h100:4x8"),
+    ("v5p", "cluster 'v5p' has no number of devices", "v5p:4x4x4"),
+    ("v5p:0x4x4", "cluster 'v5p:0x4x4' has no number of devices", "v5p:4x4x4"),
+    ("v5p:4x4x4:0", "cluster 'v5p:4x4x4:0' has no number of devices", "v5p:4x4x4"),
+    ("v5p:8x8", "a slice of v5p has 3 dims, and 8x8 has 2", "v5p:8x8x1"),
+    ("v5e:4x4x4", "a slice of v5e has 2 dims, and 4x4x4 has 3", "v5e:4x4"),
+    ("v6e:16x32", "a slice of v6e has at most 16x16 chips, and 16x32 is larger", "v6e:16x16"),
+    ("v5p:32x4x4", "a slice of v5p has at most 16x20x28 chips", "v5p:16x20x28"),
+    ("v5p:3x2x1", "the 6 chips of 3x2x1 do not fill hosts of 4", "v5p:4x2x1"),
+    ("v5p:7", "7 chips of v5p make no slice", "v5p:4 or v5p:8"),
+    ("v5e:512", "512 chips of v5e make no slice", "2 slices: v5e:16x16:2"),
+    ("v7:3", "3 devices of v7 do not fill chips of 2", "v7:4"),
+]
+
+
+@pytest.mark.parametrize(("name", "message", "fix"), REFUSED)
+def test_refused(name: str, message: str, fix: str) -> None:
     with pytest.raises(SpanaxError) as caught:
         cluster(name)
-    assert str(caught.value).startswith(message) and "fix: " in str(caught.value)
+    assert str(caught.value).startswith(message) and fix in str(caught.value).partition("fix: ")[2]
+    assert caught.value.exit_code == 2 and len(str(caught.value).splitlines()) <= 4
+
+
+def test_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('like = "h100"\nname = "ours"\nshape = "4x8"\nmemory = "96 GiB"\nusable_memory = "94 GiB"\n')
+    made = cluster(str(path))
+    assert (made.chip.name, made.num_devices, made.memory_bytes) == ("ours", 32, 94 * 2**30)
+    assert str(made) == f"{path}:4x8" and cluster(str(made)) == made
+    assert cluster(f"{path}:16").shape == (2, 8) and cluster(str(path), 16).shape == (2, 8)
+    path.write_text('like = "h100"\n')
+    with pytest.raises(SpanaxError, match="has no number of devices"):
+        cluster(str(path))
+
+
+def test_a_cluster_is_a_value() -> None:
+    chip = chip_named("h100")
+    assert Cluster(chip, 8, 2**30) == Cluster(chip, 8, 2**30) != Cluster(chip, 8)
+    assert hash(cluster("h100:8x8")) == hash(cluster("h100:64")) and str(Cluster(chip, 8)) == "h100:8"
 
 
 def test_local() -> None:
@@ -41,5 +126,42 @@ def test_local() -> None:
     assert local(devices[:2]) == cluster("cpu:2")
 
 
-def test_a_cluster_is_a_value() -> None:
-    assert Cluster("cpu", 8, 2**30) == Cluster("cpu", 8, 2**30) != Cluster("cpu", 8)
+@dataclass
+class Device:
+    """What `local` asks of a JAX device."""
+
+    device_kind: str
+    process_index: int = 0
+    slice_index: int | None = None
+    coords: tuple[int, ...] = ()
+    limit: int | None = 2**30
+    asked: list[str] = field(default_factory=list)
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return None if self.limit is None else {"bytes_limit": self.limit}
+
+
+def test_local_gpus_in_nodes() -> None:
+    made = local([Device("NVIDIA H100 80GB HBM3", process_index=i // 8) for i in range(16)])
+    assert (str(made), made.memory_bytes, made.chip.name) == ("h100:2x8", 2**30, "h100")
+    one_each = local([Device("NVIDIA H100 80GB HBM3", process_index=i, slice_index=i // 8) for i in range(16)])
+    assert str(one_each) == "h100:2x8"
+    assert local([Device("NVIDIA H100 80GB HBM3", limit=None)]).memory_bytes == chip_named("h100").usable_bytes
+
+
+def test_local_tpus_in_their_torus() -> None:
+    coords = [(x, y, z) for z in range(4) for y in range(2) for x in range(2)]
+    made = local([Device("TPU v5p", coords=c, slice_index=0) for c in coords])
+    assert (made.shape, made.num_devices, made.num_slices) == ((2, 2, 4), 16, 1)
+    two = local(
+        [Device("TPU v5 lite", coords=(x, y, 0), slice_index=s) for s in (0, 1) for x in (0, 1) for y in (0, 1)]
+    )
+    assert (str(two), two.num_devices) == ("v5e:2x2:2", 8)
+    cores = local([Device("TPU7x", coords=(x, 0, 0), slice_index=0) for x in (0, 1) for _ in (0, 1)])
+    assert (cores.shape, cores.num_devices) == ((2, 1, 1), 4)
+
+
+def test_local_of_an_unknown_kind_knows_its_memory_alone() -> None:
+    made = local([Device("Quantum 9") for _ in range(4)])
+    assert (made.chip.name, made.num_devices, made.memory_bytes) == ("Quantum 9", 4, 2**30)
+    assert made.chip.inside is None and not made.chip.peak_flops

@@ -1,66 +1,197 @@
-"""Cluster: how many devices of which kind there are, and what one of them holds."""
+"""Cluster: how many devices of which kind there are, how they are joined, and what one of them holds."""
 
+import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.errors import SpanaxError, nearest
-
-CHIPS = ("cpu",)
+from spanax.hardware.chip import Chip
+from spanax.hardware.chips import catalogue, chip_names, chip_of_kind, read_file
+from spanax.hardware.slices import check_shape, default_shape, shape_text
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Devices of one kind. `memory_bytes` is what one device may hold; None: not known.
 
+    `shape` is (nodes, devices of one) behind switches, and the chips along each dim of a torus, of which there are
+    `num_slices`. `file` is the cluster file it was read from. Its text reads back: `cluster(str(c)) == c`.
+
     Example:
-      >>> print(Cluster("cpu", 8, memory_bytes=2**30))
-      cpu:8
+      >>> print(cluster("v5p", 64), cluster("h100", 64), cluster("cpu", 8))
+      v5p:4x4x4 h100:8x8 cpu:8
     """
 
-    chip: str
+    chip: Chip
     num_devices: int
     memory_bytes: int | None = None
+    shape: tuple[int, ...] = ()
+    num_slices: int = 1
+    file: str = ""
 
     def __str__(self) -> str:
-        return f"{self.chip}:{self.num_devices}"
+        nodes_of_one = not self.is_torus and (not self.shape or self.shape[0] == 1)
+        shape = str(self.num_devices) if nodes_of_one else shape_text(self.shape)
+        slices = f":{self.num_slices}" if self.num_slices > 1 else ""
+        return f"{self.file or self.chip.name}:{shape}{slices}"
+
+    @property
+    def is_torus(self) -> bool:
+        """Whether its devices are joined line by line, not through a switch."""
+        return self.chip.inside is not None and self.chip.inside.kind == "torus"
+
+    @property
+    def devices_per_node(self) -> int:
+        """How many devices the link inside joins: those of a node, or of a slice."""
+        if self.is_torus:
+            return self.num_devices // self.num_slices
+        return self.shape[-1] if self.shape else self.num_devices
 
 
 def cluster(name: str, num_devices: int | None = None) -> Cluster:
-    """A cluster by name, such as `cpu:8`; no device is touched.
+    """A cluster by name; no device is touched.
+
+    Args:
+      name: a chip and how many: `a100-80gb:64` (devices, in nodes of the usual size), `h100:8x8` (nodes x devices of
+        one), `v5p:4x4x8` (chips of a torus), `v5e:16x16:2` (two slices), `cpu:8`; or a cluster file: `mine.toml`,
+        `mine.toml:8x8`.
+      num_devices: instead of what the name says behind the colon.
 
     Raises:
-      SpanaxError: no such chip, or not a whole number of devices.
+      SpanaxError: no such chip, or not a size in which it comes.
+      DataError: no such file, or it is no TOML.
 
     Example:
-      >>> cluster("cpu:8").num_devices
-      8
+      >>> cluster("cpu:8").num_devices, cluster("h100:2x4").shape, cluster("trillium:256").shape
+      (8, (2, 4), (16, 16))
     """
-    chip, _, count = name.partition(":")
-    if chip not in CHIPS:
-        raise SpanaxError(f"unknown chip '{chip}'.", where=f"cluster '{name}'", fix=nearest(chip, CHIPS))
-    number = num_devices if num_devices is not None else int(count) if count.isdigit() else 0
-    if number < 1:
-        raise SpanaxError(f"cluster '{name}' has no number of devices.", fix=f"{chip}:8")
-    host = _host_bytes()
-    return Cluster(chip, number, None if host is None else host // number)
+    path = re.fullmatch(r"(?P<file>.+\.toml)(?::(?P<size>.*))?", name)
+    if path:
+        file, size = path["file"], path["size"]
+        chip, written = read_file(file)
+        size = size or written or ""
+    else:
+        file, (head, _, size) = "", name.partition(":")
+        names = chip_names()
+        if head.lower() not in names:
+            raise SpanaxError(
+                f"unknown chip '{head}'.", where=f"cluster '{name}'", fix=nearest(head.lower(), [*catalogue(), *names])
+            )
+        chip = catalogue()[names[head.lower()]]
+    if num_devices is not None:
+        size = str(num_devices)
+    return _sized(chip, size, name, file)
 
 
 def local(devices: Sequence[Any] | None = None) -> Cluster:
     """The devices of this machine, or those given; simulated CPU devices share the host's memory.
 
+    The chip is the catalogue's where it is known what JAX calls the devices; else a chip of which nothing is known
+    but the memory.
+
     Example:
-      >>> local().chip
+      >>> local().chip.name
       'cpu'
     """
     import jax
 
-    devices = jax.devices() if devices is None else devices
-    kind = devices[0].platform
-    if kind == "cpu":
-        return cluster("cpu", len(devices))
-    stats = devices[0].memory_stats() or {}
-    return Cluster(devices[0].device_kind, len(devices), stats.get("bytes_limit"))
+    devices = list(jax.devices() if devices is None else devices)
+    chip = chip_of_kind(devices[0].device_kind)
+    if chip.inside is not None and chip.inside.kind == "torus":
+        made = _local_slices(chip, devices)
+    else:
+        made = _nodes(chip, _local_nodes(devices), "")
+    limits = [] if made.chip.shared else [(device.memory_stats() or {}).get("bytes_limit") for device in devices[:1]]
+    return replace(made, memory_bytes=limits[0]) if any(limits) else made
+
+
+def _sized(chip: Chip, size: str, name: str, file: str) -> Cluster:
+    match = re.fullmatch(r"(?P<shape>\d+(?:x\d+)*)(?::(?P<slices>\d+))?", size.replace(" ", ""))
+    shape = tuple(map(int, match["shape"].split("x"))) if match else ()
+    slices = int(match["slices"] or 1) if match else 0
+    torus = chip.inside is not None and chip.inside.kind == "torus"
+    if not shape or math.prod(shape) < 1 or slices < 1:
+        example = "4x4x4"[: 2 * len(chip.inside.max_shape) - 1] if chip.inside and torus else "8"
+        raise SpanaxError(f"cluster '{name}' has no number of devices.", fix=f"{file or chip.name}:{example}")
+    if torus:
+        return _slices(chip, shape, slices, name, file)
+    if slices > 1 or len(shape) > 2:
+        raise SpanaxError(
+            f"cluster '{name}': {chip.name} comes in nodes, not in slices.",
+            fix=f"{file or chip.name}:{slices * math.prod(shape[:-1])}x{shape[-1]} (nodes x devices of one)",
+        )
+    return _nodes(chip, shape, name, file)
+
+
+def _nodes(chip: Chip, shape: tuple[int, ...], name: str, file: str = "") -> Cluster:
+    limit = chip.inside.max_devices if chip.inside and chip.inside.max_devices else None
+    head = file or chip.name
+    if len(shape) == 1:
+        count = shape[0]
+        per_node = count if limit is None or count <= limit else limit
+        if count % per_node:
+            lower, upper = count // per_node * per_node, -(-count // per_node) * per_node
+            raise SpanaxError(
+                f"{count} devices of {chip.name} do not fill nodes of {per_node}.",
+                where=f"cluster '{name}'",
+                fix=f"{head}:{lower}, {head}:{upper}, or nodes x devices of one: {head}:2x{per_node // 2}",
+            )
+        shape = (count // per_node, per_node)
+    if limit is not None and shape[1] > limit:
+        raise SpanaxError(
+            f"a node of {chip.name} has at most {limit} devices, and {shape_text(shape)} asks for {shape[1]}.",
+            where=f"cluster '{name}', nodes x devices of one",
+            fix=f"{head}:{-(-math.prod(shape) // limit)}x{limit}",
+        )
+    return _filled(chip, math.prod(shape), shape, 1, file)
+
+
+def _slices(chip: Chip, shape: tuple[int, ...], slices: int, name: str, file: str = "") -> Cluster:
+    if len(shape) == 1:
+        if shape[0] % chip.devices_per_chip:
+            raise SpanaxError(
+                f"{shape[0]} devices of {chip.name} do not fill chips of {chip.devices_per_chip}.",
+                where=f"cluster '{name}'",
+                fix=f"{file or chip.name}:{shape[0] + 1}",
+            )
+        shape = default_shape(chip, shape[0] // chip.devices_per_chip, name)
+    check_shape(chip, shape, name)
+    return _filled(chip, math.prod(shape) * chip.devices_per_chip * slices, shape, slices, file)
+
+
+def _filled(chip: Chip, num_devices: int, shape: tuple[int, ...], slices: int, file: str) -> Cluster:
+    if chip.shared and chip.memory_bytes is None:
+        host = _host_bytes()
+        chip = replace(chip, memory_bytes=host, usable_bytes=host)
+    chip = chip.divided(shape[-1])
+    return Cluster(chip, num_devices, chip.usable_bytes, shape, slices, file)
+
+
+def _local_nodes(devices: Sequence[Any]) -> tuple[int, ...]:
+    """(nodes, devices of one) as the devices tell it: by NVLink domain, or else by process; else one number."""
+    for key in ("slice_index", "process_index"):
+        places = [getattr(device, key, None) for device in devices]
+        counts = {places.count(place) for place in places}
+        if None not in places and len(counts) == 1 and (counts != {1} or len(devices) == 1):
+            per_node = counts.pop()
+            return len(devices) // per_node, per_node
+    return 1, len(devices)
+
+
+def _local_slices(chip: Chip, devices: Sequence[Any]) -> Cluster:
+    """The slices as the devices' coordinates tell them, whatever their shape."""
+    slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
+    coords = [tuple(device.coords) for device in devices]
+    shape = tuple(max(dim) - min(dim) + 1 for dim in zip(*coords, strict=True))
+    dims = len(chip.inside.max_shape) if chip.inside else 0
+    if math.prod(shape[dims:]) == 1:  # JAX gives three coordinates on a flat torus too
+        shape = shape[:dims]
+    per_chip = len(devices) // (slices * math.prod(shape)) or 1
+    if math.prod(shape) * slices * per_chip != len(devices) or len(shape) != dims:
+        shape = (len(devices) // slices // per_chip, *(1,) * (dims - 1))
+    return _filled(replace(chip, devices_per_chip=per_chip), len(devices), shape, slices, "")
 
 
 def _host_bytes() -> int | None:

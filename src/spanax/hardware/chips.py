@@ -1,0 +1,262 @@
+"""The catalogue of chips, and the one reader of its tables and of a user's own cluster file."""
+
+import functools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from spanax.errors import DataError, SpanaxError, nearest
+from spanax.hardware.chip import Chip, Link
+from spanax.units import quantity
+
+Table = Mapping[str, Any]
+
+# Key in a table -> field of the value, and what kind of quantity it is; `count`, `shape`, `text` ... have no unit.
+CHIP_KEYS = {
+    "memory": ("memory_bytes", "bytes"),
+    "usable_memory": ("usable_bytes", "bytes"),
+    "preallocated": ("preallocated_share", "share"),
+    "memory_rate": ("memory_bytes_per_second", "bytes per second"),
+    "memory_share": ("memory_share", "share"),
+    "kernel_start": ("kernel_start_seconds", "seconds"),
+    "host_rate": ("host_bytes_per_second", "bytes per second"),
+    "devices_per_chip": ("devices_per_chip", "count"),
+    "devices_per_host": ("devices_per_host", "count"),
+    "shared": ("shared", "flag"),
+    "aliases": ("aliases", "texts"),
+    "device_kinds": ("device_kinds", "texts"),
+}
+DTYPE_KEYS = {"peak": ("peak_flops", "operations per second"), "matmul_share": ("matmul_shares", "share")}
+LINK_KEYS = {
+    "name": ("name", "text"),
+    "kind": ("kind", "text"),
+    "rate": ("bytes_per_second", "bytes per second"),
+    "share": ("share", "share"),
+    "latency": ("latency_seconds", "seconds"),
+    "start": ("start_seconds", "seconds"),
+    "devices": ("max_devices", "count"),
+    "in_switch_share": ("in_switch_share", "share"),
+    "in_switch_devices": ("in_switch_devices", "count"),
+    "shape": ("max_shape", "shape"),
+    "wrap_multiple": ("wrap_multiple", "count"),
+    "wrap_size": ("wrap_size", "count"),
+    "on_chip": ("on_chip_bytes_per_second", "bytes per second"),
+}
+LINKS = ("inside", "between")
+DTYPES = ("bf16", "fp16", "fp32", "fp8", "int8")
+LINK_KINDS = ("switch", "direct", "torus")
+NUMBERLESS = ("text", "texts", "flag")
+
+
+@functools.cache
+def catalogue() -> Mapping[str, Chip]:
+    """Every chip that Spanax knows, by name.
+
+    Example:
+      >>> len(catalogue()) > 10, "v5p" in catalogue()
+      (True, True)
+    """
+    return {name: read_chip(name, table, "chips.toml", _tables()) for name, table in _tables().items()}
+
+
+def chip_named(name: str) -> Chip:
+    """A chip of the catalogue, by its name or an alias; case does not matter.
+
+    Raises:
+      SpanaxError: there is none of that name.
+
+    Example:
+      >>> chip_named("trillium").name
+      'v6e'
+    """
+    names = chip_names()
+    if name.lower() not in names:
+        raise SpanaxError(f"unknown chip '{name}'.", fix=nearest(name.lower(), [*catalogue(), *names]))
+    return catalogue()[names[name.lower()]]
+
+
+def chip_names() -> Mapping[str, str]:
+    """Name or alias -> name in the catalogue."""
+    return {alias: chip.name for chip in catalogue().values() for alias in (chip.name, *chip.aliases)}
+
+
+def chip_of_kind(device_kind: str) -> Chip:
+    """The chip that JAX calls `device_kind`; of an unknown kind, a Chip of which nothing is known.
+
+    Example:
+      >>> chip_of_kind("TPU v5 lite").name, chip_of_kind("Quantum 9").peak_flops
+      ('v5e', {})
+    """
+    found = [chip for chip in catalogue().values() if device_kind in chip.device_kinds]
+    return found[0] if found else Chip(device_kind)
+
+
+def read_chip(name: str, table: Table, where: str, known: Mapping[str, Table]) -> Chip:
+    """A Chip from a table; `like` names another one (of `known`) that has what this table leaves out.
+
+    Raises:
+      SpanaxError: a key is unknown or missing, or a number has no unit, a wrong one or an absurd value.
+    """
+    merged = _with_parents(table, where, known)
+    _known_keys(merged, (*CHIP_KEYS, *DTYPE_KEYS, *LINKS, "source"), "", where)
+    for key in ("peak", "memory_rate") if merged.get("shared") else ("peak", "memory", "memory_rate"):
+        if key not in merged:
+            raise SpanaxError(f"'{key}' is missing.", where=where, fix=f'{_example(key)}, or like = "h100"')
+    fields: dict[str, Any] = {
+        field: _value(merged[key], kind, key, where) for key, (field, kind) in CHIP_KEYS.items() if key in merged
+    }
+    for key, (field, kind) in DTYPE_KEYS.items():
+        by_dtype = _is_table(merged.get(key, {}), key, where)
+        _known_keys(by_dtype, DTYPES, f"{key}.", where)
+        fields[field] = {dtype: _value(by_dtype[dtype], kind, f"{key}.{dtype}", where) for dtype in by_dtype}
+    for key in LINKS:
+        if key in merged:
+            fields[key] = _link(_is_table(merged[key], key, where), key, where)
+    for field in ("memory_bytes", "usable_bytes"):
+        fields[field] = int(fields[field]) if field in fields else fields.get("memory_bytes")
+    if fields["memory_bytes"] and fields["usable_bytes"] > fields["memory_bytes"]:
+        raise SpanaxError(
+            f"usable_memory = {merged['usable_memory']!r} is more than memory = {merged['memory']!r}.", where=where
+        )
+    return Chip(name, **fields, sources=dict(_sources(merged, where)))
+
+
+def read_file(path: str | Path) -> tuple[Chip, str | None]:
+    """The chip of a cluster file, and the shape it is for if it names one; `like` may name a chip of the catalogue.
+
+    Raises:
+      DataError: there is no such file, or it is no TOML.
+      SpanaxError: as `read_chip`.
+    """
+    try:
+        table = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise DataError(f"cannot read the cluster file '{path}'.", where=error.strerror or str(error)) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"'{path}' is not TOML.", where=str(error)) from None
+    own = {key: value for key, value in table.items() if key not in ("name", "shape")}
+    shape = table.get("shape")
+    if shape is not None and not isinstance(shape, str):
+        raise SpanaxError(f"shape = {shape!r} is no text.", where=str(path), fix='shape = "8x8"')
+    chip = read_chip(str(table.get("name", Path(path).stem)), own, str(path), _tables())
+    return replace(chip, aliases=()), shape
+
+
+@functools.cache
+def _tables() -> Mapping[str, Table]:
+    return tomllib.loads(resources.files("spanax.hardware").joinpath("chips.toml").read_text())
+
+
+def _with_parents(table: Table, where: str, known: Mapping[str, Table]) -> dict[str, Any]:
+    """The table over the one it is `like`; a number of its own does not keep the other's source."""
+    if "like" not in table:
+        return dict(table)
+    like = str(table["like"]).lower()
+    like = next((n for n, t in known.items() if like == n or like in t.get("aliases", ())), like)
+    if like not in known:
+        raise SpanaxError(f"like = '{table['like']}': there is no such chip.", where=where, fix=nearest(like, known))
+    parent = _with_parents(known[like], where, known)
+    own = {key: value for key, value in table.items() if key != "like"}
+    merged = parent | own
+    for key in (*DTYPE_KEYS, *LINKS):
+        mine, theirs = own.get(key), parent.get(key, {})
+        if isinstance(mine, dict) and mine.get("kind") in (None, theirs.get("kind")):
+            merged[key] = theirs | mine
+    inherited = dict(_sources(parent, where, by_field=False))
+    for key in _numbers(own):
+        inherited.pop(key, None)
+    merged["source"] = inherited | _is_table(own.get("source", {}), "source", where)
+    return merged
+
+
+def _numbers(table: Table) -> Iterator[str]:
+    """The dotted key of every number in a table."""
+    for key, (_, kind) in CHIP_KEYS.items():
+        if key in table and kind not in NUMBERLESS:
+            yield key
+    for key in DTYPE_KEYS:
+        yield from (f"{key}.{dtype}" for dtype in table.get(key, ()))
+    for key in LINKS:
+        parts = (part for part in table.get(key, ()) if part in LINK_KEYS and LINK_KEYS[part][1] not in NUMBERLESS)
+        yield from (f"{key}.{part}" for part in parts)
+
+
+def _sources(table: Table, where: str, by_field: bool = True) -> Iterator[tuple[str, str]]:
+    """The source of every number: the one given for it, else for its group, else the file."""
+    given = _is_table(table.get("source", {}), "source", where)
+    numbers = list(_numbers(table))
+    groups = [key for key in (*DTYPE_KEYS, *LINKS) if key in table]
+    _known_keys(given, (*groups, *numbers), "source.", where)
+    for key in numbers:
+        group, _, part = key.partition(".")
+        text = str(given.get(key, given.get(group, f"as written in {where}")))
+        if not by_field:
+            yield key, text
+        elif not part:
+            yield CHIP_KEYS[key][0], text
+        elif group in DTYPE_KEYS:
+            yield f"{DTYPE_KEYS[group][0]}.{part}", text
+        else:
+            yield f"{group}.{LINK_KEYS[part][0]}", text
+
+
+def _link(table: Table, group: str, where: str) -> Link:
+    _known_keys(table, LINK_KEYS, f"{group}.", where)
+    kind = table.get("kind", "switch")
+    if kind not in LINK_KINDS:
+        raise SpanaxError(f"{group}.kind = {kind!r} is unknown.", where=where, fix=nearest(str(kind), LINK_KINDS))
+    for key in ("rate", "shape") if kind == "torus" else ("rate",):
+        if key not in table:
+            raise SpanaxError(f"'{group}.{key}' is missing.", where=where, fix=_example(f"{group}.{key}"))
+    fields = {
+        field: _value(table[key], what, f"{group}.{key}", where)
+        for key, (field, what) in LINK_KEYS.items()
+        if key in table
+    }
+    return Link(**{"name": group, "kind": kind} | fields)
+
+
+def _value(value: Any, kind: str, key: str, where: str) -> Any:
+    if kind == "count":
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise SpanaxError(f"{key} = {value!r} is no whole number from 1.", where=where, fix=f"{key} = 8")
+        return value
+    if kind == "shape":
+        if not isinstance(value, list) or not value or any(type(size) is not int or size < 1 for size in value):
+            raise SpanaxError(f"{key} = {value!r} is no shape.", where=where, fix=f"{key} = [16, 16]")
+        return tuple(value)
+    if kind == "flag" and isinstance(value, bool) or kind == "text" and isinstance(value, str):
+        return value
+    if kind == "texts" and isinstance(value, list):
+        return tuple(str(item) for item in value)
+    if kind in NUMBERLESS:
+        raise SpanaxError(f"{key} = {value!r} is no {kind}.", where=where)
+    return quantity(value, kind, key=key, where=where)
+
+
+def _is_table(value: Any, key: str, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise SpanaxError(f"{key} = {value!r} is no table.", where=where, fix=_example(key))
+    return value
+
+
+def _known_keys(table: Table, known: Any, prefix: str, where: str) -> None:
+    for key in table:
+        if key not in known:
+            raise SpanaxError(f"unknown key '{prefix}{key}'.", where=where, fix=nearest(key, known))
+
+
+def _example(key: str) -> str:
+    examples = {
+        "peak": 'peak = { bf16 = "312 TFLOP/s" }',
+        "matmul_share": 'matmul_share = { bf16 = "80 %" }',
+        "memory": 'memory = "80 GiB"',
+        "memory_rate": 'memory_rate = "2 TB/s"',
+        "source": 'source = { memory = "its data sheet" }',
+    }
+    link = f'[{re.sub(r"[.].*", "", key)}] with rate = "300 GB/s", and for a torus shape = [16, 16]'
+    return examples.get(key, link)

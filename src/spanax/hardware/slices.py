@@ -1,0 +1,116 @@
+"""Slices: the shapes in which the chips of a torus come."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+from spanax.errors import SpanaxError
+from spanax.hardware.chip import Chip
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A shape as it is written.
+
+    Example:
+      >>> shape_text((4, 4, 8))
+      '4x4x8'
+    """
+    return "x".join(map(str, shape))
+
+
+def default_shape(chip: Chip, num_chips: int, name: str) -> tuple[int, ...]:
+    """The shape that so many chips usually come in: the most cubic one, of those that wrap if any does.
+
+    Raises:
+      SpanaxError: they come in no shape.
+
+    Example:
+      >>> from spanax.hardware.chips import chip_named
+      >>> [default_shape(chip_named(name), 128, "") for name in ("v5p", "v5e")]
+      [(4, 4, 8), (8, 16)]
+    """
+    found = _shapes(chip, num_chips)
+    if found is None:
+        count = range(1, math.prod(_largest(chip)) + 1)
+        near = [n for n in sorted(count, key=lambda n: abs(n - num_chips))[:64] if _shapes(chip, n)][:2]
+        devices = " or ".join(f"{chip.name}:{n * chip.devices_per_chip}" for n in sorted(near))
+        parts = (k for k in range(2, 65) if num_chips % k == 0 and _shapes(chip, num_chips // k))
+        if several := next(parts, 0):
+            devices += (
+                f", or {several} slices: {chip.name}:{shape_text(_shapes(chip, num_chips // several) or ())}:{several}"
+            )
+        raise SpanaxError(
+            f"{num_chips} chips of {chip.name} make no slice.",
+            where=f"cluster '{name}'; a slice has at most {shape_text(_largest(chip))} chips",
+            fix=devices,
+        )
+    return found
+
+
+def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
+    """Hold a shape against what the chip's slices can be.
+
+    Raises:
+      SpanaxError: another number of dims, a dim too long, or chips that do not fill hosts.
+    """
+    largest = _largest(chip)
+    if len(shape) != len(largest):
+        padded = (*shape, *(1,) * len(largest))[: len(largest)]
+        fixed = padded if len(shape) < len(largest) and _possible(chip, padded) else _an_example(chip)
+        raise SpanaxError(
+            f"a slice of {chip.name} has {len(largest)} dims, and {shape_text(shape)} has {len(shape)}.",
+            where=f"cluster '{name}'",
+            fix=f"{chip.name}:{shape_text(fixed)}",
+        )
+    if any(size > limit for size, limit in zip(sorted(shape), sorted(largest), strict=True)):
+        raise SpanaxError(
+            f"a slice of {chip.name} has at most {shape_text(largest)} chips, and {shape_text(shape)} is larger.",
+            where=f"cluster '{name}'",
+            fix=f"{chip.name}:{shape_text(largest)}, or several slices: {_several(chip)}",
+        )
+    if not _possible(chip, shape):
+        hosts = (chip.devices_per_host or 1) // chip.devices_per_chip
+        near = tuple(size + size % 2 if size > 1 else 1 for size in shape)
+        raise SpanaxError(
+            f"the {math.prod(shape)} chips of {shape_text(shape)} do not fill hosts of {hosts}.",
+            where=f"cluster '{name}'",
+            fix=f"{chip.name}:{shape_text(near if _possible(chip, near) else _an_example(chip))}",
+        )
+
+
+def _shapes(chip: Chip, num_chips: int) -> tuple[int, ...] | None:
+    found = [shape for shape in _factors(num_chips, sorted(_largest(chip))) if _possible(chip, shape)]
+    by_whole = bool(chip.inside and chip.inside.wrap_multiple)
+    return min(found, key=lambda shape: (by_whole and not all(_wraps(chip, shape)), sum(shape)), default=None)
+
+
+def _factors(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]:
+    """Every way to write a number as rising factors, each within its limit."""
+    options = ([size for size in range(1, limit + 1) if number % size == 0] for limit in limits)
+    for shape in itertools.product(*options):
+        if math.prod(shape) == number and list(shape) == sorted(shape):
+            yield shape
+
+
+def _possible(chip: Chip, shape: tuple[int, ...]) -> bool:
+    """Whether chips fill their hosts, two by two: libtpu refuses v5p:3x2x1, and takes parts of one host."""
+    num_chips, in_host = math.prod(shape), (chip.devices_per_host or 1) // chip.devices_per_chip
+    if num_chips < in_host:
+        return in_host % num_chips == 0 and all(size <= in_host // 2 for size in shape)
+    return num_chips % min(in_host, 4) == 0 and sum(size % 2 == 0 for size in shape) >= 2
+
+
+def _wraps(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
+    return chip.inside.wraps(shape) if chip.inside else ()
+
+
+def _largest(chip: Chip) -> tuple[int, ...]:
+    return chip.inside.max_shape if chip.inside else ()
+
+
+def _an_example(chip: Chip) -> tuple[int, ...]:
+    return tuple(min(size, 4) for size in _largest(chip))
+
+
+def _several(chip: Chip) -> str:
+    return f"{chip.name}:{shape_text(_an_example(chip))}:2"
