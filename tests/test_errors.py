@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
+from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, read_chip
-from spanax.hardware.cluster import cluster
+from spanax.hardware.cluster import Cluster, cluster
+from spanax.hardware.links import axis_link
 from spanax.hardware.mesh import MeshShape
 from spanax.units import quantity
 
@@ -58,6 +60,9 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "cluster: too large a slice": lambda: cluster("v6e:16x32"),
     "cluster: part of a host": lambda: cluster("v5p:3x2x1"),
     "cluster: part of a chip": lambda: cluster("v7:3"),
+    "link: no such mesh axis": lambda: axis_link(cluster("h100:8"), MeshShape.of("data=8"), "date"),
+    "link: a torus not filled": lambda: axis_link(cluster("v5p:4x4x4"), MeshShape.of("data=32"), "data"),
+    "link: unknown": lambda: axis_link(Cluster(Chip("Quantum 9"), 8), MeshShape.of("data=8"), "data"),
     "mesh: too few devices": lambda: MeshShape.of("data=4,model=2").build(devices=[0, 1, 2, 3]),
 }
 

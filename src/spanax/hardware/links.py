@@ -1,0 +1,192 @@
+"""Links: what the axes of a mesh run over, and the rates and latencies that follow.
+
+Devices are laid out row by row: neighbours along the last mesh axis are neighbours in the machine.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spanax.errors import SpanaxError, nearest
+from spanax.hardware.chip import Chip, Link
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.hardware.torus import Part, joined, place
+
+
+@dataclass(frozen=True)
+class AxisLink:
+    """What joins the `size` devices of a group along one mesh axis, or several; rates go one way, out of one device.
+
+    `bytes_per_second` is for all_gather and reduce_scatter, and there is one for each other collective.
+    `latency_seconds` passes at each of the size - 1 steps of a ring, `way_seconds` from the leaves of a tree to its
+    root, `start_seconds` once. `over` says what it runs over.
+
+    Example:
+      >>> from spanax.hardware.cluster import cluster
+      >>> link = axis_link(cluster("v5e:16x16"), MeshShape.of("data=16,model=16"), "model")
+      >>> link.over, round(link.bytes_per_second / 1e9), round(link.way_seconds * 1e6)
+      ('ici 1 axis, wrapped', 90, 8)
+    """
+
+    size: int
+    bytes_per_second: float
+    all_reduce_bytes_per_second: float
+    all_to_all_bytes_per_second: float
+    permute_bytes_per_second: float
+    latency_seconds: float
+    way_seconds: float
+    start_seconds: float
+    over: str
+
+
+ALONE = AxisLink(1, math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0, "one device")
+
+
+def axis_link(cluster: Cluster, mesh: MeshShape, axes: str | Sequence[str]) -> AxisLink:
+    """What a collective over one mesh axis, or over several at once, runs over. Cheap: called for every layout.
+
+    Behind a switch, with stride s (the product of the later sizes), size n and nodes of D devices: inside a node if
+    s n <= D, between nodes if s >= D, and else a ring through all of them at the lower of the rate inside and that of
+    the lines between which the group's members in one node have together.
+
+    In a torus the last mesh axis takes dims of the torus first. A group over k whole dims that wrap around sends both
+    ways along each: 2 k lines. A part of a dim, or one that does not wrap, has one line per dim.
+
+    Raises:
+      SpanaxError: the mesh has no such axis, or does not fill the torus, or nothing is known of the chip's links.
+
+    Source: torus, jax-ml/scaling-book @0819a7d sharding.md; rings through nodes, NCCL's (one ring per network port).
+
+    Example:
+      >>> from spanax.hardware.cluster import cluster
+      >>> mesh = MeshShape.of("data=4,fsdp=4,model=4")
+      >>> for axes in ("model", "fsdp", "data", ("fsdp", "model")):
+      ...     link = axis_link(cluster("a100:8x8"), mesh, axes)
+      ...     print(link.size, link.over, round(link.bytes_per_second / 1e9))
+      4 nvlink 228
+      4 nvlink+infiniband 46
+      4 infiniband 23
+      16 nvlink+infiniband 182
+      >>> axis_link(cluster("v5p:4x4x4"), mesh, ("data", "model")).over
+      'ici 2 axes, wrapped'
+    """
+    names = mesh.names
+    wanted = (axes,) if isinstance(axes, str) else axes
+    for axis in wanted:
+        if axis not in names:
+            raise SpanaxError(f"the mesh has no axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, names))
+    positions = tuple(position for position, name in enumerate(names) if name in wanted)
+    return _axis_link(cluster, tuple(size for _, size in mesh.axes), positions)
+
+
+@functools.lru_cache(maxsize=65536)
+def _axis_link(cluster: Cluster, sizes: tuple[int, ...], positions: tuple[int, ...]) -> AxisLink:
+    size = math.prod(sizes[position] for position in positions)
+    if size == 1:
+        return ALONE
+    chip, node = cluster.chip, cluster.devices_per_node
+    within = _within(sizes, node)
+    members = math.prod(within[position] for position in positions)
+    if members == 1:
+        return _switched(_known(chip, chip.between, "between nodes"), size)
+    link = _known(chip, chip.inside, "between devices")
+    if link.kind == "torus":
+        placed = _placed(cluster, within)
+        parts = [part for position in positions for part in placed[position]]
+        inside = _torus(chip, link, members, joined(parts, cluster.shape, link.wraps(cluster.shape)))
+    else:
+        inside = _switched(link, members)
+    if members == size:
+        return inside
+    return _mixed(inside, _known(chip, chip.between, "between nodes"), size)
+
+
+def _within(sizes: tuple[int, ...], node: int) -> tuple[int, ...]:
+    """How many devices along each axis share a node (or slice)."""
+    within, stride = [], 1
+    for size in reversed(sizes):
+        within.append(max(1, min(size, node // stride)))
+        stride *= size
+    return tuple(reversed(within))
+
+
+def _switched(link: Link, size: int) -> AxisLink:
+    """Through a switch, or over those of the direct lines that lead to the group's other devices."""
+    rate = link.effective_bytes_per_second
+    if link.kind == "direct" and link.max_devices and link.max_devices > 1:
+        rate *= (size - 1) / (link.max_devices - 1)
+    adds = link.in_switch_share is not None and size >= (link.in_switch_devices or 2)
+    all_reduce = link.bytes_per_second * (link.in_switch_share or 0.0) if adds else rate
+    way = math.ceil(math.log2(size)) * link.latency_seconds
+    one = rate / (size - 1) if link.kind == "direct" else rate
+    return AxisLink(size, rate, all_reduce, rate, one, link.latency_seconds, way, link.start_seconds, link.name)
+
+
+def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:
+    """A group with `inside.size` members in each of several nodes."""
+    members, nodes = inside.size, -(-size // inside.size)
+    line = between.effective_bytes_per_second
+    rate = min(inside.bytes_per_second, members * line)
+    # What an all_to_all sends out of the node goes over each device's own line, the rest stays inside, both at once.
+    slowest = max((size - members) / line, (members - 1) / inside.all_to_all_bytes_per_second) / size
+    return AxisLink(
+        size=size,
+        bytes_per_second=rate,
+        all_reduce_bytes_per_second=min(inside.all_reduce_bytes_per_second, members * line),
+        all_to_all_bytes_per_second=(size - 1) / size / slowest,
+        permute_bytes_per_second=min(inside.permute_bytes_per_second, line),
+        latency_seconds=(inside.latency_seconds * (members - 1) + between.latency_seconds) / members,
+        way_seconds=inside.way_seconds + math.ceil(math.log2(nodes)) * between.latency_seconds,
+        start_seconds=max(inside.start_seconds, between.start_seconds),
+        over=f"{inside.over}+{between.name}",
+    )
+
+
+def _torus(chip: Chip, link: Link, size: int, parts: list[Part]) -> AxisLink:
+    """Over parts of the dims of a torus, all of them at once."""
+    line = link.effective_bytes_per_second
+    on_chip = link.on_chip_bytes_per_second or line
+    dims = [part for part in parts if part.dim >= 0]
+    rate = sum(line * (2 if part.wraps else 1) / part.stride for part in dims)
+    if len(dims) < len(parts):
+        # The devices of one chip use the lines of all of it, and pass on to each other what came in.
+        rate = min(rate * chip.devices_per_chip, on_chip) if dims else on_chip
+    # Half of what a device sends goes across the middle of a dim: a ring has two lines there each way, a row one.
+    crossing = [part.size * part.stride / (line * (8 if part.wraps else 4)) for part in dims]
+    crossing += [part.size / (4 * on_chip) for part in parts if part.dim < 0]
+    hops = sum(part.hops for part in parts)
+    whole = "wrapped" if all(part.wraps for part in dims) else "not wrapped"
+    return AxisLink(
+        size=size,
+        bytes_per_second=rate,
+        all_reduce_bytes_per_second=rate,
+        all_to_all_bytes_per_second=(size - 1) / size / max(crossing),
+        permute_bytes_per_second=min([line / part.stride for part in dims] or [on_chip]),
+        latency_seconds=hops * link.latency_seconds / (size - 1),
+        way_seconds=hops * link.latency_seconds,
+        start_seconds=link.start_seconds,
+        over=f"{link.name} {len(dims)} {'axis' if len(dims) == 1 else 'axes'}, {whole}" if dims else "on chip",
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _placed(cluster: Cluster, within: tuple[int, ...]) -> tuple[tuple[Part, ...], ...]:
+    link = _known(cluster.chip, cluster.chip.inside, "between devices")
+    if math.prod(within) != cluster.devices_per_node:
+        raise SpanaxError(
+            f"mesh axes of {' x '.join(map(str, within))} do not fill {cluster.devices_per_node} devices.",
+            where=f"cluster {cluster}",
+            fix=f"a mesh whose product is {cluster.num_devices}",
+        )
+    return place(within, cluster.shape, link.wraps(cluster.shape), cluster.chip.devices_per_chip)
+
+
+def _known(chip: Chip, link: Link | None, what: str) -> Link:
+    if link is None:
+        raise SpanaxError(
+            f"nothing is known of what joins '{chip.name}' {what}.",
+            fix="a cluster file that says it ([inside], [between]), such as the probe writes",
+        )
+    return link
