@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machines import Device
 
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.chip import Chip
@@ -13,6 +14,7 @@ from spanax.hardware.chips import chip_named, read_chip
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.hardware.links import axis_link
 from spanax.hardware.mesh import MeshShape
+from spanax.hardware.probe import probe
 from spanax.units import quantity
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
@@ -63,6 +65,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "link: no such mesh axis": lambda: axis_link(cluster("h100:8"), MeshShape.of("data=8"), "date"),
     "link: a torus not filled": lambda: axis_link(cluster("v5p:4x4x4"), MeshShape.of("data=32"), "data"),
     "link: unknown": lambda: axis_link(Cluster(Chip("Quantum 9"), 8), MeshShape.of("data=8"), "data"),
+    "probe: no time": lambda: probe([], seconds=0),
+    "probe: an unknown chip of unknown memory": lambda: probe([Device("Quantum 9", limit=None)]),
     "mesh: too few devices": lambda: MeshShape.of("data=4,model=2").build(devices=[0, 1, 2, 3]),
 }
 

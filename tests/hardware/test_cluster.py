@@ -1,11 +1,11 @@
 """Clusters: by name without a device, from a file, or this machine as JAX sees it."""
 
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
 import pytest
+from machines import Device
 
 from spanax.errors import SpanaxError
 from spanax.hardware.chips import chip_named
@@ -124,21 +124,6 @@ def test_local() -> None:
         pytest.skip("JAX can start no backend here")
     assert local() == cluster("cpu", len(devices))
     assert local(devices[:2]) == cluster("cpu:2")
-
-
-@dataclass
-class Device:
-    """What `local` asks of a JAX device."""
-
-    device_kind: str
-    process_index: int = 0
-    slice_index: int | None = None
-    coords: tuple[int, ...] = ()
-    limit: int | None = 2**30
-    asked: list[str] = field(default_factory=list)
-
-    def memory_stats(self) -> dict[str, int] | None:
-        return None if self.limit is None else {"bytes_limit": self.limit}
 
 
 def test_local_gpus_in_nodes() -> None:
