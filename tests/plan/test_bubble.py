@@ -29,7 +29,7 @@ TIMES = [
     (2, 4, 0),
     (0.5, 1, 0.25),
 ]
-HOPS = [0.0, 0.125, 0.5, 1.0, 2.0, 8.0]
+HOPS = [0.125, 0.5, 2.0, 8.0]
 
 
 def simulated(schedule: str, p: int, m: int, v: int, times: tuple[float, ...], hop: float = 0.0) -> Timeline:
