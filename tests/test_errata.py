@@ -1,0 +1,82 @@
+"""docs/errata.md: what it says is right is computed here, formula by formula and layout by layout."""
+
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.bubble import bubble_over_ideal, num_in_flight
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "errata.md"
+FORMULA = re.compile(r"`([^`]+)` = (\d[\d,]*(?:\.\d+)?)")
+
+
+def test_there_are_formulas() -> None:
+    assert len(FORMULA.findall(PAGE.read_text())) >= 15
+
+
+@pytest.mark.parametrize("formula, said", FORMULA.findall(PAGE.read_text()))
+def test_a_formula_gives_what_the_page_says(formula: str, said: str) -> None:
+    found = eval(formula, {"bubble_over_ideal": bubble_over_ideal, "num_in_flight": num_in_flight})
+    digits = len(said.partition(".")[2])
+    assert f"{found:.{digits}f}" == said
+
+
+def test_every_test_the_page_names_is_here() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
+    assert named and named <= set(globals())
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    try:
+        return MeshShape.of("data=4,model=2").build()
+    except RuntimeError:
+        pytest.skip("JAX can start no backend here")
+
+
+def put(mesh: Mesh, seed: int, shape: tuple[int, int], *spec: str | None) -> jax.Array:
+    values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return jax.device_put(values, NamedSharding(mesh, P(*spec)))
+
+
+def collectives(text: str) -> set[str]:
+    return set(re.findall(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text))
+
+
+def test_weights_split_over_data_give_the_same_numbers(mesh: Mesh) -> None:
+    x, w = put(mesh, 0, (16, 32), "data"), put(mesh, 1, (32, 64), "data")
+    multiply = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("data")))
+    assert collectives(multiply.lower(x, w).compile().as_text()) == {"all-gather"}
+    whole = jax.device_put(np.asarray(w), NamedSharding(mesh, P()))
+    np.testing.assert_array_equal(multiply(x, w), multiply(x, whole))
+
+
+def test_a_column_split_gathers_and_a_row_split_reduces(mesh: Mesh) -> None:
+    x = put(mesh, 0, (16, 32), "data", "model")
+    column, row = put(mesh, 1, (32, 64), None, "model"), put(mesh, 1, (32, 64), "model", None)
+    to_columns = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("data", "model")))
+    to_rows = jax.jit(jnp.matmul, out_shardings=NamedSharding(mesh, P("data")))
+    assert collectives(to_columns.lower(x, column).compile().as_text()) == {"all-gather"}
+    assert collectives(to_rows.lower(x, row).compile().as_text()) == {"all-reduce"}
+
+
+def test_two_column_splits_gather_between_them(mesh: Mesh) -> None:
+    x, first = put(mesh, 0, (16, 32), "data"), put(mesh, 1, (32, 64), None, "model")
+    column, row = put(mesh, 2, (64, 32), None, "model"), put(mesh, 2, (64, 32), "model", None)
+    pair = jax.jit(lambda x, a, b: (x @ a) @ b)
+    assert "all-gather" in collectives(pair.lower(x, first, column).compile().as_text())
+    assert collectives(pair.lower(x, first, row).compile().as_text()) == {"all-reduce"}
+
+
+def test_the_optimizer_takes_the_model() -> None:
+    assert list(inspect.signature(nnx.Optimizer.update).parameters)[:3] == ["self", "model", "grads"]
+    assert inspect.signature(nnx.Optimizer.__init__).parameters["wrt"].default is inspect.Parameter.empty
