@@ -56,6 +56,8 @@ def test_axes_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown workload": (["train", "gpt-nan"], 2, "did you mean 'gpt-nano'"),
+    "a workload without data": (["train", "resnet50"], 2, "'resnet50' brings no data"),
+    "a length that is none": (["axes", "resnet50", "--seq", "8"], 2, "no sequence length to change"),
     "unknown file": (["train", "nowhere.py:x"], 2, "there is no file 'nowhere.py'"),
     "unknown layout": (["train", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
     "unknown axis": (["train", "--mesh", "dta=8"], 2, "mesh axis 'dta' has no meaning"),

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from optax import softmax_cross_entropy_with_integer_labels as softmax_cross_entropy
 
-from spanax.models import gpt
+from spanax.models import gpt, images, llama, moe, resnet, vit
 
 # Some gradients are zero but for rounding (a key bias under softmax): eps keeps Adam from blowing that noise up.
 ADAMW = optax.adamw(1e-3, eps=1e-5)
@@ -63,6 +63,11 @@ CLICKS = batches(ids=ints(128, 8), weights=floats(8), dense=floats(8), click=int
 GPT_TEXT = batches(inputs=ints(128, 32), targets=ints(128, 32))
 GPT_SCAN = gpt.GPTConfig(vocab_size=128, seq_len=32, num_layers=3, num_heads=8, embed_dim=64, remat=True)
 GPT_LIST = dataclasses.replace(GPT_SCAN, num_layers=2, scan_layers=False, remat=False)
+LLAMA = llama.LlamaConfig(128, 32, num_layers=2, num_heads=8, num_kv_heads=4, embed_dim=64, mlp_dim=128, remat=True)
+MIXTRAL = moe.MoEConfig(128, 32, num_layers=2, num_heads=8, num_kv_heads=4, embed_dim=64, mlp_dim=48, remat=True)
+VIT = vit.ViTConfig(16, 4, num_layers=2, num_heads=8, embed_dim=64, mlp_dim=128, num_classes=16, remat=True)
+RESNET = resnet.ResNetConfig(16, stage_sizes=(2, 1), width=16, num_classes=16)
+LABELLED = batches(images=floats(16, 16, 3), labels=ints(16))
 
 
 class MLP(nnx.Module):
@@ -397,4 +402,8 @@ ZOO = {
     "mixed-dtype": Case(mixed_dtype, squared_error, VECTORS),
     "mixer": Case(mixer, cross_entropy, SERIES, optax.chain(optax.clip_by_global_norm(1.0), ADAMW)),
     "clip": Case(CLIP, clip_loss, VECTORS),
+    "llama": Case(lambda rngs: llama.Llama(LLAMA, rngs), llama.loss, GPT_TEXT),
+    "mixtral": Case(lambda rngs: moe.Mixtral(MIXTRAL, rngs), moe.loss, GPT_TEXT),
+    "vit-scan": Case(lambda rngs: vit.ViT(VIT, rngs), images.loss, LABELLED),
+    "resnet": Case(lambda rngs: resnet.ResNet(RESNET, rngs), images.loss, LABELLED),
 }

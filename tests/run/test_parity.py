@@ -48,15 +48,18 @@ SEQUENCE = [
 ]
 EXPERT = [("expert", "data=4,expert=2"), ("expert", "expert=8")]
 
-MATRIX = {
+FEW = [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")]
+
+MATRIX = dict.fromkeys(zoo.ZOO, FEW) | {
     "mlp": DATA + TENSOR,
     "dropout": DATA + TENSOR,
     "cnn": DATA + TENSOR,
     "gpt": DATA + TENSOR + SEQUENCE,
     "gqa": DATA + TENSOR + SEQUENCE,
     "moe": DATA + TENSOR + SEQUENCE + EXPERT,
-} | {name: [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")] for name in zoo.ZOO if name not in
-     ("mlp", "dropout", "cnn", "gpt", "gqa", "moe")}  # fmt: skip
+    "llama": FEW + SEQUENCE,
+    "mixtral": FEW + EXPERT,
+}
 
 # Every preset, every model of the first six and every kind of layer once, as cheap as it gets; `slow` is all of it.
 QUICK = {
@@ -66,7 +69,8 @@ QUICK = {
     "gpt": {"zero1", "fsdp+tensor+seq"},
     "gqa": {"context", "fsdp+tensor"},
     "moe": {"expert", "data+tensor"},
-} | dict.fromkeys(("annotated", "clip", "lora", "mixed-dtype", "mixer", "multitask", "sequential", "vae"), {"fsdp"})
+} | dict.fromkeys(("annotated", "clip", "llama", "lora", "mixed-dtype", "mixer", "mixtral", "multitask", "resnet",
+                   "sequential", "vae", "vit-scan"), {"fsdp"})  # fmt: skip
 
 
 def cases() -> list[Any]:

@@ -16,12 +16,12 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.models import gpt
+from spanax.models import gpt, llama
 from spanax.trace import primitives
 from spanax.trace.program import Program, Traced
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "axes"
-MAIN = ("cnn", "gpt", "gqa", "mlp", "moe", "vit")
+MAIN = ("cnn", "gpt", "gqa", "llama", "mixtral", "mlp", "moe", "resnet", "vit", "vit-scan")
 
 
 @functools.cache
@@ -60,16 +60,20 @@ def test_the_zoo_is_understood(name: str) -> None:
     assert axes.coverage == 1.0
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_seq_is_every_dim_of_a_prime_length_and_no_other(scan_layers: bool) -> None:
-    config = dataclasses.replace(zoo.GPT_SCAN, seq_len=11, scan_layers=scan_layers)
+SEQUENCES: dict[str, tuple[Any, Any, Any]] = {
+    "scanned": (gpt.GPT, zoo.GPT_SCAN, gpt.loss),
+    "unrolled": (gpt.GPT, dataclasses.replace(zoo.GPT_SCAN, scan_layers=False), gpt.loss),
+    "grouped queries": (llama.Llama, zoo.LLAMA, llama.loss),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_seq_is_every_dim_of_a_prime_length_and_no_other(name: str) -> None:
+    model, config, loss = SEQUENCES[name]
+    config = dataclasses.replace(config, seq_len=11)
     ids = jax.ShapeDtypeStruct((4, 11), "int32")
-    traced = spanax.trace(
-        build=lambda rngs: gpt.GPT(config, rngs),
-        optimizer=zoo.ADAMW,
-        batch={"inputs": ids, "targets": ids},
-        loss=gpt.loss,
-    )
+    batch = {"inputs": ids, "targets": ids}
+    traced = spanax.trace(build=lambda rngs: model(config, rngs), optimizer=zoo.ADAMW, batch=batch, loss=loss)
     assert misnamed(traced.step, "seq", 11) == []
 
 

@@ -8,58 +8,171 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import jax
+import optax
 
 from spanax import SpanaxError, Workload
 from spanax.errors import nearest
-from spanax.models import gpt
+from spanax.models import gpt, images, llama, moe, resnet, vit
 
 
-def gpt_workload(
-    size: str,
+def text_workload(
+    model: Callable[..., Any],
+    loss: Callable[..., Any],
+    config: Any,
     *,
     batch_size: int = 8,
     seq_len: int | None = None,
     vocab_size: int | None = None,
-    learning_rate: float = 6e-4,
+    num_layers: int | None = None,
+    embed_dim: int | None = None,
+    learning_rate: float = 3e-4,
     num_steps: int = 1000,
-    tokenizer: str = "bpe:50257",
+    tokenizer: str | None = None,
+    nano: bool = False,
 ) -> Workload:
-    """A GPT of a size in `gpt.SIZES` on text; 175B is for planning, and takes as long to train as it sounds."""
-    config = gpt.SIZES[size]
+    """A language model on text; the large ones are for planning, and take as long to train as it sounds.
+
+    Args:
+      model: what a configuration is built into.
+      loss: of the model on `inputs` and `targets`.
+      config: a size of the model; the sizes given here replace those in it.
+      nano: whether the vocabulary is the tokenizer's, and no layer is computed twice.
+    """
     config = replace(
-        config,
+        _widened(config, embed_dim),
         seq_len=seq_len or config.seq_len,
-        vocab_size=max(vocab_size or 0, config.vocab_size) if size != "nano" else vocab_size or config.vocab_size,
-        remat=size != "nano",
+        vocab_size=(vocab_size or config.vocab_size) if nano else max(vocab_size or 0, config.vocab_size),
+        num_layers=num_layers or config.num_layers,
+        remat=not nano,
     )
     return Workload(
-        build=partial(gpt.GPT, config),
+        build=partial(model, config),
         batch=gpt.example_batch(batch_size, config.seq_len),
-        loss=gpt.loss,
+        loss=loss,
         source="python",
         learning_rate=learning_rate,
         num_steps=num_steps,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer or f"bpe:{config.vocab_size}",
         vocab_size=config.vocab_size,
     )
 
 
+def vit_workload(
+    size: str, *, batch_size: int = 256, num_layers: int | None = None, embed_dim: int | None = None
+) -> Workload:
+    """A vision transformer of a size in `vit.SIZES`; all but the nano one need images of your own."""
+    config = _widened(vit.SIZES[size], embed_dim)
+    config = replace(config, num_layers=num_layers or config.num_layers, remat=size != "nano")
+    workload = Workload(
+        build=partial(vit.ViT, config),
+        batch=images.example_batch(batch_size, config.image_size),
+        loss=images.loss,
+        learning_rate=1e-3,
+        num_steps=200 if size == "nano" else 1000,
+    )
+    return _with_made_up_images(workload, config) if size == "nano" else workload
+
+
+def resnet_workload(size: str, *, batch_size: int = 256) -> Workload:
+    """A ResNet of a size in `resnet.SIZES`; ResNet-50 needs images of your own."""
+    config = resnet.SIZES[size]
+    workload = Workload(
+        build=partial(resnet.ResNet, config),
+        batch=images.example_batch(batch_size, config.image_size),
+        loss=images.loss,
+        optimizer=sgd,
+        learning_rate=0.1 * batch_size / 256,
+        num_steps=200 if size == "nano" else 1000,
+    )
+    return _with_made_up_images(workload, config) if size == "nano" else workload
+
+
+def sgd(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
+    """SGD with Nesterov momentum, a twentieth of the run to warm up and a cosine down to nothing.
+
+    Source: Goyal et al., 2017 (arXiv 1706.02677), section 5.1; the cosine of Loshchilov and Hutter, 2016
+    (arXiv 1608.03983).
+    """
+    warmup = max(1, num_steps // 20)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(num_steps, warmup + 1))
+    return optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(schedule, momentum=0.9, nesterov=True))
+
+
+def _with_made_up_images(workload: Workload, config: Any) -> Workload:
+    made_up = partial(images.MadeUpImages, config.image_size, config.num_classes)
+    return replace(workload, source=made_up(10_000), validation=made_up(1_000, first=1))
+
+
+def _widened(config: Any, embed_dim: int | None) -> Any:
+    """The same model with more or fewer heads of the same width, and an MLP in proportion.
+
+    Raises:
+      SpanaxError: that makes no whole number of heads, or of queries to a key.
+    """
+    if embed_dim is None:
+        return config
+    head_dim, num_kv_heads = config.embed_dim // config.num_heads, getattr(config, "num_kv_heads", 1)
+    unit = head_dim * num_kv_heads
+    if embed_dim % unit:
+        below = embed_dim // unit * unit
+        raise SpanaxError(
+            f"embed_dim is {embed_dim}; it takes a multiple of {unit}.",
+            where=f"heads of {head_dim}" + (f" on {num_kv_heads} keys and values" if num_kv_heads > 1 else ""),
+            fix=f"{below} or {below + unit}" if below else f"{unit}",
+        )
+    wider = {"embed_dim": embed_dim, "num_heads": embed_dim // head_dim}
+    if hasattr(config, "mlp_dim"):
+        wider["mlp_dim"] = config.mlp_dim * embed_dim // config.embed_dim
+    return replace(config, **wider)
+
+
+_gpt = partial(text_workload, gpt.GPT, gpt.loss)
+_llama = partial(text_workload, llama.Llama, llama.loss)
+_moe = partial(text_workload, moe.Mixtral, moe.loss)
+_nano = {"batch_size": 32, "learning_rate": 2e-3, "num_steps": 200, "tokenizer": "bytes", "nano": True}
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
-    "gpt-nano": partial(gpt_workload, "nano", batch_size=32, learning_rate=2e-3, num_steps=200, tokenizer="bytes"),
-    "gpt2": partial(gpt_workload, "gpt2"),
-    "gpt2-medium": partial(gpt_workload, "gpt2-medium", learning_rate=3e-4),
-    "gpt2-large": partial(gpt_workload, "gpt2-large", learning_rate=2.5e-4),
-    "gpt2-xl": partial(gpt_workload, "gpt2-xl", learning_rate=2e-4),
-    "gpt3-175b": partial(gpt_workload, "gpt3-175b", learning_rate=6e-5),
+    "gpt-nano": partial(_gpt, gpt.SIZES["nano"], **_nano),
+    "gpt2": partial(_gpt, gpt.SIZES["gpt2"], learning_rate=6e-4),
+    "gpt2-medium": partial(_gpt, gpt.SIZES["gpt2-medium"], learning_rate=3e-4),
+    "gpt2-large": partial(_gpt, gpt.SIZES["gpt2-large"], learning_rate=2.5e-4),
+    "gpt2-xl": partial(_gpt, gpt.SIZES["gpt2-xl"], learning_rate=2e-4),
+    "gpt3-175b": partial(_gpt, gpt.SIZES["gpt3-175b"], learning_rate=6e-5),
+    "llama-nano": partial(_llama, llama.SIZES["nano"], **_nano),
+    "llama3-8b": partial(_llama, llama.SIZES["8b"], learning_rate=3e-4),
+    "llama3-70b": partial(_llama, llama.SIZES["70b"], learning_rate=1.5e-4),
+    "llama3-405b": partial(_llama, llama.SIZES["405b"], learning_rate=8e-5),
+    "moe-nano": partial(_moe, moe.SIZES["nano"], **_nano),
+    "mixtral-8x7b": partial(_moe, moe.SIZES["8x7b"]),
+    "vit-nano": partial(vit_workload, "nano", batch_size=64),
+    "vit-b16": partial(vit_workload, "b16"),
+    "vit-1b": partial(vit_workload, "g14"),
+    "resnet-nano": partial(resnet_workload, "nano", batch_size=64),
+    "resnet50": partial(resnet_workload, "50"),
 }
 
 
 def load(
-    name: str, *, batch_size: int | None = None, seq_len: int | None = None, vocab_size: int | None = None
+    name: str,
+    *,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    vocab_size: int | None = None,
+    num_layers: int | None = None,
+    embed_dim: int | None = None,
 ) -> Workload:
     """A workload by name, or from `file.py:name`, in the sizes asked for.
+
+    Args:
+      name: one of `WORKLOADS`, or a Workload or a function that returns one in a file of yours.
+      batch_size: examples in a batch.
+      seq_len: tokens in an example.
+      vocab_size: how many tokens the model knows; models with published sizes know no fewer than they do.
+      num_layers: how deep the model is.
+      embed_dim: how wide; heads keep their width, so there are more or fewer of them.
 
     Raises:
       SpanaxError: there is no such workload, file or name, or it cannot have another size.
@@ -68,7 +181,13 @@ def load(
       >>> load("gpt2", batch_size=4).batch["inputs"].shape
       (4, 1024)
     """
-    sizes = {"batch_size": batch_size, "seq_len": seq_len, "vocab_size": vocab_size}
+    sizes = {
+        "batch_size": batch_size,
+        "seq_len": seq_len,
+        "vocab_size": vocab_size,
+        "num_layers": num_layers,
+        "embed_dim": embed_dim,
+    }
     asked = {key: value for key, value in sizes.items() if value is not None}
     for key, value in asked.items():
         if value < 1:
@@ -85,14 +204,25 @@ def load(
     return _resized(name, workload, ignored)
 
 
+_OWN_SIZES = {
+    "seq_len": ("sequence length", "--seq"),
+    "num_layers": ("number of layers", "num_layers"),
+    "embed_dim": ("width", "embed_dim"),
+}
+"""What only the model's author can make changeable, in words and as it is asked for."""
+
+
 def _resized(name: str, workload: Workload, asked: dict[str, int]) -> Workload:
     """A ready-made workload with another batch size; its other sizes are its own."""
-    if "seq_len" in asked:
-        raise SpanaxError(
-            f"'{name}' has no sequence length to change.",
-            where=f"--seq {asked['seq_len']}",
-            fix="let the name be a function of seq_len that returns the Workload",
-        )
+    for key, (words, flag) in _OWN_SIZES.items():
+        if key in asked:
+            raise SpanaxError(
+                f"'{name}' has no {words} to change.",
+                where=f"{flag} {asked[key]}",
+                fix="change batch_size, or take another workload"
+                if name in WORKLOADS
+                else f"let the name be a function of {key} that returns the Workload",
+            )
     if "batch_size" not in asked:
         return workload
     shaped = jax.eval_shape(lambda tree: tree, workload.batch)
@@ -105,7 +235,7 @@ def _resized(name: str, workload: Workload, asked: dict[str, int]) -> Workload:
 def _from_file(name: str) -> Workload | Callable[..., Workload]:
     path, colon, attribute = name.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise SpanaxError(f"unknown workload '{name}'.", fix=nearest(name, [*WORKLOADS, "file.py:name"]))
+        raise SpanaxError(f"unknown workload '{name}'.", fix=nearest(name, ["file.py:name", *WORKLOADS]))
     if not Path(path).is_file():
         raise SpanaxError(f"there is no file '{path}'.", where=f"workload '{name}'")
     module = _imported(Path(path))

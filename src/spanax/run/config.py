@@ -15,7 +15,7 @@ class TrainConfig:
     """Train a workload on the devices that are there, or on simulated ones.
 
     Attributes:
-      workload: a name (gpt-nano, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt3-175b), or file.py:name.
+      workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), or file.py:name.
       layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context or expert; `+seq` behind
         a tensor one splits the sequence too. Left out: what the mesh's names mean, or what fits.
       mesh: axis sizes, slowest first, such as data=4,model=2.

@@ -102,8 +102,10 @@ def _filled(config: TrainConfig, workload: Workload) -> TrainConfig:
 def _source(config: TrainConfig, workload: Workload) -> Any:
     source = config.data if config.data is not None else workload.source
     if source is None:
+        own = "source=... in a spanax.Workload of yours"
         raise SpanaxError(
-            f"workload '{config.workload}' brings no data.", fix="--data PATH, or source=... in the spanax.Workload"
+            f"workload '{config.workload}' brings no data.",
+            fix=own if workload.vocab_size is None else f"--data PATH, or {own}",
         )
     return source
 

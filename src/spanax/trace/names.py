@@ -146,12 +146,17 @@ def _claim_attention(dims: Dims, found: Sequence[int], claims: Claims) -> None:
         for weight, other in (op.inputs[:2], op.inputs[1::-1]):
             if found[other] & Origin.BATCH and not found[weight] & Origin.BATCH:
                 made |= set(dims.classes(weight))
+    contracted = []
     for op in dots:
         if _is_attention(op, dims, found, claims):
             (contract, _), _ = op.params["dimension_numbers"]
-            for label in (dims.classes(op.inputs[0])[dim] for dim in contract):
-                if not _is_named(claims, label, "batch"):
-                    _claim(claims, label, "head_dim" if label in made else "seq")
+            labels = [dims.classes(op.inputs[0])[dim] for dim in contract]
+            contracted.append([label for label in labels if not _is_named(claims, label, "batch")])
+    for labels in sorted(contracted, key=len):
+        if len(labels) > 1 and any(_is_named(claims, label, "seq") for label in labels):
+            continue  # the gradient of grouped keys: beside positions it sums over the queries of a group
+        for label in labels:
+            _claim(claims, label, "head_dim" if label in made else "seq")
 
 
 def _top_k(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:

@@ -23,8 +23,8 @@ def adamw(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
 class Workload:
     """What `spanax train` trains, and what a `file.py:name` on its command line names.
 
-    The name may also be a function that returns a Workload; it is called with those of `batch_size`, `seq_len`
-    and `vocab_size` that it takes, so that the command line can change them.
+    The name may also be a function that returns a Workload; it is called with those of `batch_size`, `seq_len`,
+    `vocab_size`, `num_layers` and `embed_dim` that it takes, so that the command line can change them.
 
     Attributes:
       build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.

@@ -1,0 +1,133 @@
+"""Mixtral in plain Flax NNX: Llama's attention, and a choice of experts where Llama has one MLP.
+
+Shape suffixes: B batch, T positions, V vocab, D embed, F mlp, E experts, C capacity (places an expert has for the
+tokens of one example).
+
+Source: Jiang et al., "Mixtral of Experts", 2024 (arXiv 2401.04088), table 1.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from spanax.models.llama import INIT, Attention, residual_init
+from spanax.models.stack import run_stack, stacked
+
+BALANCE_WEIGHT = 0.01
+"""How much the balance of the experts counts in the loss. Source: Fedus et al., 2021, section 2.2; Mixtral's own
+is not in its paper."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """The shape of a mixture of experts; each token goes to `experts_per_token` of them.
+
+    An expert has room for `capacity_factor` times its share of an example's tokens, and the rest goes past it.
+    With `num_experts / experts_per_token` there is room for all, as in Mixtral itself, at that many times the work.
+    """
+
+    vocab_size: int
+    seq_len: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    embed_dim: int
+    mlp_dim: int
+    num_experts: int = 8
+    experts_per_token: int = 2
+    capacity_factor: float = 1.25
+    rope_theta: float = 1_000_000.0
+    remat: bool = False
+
+
+SIZES = {
+    "nano": MoEConfig(256, 64, num_layers=2, num_heads=8, num_kv_heads=4, embed_dim=128, mlp_dim=128),
+    "8x7b": MoEConfig(32_000, 4096, num_layers=32, num_heads=32, num_kv_heads=8, embed_dim=4096, mlp_dim=14336),
+}
+"""`8x7b` was trained on 32,768 tokens an example; the one-hot dispatch here grows with the square of that."""
+
+
+class Experts(nnx.Module):
+    """Gated MLPs, of which a router picks some for each token; tokens travel by matrix products with one-hots.
+
+    Source: the gates of Jiang et al., 2024, section 2.1; dispatch and combine of Lepikhin et al., "GShard", 2020
+    (arXiv 2006.16668), section 2.2; the balance of Fedus et al., "Switch Transformers", 2021 (arXiv 2101.03961),
+    equation 4, divided by the number of experts a token has, so that 1 is even.
+    """
+
+    def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
+        E, D, F = config.num_experts, config.embed_dim, config.mlp_dim
+        self.num_chosen, self.capacity_factor = config.experts_per_token, config.capacity_factor
+        self.router = nnx.Linear(D, E, use_bias=False, kernel_init=INIT, rngs=rngs)
+        self.gate, self.up = (nnx.Param(INIT(rngs.params(), (E, D, F))) for _ in range(2))
+        self.down = nnx.Param(residual_init(config.num_layers)(rngs.params(), (E, F, D)))
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits_BTE = self.router(x_BTD).astype(jnp.float32)
+        num_tokens, num_experts = logits_BTE.shape[1:]
+        chosen_BTE = jax.nn.one_hot(jax.lax.top_k(logits_BTE, self.num_chosen)[1], num_experts).sum(-2)
+        gates_BTE = jax.nn.softmax(jnp.where(chosen_BTE > 0, logits_BTE, -jnp.inf))
+
+        capacity = math.ceil(self.capacity_factor * self.num_chosen * num_tokens / num_experts)
+        # Places go by position, so that no token takes one from a token before it.
+        place_BTE = jnp.where(chosen_BTE > 0, jnp.cumsum(chosen_BTE, axis=1) - 1, -1)
+        slots_BTEC = jax.nn.one_hot(place_BTE.astype(jnp.int32), min(capacity, num_tokens), dtype=x_BTD.dtype)
+
+        x_EBCD = jnp.einsum("BTEC,BTD->EBCD", slots_BTEC, x_BTD)
+        gate_EBCF = jnp.einsum("EBCD,EDF->EBCF", x_EBCD, self.gate[...])
+        h_EBCF = jax.nn.silu(gate_EBCF) * jnp.einsum("EBCD,EDF->EBCF", x_EBCD, self.up[...])
+        y_EBCD = jnp.einsum("EBCF,EFD->EBCD", h_EBCF, self.down[...])
+        combine_BTEC = slots_BTEC * gates_BTE.astype(x_BTD.dtype)[..., None]
+
+        share_E = chosen_BTE.mean((0, 1)) / self.num_chosen
+        balance = num_experts * jnp.sum(share_E * jax.nn.softmax(logits_BTE).mean((0, 1)))
+        dropped = jnp.mean(place_BTE >= capacity) * num_experts / self.num_chosen
+        return jnp.einsum("BTEC,EBCD->BTD", combine_BTEC, y_EBCD), {"balance": balance, "dropped": dropped}
+
+
+class Block(nnx.Module):
+    """One pre-norm transformer block: attention, then experts; what it tells of itself is added up in the carry."""
+
+    def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
+        D, out_init = config.embed_dim, residual_init(config.num_layers)
+        self.attention_norm = nnx.RMSNorm(D, epsilon=1e-5, rngs=rngs)
+        self.attention = Attention(D, config.num_heads, config.num_kv_heads, config.rope_theta, out_init, rngs)
+        self.mlp_norm = nnx.RMSNorm(D, epsilon=1e-5, rngs=rngs)
+        self.experts = Experts(config, rngs)
+
+    def __call__(self, carry: tuple[jax.Array, dict[str, jax.Array]]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        x_BTD, totals = carry
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        y_BTD, found = self.experts(self.mlp_norm(x_BTD))
+        return x_BTD + y_BTD, jax.tree.map(jnp.add, totals, found)
+
+
+class Mixtral(nnx.Module):
+    """Tokens in; out come logits, and the mean over the layers of what the experts tell of themselves."""
+
+    def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
+        self.blocks = stacked(functools.partial(Block, config), config.num_layers, rngs)
+        self.norm = nnx.RMSNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
+        self.head = nnx.Linear(config.embed_dim, config.vocab_size, use_bias=False, kernel_init=INIT, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        carry = self.embed[tokens_BT], {"balance": jnp.zeros(()), "dropped": jnp.zeros(())}
+        x_BTD, totals = run_stack(self.blocks, carry, remat=self.config.remat)
+        return self.head(self.norm(x_BTD)), jax.tree.map(lambda total: total / self.config.num_layers, totals)
+
+
+def loss(model: Mixtral, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Mean next-token cross-entropy in float32 plus the weighted balance of the experts (1 is even).
+
+    The metrics are both parts, and `dropped`: the share of the routed tokens for which an expert had no place.
+    """
+    logits_BTV, found = model(batch["inputs"])
+    entropy = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), batch["targets"]).mean()
+    return entropy + BALANCE_WEIGHT * found["balance"], {"cross_entropy": entropy} | found

@@ -1,0 +1,124 @@
+"""ViT and ResNet: the published sizes, what they see of an image; and the made-up images."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from spanax.models import images, resnet, vit
+from spanax.models.workloads import load
+
+TINY_VIT = vit.ViTConfig(16, 4, num_layers=2, num_heads=4, embed_dim=32, mlp_dim=64, num_classes=7)
+TINY_RESNET = resnet.ResNetConfig(32, stage_sizes=(2,), width=8, num_classes=7)
+
+
+@functools.partial(nnx.jit, static_argnums=(0, 1))
+def build(model: type, config: object) -> nnx.Module:
+    return model(config, nnx.Rngs(0))
+
+
+def noise(size: int, batch_size: int = 4) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=(batch_size, size, size, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    # torchvision's resnet50 and vit_b_16, timm's vit_giant_patch14_224: each with 1,000 classes.
+    [("resnet50", 25_557_032), ("vit-b16", 86_567_656), ("vit-1b", 1_012_611_432)],
+)
+def test_parameters_match_the_published_models(name, expected):
+    program = load(name).trace(learning_rate=1e-4, num_steps=10)
+    assert program.num_params == expected
+    assert program.step.axes.coverage == 1.0 and not program.step.axes.unknown
+
+
+def test_vit_1b_is_the_one_of_the_paper():
+    """1,011 M: without the classes, and without the class token, which that paper leaves out."""
+    num_params = load("vit-1b").trace(learning_rate=1e-4, num_steps=10).num_params
+    assert round((num_params - 1000 * 1409 - 2 * 1408) / 1e6) == 1011
+
+
+def test_resnet_shapes_are_those_of_the_paper():
+    """Table 1: 112, then 56, 28, 14 and 7 pixels; 256 to 2048 channels."""
+
+    def outputs(images):
+        model = resnet.ResNet(resnet.SIZES["50"], nnx.Rngs(0))
+        x, found = model.stem(images), [model.stem(images)]
+        x = x[:, ::2, ::2]  # as large as what the pooling makes
+        for block in model.blocks:
+            x = block(x)
+            found.append(x)
+        return found
+
+    found = [leaf.shape[1:] for leaf in jax.eval_shape(outputs, jax.ShapeDtypeStruct((2, 224, 224, 3), "float32"))]
+    assert [found[at] for at in (0, 3, 7, 13, 16)] == [
+        (112, 112, 64), (56, 56, 256), (28, 28, 512), (14, 14, 1024), (7, 7, 2048)
+    ]  # fmt: skip
+
+
+def test_a_block_of_a_resnet_is_born_the_identity():
+    model = build(resnet.ResNet, TINY_RESNET)
+    x = np.abs(np.random.default_rng(0).normal(size=(2, 8, 8, 32))).astype(np.float32)
+    np.testing.assert_array_equal(model.blocks[1](x), x)
+    assert not np.allclose(model.blocks[0](x[..., :8]), 0)
+
+
+def test_batch_statistics_move_in_training_and_stay_in_evaluation():
+    model = build(resnet.ResNet, TINY_RESNET)
+    before = np.asarray(model.stem.norm.mean[...])
+    model(noise(32))
+    moved = np.asarray(model.stem.norm.mean[...])
+    model.eval()
+    model(noise(32))
+    assert not np.array_equal(before, moved) and np.array_equal(moved, model.stem.norm.mean[...])
+
+
+def test_a_vit_knows_where_a_patch_is():
+    model, x = build(vit.ViT, TINY_VIT), noise(16)
+    swapped = x.copy()
+    swapped[:, :4, :4], swapped[:, 8:12, 8:12] = x[:, 8:12, 8:12], x[:, :4, :4]
+    difference = lambda: float(np.abs(model(x) - model(swapped)).max())  # noqa: E731
+    model.positions[...] *= 20
+    model.blocks.attention.qkv.kernel[...] *= 20  # attention that prefers some patches
+    with_positions = difference()
+    model.positions[...] *= 0
+    assert with_positions > 1e-3 and difference() < 1e-5
+
+
+def test_remat_changes_no_number():
+    x = noise(16)
+    np.testing.assert_allclose(
+        build(vit.ViT, TINY_VIT)(x), build(vit.ViT, dataclasses.replace(TINY_VIT, remat=True))(x), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("model", "config"), [(vit.ViT, TINY_VIT), (resnet.ResNet, TINY_RESNET)])
+def test_the_loss_starts_near_uniform_and_tells_the_accuracy(model, config):
+    batch = {"images": noise(config.image_size, 14), "labels": np.arange(14, dtype=np.int32) % 7}
+    value, told = images.loss(build(model, config), batch)
+    assert float(value) == pytest.approx(np.log(7), rel=0.5)
+    assert 0 <= float(told["accuracy"]) <= 1
+
+
+def test_made_up_images_are_the_same_at_every_reading_and_differ_from_each_other():
+    source = images.MadeUpImages(32, 10, 100)
+    held_out = images.MadeUpImages(32, 10, 100, first=1)
+    assert len(source) == 100 and {int(source[i]["labels"]) for i in range(20)} == set(range(10))
+    np.testing.assert_array_equal(source[3]["images"], images.MadeUpImages(32, 10, 100)[3]["images"])
+    for other in (source[13], held_out[3], source[4]):
+        assert not np.array_equal(source[3]["images"], other["images"])
+    with pytest.raises(IndexError):
+        source[100]
+
+
+def test_made_up_images_of_a_class_share_a_pattern():
+    """The power spectrum does not see the shift: it is nearest to that of its own class."""
+    spectra = [
+        np.abs(np.fft.fft2(images.MadeUpImages(32, 10, 40)[i]["images"], axes=(0, 1))).ravel() for i in range(40)
+    ]
+    means = np.array([np.mean(spectra[c:20:10], axis=0) for c in range(10)])
+    guessed = [int(np.argmin(np.linalg.norm(means - spectrum, axis=1))) for spectrum in spectra[20:]]
+    assert np.mean(np.array(guessed) == np.arange(20, 40) % 10) > 0.8

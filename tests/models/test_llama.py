@@ -1,0 +1,106 @@
+"""Llama: the published sizes, rotary positions, shared keys and values, and a trace that does not grow with depth."""
+
+import dataclasses
+import functools
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spanax.models.llama import SIZES, Attention, Llama, LlamaConfig, loss, rotate
+from spanax.models.workloads import load
+
+TINY = LlamaConfig(64, 16, num_layers=3, num_heads=4, num_kv_heads=2, embed_dim=32, mlp_dim=64)
+
+
+def tokens(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, TINY.vocab_size, (4, TINY.seq_len), dtype=np.int32)
+
+
+@functools.partial(nnx.jit, static_argnums=(0, 1))
+def build(config: LlamaConfig, seed: int = 0) -> Llama:
+    return Llama(config, nnx.Rngs(seed))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)],
+)
+def test_parameters_match_the_published_models(name, expected):
+    assert load(name).trace(learning_rate=1e-4, num_steps=10).num_params == expected
+
+
+def test_405b_is_traced_in_three_seconds():
+    workload = load("llama3-405b")
+    began = time.process_time()
+    program = workload.trace(learning_rate=1e-4, num_steps=10)
+    assert time.process_time() - began < 3
+    assert program.step.axes.coverage == 1.0 and not program.step.axes.unknown
+    assert {axis.name: axis.ways for axis in program.axes}["heads"] == 8
+
+
+def test_initial_loss_is_uniform():
+    batch = {"inputs": tokens(0), "targets": tokens(1)}
+    assert float(loss(build(TINY), batch)) == pytest.approx(math.log(TINY.vocab_size), rel=0.02)
+
+
+def test_future_tokens_do_not_change_earlier_logits():
+    model, before = build(TINY), tokens()
+    after = before.copy()
+    after[:, 9:] = (after[:, 9:] + 1) % TINY.vocab_size
+    np.testing.assert_allclose(model(before)[:, :9], model(after)[:, :9], atol=1e-6)
+    assert not np.allclose(model(before)[:, 9:], model(after)[:, 9:], atol=1e-3)
+
+
+def test_rotation_keeps_lengths_and_makes_scores_relative():
+    q_K, k_K = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+    q_TK, k_TK = (np.asarray(rotate(jnp.tile(x_K, (1, 16, 1, 1)), 100.0))[0, :, 0] for x_K in (q_K, k_K))
+    np.testing.assert_allclose(np.linalg.norm(q_TK, axis=-1), np.linalg.norm(q_K), rtol=1e-5)
+    scores_TT = q_TK @ k_TK.T
+    for distance in (0, 3, 7):  # the same everywhere, and another at another distance
+        diagonal = np.diagonal(scores_TT, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-4)
+    assert np.ptp([scores_TT[0, 0], scores_TT[0, 3], scores_TT[0, 7]]) > 0.1
+    # Position 1 turns the first pair by one radian, and the last of four by 100 ** (-3 / 4) of one.
+    for pair, angle in ((0, 1.0), (3, 100.0**-0.75)):
+        turned = q_K[pair] * math.cos(angle) - q_K[pair + 4] * math.sin(angle)
+        assert q_TK[1, pair] == pytest.approx(turned, rel=1e-5)
+
+
+def test_grouped_queries_equal_repeated_keys_and_values():
+    grouped = Attention(32, 4, 2, 100.0, nnx.initializers.normal(0.02), nnx.Rngs(0))
+    full = Attention(32, 4, 4, 100.0, nnx.initializers.normal(0.02), nnx.Rngs(1))
+    full.q.kernel[...], full.out.kernel[...] = grouped.q.kernel[...], grouped.out.kernel[...]
+    for name in ("k", "v"):
+        getattr(full, name).kernel[...] = jnp.repeat(getattr(grouped, name).kernel[...], 2, axis=1)
+    x_BTD = np.random.default_rng(0).normal(size=(2, 8, 32)).astype(np.float32)
+    np.testing.assert_allclose(grouped(x_BTD), full(x_BTD), atol=1e-6)
+
+
+def test_remat_changes_no_number():
+    batch = {"inputs": tokens(0), "targets": tokens(1)}
+    gradient = nnx.jit(nnx.value_and_grad(loss))
+    value, grads = gradient(build(TINY), batch)
+    again, grads_again = gradient(build(dataclasses.replace(TINY, remat=True)), batch)
+    np.testing.assert_allclose(value, again, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), nnx.state(grads), nnx.state(grads_again))
+
+
+def test_half_precision_stays_half_and_the_loss_does_not():
+    model = build(TINY)
+    nnx.update(model, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
+    assert jax.eval_shape(lambda: model(tokens())).dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda: loss(model, {"inputs": tokens(0), "targets": tokens(1)})).dtype == jnp.float32
+
+
+def test_every_layer_draws_its_own_numbers():
+    up = np.asarray(build(TINY).blocks.mlp.up.kernel[...])
+    assert up.shape == (3, 32, 64) and not np.array_equal(up[0], up[1])
+    wide = build(SIZES["nano"])
+    assert np.std(wide.blocks.mlp.up.kernel[...]) == pytest.approx(0.02, rel=0.02)
+    for residual in (wide.blocks.mlp.down, wide.blocks.attention.out):
+        assert np.std(residual.kernel[...]) == pytest.approx(0.02 / 8**0.5, rel=0.02)

@@ -1,0 +1,113 @@
+"""Workloads by name: sizes asked for are the sizes built, and what cannot be changed is said."""
+
+import math
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+import spanax
+from spanax.models.workloads import WORKLOADS, load
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+
+def shapes(workload: spanax.Workload) -> dict[str, tuple[int, ...]]:
+    program = workload.trace(learning_rate=1e-3, num_steps=10)
+    return {leaf.path: leaf.shape for leaf in (*program.leaves, *program.batch)}
+
+
+def test_the_page_lists_every_workload_as_it_is():
+    """Name, parameters and the sizes of a batch in each row of the table."""
+    found = {}
+    for name in WORKLOADS:
+        workload = load(name)
+        params = nnx.state(nnx.eval_shape(lambda build=workload.build: build(nnx.Rngs(0))), nnx.Param)
+        num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+        first = next(iter(workload.batch.values()))
+        found[name] = (num_params, *first.shape[:2])
+    rows = re.findall(r"^\| `(.+?)` \| .*? \| ([\d,]+) \| (\d+) of ([\d,]+)", PAGE.read_text(), re.MULTILINE)
+    number = lambda text: int(text.replace(",", ""))  # noqa: E731
+    assert {name: tuple(map(number, numbers)) for name, *numbers in rows} == found
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_a_workload_of_another_batch_size(name):
+    batch = load(name, batch_size=6).batch
+    assert {leaf.shape[0] for leaf in batch.values()} == {6}
+
+
+def test_a_gpt_of_another_depth_and_width_keeps_its_heads():
+    found = shapes(load("gpt2", num_layers=3, embed_dim=256, seq_len=64))
+    assert found["blocks.attention.qkv.kernel"] == (3, 256, 3, 4, 64)
+    assert found["blocks.up.kernel"] == (3, 256, 1024)
+    assert found["inputs"] == (8, 64)
+
+
+def test_a_llama_of_another_width_keeps_its_keys_and_the_shape_of_its_mlp():
+    found = shapes(load("llama3-8b", num_layers=2, embed_dim=2048))
+    assert found["blocks.attention.q.kernel"] == (2, 2048, 16, 128)
+    assert found["blocks.attention.k.kernel"] == (2, 2048, 8, 128)
+    assert found["blocks.mlp.up.kernel"] == (2, 2048, 7168)
+
+
+def test_experts_and_images_of_another_depth_and_width():
+    assert shapes(load("mixtral-8x7b", num_layers=2, embed_dim=1024))["blocks.experts.up"] == (2, 8, 1024, 3584)
+    assert shapes(load("vit-1b", num_layers=2, embed_dim=704))["blocks.up.kernel"] == (2, 704, 3072)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "says"),
+    [
+        (
+            "gpt2",
+            {"embed_dim": 100},
+            "embed_dim is 100; it takes a multiple of 64.\n  where: heads of 64\n  fix: 64 or",
+        ),
+        ("gpt2", {"embed_dim": 10}, "fix: 64$"),
+        ("llama3-8b", {"embed_dim": 1500}, "where: heads of 128 on 8 keys and values\n  fix: 1024 or 2048"),
+        ("resnet50", {"num_layers": 3}, "'resnet50' has no number of layers to change"),
+        ("resnet50", {"embed_dim": 64}, "'resnet50' has no width to change"),
+        ("vit-1b", {"seq_len": 64}, "'vit-1b' has no sequence length to change"),
+        ("gpt2", {"num_layers": 0}, "num_layers is 0; it takes a whole number from 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_told(name, sizes, says):
+    with pytest.raises(spanax.SpanaxError, match=says):
+        load(name, **sizes)
+
+
+OWN = """
+import jax, spanax
+from flax import nnx
+
+def workload(num_layers=1, batch_size=4):
+    return spanax.Workload(build=lambda rngs: nnx.Sequential(*[nnx.Linear(8, 8, rngs=rngs)] * num_layers),
+                           batch=jax.ShapeDtypeStruct((batch_size, 8), "float32"), loss=lambda model, x: model(x).sum(),
+                           num_steps=num_layers)
+"""
+
+
+def test_a_function_of_a_file_takes_the_sizes_it_knows(tmp_path):
+    (tmp_path / "own_sizes.py").write_text(OWN)
+    assert load(f"{tmp_path}/own_sizes.py:workload", num_layers=3).num_steps == 3
+    with pytest.raises(spanax.SpanaxError, match="has no width to change") as caught:
+        load(f"{tmp_path}/own_sizes.py:workload", embed_dim=64)
+    assert "function of embed_dim" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_what_cannot_be_trained_brings_no_data(name):
+    """Images are not shipped: only the nano models have made-up ones, and held-out ones of them."""
+    workload = load(name)
+    is_of_images = "images" in workload.batch
+    assert (workload.source is None) == (is_of_images and "nano" not in name)
+    assert (workload.validation is not None) == (is_of_images and "nano" in name)
+
+
+def test_text_models_keep_their_vocabulary_and_nano_ones_take_the_tokenizers():
+    assert load("llama3-8b", vocab_size=1000).vocab_size == 128_256
+    assert load("llama-nano", vocab_size=1000).vocab_size == 1000
+    assert load("mixtral-8x7b").tokenizer == "bpe:32000"
