@@ -60,9 +60,10 @@ class Chip:
     """One JAX device: its compute, memory and links. None: not known.
 
     `peak_flops` is per second, by dtype: `bf16`, `fp16`, `fp8`, `int8`, and `fp32` for what a float32 matmul gets by
-    default (TF32 from Ampere on, bf16 passes on TPU). `matmul_shares` of it are reached by the best matmul measured.
-    `usable_bytes` of `memory_bytes` are left to a program; JAX takes only `preallocated_share` of a GPU unless
-    XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `memory_share` of `memory_bytes_per_second` is reached.
+    default (TF32 from Ampere on, bf16 passes on TPU). `matmul_shares` of it are reached by the best matmul measured;
+    under a long load `sustained_share` of that is left. A matmul is divided into tiles over `num_cores`; None: one
+    core does all of it. `usable_bytes` of `memory_bytes` are left to a program; JAX takes only `preallocated_share` of
+    a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `memory_share` of `memory_bytes_per_second` is reached.
     `host_bytes_per_second` goes one way. What a host `shared` among its devices has, they divide. `inside` joins the
     devices of a node or slice, `between` the nodes or slices. `sources` says of every number where it is from.
 
@@ -82,6 +83,8 @@ class Chip:
     memory_bytes_per_second: float | None = None
     memory_share: float = 1.0
     kernel_start_seconds: float = 0.0
+    num_cores: int | None = None
+    sustained_share: float = 1.0
     host_bytes_per_second: float | None = None
     devices_per_chip: int = 1
     devices_per_host: int | None = None

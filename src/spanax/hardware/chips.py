@@ -22,6 +22,8 @@ CHIP_KEYS = {
     "preallocated": ("preallocated_share", "share"),
     "memory_rate": ("memory_bytes_per_second", "bytes per second"),
     "memory_share": ("memory_share", "share"),
+    "sustained": ("sustained_share", "share"),
+    "cores": ("num_cores", "count"),
     "kernel_start": ("kernel_start_seconds", "seconds"),
     "host_rate": ("host_bytes_per_second", "bytes per second"),
     "devices_per_chip": ("devices_per_chip", "count"),

@@ -3,24 +3,23 @@
 The plan's placements, the constraints of the step that runs, and the prices all come from here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Assignment, Pins, assign, pinned
 from spanax.plan.layout import Layout
-from spanax.trace.origins import Origin, feeds
+from spanax.trace.origins import Origin
 from spanax.trace.program import Program, Traced
+from spanax.trace.roles import Role
 from spanax.trace.variables import Leaf
 
 Spec = tuple[tuple[str, ...], ...]
 """The mesh axes that split each dim, outermost first; `()` for a dim left whole."""
 
 Labels = tuple[int | None, ...]
-
-MOVEMENT = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy"})
-"""Operations that only put numbers elsewhere: on the way to activations, a weight is gathered before them, once."""
 
 
 @dataclass(frozen=True)
@@ -91,38 +90,19 @@ class Resolver:
         """As which kind a leaf is stored: other state shaped like a parameter (an average of it) goes with it."""
         return "param" if leaf.kind == "other" and _key(labels) in self._leaf_keys else leaf.kind
 
-    def constraints(self, traced: Traced) -> list[Constraint | None]:
+    def constraints(self, traced: Traced) -> "Constraints":
         """The constraint of every value of a traced function, by its number; None: left to the compiler."""
-        graph, axes = traced.graph, traced.axes
-        whole: dict[int, set[int]] = {}
-        for value, dim in axes.kept_whole:
-            whole.setdefault(value, set()).add(dim)
-        is_activation = [self._is_activation(labels, axes.names) for labels in axes.classes]
-        feeding = feeds(graph, is_activation)
-        moved = {value for op in graph.ops() if op.name in MOVEMENT for value in op.outputs}
-        cache: dict[tuple[object, ...], Constraint | None] = {}
-        found: list[Constraint | None] = []
-        for value, labels in enumerate(axes.classes):
-            shape, origin = graph.shape(value), axes.origins[value]
-            if value in whole:
-                found.append(Constraint(self.computed(labels, shape, frozenset(whole[value]))))
-                continue
-            # What goes into activations is computed: a statistic of the batch, or a weight turned into its place.
-            is_computed = feeding[value] and (value in moved or bool(origin & Origin.BATCH))
-            key = (labels, shape, origin, is_activation[value] or is_computed)
-            if key not in cache:
-                cache[key] = self._constraint(labels, shape, origin, key[-1])
-            found.append(cache[key])
-        return found
+        return Constraints(self, traced)
 
-    def _is_activation(self, labels: Labels, names: Mapping[int, str]) -> bool:
-        return any(names.get(label) == "batch" for label in labels if label is not None)
-
-    def _constraint(self, labels: Labels, shape: tuple[int, ...], origin: int, is_computed: bool) -> Constraint | None:
+    def constraint(self, role: Role) -> Constraint | None:
+        """How every value of one role is split while the step runs; None: left to the compiler."""
+        labels, shape, origin = role.labels, role.shape, role.origin
+        if role.whole:
+            return Constraint(self.computed(labels, shape, role.whole))
         if not any(label is not None for label in labels):
             return None
         is_weight = _key(labels) in self._leaf_keys
-        if is_computed and (is_weight or origin & Origin.BATCH):
+        if role.is_computed and (is_weight or origin & Origin.BATCH):
             return Constraint(self.computed(labels, shape))
         if is_weight:
             kind = "optimizer" if origin & Origin.OPTIMIZER else "gradient" if origin & Origin.BATCH else "param"
@@ -166,6 +146,32 @@ class Resolver:
             if name in self.assignment.reasons and not by:
                 parts.append(self.assignment.reasons[name])
         return "; ".join(dict.fromkeys([extra] * bool(extra) + parts))
+
+
+class Constraints(Sequence[Constraint | None]):
+    """The constraints of a traced function's values, each found when it is asked for: alike values only once."""
+
+    def __init__(self, resolver: Resolver, traced: Traced):
+        self._resolver = resolver
+        self._traced = traced
+        self._known: dict[Role, Constraint | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._traced.axes.classes)
+
+    @overload
+    def __getitem__(self, value: int) -> Constraint | None: ...
+    @overload
+    def __getitem__(self, value: slice) -> Sequence[Constraint | None]: ...
+    def __getitem__(self, value: int | slice) -> Constraint | None | Sequence[Constraint | None]:
+        if isinstance(value, slice):
+            return [self[at] for at in range(*value.indices(len(self)))]
+        if value >= len(self):
+            raise IndexError(value)
+        role = self._traced.roles[value]
+        if role not in self._known:
+            self._known[role] = self._resolver.constraint(role)
+        return self._known[role]
 
 
 def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Resolver:

@@ -40,16 +40,13 @@ class Use:
 
 def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | None]) -> dict[Op, Use]:
     """The operations that take operands otherwise than they lie, each with how."""
-    found = {}
-    for op in traced.graph.ops():
-        if op.bodies:
-            continue
-        use = (
-            _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _gathered(op, constraints)
-        )
-        if use is not None:
-            found[op] = use
-    return found
+    found = {op: use_of(resolver, traced, op, constraints) for op in traced.graph.ops() if not op.bodies}
+    return {op: use for op, use in found.items() if use is not None}
+
+
+def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+    """How one operation takes its operands, if otherwise than they lie."""
+    return _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _gathered(op, constraints)
 
 
 def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,9 @@ from jax.extend import core
 
 from spanax.errors import SpanaxError
 from spanax.trace.axes import Axes, Axis, aligned, discover, table
+from spanax.trace.census import Kind, Traffic, census, label_key, layer_carry, score_keys, traffic
 from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.roles import Role, roles
 from spanax.trace.step import train_step_of, with_extra
 from spanax.trace.variables import Leaf, Variables, make, take_apart
 
@@ -26,6 +28,41 @@ class Traced:
     graph: Graph
     axes: Axes
     result: Any
+
+    @cached_property
+    def roles(self) -> list[Role]:
+        """What every value is, as far as its place depends on it, by its number."""
+        return roles(self.graph, self.axes)
+
+    @cached_property
+    def census(self) -> list[Kind]:
+        """Its kinds of operations, each with how often it runs."""
+        return census(self)
+
+    @cached_property
+    def memory_traffic(self) -> Traffic:
+        """What its fused kernels read and write."""
+        return traffic(self)
+
+    @cached_property
+    def score_keys(self) -> frozenset[tuple[int | None, ...]]:
+        """The labels of attention scores, and of all that is as large where activations meet activations."""
+        return score_keys(self)
+
+    def is_score(self, labels: Sequence[int | None]) -> bool:
+        """Whether values of these labels, or one layer of them, are attention scores."""
+        names = self.axes.names
+        return label_key([one for one in labels if one is None or names.get(one) != "layers"]) in self.score_keys
+
+    @cached_property
+    def layer_carry(self) -> tuple[int | None, int]:
+        """The largest value that goes from one layer to the next, and how many layers there are."""
+        return layer_carry(self)
+
+    @cached_property
+    def batch_labels(self) -> frozenset[int | None]:
+        """The classes of dims that grow with the batch."""
+        return frozenset(label for label, name in self.axes.names.items() if name == "batch")
 
     @property
     def num_results(self) -> int:

@@ -1,0 +1,293 @@
+"""Cost: how long a step takes, term by term, for thousands of meshes at once.
+
+Every figure is of one device. All devices do the same, so any of them stands for all; the stages of a pipeline
+differ, and the last one, which also has what comes behind the layers, sets the pace.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spanax.hardware.chip import Chip
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
+from spanax.hardware.links import ALONE, AxisLink, axis_link
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.bubble import step_seconds
+from spanax.plan.terms import Moves, Terms, Touches, Works
+from spanax.trace.census import Phase
+
+Array = np.ndarray
+
+TILE = 128
+"""Rows and columns of a result that one core makes at a time. Source: NVIDIA's matmul guide, and a TPU's unit."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What no data sheet says: fitted once, for all chips and models.
+
+    Attributes:
+      idle_rounds: what the last, partly filled round of tiles costs, in rounds.
+      first_products: each tile takes as long as if it summed over so many products more: filling its pipeline.
+      touched: the share of a fused kernel's bytes that really go to memory.
+      collective_start: what starting a collective costs in a step, over what it costs alone.
+      overlap: the share of the computation beside which gathers of weights run unnoticed.
+      gradient_sync: what is seen of summing gradients once a step, which runs beside the backward pass.
+      attention: the rate of a fused attention kernel over that of a matmul.
+      head: the share of what is outside of the layers that the last stage of a pipeline has.
+      hop: what is seen of a send between stages.
+      dispatch_seconds: per kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
+      fused_attention: whether attention scores stay on the chip.
+      causal_share: the share of the scores that a fused kernel works out.
+
+    Source: `python benchmarks/plan_accuracy.py --fit`: on every second row of the vTrain and llm-foundry files.
+    """
+
+    idle_rounds: float = 0.397
+    first_products: float = 619.0
+    touched: float = 0.83
+    collective_start: float = 2.63
+    overlap: float = 0.086
+    gradient_sync: float = 0.64
+    attention: float = 0.286
+    head: float = 0.975
+    hop: float = 0.2
+    dispatch_seconds: float = 0.0
+    fused_attention: bool = False
+    causal_share: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """The meshes, and how the batch goes through them; every array has one entry a candidate.
+
+    `sizes` has a row for each mesh axis of the terms. `scale` is the batch of one microbatch over the traced batch.
+    """
+
+    sizes: Array
+    num_stages: Array
+    num_microbatches: Array
+    scale: Array
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """Seconds of one step by what they go to, one entry a candidate; they add up to `step_seconds`."""
+
+    terms: dict[str, Array]
+    step_seconds: Array
+    flops: Array
+
+
+def price(terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None) -> Costs:
+    """What a step costs on every mesh of a grid.
+
+    A microbatch goes forward and backward through the layers and what is around them; the weights it needs are
+    gathered, and what of that does not hide behind the computation is waited for. Gradients are summed over
+    `data` once a step, the update is done once a step.
+    """
+    given = given or Assumptions()
+    chip, ways = cluster.chip, ways_table(grid.sizes)
+    links = _Links(cluster, terms.axes, grid)
+    parts = _computed(terms, ways, grid.scale, chip, given)
+    moved, once = _moved(terms, ways, links, grid, given)
+    stages, count = grid.num_stages, grid.num_microbatches
+    inside = {name: value / stages for name, value in _sum(parts, moved, True, given).items()}
+    around = {name: value * np.where(stages > 1, given.head, 1.0) for name, value in
+              _sum(parts, moved, False, given).items()}  # fmt: skip
+    one = sum(inside.values()) + sum(around.values())
+    update = sum(value for (phase, _, _), value in parts.items() if phase == Phase.UPDATE) / stages
+    hop = given.hop * links.hop_seconds(terms.carry_bytes * grid.scale / ways[terms.carry_split])
+    # Forward and backward are told apart only for the bubble, which in the end depends on their sum.
+    pipelined = step_seconds(
+        grid.schedule, stages, count, grid.num_chunks,
+        forward_seconds=one / 3 / grid.num_chunks, backward_seconds=one / 3 / grid.num_chunks,
+        weight_seconds=one / 3 / grid.num_chunks, hop_seconds=hop,
+    )  # fmt: skip
+    named = {name: (inside[name] + around[name]) * count for name in inside}
+    named["pipeline"] = np.maximum(pipelined - one * count, 0.0)
+    named["gradient sync"] = given.gradient_sync * once
+    named["update"] = update
+    works = terms.works
+    flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], stages, 1)
+    return Costs(named, sum(named.values()), flops.sum(0) * count)
+
+
+def ways_table(sizes: Array) -> Array:
+    """For every set of mesh axes, as a mask, the number of parts; `sizes` has a row an axis and a column a mesh."""
+    num_axes, num_meshes = sizes.shape
+    table = np.ones((1 << num_axes, num_meshes))
+    for axis in range(num_axes):
+        table[1 << axis : 2 << axis] = table[: 1 << axis] * sizes[axis]
+    return table
+
+
+def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
+    """Seconds of one run of each matmul: a roofline over whole tiles. One row a matmul, one column a mesh.
+
+    A result is made in square tiles, each by one core. A result of few tiles leaves cores idle, and so does the last
+    round. Reading and writing may take longer than the arithmetic. The kernel's start comes on top.
+
+    Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
+    """
+    sizes = works.sizes[:, :, None] / ways[works.splits]
+    grows = np.arange(4)[None, :, None] == works.batched[:, None, None]
+    m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
+    is_score = works.scores.any(1).reshape(-1, 1) & given.fused_attention
+    kept = np.where(works.scores & given.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
+    num_bytes = (kept * works.num_bytes[:, :, None] * np.where(works.bytes_batched[:, :, None], scale, 1.0)
+                 / ways[works.bytes_splits]).sum(1)  # fmt: skip
+    rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(works.dtypes)}
+    rate = np.asarray([rates[dtype] for dtype in works.dtypes])[:, None]
+    cores = chip.num_cores or 1
+    rounds = np.ceil(m / TILE) * np.ceil(n / TILE) * np.maximum(count, 1.0) / cores
+    rounds = np.maximum(rounds, 1.0) + given.idle_rounds if chip.num_cores else rounds
+    first = given.first_products if chip.num_cores else 0.0
+    arithmetic = rounds * 2.0 * TILE**2 * (k + first) * cores / rate
+    fused = _flops(works, ways, scale) * given.causal_share / (given.attention * rate)
+    return chip.kernel_start_seconds + np.maximum(np.where(is_score, fused, arithmetic), num_bytes / _memory_rate(chip))
+
+
+def touch_seconds(touches: Touches, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
+    """Seconds of each row of fused traffic: its bytes over the memory's rate.
+
+    Source: a kernel that only passes numbers on is as fast as the memory (roofline).
+    """
+    num_bytes = touches.num_bytes[:, None] * np.where(touches.batched[:, None], scale, 1.0) / ways[touches.split]
+    kept = np.where(touches.scores & given.fused_attention, 0.0, given.touched).reshape(-1, 1)
+    return kept * num_bytes / _memory_rate(chip)
+
+
+def _computed(terms: Terms, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> dict[tuple[Any, ...], Array]:
+    """Seconds by (phase, in the layers, what they go to), for one microbatch."""
+    works, touches = terms.works, terms.touches
+    matmuls = matmul_seconds(works, ways, scale, chip, given) * works.runs[:, None]
+    touched = touch_seconds(touches, ways, scale, chip, given)
+    found: dict[tuple[Any, ...], Array] = {}
+    for phase in Phase:
+        for inside in (False, True):
+            for name, rows, seconds in (("matmuls", works, matmuls), ("memory", touches, touched)):
+                chosen = (rows.phase == phase) & (rows.in_layers == inside)
+                found[phase, inside, name] = seconds[chosen].sum(0)
+            kernels = touches.kernels[phase][int(inside)]
+            device = found[phase, inside, "matmuls"] + found[phase, inside, "memory"]
+            start = np.full_like(device, kernels * chip.kernel_start_seconds)
+            found[phase, inside, "kernel starts"] = start + _undispatched(kernels * given.dispatch_seconds, device)
+    return found
+
+
+def _undispatched(host: float, device: Array) -> Array:
+    """What the device waits for a host that dispatches kernel by kernel: the longer of both, with a soft corner."""
+    if host == 0.0:
+        return np.zeros_like(device)
+    return (host**5 + device**5) ** 0.2 - device
+
+
+def _moved(
+    terms: Terms, ways: Array, links: "_Links", grid: Grid, given: Assumptions
+) -> tuple[dict[tuple[Any, ...], Array], Array]:
+    """Seconds by (phase, in the layers, of weights), for one microbatch; and those of gradients summed once a step.
+
+    What is gathered or scattered of the weights at one place goes in one message, as compilers combine it.
+    """
+    moves = terms.moves
+    num_bytes = moves.num_bytes[:, None] * np.where(moves.batched[:, None], grid.scale, 1.0) / ways[moves.kept]
+    found: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
+    once = np.zeros(grid.scale.shape)
+    for rows, runs in _messages(moves, terms.num_layers):
+        at = rows[0]
+        total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
+        seconds = runs * links.seconds(int(moves.kind[at]), int(moves.over[at]), total, given)
+        inside, phase = bool(moves.in_layers[at]), Phase(int(moves.phase[at]))
+        if moves.of_weights[at] and moves.kind[at] == 1 and phase != Phase.FORWARD:
+            once = once + seconds / (grid.num_stages if inside else 1)
+        else:
+            found[phase, inside, bool(moves.of_weights[at])] += seconds
+    return found, once
+
+
+def _messages(moves: Moves, num_layers: int) -> list[tuple[Array, float]]:
+    """Rows that go together, and how often."""
+    together: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for row in range(len(moves.kind)):
+        place = (moves.kind[row], moves.over[row], moves.phase[row], moves.in_layers[row])
+        together[place if moves.of_weights[row] else (row,)].append(row)
+    return [
+        (
+            np.asarray(rows),
+            float(num_layers)
+            if moves.of_weights[rows[0]] and moves.in_layers[rows[0]]
+            else float(moves.runs[rows].max()),
+        )
+        for rows in together.values()
+    ]
+
+
+def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool, given: Assumptions) -> dict[str, Array]:
+    """Seconds of one microbatch by name, forward and backward, of what is inside the layers or around them."""
+    names = ("matmuls", "memory", "kernel starts")
+    found = {name: parts[Phase.FORWARD, inside, name] + parts[Phase.BACKWARD, inside, name] for name in names}
+    found["activations between devices"] = moved[Phase.FORWARD, inside, False] + moved[Phase.BACKWARD, inside, False]
+    waited = np.zeros_like(found["matmuls"])
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        computing = sum(parts[phase, inside, name] for name in names)
+        waited = waited + np.maximum(0.0, moved[phase, inside, True] - given.overlap * computing)
+    found["weights between devices"] = waited
+    return found
+
+
+def _flops(works: Works, ways: Array, scale: Array) -> Array:
+    return works.flops[:, None] * np.where(works.batched[:, None] >= 0, scale, 1.0) / ways[works.work]
+
+
+def _memory_rate(chip: Chip) -> float:
+    return (chip.memory_bytes_per_second or np.inf) * chip.memory_share
+
+
+class _Links:
+    """The links of every set of mesh axes, as arrays over the candidates."""
+
+    def __init__(self, cluster: Cluster, axes: Sequence[str], grid: Grid):
+        self._cluster, self._axes = cluster, axes
+        columns = np.vstack([grid.num_stages[None], grid.sizes]).astype(int)
+        unique, self._of = np.unique(columns, axis=1, return_inverse=True)
+        self._of = self._of.reshape(-1)
+        names = ("pipe", *axes)
+        self._meshes = [MeshShape(tuple(zip(names, map(int, column), strict=True))) for column in unique.T]
+        self._known: dict[int, dict[str, Array]] = {}
+
+    def seconds(self, kind: int, over: int, num_bytes: Array, given: Assumptions) -> Array:
+        """Seconds of one collective over a set of axes; `num_bytes` are the whole array's of one group."""
+        link = self._arrays(over)
+        size, start = link["size"], link["start_seconds"] * given.collective_start
+        if kind == 1:
+            rate = link["all_reduce_bytes_per_second"]
+            return all_reduce_seconds(num_bytes, size, rate, link["latency_seconds"], start, link["way_seconds"])
+        if kind == 3:
+            rate = link["all_to_all_bytes_per_second"]
+            return all_to_all_seconds(num_bytes / size, size, rate, link["way_seconds"], start)
+        return all_gather_seconds(num_bytes, size, link["bytes_per_second"], link["latency_seconds"], start)
+
+    def hop_seconds(self, num_bytes: Array) -> Array:
+        """Seconds of one send from a stage to the next."""
+        link = self._arrays(-1)
+        return np.where(link["size"] > 1, num_bytes / link["permute_bytes_per_second"] + link["latency_seconds"], 0.0)
+
+    def _arrays(self, over: int) -> dict[str, Array]:
+        if over not in self._known:
+            named = ["pipe"] if over < 0 else [axis for at, axis in enumerate(self._axes) if over >> at & 1]
+            found = [self._link(mesh, named) for mesh in self._meshes]
+            fields = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
+            self._known[over] = {
+                name: np.asarray([getattr(link, name) for link in found], float)[self._of] for name in fields
+            }
+        return self._known[over]
+
+    def _link(self, mesh: MeshShape, axes: Sequence[str]) -> AxisLink:
+        return ALONE if mesh.ways(axes) == 1 else axis_link(self._cluster, mesh, axes)

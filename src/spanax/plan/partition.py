@@ -1,0 +1,226 @@
+"""Partition: what one operation computes and moves on each device, given how its values are split.
+
+The compiler's partitioner in miniature: a contraction over a split dim leaves partial sums, an operand that lies
+otherwise than it is used is gathered, everything else follows the splits it meets. Mesh axes are bits of a mask.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spanax.trace.axes import CONTRACTIONS
+from spanax.trace.census import contraction_dims
+from spanax.trace.fusion import REDUCTIONS
+from spanax.trace.graph import Graph, Op
+
+Labels = tuple[int | None, ...]
+Masks = tuple[int, ...]
+"""For each dim of a value, the mesh axes that split it."""
+
+SUMMED = REDUCTIONS | {"gather", "scatter-add", "scatter_add", "scatter", "reduce_window_sum", "argmax", "argmin"}
+"""Operations whose results over a split dim are partial, and are combined rather than gathered before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """Bytes between devices, for one value.
+
+    Attributes:
+      kind: `all-gather`, `all-reduce`, `reduce-scatter` or `all-to-all`.
+      value: which.
+      over: the mesh axes it goes over.
+      kept: the mesh axes that split the value before and after alike: each of their groups moves its own part.
+      is_operand: it happens to an operand on its way in, and is shared by those who read it so.
+    """
+
+    kind: str
+    value: int
+    over: int
+    kept: int
+    is_operand: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How one operation is divided: the mesh axes that divide its arithmetic, and what moves for it.
+
+    `operands` and `result` are the splits of the contraction's operands and result as computed with.
+    """
+
+    work: int
+    operands: tuple[Masks, ...]
+    result: Masks
+    shifts: tuple[Shift, ...]
+
+
+def union(masks: Sequence[int]) -> int:
+    """All mesh axes of a value's dims together."""
+    found = 0
+    for mask in masks:
+        found |= mask
+    return found
+
+
+def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> list[Shift]:
+    """What it takes to bring a value from one split to another; to split it further takes nothing."""
+    had, wanted = union(before), union(after)
+    kept, gathered, exchanged = 0, 0, 0
+    for old, new in zip(before, after, strict=True):
+        kept |= old & new
+        gathered |= old & ~wanted
+        exchanged |= old & wanted & ~new
+    shifts = []
+    if exchanged:
+        shifts.append(Shift("all-to-all", value, exchanged, (kept | gathered) & had, is_operand))
+    if gathered:
+        shifts.append(Shift("all-gather", value, gathered, kept | exchanged, is_operand))
+    return shifts
+
+
+def partition(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]) -> Split:
+    """Divide one operation.
+
+    Args:
+      graph: the program.
+      classes: the labels of every value's dims.
+      op: an operation without bodies.
+      ins: how each operand comes in.
+      outs: how each result is wanted.
+    """
+    if op.name in CONTRACTIONS:
+        return _contraction(graph, op, ins, outs[0])
+    return _other(graph, classes, op, ins, outs)
+
+
+def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> Split:
+    summed, passed = contraction_dims(op)
+    operands = [list(masks) for masks in ins[:2]]
+    sizes = [_size(graph, value) for value in (*op.inputs[:2], op.outputs[0])]
+    goes: list[dict[int, int]] = [{lhs: out for lhs, _, out in passed if lhs >= 0}]
+    goes.append({rhs: out for _, rhs, out in passed if rhs >= 0})
+    pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
+    work, partial, result = 0, 0, [0] * len(wanted)
+    shifts: list[Shift] = []
+    for axis in _bits(union([*operands[0], *operands[1], *wanted])):
+        at = [next((dim for dim, mask in enumerate(masks) if mask & axis), None) for masks in operands]
+        target = next((dim for dim, mask in enumerate(wanted) if mask & axis), None)
+        sums = [dim is not None and dim in pairs[side] for side, dim in enumerate(at)]
+        ends = [None if dim is None else goes[side].get(dim) for side, dim in enumerate(at)]
+        gathered: set[int] = set()
+        for side in (0, 1):
+            other = 1 - side
+            if at[side] is None or sums[side]:
+                # A summed dim gives way only to a free dim of the other side that the result wants split.
+                if sums[side] and not sums[other] and ends[other] is not None and ends[other] == target:
+                    gathered.add(side)
+            elif ends[side] is None:
+                gathered.add(side)
+            elif sums[other] and ends[side] != target:
+                gathered.add(side)
+            elif ends[side] != target and (target is not None or sizes[side] <= sizes[2]):
+                gathered.add(side)
+            elif ends[other] not in (None, ends[side]) and ends[other] == target:
+                gathered.add(side)
+        for side in gathered:
+            kept = union(operands[side]) & ~axis
+            shifts.append(Shift("all-gather", op.inputs[side], axis, kept, True))
+            operands[side][at[side]] &= ~axis  # type: ignore[index]
+        left = [side for side in (0, 1) if at[side] is not None and side not in gathered]
+        if any(sums[side] for side in left):
+            work |= axis
+            partial |= axis
+            _slice_partner(summed, operands, at, sums, left, axis)
+        elif left:
+            work |= axis
+            result[ends[left[0]]] |= axis  # type: ignore[index]
+        elif target is not None:
+            work |= axis
+            result[target] |= axis
+    shifts = _merged(shifts) + _finished(op.outputs[0], partial, tuple(result), wanted)
+    return Split(work, tuple(tuple(masks) for masks in operands), tuple(result), tuple(shifts))
+
+
+def _slice_partner(
+    summed: Sequence[tuple[int, int]],
+    operands: list[list[int]],
+    at: Sequence[int | None],
+    sums: Sequence[bool],
+    left: Sequence[int],
+    axis: int,
+) -> None:
+    """The other side of a split sum takes its own part, which costs nothing."""
+    side = next(side for side in left if sums[side])
+    pair = next(pair for pair in summed if pair[side] == at[side])
+    operands[1 - side][pair[1 - side]] |= axis
+
+
+def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]) -> Split:
+    """By the classes of the dims: what goes through stays split, what is summed is partial, the rest is gathered."""
+    if not op.outputs:
+        return Split(0, tuple(ins), (), ())
+    where = {label: dim for dim, label in enumerate(classes[op.outputs[0]]) if label is not None}
+    wanted = outs[0]
+    is_summed = op.name in SUMMED
+    partial, result = 0, [0] * len(wanted)
+    shifts: list[Shift] = []
+    for value, masks in zip(op.inputs, ins, strict=True):
+        gathered = 0
+        for label, mask in zip(classes[value], masks, strict=True):
+            if not mask:
+                continue
+            dim = where.get(label) if label is not None else None
+            if dim is None:
+                partial |= mask if is_summed else 0
+                gathered |= 0 if is_summed else mask
+            else:
+                # Split elsewhere in the result: the smaller of both goes; here the operand, exchanged.
+                moved = mask & union(wanted) & ~wanted[dim]
+                gathered |= moved
+                result[dim] |= mask & ~moved
+        if gathered:
+            shifts.append(Shift("all-gather", value, gathered, union(masks) & ~gathered, True))
+    if op.name.startswith("scatter"):  # what is scattered into gives way: each device adds to its own zeros
+        result = [mask & ~partial for mask in result]
+    partial &= ~union(result)
+    result = [mask | (want & ~partial) for mask, want in zip(result, wanted, strict=True)]
+    shifts += _finished(op.outputs[0], partial, tuple(result), wanted)
+    return Split(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
+
+
+def _finished(value: int, partial: int, result: Masks, wanted: Masks) -> list[Shift]:
+    """Partial sums are summed, split further at once where that is wanted; then the rest of the way."""
+    shifts, done = [], list(result)
+    scattered = partial & union(wanted)
+    reduced = partial & ~scattered
+    if scattered:
+        shifts.append(Shift("reduce-scatter", value, scattered, union(result), False))
+        done = [mask | (want & scattered) for mask, want in zip(done, wanted, strict=True)]
+    if reduced:
+        shifts.append(Shift("all-reduce", value, reduced, union(done), False))
+    return shifts + transition(value, tuple(done), wanted, is_operand=False)
+
+
+def _merged(shifts: Sequence[Shift]) -> list[Shift]:
+    """Gathers of one operand over several axes are one gather."""
+    found: dict[int, Shift] = {}
+    for shift in shifts:
+        old = found.get(shift.value)
+        over = shift.over | (old.over if old else 0)
+        kept = (shift.kept & old.kept if old else shift.kept) & ~over
+        found[shift.value] = Shift("all-gather", shift.value, over, kept, True)
+    return list(found.values())
+
+
+def _bits(mask: int) -> list[int]:
+    return [1 << at for at in range(mask.bit_length()) if mask >> at & 1]
+
+
+def _size(graph: Graph, value: int) -> int:
+    size = 1
+    for dim in graph.shape(value):
+        size *= dim
+    return size
+
+
+def as_masks(spec: Sequence[Sequence[str]], bits: Mapping[str, int]) -> Masks:
+    """A resolver's spec as masks."""
+    return tuple(sum(bits[axis] for axis in axes) for axes in spec)

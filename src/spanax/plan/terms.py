@@ -1,0 +1,313 @@
+"""Terms: what a step computes, touches and moves under one layout, as numbers over products of mesh axes.
+
+A term is a global size and the mesh axes that divide it. One walk over a program's kinds of operations makes the
+terms of a layout; every mesh on which the layout resolves alike is then priced from them, thousands at a time.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spanax.plan.partition import Masks, Split, as_masks, partition, transition, union
+from spanax.plan.resolve import Constraint, Constraints, Resolver
+from spanax.plan.uses import use_of
+from spanax.trace.axes import CONTRACTIONS
+from spanax.trace.census import Kind, contraction_dims, contraction_flops, trips
+from spanax.trace.primitives import ELEMENTWISE
+from spanax.trace.program import Traced
+
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+"""The collectives, in the order in which `Moves.kind` counts them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Works:
+    """The matmuls and convolutions. Every field is an array with one entry a kind of operation.
+
+    `flops` of one run on one device would be `flops / ways(work)`; `sizes` are the global m, n, k and number of
+    separate products, each divided by the axes in `splits`. `batched` says which of the four grows with the batch,
+    -1 for none. `num_bytes` and `bytes_splits`: both operands and the result.
+    """
+
+    flops: np.ndarray
+    work: np.ndarray
+    sizes: np.ndarray
+    splits: np.ndarray
+    batched: np.ndarray
+    num_bytes: np.ndarray
+    bytes_splits: np.ndarray
+    bytes_batched: np.ndarray
+    dtypes: tuple[str, ...]
+    runs: np.ndarray
+    phase: np.ndarray
+    in_layers: np.ndarray
+    scores: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Touches:
+    """The bytes that fused kernels read and write, by phase; `kernels` are how many they are in all."""
+
+    num_bytes: np.ndarray
+    split: np.ndarray
+    batched: np.ndarray
+    phase: np.ndarray
+    in_layers: np.ndarray
+    scores: np.ndarray
+    kernels: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """The collectives: global bytes of the value, the axes it goes over, and those that split it besides.
+
+    `of_weights` tells gathers of parameters and reductions of gradients, which can run beside the computation,
+    from those of activations, which the next operation waits for.
+    """
+
+    kind: np.ndarray
+    num_bytes: np.ndarray
+    over: np.ndarray
+    kept: np.ndarray
+    batched: np.ndarray
+    runs: np.ndarray
+    phase: np.ndarray
+    in_layers: np.ndarray
+    of_weights: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Everything that one layout makes a program do.
+
+    `carry_bytes` is what goes from one of the `num_layers` layers to the next for the whole batch, divided by the axes
+    in `carry_split`; both are 0 where the program has no loop over layers.
+    """
+
+    axes: tuple[str, ...]
+    works: Works
+    touches: Touches
+    moves: Moves
+    carry_bytes: float
+    carry_split: int
+    num_layers: int
+
+
+def tally(resolver: Resolver, traced: Traced) -> Terms:
+    """The terms of a layout on a program: one walk over its kinds of operations."""
+    bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
+    constraints = resolver.constraints(traced)
+    found = _Tally(resolver, traced, constraints, bits)
+    for kind in traced.census:
+        found.add(kind)
+    carry, num_layers = traced.layer_carry
+    split = 0 if carry is None else union(found.masks(carry))
+    num_bytes = 0 if carry is None else found.num_bytes(carry)
+    return Terms(
+        resolver.mesh.names, found.works(), _touches(found, traced), found.moves(), num_bytes, split, num_layers
+    )
+
+
+class _Tally:
+    """The rows of the terms as they are found; equal moves are counted together."""
+
+    def __init__(self, resolver: Resolver, traced: Traced, constraints: Constraints, bits: dict[str, int]):
+        self.resolver, self.traced, self.constraints, self.bits = resolver, traced, constraints, bits
+        self._masks: dict[int, Masks] = {}
+        self._works: list[tuple[Any, ...]] = []
+        self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
+
+    def masks(self, value: int, constraint: Constraint | None = None) -> Masks:
+        """How a value lies, or how a constraint has it."""
+        if constraint is not None:
+            return as_masks(constraint.spec, self.bits)
+        role = id(self.traced.roles[value])
+        if role not in self._masks:
+            lies = self.constraints[value]
+            rank = len(self.traced.graph.shape(value))
+            self._masks[role] = (0,) * rank if lies is None else as_masks(lies.spec, self.bits)
+        return self._masks[role]
+
+    def is_batched(self, value: int) -> bool:
+        """Whether a value grows with the batch."""
+        return any(label in self.traced.batch_labels for label in self.traced.axes.classes[value])
+
+    def is_score(self, value: int) -> bool:
+        """Whether a fused attention kernel would keep a value, or one layer of it, on the chip."""
+        return self.traced.is_score(self.traced.axes.classes[value])
+
+    def num_bytes(self, value: int) -> int:
+        """Bytes of the whole value."""
+        aval = self.traced.graph.avals[value]
+        return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+
+    def add(self, kind: Kind) -> None:
+        """Count one kind of operation."""
+        op, graph = kind.op, self.traced.graph
+        if op.bodies:
+            self._add_wires(kind)
+            return
+        outs = [self.masks(value) for value in op.outputs]
+        ins = [self.masks(value) for value in op.inputs]
+        is_plain = op.name in ELEMENTWISE
+        if is_plain and all(masks == outs[0] or not any(masks) for masks in ins):
+            return
+        use = use_of(self.resolver, self.traced, op, self.constraints)
+        wanted = list(outs)
+        if use is not None:
+            for at, constraint in enumerate(use.inputs):
+                if constraint is not None:
+                    asked = self.masks(op.inputs[at], constraint)
+                    if kind.first[at]:
+                        self._move(kind, transition(op.inputs[at], ins[at], asked, is_operand=True))
+                    ins[at] = asked
+            for at, constraint in enumerate(use.outputs):
+                if constraint is not None:
+                    wanted[at] = self.masks(op.outputs[at], constraint)
+        split = partition(graph, self.traced.axes.classes, op, ins, wanted)
+        self._move(kind, split.shifts)
+        for value, before, after in zip(op.outputs, wanted, outs, strict=True):
+            self._move(kind, transition(value, before, after, is_operand=False))
+        if op.name in CONTRACTIONS:
+            self._work(kind, split)
+
+    def _add_wires(self, kind: Kind) -> None:
+        """Where a value is split otherwise outside of a loop than inside, or after a round than before."""
+        wires = self.traced.graph.wires(kind.op)
+        num_trips = trips(kind.op)
+        for pairs, swap in ((wires.inputs, False), (wires.outputs, True)):
+            for outer, inner in pairs:
+                outside, inside = self.masks(outer), self.masks(inner)
+                extra = len(outside) - len(inside)
+                before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
+                times = num_trips if extra else 1
+                self._move(kind, transition(inner, before, after, is_operand=False), times)
+        for first, last in wires.carried:
+            self._move(kind, transition(last, self.masks(last), self.masks(first), is_operand=False), num_trips)
+
+    def _move(self, kind: Kind, shifts: Sequence[Any], times: int = 1) -> None:
+        for shift in shifts:
+            key = (
+                KINDS.index(shift.kind),
+                self.num_bytes(shift.value),
+                shift.over,
+                shift.kept & ~shift.over,
+                self.is_batched(shift.value),
+                int(kind.phase),
+                kind.in_layers,
+                not self.is_batched(shift.value),
+            )
+            self._moves[key] += kind.runs * times
+
+    def _work(self, kind: Kind, split: Split) -> None:
+        op, graph = kind.op, self.traced.graph
+        summed, passed = contraction_dims(op)
+        lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
+        shape, labels = graph.shape(out), self.traced.axes.classes[out]
+        groups: list[list[tuple[int, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
+        grows = self.traced.batch_labels
+        taken = set()
+        for a, b, at in passed:
+            taken.add(at)
+            where = 3 if a >= 0 and b >= 0 else 0 if a >= 0 else 1
+            groups[where].append((shape[at], split.result[at], labels[at] in grows))
+        for a, _ in summed:
+            label = self.traced.axes.classes[lhs][a]
+            groups[2].append((graph.shape(lhs)[a], split.operands[0][a], label in grows))
+        flops = contraction_flops(graph, op)
+        if op.name == "conv_general_dilated":
+            numbers = op.params["dimension_numbers"]
+            groups[0] += [(shape[at], split.result[at], False) for at in numbers.out_spec[2:]]
+            groups[2].append((math.prod(graph.shape(rhs)[at] for at in numbers.rhs_spec[2:]), 0, False))
+        sizes = [math.prod(size for size, _, _ in group) for group in groups]
+        splits = [union([mask for _, mask, _ in group]) for group in groups]
+        batched = next((at for at, group in enumerate(groups) if any(grow for _, _, grow in group)), -1)
+        values = (lhs, rhs, out)
+        used = (*split.operands[:2], split.result)
+        self._works.append(
+            (
+                flops,
+                split.work,
+                sizes,
+                splits,
+                batched,
+                [self.num_bytes(value) for value in values],
+                [union(masks) for masks in used],
+                [self.is_batched(value) for value in values],
+                _dtype_name(graph.avals[lhs].dtype),
+                kind.runs,
+                int(kind.phase),
+                kind.in_layers,
+                [self.is_score(value) for value in values],
+            )
+        )
+
+    def works(self) -> Works:
+        """The contractions, as arrays."""
+        flops, work, sizes, splits, batched, num_bytes, bytes_splits, grows, dtypes, runs, phase, inside, scores = (
+            _columns(self._works, 13)
+        )
+        return Works(
+            flops=np.asarray(flops, float),
+            work=np.asarray(work, int),
+            sizes=np.asarray(sizes, float).reshape(-1, 4),
+            splits=np.asarray(splits, int).reshape(-1, 4),
+            batched=np.asarray(batched, int),
+            num_bytes=np.asarray(num_bytes, float).reshape(-1, 3),
+            bytes_splits=np.asarray(bytes_splits, int).reshape(-1, 3),
+            bytes_batched=np.asarray(grows, bool).reshape(-1, 3),
+            dtypes=tuple(dtypes),
+            runs=np.asarray(runs, float),
+            phase=np.asarray(phase, int),
+            in_layers=np.asarray(inside, bool),
+            scores=np.asarray(scores, bool).reshape(-1, 3),
+        )
+
+    def moves(self) -> Moves:
+        """The collectives, as arrays."""
+        rows = [(*key, runs) for key, runs in self._moves.items()]
+        kind, num_bytes, over, kept, batched, phase, in_layers, of_weights, runs = _columns(rows, 9)
+        return Moves(
+            kind=np.asarray(kind, int),
+            num_bytes=np.asarray(num_bytes, float),
+            over=np.asarray(over, int),
+            kept=np.asarray(kept, int),
+            batched=np.asarray(batched, bool),
+            runs=np.asarray(runs, float),
+            phase=np.asarray(phase, int),
+            in_layers=np.asarray(in_layers, bool),
+            of_weights=np.asarray(of_weights, bool),
+        )
+
+
+def _touches(found: _Tally, traced: Traced) -> Touches:
+    rows: dict[tuple[Any, ...], float] = defaultdict(float)
+    for value, phase, in_layers, times in traced.memory_traffic.touched:
+        key = (union(found.masks(value)), found.is_batched(value), phase, in_layers, found.is_score(value))
+        rows[key] += times * found.num_bytes(value)
+    split, batched, phases, inside, scores, num_bytes = _columns([(*key, size) for key, size in rows.items()], 6)
+    return Touches(
+        num_bytes=np.asarray(num_bytes, float),
+        split=np.asarray(split, int),
+        batched=np.asarray(batched, bool),
+        phase=np.asarray(phases, int),
+        in_layers=np.asarray(inside, bool),
+        scores=np.asarray(scores, bool),
+        kernels=np.asarray(traced.memory_traffic.kernels, float),
+    )
+
+
+def _columns(rows: Sequence[tuple[Any, ...]], count: int) -> list[list[Any]]:
+    return [[row[at] for row in rows] for at in range(count)]
+
+
+def _dtype_name(dtype: Any) -> str:
+    """What hardware calls the dtype of a matmul; integers and what is wider than float32 go by float32."""
+    name = str(dtype)
+    if name.startswith("float8"):
+        return "fp8"
+    return {"bfloat16": "bf16", "float16": "fp16", "int8": "int8", "uint8": "int8"}.get(name, "fp32")

@@ -1,0 +1,283 @@
+"""Census: the operations of a traced function, alike ones counted together. No layout is known yet.
+
+Twelve unrolled blocks hold each operation twelve times, and an optimizer does the same to every leaf; a price is
+worked out once for each kind and multiplied.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from spanax.trace.fusion import FUSED, REDUCTIONS, accesses
+from spanax.trace.graph import Body, Graph, Op
+from spanax.trace.origins import Origin, feeds
+
+if TYPE_CHECKING:
+    from spanax.trace.program import Traced
+
+
+ALONE = frozenset({"gather", "scatter-add", "scatter_add"})
+"""Operations that take operands in their own way, which nobody shares."""
+
+
+class Phase(IntEnum):
+    """When an operation runs: on the way to the loss, on the way back from it, or once at the end of the step."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    UPDATE = 2
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Kind:
+    """Operations that any layout treats alike.
+
+    Attributes:
+      op: one of them.
+      runs: how often they run in one step, all together, loops multiplied out.
+      phase: when.
+      in_layers: inside the loop over stacked layers, which a pipeline can cut.
+      first: for each input, whether none before it in the same body reads that value: a gather is shared.
+    """
+
+    op: Op
+    runs: int
+    phase: Phase
+    in_layers: bool
+    first: tuple[bool, ...]
+
+
+def census(traced: "Traced") -> list[Kind]:
+    """Every kind of operation of a traced function, in the order of their first appearance.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> [(kind.op.name, kind.runs, kind.phase.name) for kind in census(program.step)][0]
+      ('dot_general', 1, 'FORWARD')
+    """
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    forward = on_the_way(traced)
+    for op, runs, in_layers, first in _visit(traced, traced.graph.body, 1, False):
+        phase = phase_of(traced, op, forward)
+        key = (_signature(traced, op), phase, in_layers, first)
+        found.setdefault(key, [op, 0, phase, in_layers, first])[1] += runs
+    return [Kind(*fields) for fields in found.values()]
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """What fused kernels access in one step.
+
+    `touched` has a row for each role, phase and place: a value of that role, the phase, whether it is in the loop over
+    layers, and how many times one of its kind is read or written. `kernels` counts kernels (phase, in layers).
+    """
+
+    touched: list[tuple[int, int, bool, float]]
+    kernels: list[list[float]]
+
+
+def traffic(traced: "Traced") -> Traffic:
+    """The memory traffic of a traced function outside of its matmuls, alike values counted together."""
+    graph = traced.graph
+    forward = on_the_way(traced)
+    rows: dict[tuple[Any, ...], list[Any]] = {}
+    kernels = [[0.0, 0.0] for _ in Phase]
+
+    def visit(body: Body, runs: int, in_layers: bool) -> None:
+        own = phase_of_values(traced, [value for op in body.ops for value in op.outputs], forward)
+        found, num_kernels = accesses(graph, body)
+        for access in found:
+            labels = traced.axes.classes[access.value]
+            phase = phase_of_values(traced, [access.value], forward)
+            if not in_layers and not traced.batch_labels.intersection(labels):
+                phase = Phase.UPDATE  # nothing of the batch is left in it: once a step, however many microbatches
+            staged = in_layers or any(traced.axes.names.get(label) == "layers" for label in labels if label is not None)
+            role = (id(traced.roles[access.value]), str(getattr(graph.avals[access.value], "dtype", "")))
+            row = rows.setdefault((role, phase, staged), [access.value, int(phase), staged, 0.0])
+            row[3] += runs * (access.writes + access.reads)
+        kernels[own][in_layers] += runs * num_kernels
+        for op in body.ops:
+            inside = in_layers or is_layers(traced, op)
+            for inner in op.bodies:
+                visit(inner, runs * trips(op), inside)
+
+    visit(graph.body, 1, False)
+    for kind in traced.census:
+        if not kind.op.bodies and kind.op.name not in FUSED and kind.op.name not in REDUCTIONS:
+            kernels[kind.phase][kind.in_layers] += kind.runs
+    return Traffic([tuple(row) for row in rows.values()], kernels)
+
+
+def on_the_way(traced: "Traced") -> list[bool]:
+    """Whether each value is on the way to the loss, by its number."""
+    graph = traced.graph
+    targets = [False] * len(graph.avals)
+    targets[_loss(traced)] = True
+    found = feeds(graph, targets)
+    return [feeding or target for feeding, target in zip(found, targets, strict=True)]
+
+
+def phase_of(traced: "Traced", op: Op, forward: list[bool]) -> Phase:
+    """When an operation runs."""
+    return phase_of_values(traced, (*op.outputs, *op.inputs), forward, num_made=len(op.outputs))
+
+
+def phase_of_values(traced: "Traced", values: Sequence[int], forward: list[bool], num_made: int | None = None) -> Phase:
+    """When values are made; the first `num_made` say whether it is on the way to the loss."""
+    if any(forward[value] for value in values[:num_made]):
+        return Phase.FORWARD
+    origin = 0
+    for value in values:
+        origin |= traced.axes.origins[value]
+    return Phase.UPDATE if origin & Origin.OPTIMIZER else Phase.BACKWARD
+
+
+def trips(op: Op) -> int:
+    """How often the bodies of an operation run; a `while` counts once, for nobody knows."""
+    return int(op.params["length"]) if op.name == "scan" else 1
+
+
+def contraction_dims(op: Op) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
+    """How the dims of a matmul or convolution meet: pairs (lhs, rhs) summed over, triples (lhs, rhs, out) passed on.
+
+    In a triple, -1 stands for an operand without that dim. A convolution's window dims are in neither.
+    """
+    if op.name == "conv_general_dilated":
+        return _convolution_dims(op)
+    if op.name == "ragged_dot_general":
+        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = op.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        groups = set(op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
+    else:
+        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = op.params["dimension_numbers"]
+        groups = set()
+    triples = [(a, b, at) for at, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True))]
+    ranks = [len(var.aval.shape) for var in op.eqn.invars[:2]]
+    free = [dim for dim in range(ranks[0]) if dim not in (*lhs_sum, *lhs_batch)]
+    triples += [(dim, -1, len(triples) + at) for at, dim in enumerate(free)]
+    free = [dim for dim in range(ranks[1]) if dim not in {*rhs_sum, *rhs_batch, *groups}]
+    triples += [(-1, dim, len(triples) + at) for at, dim in enumerate(free)]
+    return tuple(zip(lhs_sum, rhs_sum, strict=True)), tuple(triples)
+
+
+def _convolution_dims(op: Op) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
+    (lhs_n, lhs_c, *_), (rhs_o, rhs_i, *_), (out_n, out_c, *_) = op.params["dimension_numbers"]
+    if op.params["feature_group_count"] > 1:  # a group of input channels is seen by a group of output channels only
+        return (), ((lhs_n, -1, out_n), (lhs_c, rhs_o, out_c))
+    if op.params["batch_group_count"] > 1:
+        return ((lhs_c, rhs_i),), ((lhs_n, rhs_o, out_c),)
+    return ((lhs_c, rhs_i),), ((lhs_n, -1, out_n), (-1, rhs_o, out_c))
+
+
+def contraction_flops(graph: Graph, op: Op) -> int:
+    """Floating-point operations of a matmul or convolution: two for every product summed.
+
+    Source: each of the output's numbers is a sum of as many products as there are numbers summed over.
+    """
+    lhs, rhs = (graph.shape(value) for value in op.inputs[:2])
+    out = graph.shape(op.outputs[0])
+    if op.name == "conv_general_dilated":
+        numbers = op.params["dimension_numbers"]
+        window = math.prod(rhs[dim] for dim in numbers.rhs_spec[2:])
+        # A dilated input is mostly zeros, which no kernel multiplies.
+        holes = math.prod(op.params["lhs_dilation"])
+        return 2 * math.prod(out) * window * rhs[numbers.rhs_spec[1]] // holes
+    summed, _ = contraction_dims(op)
+    if op.name == "ragged_dot_general" and len(out) > len(lhs):
+        return 2 * math.prod(lhs) * out[-1]
+    return 2 * math.prod(out) * math.prod(lhs[dim] for dim, _ in summed)
+
+
+def _visit(traced: "Traced", body: Body, runs: int, in_layers: bool) -> Any:
+    read = set[int]()
+    for op in body.ops:
+        is_alone = op.name in ALONE
+        first = tuple(is_alone or value not in read for value in op.inputs)
+        read.update(() if is_alone else op.inputs)
+        yield op, runs, in_layers, first
+        if not op.bodies:
+            continue
+        for inner in op.bodies:
+            yield from _visit(traced, inner, runs * trips(op), in_layers or is_layers(traced, op))
+
+
+def is_layers(traced: "Traced", op: Op) -> bool:
+    """Whether an operation is a loop over stacked layers."""
+    if op.name != "scan":
+        return False
+    scanned = {label for value in (*op.inputs, *op.outputs) for label in traced.axes.classes[value][:1]}
+    return any(traced.axes.names.get(label) == "layers" for label in scanned if label is not None)
+
+
+def score_keys(traced: "Traced") -> frozenset[tuple[int | None, ...]]:
+    """The labels of what grows where activations meet activations: attention scores, whatever they are called.
+
+    A contraction of two activations whose result is larger than both together. A fused attention kernel keeps every
+    value of those labels on the chip.
+    """
+    found = set()
+    for kind in traced.census:
+        op = kind.op
+        if op.name == "dot_general" and all(
+            traced.batch_labels.intersection(traced.axes.classes[value]) for value in op.inputs[:2]
+        ):
+            sizes = [math.prod(traced.graph.shape(value)) for value in (*op.inputs[:2], op.outputs[0])]
+            if sizes[2] > sizes[0] + sizes[1]:
+                found.add(label_key(traced.axes.classes[op.outputs[0]]))
+    return frozenset(found)
+
+
+def label_key(labels: Sequence[int | None]) -> tuple[int, ...]:
+    """Labels in whatever order."""
+    return tuple(sorted(label for label in labels if label is not None))
+
+
+def layer_carry(traced: "Traced") -> tuple[int | None, int]:
+    """The largest value carried by the deepest loop over layers on the way to the loss, and that loop's length."""
+    best: tuple[int | None, int] = (None, 0)
+    for kind in traced.census:
+        if is_layers(traced, kind.op) and kind.phase == Phase.FORWARD and trips(kind.op) > best[1]:
+            carried = [first for first, _ in traced.graph.wires(kind.op).carried]
+            if carried:
+                best = (max(carried, key=lambda value: math.prod(traced.graph.shape(value))), trips(kind.op))
+    return best
+
+
+def _signature(traced: "Traced", op: Op) -> tuple[Any, ...]:
+    if op.bodies:
+        return (id(op),)
+    roles, graph = traced.roles, traced.graph
+    params = tuple((key, value) for key, value in op.params.items() if _is_plain(value))
+    ins = tuple((id(roles[value]), str(getattr(graph.avals[value], "dtype", ""))) for value in op.inputs)
+    outs = tuple((id(roles[value]), str(getattr(graph.avals[value], "dtype", ""))) for value in op.outputs)
+    return (op.name, params, ins, outs)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return not hasattr(value, "eqns") and not callable(value)
+
+
+def _loss(traced: "Traced") -> int:
+    """The value that the step is about: the result called `loss`, or else the first that has seen batch and weights."""
+    outputs = traced.graph.body.outputs
+    results = outputs[len(outputs) - traced.num_results :]
+    tree = jax.tree.unflatten(traced.result, results)
+    if isinstance(tree, Mapping) and isinstance(tree.get("loss"), int):
+        return tree["loss"]
+    both = Origin.BATCH | Origin.PARAM
+    seen = [value for value in results if traced.axes.origins[value] & both == both]
+    return (*seen, *results, *outputs)[0]

@@ -1,0 +1,135 @@
+"""Fusion: which values of a program reach memory, as a compiler that fuses has it, and how often they are read.
+
+Arithmetic number by number, and what only puts numbers elsewhere, is done on the way between kernels; a matmul, a
+loop, a lookup is a kernel of its own. The result is the same for every layout.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spanax.trace.graph import Body, Graph, Op
+from spanax.trace.primitives import ELEMENTWISE
+
+ALIASES = frozenset("reshape transpose squeeze broadcast_in_dim expand_dims copy sharding_constraint".split())
+"""Another view of the same numbers: whoever reads one reads the other."""
+
+FUSED = ELEMENTWISE | ALIASES | {"slice", "pad", "concatenate", "iota", "rev", "tile", "split", "squeeze", "clamp"}
+"""What needs no kernel of its own."""
+
+REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin".split()
+)
+"""Fused with what makes their operand; along the last dims, also with what follows (softmax, norms)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A value that fused kernels write or read so many times in one run of its body."""
+
+    value: int
+    writes: int
+    reads: int
+
+
+def memory_plan(graph: Graph) -> dict[Body, "Kept"]:
+    """For every body, the values that are kept in memory between kernels; all others live only inside one."""
+    return {body: Kept(graph, body) for body in _bodies(graph.body)}
+
+
+def accesses(graph: Graph, body: Body) -> tuple[list[Access], int]:
+    """What the fused kernels of one body access, bodies inside it aside; and how many kernels they are."""
+    found = Kept(graph, body)
+    reads: dict[int, set[int]] = defaultdict(set)
+    for value in found.written:
+        for source in found.sources(value):
+            made_here = source in found.written and found.level[source] == found.level[value]
+            if not made_here:
+                reads[source].add(found.level[value])
+    values = sorted({*reads, *found.written})
+    levels = {found.level[value] for value in found.written}
+    return [Access(value, int(value in found.written), len(reads.get(value, ()))) for value in values], len(levels)
+
+
+class Kept:
+    """One body, op by op: the root of every view, its level, and what is kept.
+
+    Values of one level can be made in one kernel: a level ends where a kernel of its own, or a reduction whose
+    result must be whole first, stands between.
+    """
+
+    def __init__(self, graph: Graph, body: Body):
+        self.graph = graph
+        self.root: dict[int, int] = {}
+        self.level: dict[int, int] = defaultdict(int)
+        self.kept: set[int] = set(body.inputs)
+        self.written: set[int] = set()
+        self._maker: dict[int, Op] = {}
+        self._sources: dict[int, frozenset[int]] = {}
+        readers: dict[int, set[int]] = defaultdict(set)
+        for op in body.ops:
+            ins = [self.of(value) for value in op.inputs]
+            level = max((self.level[value] for value in ins), default=0)
+            if op.name in ALIASES:
+                self.root[op.outputs[0]] = ins[0]
+                continue
+            if op.name in FUSED or op.name in REDUCTIONS:
+                for value in ins:
+                    readers[value].add(level)
+                ends = op.name in REDUCTIONS and not _is_along_last(graph, op)
+                for value in op.outputs:
+                    self.level[value] = level + ends
+                    self._maker[value] = op
+                    if ends:
+                        self._keep(value)
+            else:
+                for value in ins:
+                    self._keep(value)
+                for value in op.outputs:
+                    self.level[value] = level + 1
+                    self.kept.add(value)
+        for value in body.outputs:
+            self._keep(self.of(value))
+        for op in body.ops:
+            for value in op.outputs:
+                if value in self._maker and value not in self.kept and len(readers[value]) > 1:
+                    size = lambda v: _num_bytes(graph, v)  # noqa: E731
+                    if sum(map(size, self.sources(value))) > size(value):
+                        self._keep(value)
+
+    def of(self, value: int) -> int:
+        """What a view is a view of."""
+        return self.root.get(value, value)
+
+    def sources(self, value: int) -> frozenset[int]:
+        """The kept values from which a fused kernel makes this one."""
+        if value not in self._sources:
+            found: set[int] = set()
+            for given in map(self.of, self._maker[value].inputs):
+                found |= {given} if given in self.kept or given not in self._maker else self.sources(given)
+            self._sources[value] = frozenset(source for source in found if source in self.kept)
+        return self._sources[value]
+
+    def _keep(self, value: int) -> None:
+        self.kept.add(value)
+        if value in self._maker and value not in self.written:
+            self.written.add(value)
+
+
+def _bodies(body: Body) -> Iterator[Body]:
+    yield body
+    for op in body.ops:
+        for inner in op.bodies:
+            yield from _bodies(inner)
+
+
+def _is_along_last(graph: Graph, op: Op) -> bool:
+    """Whether a reduction runs along the last dims only, so that its kernel holds what it reduces."""
+    axes = sorted(op.params.get("axes", op.params.get("dimensions", ())))
+    rank = len(graph.shape(op.inputs[0]))
+    return bool(axes) and len(axes) < rank and axes == list(range(rank - len(axes), rank))
+
+
+def _num_bytes(graph: Graph, value: int) -> int:
+    aval = graph.avals[value]
+    return int(getattr(aval, "size", 1)) * int(getattr(getattr(aval, "dtype", None), "itemsize", 4))

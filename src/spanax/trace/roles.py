@@ -1,0 +1,59 @@
+"""Roles: what every value of a traced function is, as far as its place depends on it. No layout is known yet."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spanax.trace.origins import Origin, feeds
+
+if TYPE_CHECKING:
+    from spanax.trace.axes import Axes
+    from spanax.trace.graph import Graph
+
+MOVEMENT = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy"})
+"""Operations that only put numbers elsewhere: on the way to activations, a weight is gathered before them, once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Values of one role are placed alike under any layout.
+
+    Attributes:
+      labels: the class of each dim.
+      shape: its size.
+      origin: what it was computed from (`Origin`).
+      is_computed: it is an activation, or goes into one where it is: not kept, but computed with.
+      whole: dims along which the operation that makes it works, so that it is not free to split.
+    """
+
+    labels: tuple[int | None, ...]
+    shape: tuple[int, ...]
+    origin: int
+    is_computed: bool
+    whole: frozenset[int]
+
+
+def roles(graph: "Graph", axes: "Axes") -> list[Role]:
+    """The role of every value, by its number; equal roles are one object."""
+    whole: dict[int, set[int]] = {}
+    for value, dim in axes.kept_whole:
+        whole.setdefault(value, set()).add(dim)
+    is_activation = [
+        any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
+    ]
+    feeding = feeds(graph, is_activation)
+    moved = {value for op in graph.ops() if op.name in MOVEMENT for value in op.outputs}
+    found: list[Role] = []
+    known: dict[Role, Role] = {}
+    for value, labels in enumerate(axes.classes):
+        origin = axes.origins[value]
+        # What goes into activations is computed: a statistic of the batch, or a weight turned into its place.
+        goes_in = feeding[value] and (value in moved or bool(origin & Origin.BATCH))
+        role = Role(
+            labels,
+            graph.shape(value),
+            int(origin),
+            is_activation[value] or goes_in,
+            frozenset(whole.get(value, ())),
+        )
+        found.append(known.setdefault(role, role))
+    return found
