@@ -190,6 +190,15 @@ def test_a_layer_inside_a_layer_keeps_a_remat_of_its_own() -> None:
         assert jax.checkpoint_policies.dots_saveable not in found
 
 
+def test_the_way_back_of_a_gradient_inside_the_loss_stays() -> None:
+    """It is not what the loss's own gradient keeps, and cannot be told from outside to compute less."""
+    gradient = jax.grad(jax.checkpoint(run, policy=jax.checkpoint_policies.dots_saveable))
+    for policy in ("none", "full"):
+        graph = from_jaxpr(jax.make_jaxpr(rematerialized(lambda w, x: gradient(w, x).sum() + run(w, x), policy))(W, X))
+        back = [op for op in graph.ops() if op.params.get("differentiated")]
+        assert [op.params["policy"] for op in back] == [jax.checkpoint_policies.dots_saveable]
+
+
 def test_a_loop_without_a_matmul_is_no_layer() -> None:
     def summed(w: Any, x: Any) -> Any:
         return (lax.scan(lambda c, y: (jnp.sin(c + y), None), x[0], x)[0] @ w[0]).sum()
