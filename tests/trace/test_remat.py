@@ -233,7 +233,7 @@ def test_axes_are_the_same(policy: str) -> None:
         assert other.fingerprint == program.fingerprint and other.num_params == program.num_params
 
 
-QUICK = ("cnn", "moe", "rnn", "vae")
+QUICK = ("cnn", "moe", "rnn", "ssm", "vae")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in zoo.ZOO])

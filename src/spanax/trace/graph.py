@@ -13,7 +13,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"})
 """Calls that are only a wrapping once the whole step, gradient included, has been traced."""
 
 BODIES = {

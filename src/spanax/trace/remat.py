@@ -16,7 +16,7 @@ from spanax.trace.graph import bind, opened, retraced
 
 REMAT = frozenset({"remat2", "checkpoint"})
 
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 """Calls without a derivative of their own, into which layers are followed."""
 
 
