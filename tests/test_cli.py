@@ -17,7 +17,8 @@ GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 FLAGS = {
     "train": {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
-        "dtype", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "config", "json",
+        "dtype", "remat", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "config",
+        "json",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "checkpoint": {"action", "directory", "json"},
@@ -68,6 +69,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "no steps": (["train", "--steps", "0"], 2, "--steps is 0"),
     "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),
     "unknown dtype": (["train", "--dtype", "float23"], 2, "did you mean 'float32'"),
+    "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
     "resume from nowhere": (["train", "--resume"], 2, "--resume needs the run folder"),
     "missing data": (["train", "--data", "nowhere.txt"], 65, "nowhere.txt"),
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),

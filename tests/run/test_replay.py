@@ -1,6 +1,7 @@
 """Replay: constraints land on real values, bodies included, and nothing else of the program changes."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,10 @@ MESH = spanax.MeshShape.of("data=4,model=2")
 def replay(graph: Graph, constraints: Any, mesh: Any) -> Callable[..., list[Any]]:
     """A graph replayed under constraints alone, its operands taken as they lie."""
     return replaying.replay(graph, constraints, {}, mesh)
+
+
+COLUMN = np.arange(8, dtype=np.float32)[:, None]
+OFFLOAD = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
 
 # The same numbers as the function that was traced
@@ -67,6 +72,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     ),
     "remat in a scan": jax.grad(
         lambda x: lax.scan(jax.checkpoint(lambda c, y: (jnp.sin(c + y), None)), x[0], x)[0].sum()
+    ),
+    "remat around a call with a constant": jax.grad(
+        jax.checkpoint(lambda x: jax.jit(lambda y: jnp.sin(y * COLUMN))(x).sum())
+    ),
+    "scan around a call with a constant": lambda x: lax.scan(
+        lambda c, _: (jax.jit(lambda y: y * COLUMN)(c), None), x, None, 2
+    )[0],
+    "a residual kept on the host": jax.grad(
+        lambda x: lax.scan(jax.checkpoint(lambda c, _: (jnp.sin(c @ x), None), policy=OFFLOAD), x, None, 2)[0].sum()
     ),
     "a gradient through a scan": jax.grad(lambda x: scanning(x)[1].sum()),
     "custom jvp": jax.grad(lambda x: jax.nn.silu(x).sum()),
@@ -114,6 +128,22 @@ def test_remat_stays_a_remat_and_a_scan_a_scan() -> None:
         before, after = ([op.name for op in g.ops() if op.bodies] for g in (graph, from_jaxpr(replayed)))
         assert before == after
         assert primitive in after or primitive == "checkpoint" and "remat2" in after
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_what_is_kept_on_the_host_stays_there(size: int) -> None:
+    x = jax.ShapeDtypeStruct((8, 8), "float32")
+    graph = from_jaxpr(jax.make_jaxpr(FUNCTIONS["a residual kept on the host"])(x))
+    constraints = [Constraint((("data",), ())) if graph.shape(v) == (8, 8) else None for v in range(len(graph.avals))]
+    replayed = jax.jit(replay(graph, constraints, MESH.build() if size == 8 else spanax.MeshShape.of({}).build()))
+    again = from_jaxpr(jax.make_jaxpr(replayed)(x))
+    on_host, again_on_host = (
+        [graph.shape(value) for value, aval in enumerate(graph.avals) if aval.memory_space == jax.memory.Space.Host]
+        for graph in (graph, again)
+    )
+    assert on_host == again_on_host and len(on_host) >= 3  # of a layer, of all layers, of a layer on the way back
+    text = replayed.trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert sorted(re.findall(r'buffer_placement = "(\w+)"', text)) == ["device", "pinned_host"]
 
 
 # Constraints on real values

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 from tyro.conf import Positional
 
 from spanax.errors import SpanaxError, nearest
+from spanax.trace.policies import known_policy
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class TrainConfig:
       lr: the peak learning rate.
       seed: of the parameters and of the order of the data.
       dtype: what is computed in, float32 or bfloat16; parameters stay as the model makes them.
+      remat: what the backward pass keeps: none forgets nothing, dots keeps matmul results, full only what enters a
+        layer, offload is dots in host memory; left out: as the model has it.
       out: the run folder; runs/<workload>-<time> by default.
       resume: go on from the newest good checkpoint in the run folder, on any mesh.
       save_every: steps between checkpoints; 0 saves at the end only.
@@ -53,6 +56,7 @@ class TrainConfig:
     lr: float | None = None
     seed: int = 0
     dtype: str = "float32"
+    remat: str | None = None
     out: str | None = None
     resume: bool = False
     save_every: int = 100
@@ -107,6 +111,7 @@ def check(config: TrainConfig) -> TrainConfig:
             raise SpanaxError(f"{flag} is {value}; it takes a number from {least:g}.", fix=f"{flag} {least:g}")
     if config.dtype not in DTYPES:
         raise SpanaxError(f"unknown dtype '{config.dtype}'.", fix=nearest(config.dtype, DTYPES))
+    known_policy(config.remat)
     if config.resume and config.out is None:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
     if config.plan is not None and (config.layout is not None or config.mesh is not None):

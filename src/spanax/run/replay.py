@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.resolve import Constraint
 from spanax.plan.uses import Use
-from spanax.trace.graph import BODIES, Body, Graph, Op, opened
+from spanax.trace.graph import BODIES, Body, Graph, Op, retraced
 from spanax.trace.primitives import ELEMENTWISE
 
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
@@ -33,7 +32,8 @@ def replay(
     shardings: dict[Constraint, NamedSharding] = {}
 
     def constrain(array: Any, constraint: Constraint | None) -> Any:
-        if constraint is None or mesh.size == 1:
+        # What lies on the host was put there from a device, split as it was there.
+        if constraint is None or mesh.size == 1 or jax.typeof(array).memory_space == jax.memory.Space.Host:
             return array
         if constraint not in shardings:
             shardings[constraint] = NamedSharding(mesh, _partition_spec(constraint))
@@ -79,9 +79,9 @@ def _bind(op: Op, ins: Sequence[Any], inner: Callable[[Body], Callable[..., list
     for key in BODIES.get(op.name, ()):
         held = params[key]
         if isinstance(held, tuple):
-            params[key] = tuple(_retraced(old, inner(next(bodies))) for old in held)
+            params[key] = tuple(retraced(old, inner(next(bodies))) for old in held)
         else:
-            params[key] = _retraced(held, inner(next(bodies)))
+            params[key] = retraced(held, inner(next(bodies)))
     return op.bind(ins, params)
 
 
@@ -95,17 +95,6 @@ def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any]) -> list[An
         lambda *parts: tuple(op.bind(parts)), mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
     )
     return list(local(*ins))
-
-
-def _retraced(old: Any, function: Callable[..., list[Any]]) -> Any:
-    """A body traced again with its constraints, closed or open as the old one was."""
-    jaxpr, _ = opened(old)
-    closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars])
-    if isinstance(old, core.ClosedJaxpr) and old is not jaxpr:
-        return closed
-    if not closed.consts:
-        return closed.jaxpr
-    raise AssertionError("a body that must be open was traced with constants")
 
 
 def _partition_spec(constraint: Constraint) -> PartitionSpec:

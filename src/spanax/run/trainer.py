@@ -47,7 +47,9 @@ def train(
         stack.enter_context(run_folder.claimed(folder, resume=config.resume))
         workload, config = _settled(load, replace(config, devices=len(devices)))
         dtype = None if config.dtype == "float32" else config.dtype
-        program = workload.trace(learning_rate=config.lr or 0.0, num_steps=config.steps or 0, compute_dtype=dtype)
+        program = workload.trace(
+            learning_rate=config.lr or 0.0, num_steps=config.steps or 0, compute_dtype=dtype, remat=config.remat
+        )
         plan = _plan(program, config, devices)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed

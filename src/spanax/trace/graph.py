@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"})
 """Calls that are only a wrapping once the whole step, gradient included, has been traced."""
 
 BODIES = {
@@ -51,10 +52,7 @@ class Op:
 
     def bind(self, ins: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
         """Run the operation on values, or under a trace; `params` replaces the parameters it was traced with."""
-        primitive = self.eqn.primitive
-        with self.eqn.ctx.manager:
-            out = primitive.bind(*ins, **primitive.get_bind_params(self.params if params is None else params))
-        return list(out) if primitive.multiple_results else [out]
+        return bind(self.eqn, ins, self.params if params is None else params)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +189,27 @@ def _bodies(eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable
             inputs = tuple(number(var.aval) for var in jaxpr.invars)
             bodies.append(_flatten(jaxpr, consts, inputs, number, constant))
     return tuple(bodies)
+
+
+def bind(eqn: core.JaxprEqn, ins: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    """Run an equation on values, or under a trace, with these parameters."""
+    primitive = eqn.primitive
+    with eqn.ctx.manager:
+        out = primitive.bind(*ins, **primitive.get_bind_params(params))
+    return list(out) if primitive.multiple_results else [out]
+
+
+def retraced(old: Any, function: Callable[..., Sequence[Any]]) -> Any:
+    """A function traced as the body of an operation, in place of the body it had: closed or open as the old one was."""
+    jaxpr, _ = opened(old)
+    # The memory a value lies in (a residual kept on the host) stays; a sharding would name a mesh that is not ours.
+    avals = [var.aval.update(sharding=None, weak_type=False) for var in jaxpr.invars]
+    closed = jax.make_jaxpr(function)(*avals)
+    if isinstance(old, core.ClosedJaxpr) and old is not jaxpr:
+        return closed
+    if closed.consts:  # an open body has no place for constants, and a call inside it has
+        closed = jax.make_jaxpr(jax.jit(core.jaxpr_as_fun(closed)))(*avals)
+    return closed.jaxpr
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

@@ -86,7 +86,7 @@ def _opaque(op: Op, dims: Dims) -> None:
             dims.join(x, dim, out, dim)
 
 
-@rule("optimization_barrier")
+@rule("optimization_barrier", "device_put")
 def _barrier(op: Op, dims: Dims) -> None:
     for x, out in zip(op.inputs, op.outputs, strict=True):
         dims.same(x, out)

@@ -3,8 +3,8 @@
 import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from spanax.errors import SpanaxError
 from spanax.trace.axes import Axes, Axis, aligned, discover, table
 from spanax.trace.census import Kind, Traffic, census, label_key, layer_carry, score_keys, traffic
 from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.policies import AS_WRITTEN, known_policy
 from spanax.trace.roles import Role, roles
 from spanax.trace.step import train_step_of, with_extra
 from spanax.trace.variables import Leaf, Variables, make, take_apart
@@ -75,6 +76,7 @@ class Program:
     """A train step, its state and its batch, as shapes and axes.
 
     `leaves` are the state's arrays, `batch` the batch's; both are in the order in which the step takes them.
+    `remat` names what the backward pass keeps, `as written` where the model decides itself.
 
     Example:
       >>> import optax
@@ -95,6 +97,8 @@ class Program:
     init: core.ClosedJaxpr
     variables: Variables
     batch_treedef: Any
+    remat: str
+    _retrace: Callable[[str | None], "Program"] = field(repr=False)
 
     @property
     def axes(self) -> list[Axis]:
@@ -125,7 +129,32 @@ class Program:
             shared = {old: new for old, new in names.items() if old in known}
             evaluation = replace(evaluation, axes=evaluation.axes.renamed(shared))
         leaves, batch = _with_axes(step, self.leaves, self.batch)
-        return replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch)
+        retrace = cache(lambda policy: self._retrace(policy).rename(names))
+        return replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch, _retrace=retrace)
+
+    def with_remat(self, policy: str | None) -> "Program":
+        """The same program with another policy of what the backward pass keeps; traced once for each.
+
+        State and fingerprint are the same: what was saved under one policy goes on under another.
+
+        Args:
+          policy: as `remat` of `spanax.trace`.
+
+        Raises:
+          SpanaxError: there is no such policy, no layer to forget, or the program has a train step of its own.
+
+        Example:
+          >>> import optax
+          >>> program = trace(
+          ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+          ...     optimizer=optax.sgd(0.1),
+          ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
+          ...     loss=lambda model, x: (model(x) ** 2).mean(),
+          ... )
+          >>> program.remat, program.with_remat("dots").remat, program.with_remat("dots").with_remat(None) is program
+          ('as written', 'dots', True)
+        """
+        return self._retrace(policy)
 
 
 def trace(
@@ -138,6 +167,7 @@ def trace(
     microbatches: int = 1,
     compute_dtype: Any = None,
     clip_norm: float | None = None,
+    remat: str | None = None,
 ) -> Program:
     """Trace a train step into a Program. Nothing is allocated, and no device is needed.
 
@@ -150,6 +180,10 @@ def trace(
       microbatches: gradients are accumulated over this many parts of the batch (with `loss`).
       compute_dtype: what the loss sees of floating parameters and batch (with `loss`); parameters keep theirs.
       clip_norm: largest global gradient norm (with `loss`).
+      remat: what the backward pass keeps (with `loss`), the rest being computed once more: `none` forgets nothing,
+        whatever the model says; `dots` keeps the results of matmuls without batch dims and of convolutions; `full`
+        only what enters a layer (one turn of a scan, or what the model has under a remat); `offload` is `dots` in
+        host memory. None: as the model has it.
 
     Raises:
       SpanaxError: neither or both of `loss` and `train_step`, or a step that cannot be traced.
@@ -166,7 +200,8 @@ def trace(
       >>> [(leaf.path, leaf.shape, leaf.kind) for leaf in program.leaves][:2]
       [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
     """
-    step = _chosen_step(loss, train_step, microbatches, compute_dtype, clip_norm)
+    chosen = partial(_chosen_step, loss, train_step, microbatches, compute_dtype, clip_norm)
+    chosen(remat)  # a wrong request is told before anything is traced
     try:
         batch = jax.eval_shape(lambda tree: tree, batch)
     except TypeError as error:
@@ -177,19 +212,10 @@ def trace(
         ) from None
     batch_leaves, batch_treedef = _batch_leaves(batch)
 
-    # make_jaxpr keeps only arrays; how they fit together comes out on the side, once.
-    taken: list[Variables] = []
-
-    def init(seed: Any) -> list[Any]:
-        variables, values = take_apart(*make(build, optimizer, seed))
-        taken.append(variables)
-        return values
-
-    init_jaxpr = jax.make_jaxpr(init)(jax.ShapeDtypeStruct((), "uint32"))
-    variables = taken[0]
+    variables, init = _initial(build, optimizer)
     state = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in variables.leaves]
 
-    def run_step(values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    def run_step(step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
         model, nnx_optimizer = variables.merge(values)
         metrics = _as_metrics(step(model, nnx_optimizer, batch))
         return _checked(variables, variables.split(model, nnx_optimizer)), metrics
@@ -200,17 +226,40 @@ def trace(
         scalar, extra = with_extra(loss(model, batch))  # type: ignore[misc]
         return [], {"loss": scalar} | extra
 
-    traced = _traced(run_step, state, batch, variables, batch_leaves)
-    _say_unknown(traced.axes)
-    evaluation = None if loss is None else _traced(run_loss, state, batch, variables, batch_leaves)
-    if evaluation is not None:
-        axes = aligned(evaluation.axes, evaluation.graph.body.inputs, traced.axes, traced.graph.body.inputs)
-        evaluation = replace(evaluation, axes=axes)
-    leaves, batch_leaves = _with_axes(traced, variables.leaves, batch_leaves)
-    return Program(leaves, batch_leaves, traced, evaluation, init_jaxpr, variables, batch_treedef)
+    trace_evaluation = cache(lambda: _traced(run_loss, state, batch, variables, batch_leaves))
+
+    @cache
+    def retrace(policy: str | None) -> Program:
+        traced = _traced(partial(run_step, chosen(policy)), state, batch, variables, batch_leaves)
+        _say_unknown(traced.axes)
+        evaluation = None if loss is None else trace_evaluation()
+        if evaluation is not None:
+            axes = aligned(evaluation.axes, evaluation.graph.body.inputs, traced.axes, traced.graph.body.inputs)
+            evaluation = replace(evaluation, axes=axes)
+        named = _with_axes(traced, variables.leaves, batch_leaves)
+        name = AS_WRITTEN if policy is None else policy
+        return Program(*named, traced, evaluation, init, variables, batch_treedef, name, retrace)
+
+    return retrace(remat)
 
 
-def _chosen_step(loss: Any, train_step: Any, microbatches: int, compute_dtype: Any, clip_norm: float | None) -> Any:
+def _initial(build: Callable[..., nnx.Module], optimizer: Any) -> tuple[Variables, core.ClosedJaxpr]:
+    """What the state consists of, and the function from a seed to its values."""
+    # make_jaxpr keeps only arrays; how they fit together comes out on the side, once.
+    taken: list[Variables] = []
+
+    def init(seed: Any) -> list[Any]:
+        variables, values = take_apart(*make(build, optimizer, seed))
+        taken.append(variables)
+        return values
+
+    jaxpr = jax.make_jaxpr(init)(jax.ShapeDtypeStruct((), "uint32"))
+    return taken[0], jaxpr
+
+
+def _chosen_step(
+    loss: Any, train_step: Any, microbatches: int, compute_dtype: Any, clip_norm: float | None, remat: str | None
+) -> Any:
     if (loss is None) == (train_step is None):
         raise SpanaxError(
             "give either `loss` or `train_step`" + (", not both." if loss is not None else "."),
@@ -219,8 +268,19 @@ def _chosen_step(loss: Any, train_step: Any, microbatches: int, compute_dtype: A
     if loss is not None:
         if microbatches < 1:
             raise SpanaxError(f"microbatches={microbatches}; it takes a whole number from 1.", fix="microbatches=1")
-        return train_step_of(loss, microbatches=microbatches, compute_dtype=compute_dtype, clip_norm=clip_norm)
-    given = {"microbatches": microbatches != 1, "compute_dtype": compute_dtype is not None, "clip_norm": clip_norm}
+        return train_step_of(
+            loss,
+            microbatches=microbatches,
+            compute_dtype=compute_dtype,
+            clip_norm=clip_norm,
+            remat=known_policy(remat),
+        )
+    given = {
+        "microbatches": microbatches != 1,
+        "compute_dtype": compute_dtype is not None,
+        "clip_norm": clip_norm,
+        "remat": remat is not None,
+    }
     for name, is_given in given.items():
         if is_given:
             raise SpanaxError(
@@ -244,7 +304,7 @@ def _say_unknown(axes: Axes) -> None:
         warnings.warn(
             f"no rule for the primitives {listed}: their dims stay unsplit, which is right and may be slow; "
             "give them one with spanax.rule",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

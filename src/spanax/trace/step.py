@@ -9,17 +9,24 @@ import optax
 from flax import nnx
 
 from spanax.errors import SpanaxError
+from spanax.trace.remat import rematerialized
 
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
 
 
 def train_step_of(
-    loss: Callable[[nnx.Module, Any], Any], *, microbatches: int, compute_dtype: Any, clip_norm: float | None
+    loss: Callable[[nnx.Module, Any], Any],
+    *,
+    microbatches: int,
+    compute_dtype: Any,
+    clip_norm: float | None,
+    remat: str | None,
 ) -> TrainStep:
     """An ordinary NNX train step: gradients over microbatches, clipping, one optimizer update.
 
-    Parameters stay as the model made them; `compute_dtype` is what the loss sees of them and of the batch.
-    The step returns `loss`, `grad_norm` (before clipping) and whatever the loss returned beside its value.
+    Parameters stay as the model made them; `compute_dtype` is what the loss sees of them and of the batch, and
+    `remat` is what its gradient keeps. The step returns `loss`, `grad_norm` (before clipping) and whatever the loss
+    returned beside its value.
     """
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
@@ -31,7 +38,7 @@ def train_step_of(
             nnx.pop(part, nnx.Intermediate)
             return scalar.astype(jnp.float32), (extra, _like(nnx.state(part, nnx.Not(optimizer.wrt)), rest))
 
-        gradient = jax.value_and_grad(value, has_aux=True)
+        gradient = jax.value_and_grad(rematerialized(value, remat), has_aux=True)
         if microbatches == 1:
             (scalar, (extra, rest)), grads = gradient(params, rest, batch)
         else:

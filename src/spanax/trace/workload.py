@@ -64,8 +64,10 @@ class Workload:
     vocab_size: int | None = None
     microbatches: int = 1
 
-    def trace(self, *, learning_rate: float, num_steps: int, compute_dtype: Any = None) -> Program:
-        """The workload's train step as a Program."""
+    def trace(
+        self, *, learning_rate: float, num_steps: int, compute_dtype: Any = None, remat: str | None = None
+    ) -> Program:
+        """The workload's train step as a Program; `compute_dtype` and `remat` as in `spanax.trace`."""
         is_optax = hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
         return trace(
             build=self.build,
@@ -75,4 +77,5 @@ class Workload:
             train_step=self.train_step,
             microbatches=self.microbatches,
             compute_dtype=compute_dtype,
+            remat=remat,
         )

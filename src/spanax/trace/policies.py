@@ -1,0 +1,25 @@
+"""Policies: the names of what a backward pass may keep. No JAX here, so that the command line can read them."""
+
+from spanax.errors import SpanaxError, nearest
+
+POLICIES = ("none", "dots", "full", "offload")
+"""`none` forgets nothing; `dots` keeps the results of matmuls without batch dims and of convolutions; `full` keeps
+what enters a layer and nothing else; `offload` is `dots`, kept in the host's memory."""
+
+AS_WRITTEN = "as written"
+"""What a program is called whose model decides itself."""
+
+
+def known_policy(policy: str | None) -> str | None:
+    """The policy, if there is one of that name; None leaves it to the model.
+
+    Raises:
+      SpanaxError: there is none.
+
+    Example:
+      >>> known_policy("dots"), known_policy(None)
+      ('dots', None)
+    """
+    if policy is not None and policy not in POLICIES:
+        raise SpanaxError(f"unknown remat policy '{policy}'.", fix=nearest(str(policy), POLICIES))
+    return policy

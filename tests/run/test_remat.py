@@ -1,0 +1,159 @@
+"""Remat on devices: whatever the backward pass keeps, a step gives the same numbers, on one device and on eight."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import spanax
+import zoo
+from spanax.models import gpt
+from spanax.run.config import TrainConfig
+from spanax.run.run import Run
+from spanax.run.trainer import train
+from spanax.trace.program import Program
+from spanax.trace.remat import rematerialized
+
+SIZE, STEPS = 8, 2
+TOLERANCE = 1e-6
+"""Largest difference over the largest value of the array (or over 1e-3), for two orders of the same float32 sums."""
+
+TINY = gpt.GPTConfig(vocab_size=64, seq_len=16, num_layers=2, num_heads=4, embed_dim=32)
+TEXT = zoo.batches(inputs=zoo.ints(64, 16), targets=zoo.ints(64, 16))
+
+
+def case(loss: Any, batch: Any, build: Any) -> zoo.Case:
+    return zoo.Case(build, loss, batch, optax.sgd(1.0))  # the state after a step holds the gradient
+
+
+def of_gpt(**changes: Any) -> zoo.Case:
+    return case(gpt.loss, TEXT, functools.partial(gpt.GPT, dataclasses.replace(TINY, **changes)))
+
+
+CASES: dict[str, zoo.Case] = {
+    "scanned": of_gpt(),
+    "scanned, its own remat, dropout": of_gpt(remat=True, dropout=0.2),
+    "unrolled, its own remat": of_gpt(scan_layers=False, remat=True),
+    "mlp with dropout": case(zoo.squared_error, zoo.VECTORS, functools.partial(zoo.MLP, rate=0.3)),
+    "cnn with batch norm": case(zoo.cross_entropy, zoo.IMAGES, zoo.CNN),
+}
+TRIED = [(name, policy) for name in list(CASES)[:3] for policy in ("none", "dots", "full", "offload")]
+TRIED += [("mlp with dropout", "dots"), ("mlp with dropout", "offload"), ("cnn with batch norm", "dots")]
+
+
+@functools.cache
+def program(name: str) -> Program:
+    made = CASES[name]
+    return spanax.trace(
+        build=made.build, optimizer=made.optimizer, batch=made.batch(SIZE), loss=made.loss, clip_norm=0.5
+    )
+
+
+def numbers(array: Any) -> np.ndarray:
+    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(array) if is_key else array).astype(np.float64)
+
+
+def trained(name: str, policy: str | None, layout: str = "data", mesh: str = "") -> dict[str, np.ndarray]:
+    """Loss and gradient norm of every step, and all of the state after the last."""
+    made = program(name).with_remat(policy)
+    cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
+    run = spanax.start(made, spanax.plan(made, cluster, layout=layout, **({"mesh": mesh} if mesh else {})), seed=3)
+    rows = CASES[name].batch(STEPS * SIZE)
+    told = [run.step({key: value[at * SIZE :][:SIZE] for key, value in rows.items()}) for at in range(STEPS)]
+    metrics = {key: np.array([float(each[key]) for each in told]) for key in told[0]}
+    return metrics | {path: numbers(array) for path, array in run.arrays().items()}
+
+
+@functools.cache
+def as_written(name: str) -> dict[str, np.ndarray]:
+    return trained(name, None)
+
+
+def furthest(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> dict[str, float]:
+    assert expected.keys() == found.keys()
+    scale = {path: max(np.abs(value).max(initial=0), 1e-3) for path, value in expected.items()}
+    return {path: float(np.abs(value - found[path]).max(initial=0) / scale[path]) for path, value in expected.items()}
+
+
+@pytest.mark.parametrize(("name", "policy"), TRIED)
+def test_the_same_numbers(name: str, policy: str) -> None:
+    found = furthest(as_written(name), trained(name, policy))
+    assert {"loss", "grad_norm"} <= found.keys()
+    assert {path: much for path, much in found.items() if not much <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(("layout", "mesh"), [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")])
+@pytest.mark.parametrize("policy", ["full", "dots", "offload"])
+def test_a_layout_gives_the_numbers_of_one_device(policy: str, layout: str, mesh: str) -> None:
+    found = furthest(as_written("scanned"), trained("scanned", policy, layout, mesh))
+    assert {path: much for path, much in found.items() if not much <= 10 * TOLERANCE} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "moves"),
+    [
+        ("scanned, its own remat, dropout", "full", "count"),
+        ("mlp with dropout", "dots", "count"),
+        ("cnn with batch norm", "dots", "mean"),
+    ],
+)
+def test_what_the_forward_pass_changes_is_changed_once(name: str, policy: str, moves: str) -> None:
+    """Counts of random numbers and running averages: though the forward pass ran twice."""
+    after = []
+    for made in (program(name), program(name).with_remat(policy)):
+        run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1")))
+        before = {path: numbers(array) for path, array in run.arrays("other").items() if path.endswith(moves)}
+        run.step(CASES[name].batch(SIZE))
+        after.append({path: numbers(run.arrays()[path]) for path in before})
+    assert after[0] and all(np.any(after[0][path] != before[path]) for path in before)
+    for path in before:
+        np.testing.assert_allclose(after[1][path], after[0][path], rtol=TOLERANCE)
+
+
+@jax.custom_vjp
+def sine(x: Any) -> Any:
+    return jnp.sin(x)
+
+
+sine.defvjp(lambda x: (sine(x), x), lambda x, g: (3 * g,))  # not the derivative: to see that it is this one
+
+
+@pytest.mark.parametrize("policy", ["none", "dots", "full", "offload"])
+def test_a_derivative_of_ones_own_survives(policy: str) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return lax.scan(lambda x, w: (jax.jit(sine)(jax.nn.silu(x) @ w), None), x, w)[0].sum()
+
+    w, x = (np.random.default_rng(0).normal(size=shape).astype(np.float32) for shape in ((3, 8, 8), (4, 8)))
+    expected = jax.jit(jax.value_and_grad(loss))(w, x)
+    found = jax.jit(jax.value_and_grad(rematerialized(loss, policy)))(w, x)
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=TOLERANCE, atol=TOLERANCE * float(np.abs(one).max()))
+
+
+def test_a_checkpoint_goes_on_under_another_policy(tmp_path: Any) -> None:
+    name, plan = "scanned", spanax.plan(program("scanned"), spanax.cluster("cpu:1"))
+    run = spanax.start(program(name), plan)
+    run.step(CASES[name].batch(SIZE))
+    run.save(tmp_path).wait()
+    other: Run = spanax.restore(program(name).with_remat("full"), plan, tmp_path)
+    losses = [float(each.step(CASES[name].batch(SIZE))["loss"]) for each in (run, other)]
+    assert other.num_steps == 2 and abs(losses[0] - losses[1]) <= TOLERANCE * losses[0]
+
+
+def test_train_passes_the_policy_on(tmp_path: Any) -> None:
+    def load(**sizes: Any) -> spanax.Workload:
+        build = lambda rngs: nnx.Linear(32, 16, rngs=rngs)  # noqa: E731
+        rows = [zoo.VECTORS(SIZE)]
+        return spanax.Workload(build=build, batch=rows[0], loss=zoo.squared_error, source=rows)
+
+    config = TrainConfig("mine", remat="full", out=str(tmp_path / "out"), steps=1)
+    with pytest.raises(spanax.SpanaxError, match="remat 'full' finds no layer"):
+        train(load, config, jax.devices()[:1], lambda event: None)
