@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, Layout
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.program import Program
 
 Pins = Mapping[str, str | Sequence[str] | None]
@@ -51,7 +50,8 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
     ranks: dict[str, dict[int, int]] = {}
     taken: dict[int, int] = {}
     reasons: dict[str, str] = {}
-    labels = _labels_by_name(program)
+    # Of two classes of a name the earlier is split: its gradient ends where the model begins, one reduction less.
+    labels = program.step.labels_by_name
     for axis, names in layout.computed:
         size = mesh.ways([axis])
         if size == 1:
@@ -80,24 +80,6 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
             label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (taken.get(label, 1) * size) == 0
         }
     return Assignment(ranks, reasons)
-
-
-def _labels_by_name(program: Program) -> dict[str, list[int]]:
-    """Classes by name, in the order in which the program computes with them: of two, the earlier is split.
-
-    That one's gradient ends where the model begins, so it needs one reduction less.
-    """
-    axes = program.step.axes
-    order: dict[int, None] = {}
-    for op in program.step.graph.ops():
-        if op.name in CONTRACTIONS:
-            order |= {label: None for label in axes.classes[op.outputs[0]] if label is not None}
-    order |= {label: None for label in sorted(axes.names)}
-    by_name: dict[str, list[int]] = {}
-    for label in order:
-        if label in axes.names:
-            by_name.setdefault(axes.names[label], []).append(label)
-    return by_name
 
 
 def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:
@@ -141,5 +123,5 @@ def _idle(
 
 
 def _largest_below(program: Program, names: Sequence[str], size: int) -> int:
-    ways = [program.step.axes.ways[label] for name in names for label in _labels_by_name(program).get(name, ())]
+    ways = [program.step.axes.ways[label] for name in names for label in program.step.labels_by_name.get(name, ())]
     return max((k for k in range(1, size) for way in ways if way % k == 0), default=1)

@@ -85,7 +85,9 @@ class Costs:
     flops: Array
 
 
-def price(terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None) -> Costs:
+def price(
+    terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, links: "Links | None" = None
+) -> Costs:
     """What a step costs on every mesh of a grid.
 
     A microbatch goes forward and backward through the layers and what is around them; the weights it needs are
@@ -94,16 +96,17 @@ def price(terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None 
     """
     given = given or Assumptions()
     chip, ways = cluster.chip, ways_table(grid.sizes)
-    links = _Links(cluster, terms.axes, grid)
+    table = links or Links(cluster, terms.axes, np.vstack([grid.num_stages[None], grid.sizes]))
+    at = table.at(grid)
     parts = _computed(terms, ways, grid.scale, chip, given)
-    moved, once = _moved(terms, ways, links, grid, given)
+    moved, once = _moved(terms, ways, at, grid, given)
     stages, count = grid.num_stages, grid.num_microbatches
     inside = {name: value / stages for name, value in _sum(parts, moved, True, given).items()}
     around = {name: value * np.where(stages > 1, given.head, 1.0) for name, value in
               _sum(parts, moved, False, given).items()}  # fmt: skip
     one = sum(inside.values()) + sum(around.values())
     update = sum(value for (phase, _, _), value in parts.items() if phase == Phase.UPDATE) / stages
-    hop = given.hop * links.hop_seconds(terms.carry_bytes * grid.scale / ways[terms.carry_split])
+    hop = given.hop * at.hop_seconds(terms.carry_bytes * grid.scale / ways[terms.carry_split])
     # Forward and backward are told apart only for the bubble, which in the end depends on their sum.
     pipelined = step_seconds(
         grid.schedule, stages, count, grid.num_chunks,
@@ -190,7 +193,7 @@ def _undispatched(host: float, device: Array) -> Array:
 
 
 def _moved(
-    terms: Terms, ways: Array, links: "_Links", grid: Grid, given: Assumptions
+    terms: Terms, ways: Array, links: "LinksAt", grid: Grid, given: Assumptions
 ) -> tuple[dict[tuple[Any, ...], Array], Array]:
     """Seconds by (phase, in the layers, of weights), for one microbatch; and those of gradients summed once a step.
 
@@ -250,21 +253,49 @@ def _memory_rate(chip: Chip) -> float:
     return (chip.memory_bytes_per_second or np.inf) * chip.memory_share
 
 
-class _Links:
-    """The links of every set of mesh axes, as arrays over the candidates."""
+class Links:
+    """The links of every set of mesh axes on many meshes, as arrays; worked out once for each set.
 
-    def __init__(self, cluster: Cluster, axes: Sequence[str], grid: Grid):
-        self._cluster, self._axes = cluster, axes
-        columns = np.vstack([grid.num_stages[None], grid.sizes]).astype(int)
-        unique, self._of = np.unique(columns, axis=1, return_inverse=True)
-        self._of = self._of.reshape(-1)
+    Args:
+      cluster: the machine.
+      axes: names of the mesh axes inside a stage, in order.
+      meshes: a column for each mesh: the number of stages, then the size of each axis.
+    """
+
+    def __init__(self, cluster: Cluster, axes: Sequence[str], meshes: Array):
+        unique, where = np.unique(meshes.astype(int), axis=1, return_inverse=True)
+        self._columns = {tuple(column): at for at, column in enumerate(unique.T.tolist())}
+        self.where = where.reshape(-1)
         names = ("pipe", *axes)
-        self._meshes = [MeshShape(tuple(zip(names, map(int, column), strict=True))) for column in unique.T]
+        self._cluster, self._axes = cluster, axes
+        self._meshes = [MeshShape(tuple(zip(names, column, strict=True))) for column in self._columns]
         self._known: dict[int, dict[str, Array]] = {}
+
+    def at(self, grid: Grid) -> "LinksAt":
+        """The links of a grid's candidates."""
+        columns = np.vstack([grid.num_stages[None], grid.sizes]).astype(int).T.tolist()
+        return LinksAt(self, np.asarray([self._columns[tuple(column)] for column in columns], int))
+
+    def arrays(self, over: int) -> dict[str, Array]:
+        """What joins groups over a set of axes, as a mask; over the stages of a pipeline if it is negative."""
+        if over not in self._known:
+            named = ["pipe"] if over < 0 else [axis for at, axis in enumerate(self._axes) if over >> at & 1]
+            found = [ALONE if mesh.ways(named) == 1 else axis_link(self._cluster, mesh, named) for mesh in self._meshes]
+            fields = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
+            self._known[over] = {name: np.asarray([getattr(link, name) for link in found], float) for name in fields}
+        return self._known[over]
+
+
+@dataclass(frozen=True, eq=False)
+class LinksAt:
+    """The links of candidates, by where their meshes stand among all."""
+
+    links: Links
+    where: Array
 
     def seconds(self, kind: int, over: int, num_bytes: Array, given: Assumptions) -> Array:
         """Seconds of one collective over a set of axes; `num_bytes` are the whole array's of one group."""
-        link = self._arrays(over)
+        link = {name: values[self.where] for name, values in self.links.arrays(over).items()}
         size, start = link["size"], link["start_seconds"] * given.collective_start
         if kind == 1:
             rate = link["all_reduce_bytes_per_second"]
@@ -276,18 +307,5 @@ class _Links:
 
     def hop_seconds(self, num_bytes: Array) -> Array:
         """Seconds of one send from a stage to the next."""
-        link = self._arrays(-1)
+        link = {name: values[self.where] for name, values in self.links.arrays(-1).items()}
         return np.where(link["size"] > 1, num_bytes / link["permute_bytes_per_second"] + link["latency_seconds"], 0.0)
-
-    def _arrays(self, over: int) -> dict[str, Array]:
-        if over not in self._known:
-            named = ["pipe"] if over < 0 else [axis for at, axis in enumerate(self._axes) if over >> at & 1]
-            found = [self._link(mesh, named) for mesh in self._meshes]
-            fields = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
-            self._known[over] = {
-                name: np.asarray([getattr(link, name) for link in found], float)[self._of] for name in fields
-            }
-        return self._known[over]
-
-    def _link(self, mesh: MeshShape, axes: Sequence[str]) -> AxisLink:
-        return ALONE if mesh.ways(axes) == 1 else axis_link(self._cluster, mesh, axes)

@@ -14,10 +14,9 @@ import numpy as np
 
 from spanax.plan.cost import ways_table
 from spanax.plan.partition import Masks, as_masks, partition, union
-from spanax.plan.resolve import Constraint, Resolver
+from spanax.plan.resolve import Constraint, Constraints, Resolver
 from spanax.plan.uses import use_of
 from spanax.trace.axes import CONTRACTIONS
-from spanax.trace.fusion import Kept, memory_plan
 from spanax.trace.graph import Body, Op
 from spanax.trace.program import Traced
 
@@ -81,9 +80,10 @@ def state_of(resolver: Resolver) -> State:
     )
 
 
-def walk(resolver: Resolver, traced: Traced) -> Level:
+def walk(resolver: Resolver, traced: Traced, constraints: Constraints | None = None) -> Level:
     """The fullest moments of a program under a layout."""
-    return _Walk(resolver, traced).level(traced.graph.body, outermost=True)
+    constraints = constraints or resolver.constraints(traced)
+    return _Walk(resolver, traced, constraints).level(traced.graph.body, outermost=True)
 
 
 def held(
@@ -162,11 +162,10 @@ class _Columns:
 class _Walk:
     """One layout's walk over the bodies of a program."""
 
-    def __init__(self, resolver: Resolver, traced: Traced):
-        self.resolver, self.traced = resolver, traced
-        self.constraints = resolver.constraints(traced)
+    def __init__(self, resolver: Resolver, traced: Traced, constraints: Constraints):
+        self.resolver, self.traced, self.constraints = resolver, traced, constraints
         self.bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
-        self.kept = memory_plan(traced.graph)
+        self.kept = traced.kept
         leaves = len(resolver.program.leaves)
         # The state is counted apart, and what replaces it takes its place.
         self.counted = {*traced.graph.body.inputs, *traced.graph.body.outputs[:leaves]}
@@ -175,7 +174,7 @@ class _Walk:
     def level(self, body: Body, *, outermost: bool = False) -> Level:
         """The moments of a body at which more may be held than at any other."""
         kept = self.kept[body]
-        last = _last_reads(body, kept)
+        last = kept.last_reads
         held: Counter[Column] = Counter()
         dies: dict[int, list[int]] = defaultdict(list)
         moments: list[Moment] = []
@@ -211,7 +210,11 @@ class _Walk:
         """Stored weights as they are used: where each is first gathered, until where it is held, how large it is."""
         spans: dict[tuple[int, Constraint], list[int]] = {}
         for at, op in enumerate(body.ops):
-            use = None if op.bodies else use_of(self.resolver, self.traced, op, self.constraints)
+            use = (
+                None
+                if op.bodies or op in self.traced.inert
+                else use_of(self.resolver, self.traced, op, self.constraints)
+            )
             for value, asked in zip(op.inputs, use.inputs, strict=True) if use is not None else ():
                 if asked is not None:
                     spans.setdefault((value, asked), [at, at])[1] = at
@@ -259,20 +262,6 @@ class _Walk:
                 return column, num_bytes
             self._column[key] = (column, num_bytes)
         return self._column[key]
-
-
-def _last_reads(body: Body, kept: Kept) -> dict[int, int]:
-    """The last operation that needs each kept value; a fused kernel reads all it needs when its last one is done."""
-    last: dict[int, int] = {}
-    for at, op in enumerate(body.ops):
-        for value in op.inputs:
-            last[kept.of(value)] = at
-        for value in op.outputs:
-            for source in kept.sources(value) if value in kept.written else ():
-                last[source] = at
-    for value in body.outputs:
-        last[kept.of(value)] = len(body.ops)
-    return last
 
 
 def _fullest(moments: list[Moment]) -> tuple[Moment, ...]:

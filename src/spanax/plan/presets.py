@@ -79,11 +79,16 @@ def layout_for(mesh: MeshShape) -> Layout:
                 where=f"mesh {mesh}",
                 fix=f"name a layout for it, or use {', '.join(a for a in CANONICAL_AXES if a in MEANING)}",
             )
+    return layout_of(mesh, ("param", "gradient", "optimizer"))
+
+
+def layout_of(mesh: MeshShape, stored: Sequence[str]) -> Layout:
+    """The layout of a mesh of canonical axes that keeps these kinds of arrays split over `fsdp`."""
     roles = {axis: axis for axis, size in mesh.axes if axis in MEANING and size > 1}
     by_axes = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED}
     words = {"data": "data", "fsdp": "fsdp", "model": "tensor", "context": "context", "expert": "expert"}
     name = by_axes.get(frozenset(roles)) or "+".join(words[axis] for axis in MEANING if axis in roles) or "data"
-    return _layout(name, roles, ("param", "gradient", "optimizer"))
+    return _layout(name, roles, stored)
 
 
 def default_mesh(name: str, num_devices: int) -> MeshShape:

@@ -4,7 +4,7 @@ The plan's placements, the constraints of the step that runs, and the prices all
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
@@ -43,6 +43,12 @@ class Resolver:
     layout: Layout
     mesh: MeshShape
     assignment: Assignment
+
+    def of(self, program: Program) -> "Resolver":
+        """The same layout over the same program traced otherwise: with other classes, found anew."""
+        if program is self.program:
+            return self
+        return replace(self, program=program, assignment=assign(program, self.layout, self.mesh, {}))
 
     def computed(self, labels: Labels, shape: Sequence[int], whole: frozenset[int] = frozenset()) -> Spec:
         """The spec of a value while it is computed with: each mesh axis on the first dim of its list."""

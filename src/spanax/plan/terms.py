@@ -97,13 +97,14 @@ class Terms:
     num_layers: int
 
 
-def tally(resolver: Resolver, traced: Traced) -> Terms:
+def tally(resolver: Resolver, traced: Traced, constraints: Constraints | None = None) -> Terms:
     """The terms of a layout on a program: one walk over its kinds of operations."""
     bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
-    constraints = resolver.constraints(traced)
+    constraints = constraints or resolver.constraints(traced)
     found = _Tally(resolver, traced, constraints, bits)
     for kind in traced.census:
-        found.add(kind)
+        if kind.op not in traced.inert:
+            found.add(kind)
     carry, num_layers = traced.layer_carry
     split = 0 if carry is None else union(found.masks(carry))
     num_bytes = 0 if carry is None else found.num_bytes(carry)

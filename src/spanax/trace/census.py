@@ -15,6 +15,7 @@ import jax
 from spanax.trace.fusion import FUSED, REDUCTIONS, accesses
 from spanax.trace.graph import Body, Graph, Op
 from spanax.trace.origins import Origin, feeds
+from spanax.trace.primitives import ELEMENTWISE
 
 if TYPE_CHECKING:
     from spanax.trace.program import Traced
@@ -217,6 +218,25 @@ def is_layers(traced: "Traced", op: Op) -> bool:
         return False
     scanned = {label for value in (*op.inputs, *op.outputs) for label in traced.axes.classes[value][:1]}
     return any(traced.axes.names.get(label) == "layers" for label in scanned if label is not None)
+
+
+def inert_ops(traced: "Traced") -> frozenset[Op]:
+    """Elementwise operations whose values, scalars aside, are of one role but for what they were computed from.
+
+    Of that only what decides where a value is stored counts: whether it is of the optimizer, or has seen the batch.
+    """
+    roles, found = traced.roles, set()
+    of_weights = int(Origin.OPTIMIZER | Origin.BATCH)
+    for op in traced.graph.ops():
+        if op.name in ELEMENTWISE:
+            kinds = {
+                (role.labels, role.shape, role.origin & of_weights, role.is_computed, role.whole)
+                for role in (roles[value] for value in (*op.inputs, *op.outputs))
+                if role.shape
+            }
+            if len(kinds) <= 1:
+                found.add(op)
+    return frozenset(found)
 
 
 def score_keys(traced: "Traced") -> frozenset[tuple[int | None, ...]]:

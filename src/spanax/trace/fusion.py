@@ -7,6 +7,7 @@ loop, a lookup is a kernel of its own. The result is the same for every layout.
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from spanax.trace.graph import Body, Graph, Op
 from spanax.trace.primitives import ELEMENTWISE
@@ -59,7 +60,7 @@ class Kept:
     """
 
     def __init__(self, graph: Graph, body: Body):
-        self.graph = graph
+        self.graph, self._body = graph, body
         self.root: dict[int, int] = {}
         self.level: dict[int, int] = defaultdict(int)
         self.kept: set[int] = set(body.inputs)
@@ -96,6 +97,20 @@ class Kept:
                     size = lambda v: _num_bytes(graph, v)  # noqa: E731
                     if sum(map(size, self.sources(value))) > size(value):
                         self._keep(value)
+
+    @cached_property
+    def last_reads(self) -> dict[int, int]:
+        """The last operation that needs each kept value; a fused kernel reads all when its last one is done."""
+        last: dict[int, int] = {}
+        for at, op in enumerate(self._body.ops):
+            for value in op.inputs:
+                last[self.of(value)] = at
+            for value in op.outputs:
+                for source in self.sources(value) if value in self.written else ():
+                    last[source] = at
+        for value in self._body.outputs:
+            last[self.of(value)] = len(self._body.ops)
+        return last
 
     def of(self, value: int) -> int:
         """What a view is a view of."""

@@ -13,9 +13,10 @@ from flax import nnx
 from jax.extend import core
 
 from spanax.errors import SpanaxError
-from spanax.trace.axes import Axes, Axis, aligned, discover, table
-from spanax.trace.census import Kind, Traffic, census, label_key, layer_carry, score_keys, traffic
-from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.axes import CONTRACTIONS, Axes, Axis, aligned, discover, table
+from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, layer_carry, score_keys, traffic
+from spanax.trace.fusion import Kept, memory_plan
+from spanax.trace.graph import Body, Graph, Op, from_jaxpr
 from spanax.trace.policies import AS_WRITTEN, known_policy
 from spanax.trace.roles import Role, roles
 from spanax.trace.step import train_step_of, with_extra
@@ -49,6 +50,31 @@ class Traced:
     def score_keys(self) -> frozenset[tuple[int | None, ...]]:
         """The labels of attention scores, and of all that is as large where activations meet activations."""
         return score_keys(self)
+
+    @cached_property
+    def kept(self) -> dict[Body, Kept]:
+        """For every body, the values that are kept in memory between kernels."""
+        return memory_plan(self.graph)
+
+    @cached_property
+    def inert(self) -> frozenset[Op]:
+        """Elementwise operations whose values any layout splits alike, so that nothing ever moves for them."""
+        return inert_ops(self)
+
+    @cached_property
+    def labels_by_name(self) -> dict[str, list[int]]:
+        """Classes by name, in the order in which the program computes with them."""
+        axes = self.axes
+        order: dict[int, None] = {}
+        for op in self.graph.ops():
+            if op.name in CONTRACTIONS:
+                order |= {label: None for label in axes.classes[op.outputs[0]] if label is not None}
+        order |= {label: None for label in sorted(axes.names)}
+        by_name: dict[str, list[int]] = {}
+        for label in order:
+            if label in axes.names:
+                by_name.setdefault(axes.names[label], []).append(label)
+        return by_name
 
     def is_score(self, labels: Sequence[int | None]) -> bool:
         """Whether values of these labels, or one layer of them, are attention scores."""

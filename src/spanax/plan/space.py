@@ -1,0 +1,179 @@
+"""Space: every layout a program could have on a cluster, as arrays; what cannot be is counted by reason."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spanax.errors import SpanaxError
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.assign import assign
+from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
+from spanax.plan.presets import STORED, layout_of
+from spanax.plan.resolve import Resolver
+from spanax.trace.program import Program
+
+AXES = ("data", "fsdp", "expert", "context", "model")
+"""The mesh axes inside a stage, slowest first: the last one runs over the fastest links."""
+
+STORING = {"fsdp": ("param", "gradient", "optimizer")} | STORED
+"""What a layout with an `fsdp` axis keeps split over it, by name."""
+
+BATCH = "the batch does not divide the axes that split it"
+IDLE = "a mesh axis has nothing to split"
+UNEVEN = "a size does not divide"
+
+Key = dict[str, frozenset[tuple[int, int]]]
+Groups = list[tuple[Key, list[tuple[int, ...]]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Meshes on which a layout resolves alike: one walk over the program prices them all.
+
+    `sizes` has a row for each of AXES and a column for each mesh; `num_stages` goes with the columns.
+    """
+
+    storing: str
+    sequence: bool
+    resolver: Resolver
+    sizes: np.ndarray
+    num_stages: np.ndarray
+
+
+def families(program: Program, cluster: Cluster, batch_size: int, rejected: Counter[str]) -> list[Family]:
+    """Every mesh of a cluster's devices under every way to store and split, grouped by how it resolves.
+
+    Args:
+      program: what is to be trained.
+      cluster: its devices are all used.
+      batch_size: examples in a step; every mesh must divide it.
+      rejected: counts what was left out, by reason.
+    """
+    meshes = list(_meshes(program, cluster.num_devices))
+    keys: dict[tuple[object, ...], Key | str] = {}
+    found = []
+    for storing in STORING:
+        for sequence in (False, True):
+            groups: Groups = []
+            for stages, *sizes in meshes:
+                of = dict(zip(AXES, sizes, strict=True))
+                if (storing != "fsdp" and of["fsdp"] == 1) or (sequence and of["model"] == 1):
+                    continue
+                if batch_size % (of["data"] * of["fsdp"] * of["expert"]):
+                    rejected[BATCH] += 1
+                    continue
+                # What is split does not depend on what is stored, nor on the stages.
+                key = keys.get((sequence, *sizes)) or keys.setdefault((sequence, *sizes), _key(program, of, sequence))
+                if isinstance(key, str):
+                    rejected[key] += 1
+                else:
+                    _join(groups, key, (stages, *sizes))
+            found += [family for _, rows in groups for family in _stored_alike(program, storing, sequence, rows)]
+    return found
+
+
+def layout_on(storing: str, sequence: bool, mesh: MeshShape) -> Layout:
+    """The layout of a family on one mesh, named as the presets name it."""
+    layout = layout_of(mesh, STORING[storing])
+    name = layout.name.replace("fsdp", storing) if storing != "fsdp" else layout.name
+    if sequence:
+        return replace(layout, name=name + "+seq", sequence_axis="model")
+    return replace(layout, name=name)
+
+
+def mesh_of(sizes: Sequence[int]) -> MeshShape:
+    """A mesh of AXES; axes of one device are left out, unless that leaves none."""
+    axes = tuple((axis, int(size)) for axis, size in zip(AXES, sizes, strict=True) if size > 1)
+    return MeshShape(axes or (("data", 1),))
+
+
+def _meshes(program: Program, num_devices: int) -> Iterator[tuple[int, ...]]:
+    """(stages, sizes of AXES) whose product is the number of devices, as far as the program has what they split."""
+    names = {axis.name: axis.ways for axis in program.axes}
+    num_layers = program.step.layer_carry[1]
+    may = {
+        "expert": names.get("experts", 1),
+        "context": math.gcd(*(axis.ways for axis in program.axes if axis.name == "seq")) if "seq" in names else 1,
+        "model": num_devices if any(name in names for name in TENSOR_AXES + LAST_RESORT_AXES) else 1,
+    }
+    for stages in _divisors(num_devices):
+        if stages > 1 and (not num_layers or num_layers % stages):
+            continue
+        for data in _divisors(num_devices // stages):
+            for fsdp in _divisors(num_devices // stages // data):
+                left = num_devices // stages // data // fsdp
+                for expert in _divisors(left):
+                    for context in _divisors(left // expert):
+                        model = left // expert // context
+                        if may["expert"] % expert == 0 and may["context"] % context == 0 and may["model"] % model == 0:
+                            yield stages, data, fsdp, expert, context, model
+
+
+def _key(program: Program, of: dict[str, int], sequence: bool) -> Key | str:
+    """Which classes each mesh axis splits; or why it cannot."""
+    mesh = mesh_of(list(of.values()))
+    try:
+        found = assign(program, layout_on("fsdp", sequence, mesh), mesh, {})
+    except SpanaxError as error:
+        return IDLE if "nothing to split" in str(error) else UNEVEN
+    return {axis: frozenset(ranks.items()) for axis, ranks in found.ranks.items()}
+
+
+def _join(groups: Groups,
+          key: Key, row: tuple[int, ...]) -> None:  # fmt: skip
+    """An axis of one device splits nothing, and so fits whatever others do with it."""
+    for known, rows in groups:
+        if all(known.get(axis, ranks) == ranks for axis, ranks in key.items()):
+            known.update(key)
+            rows.append(row)
+            return
+    groups.append((dict(key), [row]))
+
+
+def _stored_alike(program: Program, storing: str, sequence: bool, rows: Sequence[tuple[int, ...]]) -> list[Family]:
+    """Meshes of one group, apart where a leaf finds a dim to be stored split along on one and not on another."""
+    largest = max(rows, key=lambda row: (sum(size > 1 for size in row[1:]), row))
+    mesh = MeshShape(tuple(zip(AXES, largest[1:], strict=True)))
+    resolver = _resolver(program, storing, sequence, mesh)
+    table = np.asarray(rows, int).T
+    flags = _storable(resolver, table[1:])
+    _, which = np.unique(flags, axis=1, return_inverse=True)
+    found = []
+    for group in range(int(which.max()) + 1):
+        columns = table[:, which.reshape(-1) == group]
+        best = max(map(tuple, columns.T), key=lambda row: (sum(size > 1 for size in row[1:]), row))
+        one = _resolver(program, storing, sequence, MeshShape(tuple(zip(AXES, map(int, best[1:]), strict=True))))
+        found.append(Family(storing, sequence, one, columns[1:], columns[0]))
+    return found
+
+
+def _resolver(program: Program, storing: str, sequence: bool, mesh: MeshShape) -> Resolver:
+    layout = layout_on(storing, sequence, mesh)
+    return Resolver(program, layout, mesh, assign(program, layout, mesh, {}))
+
+
+def _storable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
+    """For each kind of leaf and mesh, whether some dim of it divides the axes it is stored over."""
+    program, at = resolver.program, {axis: position for position, axis in enumerate(AXES)}
+    classes = program.step.axes.classes
+    stored = sizes[at["fsdp"]]
+    rows = {}
+    for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
+        labels = classes[value]
+        if not leaf.shape or (labels, leaf.shape) in rows:
+            continue
+        spec = resolver.computed(labels, leaf.shape)
+        fits = np.zeros(sizes.shape[1], bool)
+        for size, axes in zip(leaf.shape, spec, strict=True):
+            ways = stored * np.prod([sizes[at[axis]] for axis in axes], axis=0, initial=1)
+            fits |= size % ways == 0
+        rows[labels, leaf.shape] = fits
+    return np.asarray(list(rows.values()), bool).reshape(-1, sizes.shape[1])
+
+
+def _divisors(number: int) -> list[int]:
+    return [k for k in range(1, number + 1) if number % k == 0]
