@@ -22,6 +22,11 @@ FLAGS = {
     },
     "axes": {"workload", "batch", "seq", "json"},
     "checkpoint": {"action", "directory", "json"},
+    "plan": {
+        "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
+        "out", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
+    },
+    "probe": {"out", "devices", "seconds"},
 }  # fmt: skip
 
 
@@ -84,6 +89,20 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "not toml": (["train", "--config", "latin.txt"], 65, "cannot read the configuration"),
     "out is a file": (["train", "--out", "empty.txt"], 73, "cannot write to the run folder"),
     "out has a run": (["train", "--out", "old"], 73, "already holds a run"),
+    "no devices named": (["plan", "gpt-nano"], 2, "needs to know the devices"),
+    "unknown chip": (["plan", "gpt-nano", "--on", "h10:8"], 2, "did you mean 'h100'"),
+    "no such torus": (["plan", "gpt-nano", "--on", "v5p:3x2x1"], 2, "v5p"),
+    "no devices": (["plan", "gpt-nano", "--on", "h100:0"], 2, "h100"),
+    "a cluster file without units": (["plan", "gpt-nano", "--on", "units.toml:8"], 2, "80"),
+    "a missing cluster file": (["plan", "gpt-nano", "--on", "nowhere.toml:8"], 65, "nowhere.toml"),
+    "plan for an unknown workload": (["plan", "gpt4", "--on", "cpu:8"], 2, "unknown workload"),
+    "plan for no batch": (["plan", "gpt-nano", "--on", "cpu:8", "--batch", "0"], 2, "whole number from 1"),
+    "plan for an unknown layout": (["plan", "gpt-nano", "--on", "cpu:8", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
+    "plan for an unknown axis": (["plan", "gpt-nano", "--on", "cpu:8", "--mesh", "dta=8"], 2, "did you mean 'data'"),
+    "plan for another mesh": (["plan", "gpt-nano", "--on", "cpu:8", "--mesh", "data=3"], 2, "takes 3 devices"),
+    "plan for an unknown dtype": (["plan", "gpt-nano", "--on", "a100:8", "--dtype", "bfloat17"], 2, "did you mean"),
+    "a budget for nothing": (["plan", "gpt-nano", "--on", "cpu:8", "--budget-hours", "3"], 2, "needs --tokens"),
+    "plans that are none": (["plan", "--diff", "bad.json", "bad.json"], 65, "this is not a plan file"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 
@@ -95,6 +114,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.json").write_text("{}")
     (tmp_path / "bad.toml").write_text("step = 3\n")
     (tmp_path / "type.toml").write_text('steps = "3"\n')
+    (tmp_path / "units.toml").write_text('like = "h100"\nmemory = "80"\n')
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)

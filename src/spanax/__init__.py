@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from spanax.errors import DataError, SpanaxError, WriteError
     from spanax.hardware.cluster import Cluster, cluster, local
     from spanax.hardware.mesh import MeshShape
+    from spanax.plan.candidate import Search
     from spanax.plan.choose import plan
     from spanax.plan.layout import Layout
     from spanax.plan.plan import Placement, Plan
+    from spanax.plan.search import search
     from spanax.run.data import Batches, batches
     from spanax.run.restore import restore
     from spanax.run.run import Run, start
@@ -35,6 +37,7 @@ _HOME = {
     "Plan": "plan.plan",
     "Program": "trace.program",
     "Run": "run.run",
+    "Search": "plan.candidate",
     "SpanaxError": "errors",
     "Workload": "trace.workload",
     "WriteError": "errors",
@@ -44,6 +47,7 @@ _HOME = {
     "plan": "plan.choose",
     "restore": "run.restore",
     "rule": "trace.primitives",
+    "search": "plan.search",
     "simulate": "run.simulate",
     "start": "run.run",
     "trace": "trace.program",
@@ -60,6 +64,7 @@ __all__ = [
     "Plan",
     "Program",
     "Run",
+    "Search",
     "SpanaxError",
     "Workload",
     "WriteError",
@@ -69,6 +74,7 @@ __all__ = [
     "plan",
     "restore",
     "rule",
+    "search",
     "simulate",
     "start",
     "trace",

@@ -35,6 +35,74 @@ class AxesCommand:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlanCommand:
+    """Price every layout of a workload on devices you have or plan to rent, and say which is best and why.
+
+    Attributes:
+      workload: a name, or file.py:name.
+      on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml.
+      batch: examples in a step.
+      seq: tokens in an example.
+      layers: as many layers instead of the workload's own.
+      embed: as wide instead of the workload's own.
+      dtype: what is computed in; bfloat16 where the chip has it, if left out.
+      layout: price this layout only, and hold it against the best.
+      mesh: price this mesh only, that of one stage; see layout.
+      remat: price this policy only: none, dots, full, offload.
+      pipeline: whether layers may be divided into stages; left out: not on simulated devices.
+      top: how many candidates to list.
+      out: write the best plan to this file, for spanax train --plan.
+      explain: show one array: where it lies, why, and what moves for it.
+      diff: hold two plan files against each other, and plan nothing.
+      max: the largest batch, seq, layers or embed that fits.
+      min: devices: the fewest on which it fits.
+      target_mfu: the smallest batch that reaches this MFU, in percent.
+      tokens: tokens to train on in all: says hours and device-hours.
+      budget_hours: whether that many hours are enough.
+      save_seconds: seconds that a checkpoint takes; for how often to save.
+      json: print one JSON object.
+    """
+
+    workload: Positional[str] = ""
+    on: str = ""
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    embed: int | None = None
+    dtype: str | None = None
+    layout: str | None = None
+    mesh: str | None = None
+    remat: str | None = None
+    pipeline: bool | None = None
+    top: int = 10
+    out: Path | None = None
+    explain: str | None = None
+    diff: tuple[Path, Path] | None = None
+    max: Literal["batch", "seq", "layers", "embed"] | None = None
+    min: Literal["devices"] | None = None
+    target_mfu: float | None = None
+    tokens: float | None = None
+    budget_hours: float | None = None
+    save_seconds: float = 60.0
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeCommand:
+    """Measure the devices present: matmuls, memory, every collective; writes a cluster file for spanax plan --on.
+
+    Attributes:
+      out: the file.
+      devices: simulate so many on the CPU where there are fewer.
+      seconds: about how long to measure.
+    """
+
+    out: Path = Path("cluster.toml")
+    devices: int | None = None
+    seconds: float = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointCommand:
     """Look at checkpoints without starting JAX.
 
@@ -49,7 +117,13 @@ class CheckpointCommand:
     json: bool = False
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"train": TrainConfig, "axes": AxesCommand, "checkpoint": CheckpointCommand}
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "train": TrainConfig,
+    "plan": PlanCommand,
+    "axes": AxesCommand,
+    "probe": ProbeCommand,
+    "checkpoint": CheckpointCommand,
+}
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -68,6 +142,10 @@ def main(args: Sequence[str] | None = None) -> None:
             _train(check(_with_files(command, argv[1:])))
         elif isinstance(command, AxesCommand):
             _axes(command)
+        elif isinstance(command, PlanCommand):
+            _plan(command)
+        elif isinstance(command, ProbeCommand):
+            _probe(command)
         else:
             _checkpoint(command)
     except SpanaxError as error:
@@ -117,6 +195,30 @@ def _train(config: TrainConfig) -> None:
     stream = _clean_stdout() if config.json else sys.stdout
     with reporter(as_json=config.json, stream=stream) as emit:
         train(partial(load, config.workload), config, devices(config.devices), emit)
+
+
+def _plan(command: PlanCommand) -> None:
+    from functools import partial
+
+    from spanax.models.workloads import load
+    from spanax.show.planning import Request, answer, compare
+
+    if command.diff is not None:
+        print("\n".join(compare(*command.diff)))
+        return
+    fields = {field.name: getattr(command, field.name) for field in dataclasses.fields(Request)}
+    text, data = answer(partial(load, command.workload), Request(**fields))
+    print(json.dumps(data) if command.json else text)
+    if data.get("best") is None and "answer" not in data:
+        sys.exit(2)
+
+
+def _probe(command: ProbeCommand) -> None:
+    from spanax.hardware.probe import probe
+    from spanax.run.simulate import devices
+
+    command.out.write_text(probe(devices(command.devices), seconds=command.seconds))
+    print(f"measured; spanax plan ... --on {command.out}")
 
 
 def _axes(command: AxesCommand) -> None:

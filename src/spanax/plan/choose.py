@@ -7,7 +7,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
 from spanax.plan.layout import Layout
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.plan.presets import default_mesh, layout_for, layout_named
 from spanax.plan.resolve import Resolver, Spec, resolve
 from spanax.trace.program import Program
@@ -27,6 +27,7 @@ def plan(
     sequence_parallel: bool = False,
     pin: Pins | None = None,
     forbid: Sequence[str] = (),
+    schedule: Schedule | None = None,
 ) -> Plan:
     """Say where every array of a program lives on a cluster. No device is touched.
 
@@ -40,6 +41,7 @@ def plan(
       sequence_parallel: also split the sequence over the model axis wherever that axis splits nothing else.
       pin: axis name -> mesh axis (or several, or None to keep the axis whole), before the layout's own choice.
       forbid: names of axes that must not be split.
+      schedule: remat, microbatches and stages; as the program was traced if left out. A mesh is that of one stage.
 
     Raises:
       SpanaxError: what was asked for cannot be laid over this program on this cluster.
@@ -57,7 +59,8 @@ def plan(
       ((), ('fsdp',))
     """
     why, chosen, shape = _choose(program, cluster, layout, mesh, sequence_parallel)
-    if shape.size != cluster.num_devices:
+    schedule = schedule or Schedule()
+    if shape.size * schedule.num_stages != cluster.num_devices:
         near = chosen.name if not isinstance(layout, Layout) else "fsdp"
         raise SpanaxError(
             f"mesh {shape} takes {shape.size} devices, and the cluster has {cluster.num_devices}.",
@@ -78,6 +81,7 @@ def plan(
         leaves=tuple(placements[: len(program.leaves)]),
         batch=tuple(placements[len(program.leaves) :]),
         why=why,
+        schedule=schedule,
     )
 
 
@@ -106,6 +110,26 @@ def check_made_for(program: Program, plan: Plan) -> None:
             where="; ".join(f"{path} {dtype}{list(shape)}" for path, shape, dtype in odd[:2]) + " differ",
             fix="make a plan for this model and batch: spanax.plan(program, ...)",
         )
+
+
+def as_planned(program: Program, plan: Plan) -> Program:
+    """The program that a plan was made for, traced as its schedule has it.
+
+    Raises:
+      SpanaxError: the plan was made for another program, or divides it into stages, which cannot be run yet.
+    """
+    check_made_for(program, plan)
+    schedule = plan.schedule
+    if schedule.num_stages > 1:
+        raise SpanaxError(
+            f"the plan divides the layers into {schedule.num_stages} stages, and pipelines cannot be run yet.",
+            fix="spanax plan --no-pipeline, for a plan that can",
+        )
+    if schedule.remat is not None and schedule.remat != program.remat:
+        program = program.with_remat(schedule.remat)
+    if schedule.microbatches not in (1, program.microbatches):
+        program = program.with_microbatches(schedule.microbatches)
+    return program
 
 
 def _choose(

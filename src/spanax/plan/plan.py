@@ -60,11 +60,33 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """How a step goes through a plan: what stays after placing the arrays.
+
+    `remat` is what the backward pass keeps (None: as the model has it), `compute_dtype` what is computed in (None: what
+    the parameters are), `microbatches` over how many parts of the batch gradients are added up. With `num_stages` above
+    1 the layers are divided into stages, each of `num_chunks` parts, which follow the order of the name `pipeline`.
+
+    Example:
+      >>> Schedule(remat="full", microbatches=4).num_stages
+      1
+    """
+
+    remat: str | None = None
+    compute_dtype: str | None = None
+    microbatches: int = 1
+    num_stages: int = 1
+    num_chunks: int = 1
+    pipeline: str = "1f1b"
+
+
+@dataclass(frozen=True)
 class Plan:
     """A layout resolved for one program on one mesh.
 
     `leaves` are the state's placements in the program's order, `batch` those of the batch. `fingerprint` ties
-    the plan to the program (paths, shapes, dtypes); `why` says which rule chose the layout.
+    the plan to the program (paths, shapes, dtypes); `why` says which rule chose the layout, `schedule` how a step goes
+    through it.
 
     Example:
       >>> import jax, optax, spanax
@@ -89,6 +111,7 @@ class Plan:
     leaves: tuple[Placement, ...]
     batch: tuple[Placement, ...]
     why: str
+    schedule: Schedule = Schedule()
     version: int = VERSION
 
     def state_bytes(self, kind: str | None = None) -> int:
@@ -121,6 +144,7 @@ class Plan:
             data["mesh"] = MeshShape(tuple(data["mesh"].items()))
             data["layout"] = Layout(**{key: _frozen(value) for key, value in data["layout"].items()})
             data["pins"] = _frozen(data["pins"])
+            data["schedule"] = Schedule(**data.get("schedule", {}))
             for group in ("leaves", "batch"):
                 data[group] = tuple(Placement(**{k: _frozen(v) for k, v in leaf.items()}) for leaf in data[group])
             return Plan(**data)
@@ -153,8 +177,12 @@ class Plan:
         lines = []
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name not in ("leaves", "batch", "layout", "why") and mine != theirs:
+            if field.name not in ("leaves", "batch", "layout", "why", "schedule") and mine != theirs:
                 lines.append(f"{field.name}: {mine} -> {theirs}")
+        for field in fields(Schedule):
+            before, after = getattr(self.schedule, field.name), getattr(other.schedule, field.name)
+            if before != after:
+                lines.append(f"{field.name}: {before} -> {after}")
         if self.layout != other.layout:
             lines.append(f"layout: {self.layout.name} -> {other.layout.name}")
         mine, theirs = ({leaf.path: leaf for leaf in plan.leaves + plan.batch} for plan in (self, other))

@@ -4,78 +4,28 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.bubble import num_in_flight
+from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.cost import Assumptions, Costs, Grid, Links, price
 from spanax.plan.memory import Held, held, state_of, walk
-from spanax.plan.space import AXES, Family, families, layout_on, mesh_of
+from spanax.plan.presets import PRESETS
+from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
 from spanax.plan.terms import Terms, tally
+from spanax.trace.axes import CONTRACTIONS
+from spanax.trace.census import Phase, contraction_flops
 from spanax.trace.program import Program
-from spanax.units import bytes_text
 
 REMAT = ("none", "dots", "full")
 SCHEDULES = ("1f1b", "interleaved")
-RESERVE = 0.05
-"""Share of the memory left free, for fragments and what a compiler adds. Source: compiled steps, docs/planning.md."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One layout with its price. Bytes and seconds are of one device and one step."""
-
-    layout: str
-    storing: str
-    sequence: bool
-    mesh: MeshShape
-    num_stages: int
-    schedule: str
-    num_chunks: int
-    remat: str
-    microbatches: int
-    step_seconds: float
-    seconds: dict[str, float]
-    memory: dict[str, int]
-    flops: float
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes at the fullest moment."""
-        return sum(self.memory.values())
-
-    @property
-    def bottleneck(self) -> str:
-        """What most of the step goes to, in a sentence."""
-        name, seconds = max(self.seconds.items(), key=lambda item: item[1])
-        return f"{name} take {100 * seconds / self.step_seconds:.0f} % of the step"
-
-
-@dataclass(frozen=True)
-class Search:
-    """What a search found: candidates by time, the first of them the best; and what was left out, by reason.
-
-    `nearest` are the cheapest in memory where none fits.
-    """
-
-    cluster: Cluster
-    batch_size: int
-    candidates: tuple[Candidate, ...]
-    nearest: tuple[Candidate, ...]
-    rejected: dict[str, int]
-    layouts_priced: int
-    model_flops: float
-    search_seconds: float
-    programs: dict[str, Program] = field(repr=False, compare=False)
-
-    @property
-    def best(self) -> Candidate | None:
-        """The fastest candidate that fits, if any does."""
-        return self.candidates[0] if self.candidates else None
+TOO_LARGE = "it does not fit into memory"
+UNASKED = "another layout or mesh was asked for"
 
 
 def search(
@@ -87,6 +37,9 @@ def search(
     top: int = 20,
     assumptions: Assumptions | None = None,
     pipeline: bool = True,
+    layout: str | None = None,
+    mesh: MeshShape | None = None,
+    microbatches: int | None = None,
 ) -> Search:
     """Price every layout of a program on all devices of a cluster. No device is touched.
 
@@ -98,51 +51,84 @@ def search(
       top: how many candidates are kept.
       assumptions: what no data sheet says.
       pipeline: whether layers may be divided into stages.
+      layout: price only this layout, by name.
+      mesh: price only this mesh, that of one stage.
+      microbatches: price only this number of them.
 
     Raises:
-      SpanaxError: no rates are known of the cluster's chip, or the batch is no whole number.
+      SpanaxError: no rates are known of the cluster's chip, no layout divides the batch, or there is no such layout or
+        mesh.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(64, 64, rngs=rngs),
+      ...     optimizer=optax.adam(0.1),
+      ...     batch=jax.ShapeDtypeStruct((64, 64), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> found = search(program, spanax.cluster("v5p:2x2x1"), layout="fsdp")
+      >>> found.best.mesh, found.layouts_priced > 10
+      (fsdp=4, True)
     """
     began = time.perf_counter()
     traced_batch = program.batch[0].shape[0]
     batch_size = traced_batch if batch_size is None else batch_size
     if batch_size < 1:
         raise SpanaxError(f"the batch is {batch_size}; it takes a whole number from 1.")
+    _check_asked(cluster, layout, mesh)
     given = assumptions or Assumptions()
     programs = _programs(program, remat)
+    traced = time.perf_counter()
     rejected: Counter[str] = Counter()
-    found: list[_Priced] = []
     space = families(program, cluster, batch_size, rejected)
+    if not space:
+        raise SpanaxError(
+            f"no layout divides a batch of {batch_size} among {cluster.num_devices} devices.",
+            where="; ".join(f"{count} meshes: {reason}" for reason, count in rejected.items()),
+            fix=f"a batch of {-(-batch_size // cluster.num_devices) * cluster.num_devices}",
+        )
     links = Links(cluster, AXES, np.hstack([np.vstack([one.num_stages[None], one.sizes]) for one in space]))
+    found: list[_Priced] = []
     for family in space:
-        if not pipeline and (family.num_stages > 1).all():
-            continue
-        state = state_of(family.resolver)
-        for name, variant in programs.items():
-            resolver = family.resolver.of(variant)
-            constraints = resolver.constraints(variant.step)
-            terms = tally(resolver, variant.step, constraints)
-            level = walk(resolver, variant.step, constraints)
-            for schedule in SCHEDULES:
-                grid = _grid(family, schedule, batch_size, traced_batch, terms.num_layers, pipeline)
-                if grid is None:
-                    continue
-                in_flight = np.where(
-                    grid.num_stages > 1,
-                    num_in_flight(schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks),
-                    1,
-                )
-                memory = held(
-                    state, level, grid.sizes, num_stages=grid.num_stages, num_microbatches=grid.num_microbatches,
-                    in_flight=in_flight, scale=grid.scale, fused_attention=given.fused_attention,
-                )  # fmt: skip
-                found.append(_Priced(family, name, terms, grid, memory, price(terms, cluster, grid, given, links)))
+        if pipeline or (family.num_stages == 1).any():
+            sizes = _Sizes(batch_size, traced_batch, pipeline, microbatches)
+            found += _price_family(family, programs, cluster, links, sizes, given)
     limit = cluster.memory_bytes
     priced = sum(one.costs.step_seconds.size for one in found)
-    best, nearest = _ranked(found, limit, top, rejected)
+    best, nearest = _ranked(found, limit, top, rejected, layout, mesh)
     flops = _model_flops(programs, batch_size / traced_batch)
     return Search(
-        cluster, batch_size, best, nearest, dict(rejected), priced, flops, time.perf_counter() - began, programs
+        cluster=cluster,
+        batch_size=batch_size,
+        candidates=best,
+        nearest=nearest,
+        rejected={reason: count for reason, count in rejected.items() if count},
+        layouts_priced=priced,
+        model_flops=flops,
+        dtype=_dtype(found),
+        trace_seconds=traced - began,
+        search_seconds=time.perf_counter() - traced,
+        programs=programs,
     )
+
+
+def _check_asked(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -> None:
+    if layout is not None:
+        for part in layout.removesuffix("+seq").split("+"):
+            if part not in {*PRESETS, *STORING}:
+                raise SpanaxError(f"unknown layout '{layout}'.", fix=nearest(layout, PRESETS))
+    if mesh is None:
+        return
+    for axis in mesh.names:
+        if axis not in AXES:
+            raise SpanaxError(f"unknown mesh axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, AXES))
+    if cluster.num_devices % mesh.size:
+        raise SpanaxError(
+            f"mesh {mesh} takes {mesh.size} devices, and the cluster has {cluster.num_devices}.",
+            fix=f"a mesh whose product divides {cluster.num_devices}",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,36 +142,81 @@ class _Priced:
 
 
 def _programs(program: Program, remat: Sequence[str]) -> dict[str, Program]:
+    """The program under each policy, in one microbatch; as it is written where it cannot be traced otherwise."""
     found = {}
     for name in remat:
         try:
-            found[name] = program.with_remat(name)
+            found[name] = program.with_remat(name).with_microbatches(1)
         except SpanaxError:
             continue
     return found or {program.remat: program}
 
 
-def _grid(
-    family: Family, schedule: str, batch_size: int, traced_batch: int, num_layers: int, pipeline: bool
-) -> Grid | None:
+@dataclass(frozen=True)
+class _Sizes:
+    """How the batch may go through a mesh."""
+
+    batch_size: int
+    traced_batch: int
+    pipeline: bool
+    microbatches: int | None
+
+
+def _price_family(
+    family: Family,
+    programs: dict[str, Program],
+    cluster: Cluster,
+    links: Links,
+    sizes: _Sizes,
+    given: Assumptions,
+) -> list[_Priced]:
+    """Every mesh of a family under every policy and schedule."""
+    state, found = state_of(family.resolver), []
+    for name, variant in programs.items():
+        resolver = family.resolver.of(variant)
+        constraints = resolver.constraints(variant.step)
+        terms = tally(resolver, variant.step, constraints)
+        level = walk(resolver, variant.step, constraints)
+        for schedule in SCHEDULES:
+            grid = _grid(family, schedule, sizes, terms.num_layers)
+            if grid is None:
+                continue
+            flying = num_in_flight(schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
+            memory = held(
+                state,
+                level,
+                grid.sizes,
+                num_stages=grid.num_stages,
+                num_microbatches=grid.num_microbatches,
+                in_flight=np.where(grid.num_stages > 1, flying, 1),
+                scale=grid.scale,
+                fused_attention=given.fused_attention,
+            )
+            found.append(_Priced(family, name, terms, grid, memory, price(terms, cluster, grid, given, links)))
+    return found
+
+
+def _grid(family: Family, schedule: str, asked: _Sizes, num_layers: int) -> Grid | None:
     """Every mesh of a family with every number of microbatches it may take."""
     at = {axis: position for position, axis in enumerate(AXES)}
     ways = family.sizes[at["data"]] * family.sizes[at["fsdp"]] * family.sizes[at["expert"]]
     columns, counts = [], []
     num_chunks = 2 if schedule == "interleaved" else 1
     for column, (stages, way) in enumerate(zip(family.num_stages, ways, strict=True)):
-        if stages == 1 and schedule != "1f1b" or stages > 1 and not pipeline:
+        if stages == 1 and schedule != "1f1b" or stages > 1 and not asked.pipeline:
             continue
         if num_chunks > 1 and num_layers % (stages * num_chunks):
             continue
-        for count in _microbatches(batch_size // int(way), int(stages), schedule):
+        for count in _microbatches(asked.batch_size // int(way), int(stages), schedule):
+            if asked.microbatches not in (None, count):
+                continue
             columns.append(column)
             counts.append(count)
     if not columns:
         return None
     picked = np.asarray(columns)
     per_step = np.asarray(counts)
-    scale = batch_size / per_step / traced_batch
+    scale = asked.batch_size / per_step / asked.traced_batch
     return Grid(family.sizes[:, picked], family.num_stages[picked], per_step, scale, schedule, num_chunks)
 
 
@@ -196,14 +227,22 @@ def _microbatches(per_device: int, stages: int, schedule: str) -> list[int]:
 
 
 def _ranked(
-    found: Sequence[_Priced], limit: int | None, top: int, rejected: Counter[str]
+    found: Sequence[_Priced],
+    limit: int | None,
+    top: int,
+    rejected: Counter[str],
+    layout: str | None,
+    mesh: MeshShape | None,
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
     """The fastest of those that fit; or, if none does, those that need least."""
     rows = []
     for which, one in enumerate(found):
         peak = one.memory.peak_bytes / (1 - RESERVE)
         fits = np.full(peak.shape, True) if limit is None else peak <= limit
-        rejected["it does not fit into memory"] += int((~fits).sum())
+        asked = np.asarray([_is_asked(one, column, layout, mesh) for column in one.grid.sizes.T])
+        rejected[UNASKED] += int((~asked).sum())
+        rejected[TOO_LARGE] += int((asked & ~fits).sum())
+        fits = np.where(asked, fits, np.nan)
         rows.append(np.stack([np.full(peak.shape, which), np.arange(peak.size), one.costs.step_seconds, peak, fits]))
     if not rows:
         return (), ()
@@ -215,6 +254,15 @@ def _ranked(
         return tuple(_candidate(found, fitting[:, at]) for at in order), ()
     order = np.lexsort((others[1], others[0], others[2], others[3]))[:3]
     return (), tuple(_candidate(found, others[:, at]) for at in order)
+
+
+def _is_asked(one: "_Priced", sizes: np.ndarray, layout: str | None, mesh: MeshShape | None) -> bool:
+    if layout is None and mesh is None:
+        return True
+    here = mesh_of(sizes.tolist())
+    if mesh is not None and {(axis, size) for axis, size in mesh.axes if size > 1} != set(here.axes) - {("data", 1)}:
+        return False
+    return layout is None or layout_on(one.family.storing, one.family.sequence, here).name == layout
 
 
 def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
@@ -239,24 +287,21 @@ def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
     )
 
 
+def _dtype(found: Sequence[_Priced]) -> str:
+    """The dtype of most of the arithmetic."""
+    flops: Counter[str] = Counter()
+    for one in found[:1]:
+        for dtype, count in zip(one.terms.works.dtypes, one.terms.works.flops * one.terms.works.runs, strict=True):
+            flops[dtype] += count
+    return flops.most_common(1)[0][0] if flops else "fp32"
+
+
 def _model_flops(programs: dict[str, Program], scale: float) -> float:
     """FLOPs of the matmuls of a step without recomputation, attention scores counted in full.
 
     Source: the forward pass, and twice that on the way back: to the inputs and to the weights (PaLM, appendix B).
     """
-    from spanax.trace.axes import CONTRACTIONS
-    from spanax.trace.census import Phase, contraction_flops
-
     program = next(iter(programs.values()))
     graph = program.step.graph
     kinds = [kind for kind in program.step.census if kind.op.name in CONTRACTIONS and kind.phase == Phase.FORWARD]
     return 3.0 * scale * sum(kind.runs * contraction_flops(graph, kind.op) for kind in kinds)
-
-
-def shortfall(found: Search) -> str:
-    """Why nothing fits, in a sentence: how much the leanest layout needs, and how much there is."""
-    if not found.nearest or found.cluster.memory_bytes is None:
-        return "no layout divides these devices and this batch"
-    needed = found.nearest[0].peak_bytes / (1 - RESERVE)
-    there = bytes_text(found.cluster.memory_bytes)
-    return f"the leanest layout needs {bytes_text(needed)} a device, and there are {there}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spanax.plan.choose import check_made_for
+from spanax.plan.choose import as_planned
 from spanax.plan.plan import Plan
 from spanax.run import checkpoint
 from spanax.run.run import Run, assert_placed
@@ -55,7 +55,7 @@ def restore(
       >>> bool((resumed.params()["kernel"] == run.params()["kernel"]).all())
       True
     """
-    check_made_for(program, plan)
+    program = as_planned(program, plan)
     mesh = plan.mesh.build(devices)
     targets = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(mesh))

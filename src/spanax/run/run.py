@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError
-from spanax.plan.choose import check_made_for, resolver_of
+from spanax.plan.choose import as_planned, resolver_of
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.uses import uses
 from spanax.run import checkpoint
@@ -203,7 +203,7 @@ def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any]
       >>> tuple(run.params()["kernel"].sharding.spec)
       (None, 'model')
     """
-    check_made_for(program, plan)
+    program = as_planned(program, plan)
     mesh = plan.mesh.build(devices)
     state = born(program, plan.leaves, mesh, seed)
     assert_placed(plan, state, mesh)

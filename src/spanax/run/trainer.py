@@ -46,11 +46,14 @@ def train(
         folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
         stack.enter_context(run_folder.claimed(folder, resume=config.resume))
         workload, config = _settled(load, replace(config, devices=len(devices)))
+        planned = None if config.plan is None else _planned(config, len(devices))
         dtype = None if config.dtype == "float32" else config.dtype
+        if planned is not None and dtype is None:
+            dtype = planned.schedule.compute_dtype
         program = workload.trace(
             learning_rate=config.lr or 0.0, num_steps=config.steps or 0, compute_dtype=dtype, remat=config.remat
         )
-        plan = _plan(program, config, devices)
+        plan = planned or make_plan(program, local(devices), layout=config.layout, mesh=config.mesh)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
         )
@@ -122,17 +125,17 @@ def _held_out(read: Callable[..., Batches], config: TrainConfig, workload: Workl
     return read(workload.validation, shuffle=False, repeat=False)
 
 
-def _plan(program: Program, config: TrainConfig, devices: list[Any]) -> Plan:
-    if config.plan is not None:
-        plan = Plan.load(config.plan)
-        if plan.mesh.size != len(devices):
-            raise SpanaxError(
-                f"the plan is for {plan.mesh.size} devices, and there are {len(devices)}.",
-                where=f"--plan {config.plan}, mesh {plan.mesh}",
-                fix=f"--devices {plan.mesh.size}, or a plan for {len(devices)}",
-            )
-        return plan
-    return make_plan(program, local(devices), layout=config.layout, mesh=config.mesh)
+def _planned(config: TrainConfig, num_devices: int) -> Plan:
+    """The plan of --plan, which must be for as many devices."""
+    plan = Plan.load(config.plan or "")
+    if plan.mesh.size * plan.schedule.num_stages != num_devices:
+        wanted = plan.mesh.size * plan.schedule.num_stages
+        raise SpanaxError(
+            f"the plan is for {wanted} devices, and there are {num_devices}.",
+            where=f"--plan {config.plan}, mesh {plan.mesh}",
+            fix=f"--devices {wanted}, or a plan for {num_devices}",
+        )
+    return plan
 
 
 def _begun(

@@ -124,7 +124,8 @@ class Program:
     variables: Variables
     batch_treedef: Any
     remat: str
-    _retrace: Callable[[str | None], "Program"] = field(repr=False)
+    microbatches: int
+    _retrace: Callable[[str | None, int], "Program"] = field(repr=False)
 
     @property
     def axes(self) -> list[Axis]:
@@ -155,7 +156,7 @@ class Program:
             shared = {old: new for old, new in names.items() if old in known}
             evaluation = replace(evaluation, axes=evaluation.axes.renamed(shared))
         leaves, batch = _with_axes(step, self.leaves, self.batch)
-        retrace = cache(lambda policy: self._retrace(policy).rename(names))
+        retrace = cache(lambda policy, microbatches: self._retrace(policy, microbatches).rename(names))
         return replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch, _retrace=retrace)
 
     def with_remat(self, policy: str | None) -> "Program":
@@ -180,7 +181,16 @@ class Program:
           >>> program.remat, program.with_remat("dots").remat, program.with_remat("dots").with_remat(None) is program
           ('as written', 'dots', True)
         """
-        return self._retrace(policy)
+        return self._retrace(policy, self.microbatches)
+
+    def with_microbatches(self, microbatches: int) -> "Program":
+        """The same program with gradients added up over so many parts of the batch; traced once for each number.
+
+        Raises:
+          SpanaxError: they do not divide the batch, or the program has a train step of its own.
+        """
+        policy = None if self.remat == AS_WRITTEN else self.remat
+        return self._retrace(policy, microbatches)
 
 
 def trace(
@@ -226,8 +236,8 @@ def trace(
       >>> [(leaf.path, leaf.shape, leaf.kind) for leaf in program.leaves][:2]
       [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
     """
-    chosen = partial(_chosen_step, loss, train_step, microbatches, compute_dtype, clip_norm)
-    chosen(remat)  # a wrong request is told before anything is traced
+    chosen = partial(_chosen_step, loss, train_step, compute_dtype, clip_norm)
+    chosen(remat, microbatches)  # a wrong request is told before anything is traced
     try:
         batch = jax.eval_shape(lambda tree: tree, batch)
     except TypeError as error:
@@ -255,8 +265,8 @@ def trace(
     trace_evaluation = cache(lambda: _traced(run_loss, state, batch, variables, batch_leaves))
 
     @cache
-    def retrace(policy: str | None) -> Program:
-        traced = _traced(partial(run_step, chosen(policy)), state, batch, variables, batch_leaves)
+    def retrace(policy: str | None, microbatches: int) -> Program:
+        traced = _traced(partial(run_step, chosen(policy, microbatches)), state, batch, variables, batch_leaves)
         _say_unknown(traced.axes)
         evaluation = None if loss is None else trace_evaluation()
         if evaluation is not None:
@@ -264,9 +274,9 @@ def trace(
             evaluation = replace(evaluation, axes=axes)
         named = _with_axes(traced, variables.leaves, batch_leaves)
         name = AS_WRITTEN if policy is None else policy
-        return Program(*named, traced, evaluation, init, variables, batch_treedef, name, retrace)
+        return Program(*named, traced, evaluation, init, variables, batch_treedef, name, microbatches, retrace)
 
-    return retrace(remat)
+    return retrace(remat, microbatches)
 
 
 def _initial(build: Callable[..., nnx.Module], optimizer: Any) -> tuple[Variables, core.ClosedJaxpr]:
@@ -284,7 +294,7 @@ def _initial(build: Callable[..., nnx.Module], optimizer: Any) -> tuple[Variable
 
 
 def _chosen_step(
-    loss: Any, train_step: Any, microbatches: int, compute_dtype: Any, clip_norm: float | None, remat: str | None
+    loss: Any, train_step: Any, compute_dtype: Any, clip_norm: float | None, remat: str | None, microbatches: int
 ) -> Any:
     if (loss is None) == (train_step is None):
         raise SpanaxError(

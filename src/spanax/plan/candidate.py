@@ -1,0 +1,155 @@
+"""Candidate: one layout with its price; and what a search has found in all."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.choose import plan
+from spanax.plan.cost import ways_table
+from spanax.plan.plan import Plan, Schedule
+from spanax.plan.resolve import resolve
+from spanax.plan.space import AXES, layout_on
+from spanax.plan.terms import KINDS, tally
+from spanax.trace.policies import POLICIES
+from spanax.trace.program import Program
+from spanax.units import bytes_text
+
+RESERVE = 0.05
+"""Share of the memory left free, for fragments and what a compiler adds. Source: compiled steps, docs/planning.md."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with its price. Bytes and seconds are of one device and one step."""
+
+    layout: str
+    storing: str
+    sequence: bool
+    mesh: MeshShape
+    num_stages: int
+    schedule: str
+    num_chunks: int
+    remat: str
+    microbatches: int
+    step_seconds: float
+    seconds: dict[str, float]
+    memory: dict[str, int]
+    flops: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the fullest moment."""
+        return sum(self.memory.values())
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices it takes."""
+        return self.mesh.size * self.num_stages
+
+    @property
+    def bottleneck(self) -> str:
+        """What most of the step goes to, in a sentence."""
+        name, seconds = max(self.seconds.items(), key=lambda item: item[1])
+        return f"{100 * seconds / self.step_seconds:.0f} % of the step goes to {name}"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What a search found: candidates by time, the first of them the best; and what was left out, by reason.
+
+    `nearest` are the cheapest in memory where none fits. `model_flops` are those of a step on all devices, `dtype` what
+    most of them are computed in, `programs` the program under each remat policy.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(1024, 1024, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((4096, 1024), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> found = spanax.search(program, spanax.cluster("a100:8"))
+      >>> found.best.layout, found.best.mesh, found.rejected
+      ('data', data=8, {})
+    """
+
+    cluster: Cluster
+    batch_size: int
+    candidates: tuple[Candidate, ...]
+    nearest: tuple[Candidate, ...]
+    rejected: dict[str, int]
+    layouts_priced: int
+    model_flops: float
+    dtype: str
+    trace_seconds: float
+    search_seconds: float
+    programs: dict[str, Program] = field(repr=False, compare=False)
+
+    @property
+    def peak_flops(self) -> float:
+        """Peak FLOPs a second of one device in the dtype of most of the arithmetic; 0 where it is not known."""
+        return self.cluster.chip.peak_flops.get(self.dtype, 0.0)
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest candidate that fits, if any does."""
+        return self.candidates[0] if self.candidates else None
+
+
+def shortfall(found: Search) -> str:
+    """Why nothing fits, in a sentence: how much the leanest layout needs, and how much there is."""
+    if not found.nearest or found.cluster.memory_bytes is None:
+        return "no layout divides these devices and this batch"
+    needed = found.nearest[0].peak_bytes / (1 - RESERVE)
+    there = bytes_text(found.cluster.memory_bytes)
+    return f"the leanest layout needs {bytes_text(needed)} a device, and there are {there}"
+
+
+def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = None) -> Plan:
+    """The plan of a candidate: enough to train with, to keep and to compare."""
+    program = next(iter(found.programs.values()))
+    is_named = candidate.remat in POLICIES
+    return plan(
+        program,
+        found.cluster,
+        layout=layout_on(candidate.storing, candidate.sequence, candidate.mesh),
+        mesh=candidate.mesh,
+        schedule=Schedule(
+            remat=candidate.remat if is_named else None,
+            compute_dtype=compute_dtype,
+            microbatches=candidate.microbatches,
+            num_stages=candidate.num_stages,
+            num_chunks=candidate.num_chunks,
+            pipeline=candidate.schedule,
+        ),
+    )
+
+
+def collectives_of(found: Search, one: Candidate) -> dict[str, dict[str, int]]:
+    """Bytes that one device receives of collectives in a step, by mesh axes and kind; loops multiplied out.
+
+    Counted as compiled programs have them: the result's bytes of each collective.
+    """
+    program = found.programs[one.remat]
+    sizes = [dict(one.mesh.axes).get(axis, 1) for axis in AXES]
+    mesh = MeshShape(tuple(zip(AXES, sizes, strict=True)))
+    layout = layout_on(one.storing, one.sequence, one.mesh)
+    moves = tally(resolve(program, layout, mesh, {}), program.step).moves
+    ways = ways_table(np.asarray(sizes, float)[:, None])[:, 0]
+    traced = program.batch[0].shape[0]
+    scale = np.where(moves.batched, found.batch_size / traced / one.microbatches, 1.0)
+    once = moves.of_weights & (moves.kind == KINDS.index("all-reduce"))
+    runs = moves.runs * np.where(once, 1, one.microbatches) / np.where(moves.in_layers, one.num_stages, 1)
+    divided = np.isin(moves.kind, [KINDS.index("reduce-scatter"), KINDS.index("all-to-all")])
+    size = moves.num_bytes * scale / ways[moves.kept] / np.where(divided, ways[moves.over], 1) * runs
+    totals: dict[str, dict[str, int]] = {}
+    for over, kind, num_bytes in zip(moves.over, moves.kind, size, strict=True):
+        axes = "+".join(axis for at, axis in enumerate(AXES) if over >> at & 1 and sizes[at] > 1)
+        if axes:
+            of = totals.setdefault(axes, {})
+            of[KINDS[kind]] = of.get(KINDS[kind], 0) + math.ceil(num_bytes)
+    return totals

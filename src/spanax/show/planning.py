@@ -1,0 +1,229 @@
+"""Planning: one request to `spanax plan` answered, in text and as plain values."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spanax.errors import SpanaxError, nearest
+from spanax.hardware.cluster import Cluster, cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.guide import rule, warnings
+from spanax.plan.plan import Plan
+from spanax.plan.search import REMAT, search
+from spanax.plan.whatif import budget, fewest_devices, largest
+from spanax.show.plans import candidate_json, search_json, search_text
+from spanax.trace.policies import known_policy
+from spanax.trace.workload import Workload
+
+Data = dict[str, Any]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of `spanax plan`; every field is the flag of that name."""
+
+    workload: str
+    on: str
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    embed: int | None = None
+    dtype: str | None = None
+    layout: str | None = None
+    mesh: str | None = None
+    remat: str | None = None
+    pipeline: bool | None = None
+    top: int = 10
+    out: Path | None = None
+    explain: str | None = None
+    max: str | None = None
+    min: str | None = None
+    target_mfu: float | None = None
+    tokens: float | None = None
+    budget_hours: float | None = None
+    save_seconds: float = 60.0
+
+
+def answer(load: Callable[..., Workload], asked: Request) -> tuple[str, Data]:
+    """What `spanax plan` prints: as text, and as the object of --json.
+
+    Raises:
+      SpanaxError: the request cannot be carried out.
+    """
+    _check(asked)
+    machine = cluster(asked.on)
+    if asked.max is not None:
+        return _max(load, asked, machine)
+    if asked.target_mfu is not None:
+        return _target_mfu(load, asked, machine)
+    if asked.min is not None:
+        return _min(load, asked, machine)
+    found = _search(load, asked, machine)
+    text, data = search_text(found, asked.top), search_json(found, asked.top)
+    if found.best is not None:
+        extra_text, extra = _extras(load, asked, found, machine)
+        text, data = "\n".join([text, *extra_text]), data | extra
+    return text, data
+
+
+def compare(first: Path, second: Path) -> list[str]:
+    """What differs between two plan files, a line each."""
+    return Plan.load(first).diff(Plan.load(second)) or ["the plans are the same"]
+
+
+def _check(asked: Request) -> None:
+    if not asked.workload:
+        raise SpanaxError("spanax plan needs a workload.", fix="spanax plan gpt2 --on a100-80gb:8")
+    if not asked.on:
+        raise SpanaxError(
+            "spanax plan needs to know the devices.", fix=f"spanax plan {asked.workload} --on a100-80gb:8"
+        )
+    known_policy(asked.remat)
+    if asked.dtype is not None and asked.dtype not in DTYPES:
+        raise SpanaxError(f"unknown dtype '{asked.dtype}'.", fix=nearest(asked.dtype, DTYPES))
+    for name in ("top", "target_mfu", "tokens", "budget_hours", "save_seconds"):
+        value = getattr(asked, name)
+        if value is not None and not value > 0:
+            raise SpanaxError(f"--{name.replace('_', '-')} is {value}; it takes a number above 0.")
+    if asked.budget_hours is not None and asked.tokens is None:
+        raise SpanaxError("--budget-hours needs --tokens: how much is to be trained.", fix="--tokens 300e9")
+
+
+def _search(load: Callable[..., Workload], asked: Request, machine: Cluster) -> Search:
+    sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
+    began = time.perf_counter()
+    workload = load(**{name: size for name, size in sizes.items() if size is not None})
+    program = workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=_dtype(asked, machine))
+    wanted = REMAT if asked.remat is None else (asked.remat,)
+    traced = time.perf_counter() - began
+    found = search(
+        program,
+        machine,
+        remat=wanted,
+        top=max(asked.top, 1),
+        pipeline=not machine.chip.shared if asked.pipeline is None else asked.pipeline,
+        layout=asked.layout,
+        mesh=None if asked.mesh is None else MeshShape.of(asked.mesh),
+        # In enough parts any batch fits: the largest is that which goes through in one.
+        microbatches=1 if asked.max == "batch" else None,
+    )
+    return replace(found, trace_seconds=traced + found.trace_seconds)
+
+
+def _dtype(asked: Request, machine: Cluster) -> str | None:
+    if asked.dtype is not None:
+        return None if asked.dtype == "float32" else asked.dtype
+    if machine.chip.shared:
+        return None
+    return "bfloat16" if "bf16" in machine.chip.peak_flops else "float16" if "fp16" in machine.chip.peak_flops else None
+
+
+def _extras(load: Callable[..., Workload], asked: Request, found: Search, machine: Cluster) -> tuple[list[str], Data]:
+    """The plan file, one array explained, the user's own layout against the best, and a whole training."""
+    best = found.best
+    assert best is not None
+    text: list[str] = []
+    data: Data = {}
+    made = replace(plan_of(found, best, compute_dtype=_dtype(asked, machine)), why=rule(found, best))
+    if asked.out is not None:
+        made.save(asked.out)
+        text.append(f"written to {asked.out}: spanax train {asked.workload} --plan {asked.out}")
+    if asked.explain is not None:
+        leaf = made[asked.explain]
+        text.append(f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.axes}: {tuple(leaf.partition_spec)}")
+        text.append(f"  {leaf.local_bytes} bytes a device; {leaf.reason or 'as the layout computes with it'}")
+        data["explained"] = asdict(leaf)
+    if asked.layout is not None or asked.mesh is not None:
+        free = _search(load, replace(asked, layout=None, mesh=None), machine)
+        lines = warnings(free, best)
+        text += [f"note: {line}" for line in lines]
+        data["warnings"] = lines
+    if asked.tokens is not None:
+        per_step = _tokens_per_step(found)
+        whole = budget(found, per_step, asked.tokens, hours=asked.budget_hours, save_seconds=asked.save_seconds)
+        data["budget"] = asdict(whole) | {"budget_hours": asked.budget_hours}
+        enough = {None: "", True: ", within the budget", False: ", OVER the budget"}[whole.within]
+        text.append(
+            f"{asked.tokens:.3g} tokens take {whole.hours:.4g} hours, {whole.device_hours:.4g} device-hours{enough}; "
+            f"save every {whole.checkpoint_seconds / 60:.0f} minutes"
+        )
+    return text, data
+
+
+def _tokens_per_step(found: Search) -> float:
+    program = next(iter(found.programs.values()))
+    leaf = program.batch[0]
+    per_example = leaf.shape[1] if len(leaf.shape) == 2 else 1
+    return float(found.batch_size * per_example)
+
+
+def _max(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tuple[str, Data]:
+    name = asked.max or ""
+    step = {"batch": 1, "seq": 128, "layers": 1, "embed": 128}[name]
+
+    def at(size: int) -> Search | None:
+        try:
+            return _search(load, _resized(asked, name, size), machine)
+        except SpanaxError as error:
+            if size <= step or "--seq" in str(error):
+                raise
+            return None
+
+    start = getattr(asked, name) or {"batch": machine.num_devices, "seq": 512, "layers": 8, "embed": 1024}[name]
+    found = largest(at, start, machine.num_devices if name == "batch" else step)
+    if found is None:
+        smallest = _search(load, _resized(asked, name, start), machine)
+        raise SpanaxError(
+            f"not even {name} {start} fits on {machine}: {shortfall(smallest)}.", fix="more devices, or a smaller model"
+        )
+    size, best = found
+    text = f"the largest {name} that fits on {machine} is about {size}"
+    return _answered(text, size, name, best, asked)
+
+
+def _min(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tuple[str, Data]:
+    found = fewest_devices(lambda there: _search(load, asked, there), machine)
+    if found is None:
+        raise SpanaxError(
+            f"no number of {machine.chip.name} up to 65536 is enough.", fix="a smaller batch, or --remat full"
+        )
+    count = found.cluster.num_devices
+    text = f"the fewest {machine.chip.name} on which it fits are {count}"
+    return _answered(text, count, "devices", found, asked)
+
+
+def _resized(asked: Request, name: str, size: int) -> Request:
+    sizes: dict[str, Any] = {name: size}
+    return replace(asked, **sizes)
+
+
+def _answered(text: str, size: int, name: str, found: Search, asked: Request) -> tuple[str, Data]:
+    """A size as the answer, with the search that it comes from."""
+    data = {"answer": size, "of": name} | search_json(found, asked.top)
+    return f"{text}:\n{search_text(found, 1)}", data
+
+
+def _target_mfu(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tuple[str, Data]:
+    target = asked.target_mfu or 0.0
+    size = asked.batch or machine.num_devices
+    best_seen = 0.0
+    while True:
+        found = _search(load, replace(asked, batch=size), machine)
+        if found.best is None:
+            break
+        best_seen = max(best_seen, 100 * (candidate_json(found, found.best)["mfu"] or 0.0))
+        if best_seen >= target:
+            text = f"{target:g} % MFU is reached from a batch of {size}"
+            return _answered(text, size, "batch", found, asked)
+        if size >= 64 * machine.num_devices:
+            break
+        size *= 2
+    raise SpanaxError(
+        f"{target:g} % MFU is not reached on {machine} with a batch of up to {size}.",
+        where=f"the most is {best_seen:.1f} %",
+    )

@@ -1,0 +1,136 @@
+"""`spanax plan`: the contract of its answer, what-ifs, and a plan that trains."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from spanax import cli
+from spanax.errors import SpanaxError
+from spanax.models.workloads import load
+from spanax.plan.plan import Plan
+from spanax.show.planning import Request, answer
+
+SMALL = Request("gpt-nano", "cpu:8", batch=16)
+
+
+def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
+    asked = dataclasses.replace(SMALL, **changes)
+    return answer(partial(load, asked.workload), asked)
+
+
+@pytest.fixture(scope="module")
+def answered() -> tuple[str, dict[str, Any]]:
+    return ask()
+
+
+def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
+    found = json.loads(json.dumps(answered[1]))
+    top = {"best", "candidates", "rejected", "layouts_priced", "search_seconds", "trace_seconds"}
+    best = {
+        "layout", "mesh", "stored_axes", "computed_axes", "remat", "microbatches", "schedule", "memory", "collectives",
+        "step_seconds", "seconds", "mfu", "hfu", "bottleneck", "rule",
+    }  # fmt: skip
+    assert top <= found.keys() and best <= found["best"].keys()
+    assert found["candidates"][0]["step_seconds"] == found["best"]["step_seconds"]
+    times = [one["step_seconds"] for one in found["candidates"]]
+    assert times == sorted(times) and len(times) == 10
+    for one in found["candidates"]:
+        assert sum(one["seconds"].values()) == pytest.approx(one["step_seconds"])
+        assert sum(size for name, size in one["memory"].items() if name != "peak") == one["memory"]["peak"]
+        assert 0 < one["mfu"] <= one["hfu"] < 1
+
+
+def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
+    text, data = answered
+    for part in ("step ", "memory ", "moved ", "rule ", "ranked:", "layouts priced in"):
+        assert part in text
+    assert data["best"]["layout"] in text and max(map(len, text.splitlines())) < 400
+
+
+def test_simulated_devices_have_no_stages_and_rented_ones_may() -> None:
+    assert all(one["stages"] == 1 for one in ask(top=50)[1]["candidates"])
+    assert any(one["stages"] > 1 for one in ask(on="a100:2x2", top=200)[1]["candidates"])
+
+
+def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
+    text, data = ask(workload="gpt3-175b", on="a100-40gb:8", batch=8)
+    assert data["best"] is None and data["nearest"][0]["memory"]["peak"] > data["usable_bytes"]
+    assert text.startswith("nothing fits") and "needs" in text and "left out" in text
+
+
+def test_nothing_fits_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "gpt3-175b", "--on", "l4:8", "--batch", "8", "--json"])
+    assert stopped.value.code == 2 and json.loads(capsys.readouterr().out)["best"] is None
+
+
+def test_a_layout_of_ones_own_is_held_against_the_best() -> None:
+    text, data = ask(layout="tensor", mesh="model=8")
+    assert data["best"]["mesh"] == {"model": 8} and any("longer than" in line for line in data["warnings"])
+    assert "note: tensor" in text
+
+
+def test_a_whole_training() -> None:
+    _, data = ask(tokens=1e9, budget_hours=1e9)
+    steps = 1e9 / (16 * 64)
+    assert data["budget"]["hours"] == pytest.approx(steps * data["best"]["step_seconds"] / 3600)
+    assert data["budget"]["device_hours"] == pytest.approx(8 * data["budget"]["hours"]) and data["budget"]["within"]
+    assert ask(tokens=1e9, budget_hours=1e-9)[1]["budget"]["within"] is False
+
+
+def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
+    _, data = ask(on="l4:8", batch=65536, max="batch", remat="full", layout="data")
+    assert data["answer"] % 8 == 0 and data["best"]["microbatches"] == 1
+    room = 0.95 * data["usable_bytes"]
+    assert room / 2 < data["best"]["memory"]["peak"] <= room
+
+
+def test_the_fewest_devices() -> None:
+    _, data = ask(workload="gpt2-xl", on="l4:8", batch=64, min="devices", remat="full")
+    assert data["of"] == "devices" and data["answer"] == data["devices"]
+    with pytest.raises(SpanaxError, match="needs --tokens"):
+        ask(budget_hours=1.0)
+
+
+def test_one_array_explained() -> None:
+    text, data = ask(explain="blocks.up.kernel", layout="fsdp")
+    assert data["explained"]["path"] == "blocks.up.kernel" and "fsdp" in str(data["explained"]["spec"])
+    assert "blocks.up.kernel float32[4, 128, 512]" in text
+    with pytest.raises(SpanaxError, match="did you mean 'blocks.up.kernel'"):
+        ask(explain="blocks.up.kernl")
+
+
+def test_a_plan_searched_for_simulated_devices_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        jax.devices()
+    except RuntimeError:
+        pytest.skip("JAX can start no backend here")
+    file = tmp_path / "plan.json"
+    cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--batch", "16", "--remat", "full", "--out", str(file)])
+    plan = Plan.load(file)
+    assert plan.schedule.remat == "full" and plan.why
+    cli.main(["train", "gpt-nano", "--batch", "16", "--steps", "2", "--plan", str(file), "--out", str(tmp_path / "run"),
+              "--eval-batches", "1"])  # fmt: skip
+    assert plan.layout.name in capsys.readouterr().out
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "done" and events[0]["layout"] == plan.layout.name
+
+
+def test_a_plan_in_stages_is_refused_by_the_run(tmp_path: Path) -> None:
+    from spanax.plan.choose import as_planned
+    from spanax.plan.search import search
+
+    workload = load("gpt-nano", batch_size=16)
+    program = workload.trace(learning_rate=1e-3, num_steps=10)
+    from spanax.hardware.cluster import cluster
+    from spanax.plan.candidate import plan_of
+
+    found = search(program, cluster("a100:2x2"), remat=("full",), top=500)
+    staged = next(one for one in found.candidates if one.num_stages > 1)
+    with pytest.raises(SpanaxError, match="pipelines cannot be run yet"):
+        as_planned(program, plan_of(found, staged))
