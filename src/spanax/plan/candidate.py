@@ -72,9 +72,9 @@ class Search:
       ...     batch=jax.ShapeDtypeStruct((4096, 1024), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> found = spanax.search(program, spanax.cluster("a100:8"))
-      >>> found.best.layout, found.best.mesh, found.rejected
-      ('data', data=8, {})
+      >>> found = spanax.search(program, spanax.cluster("a100:8"), layout="data")
+      >>> found.best.layout, found.best.mesh, sorted(found.rejected)
+      ('data', data=8, ['another layout or mesh was asked for'])
     """
 
     cluster: Cluster
