@@ -6,7 +6,7 @@ differ, and the last one, which also has what comes behind the layers, sets the 
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ TILE = 128
 """Rows and columns of a result that one core makes at a time. Source: NVIDIA's matmul guide, and a TPU's unit."""
 
 
+SHARPNESS = 5.5
+"""How sharply the longer of host and device decides. Source: as `Assumptions`."""
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """What no data sheet says: fitted once, for all chips and models.
@@ -40,7 +44,10 @@ class Assumptions:
       attention: the rate of a fused attention kernel over that of a matmul.
       head: the share of what is outside of the layers that the last stage of a pipeline has.
       hop: what is seen of a send between stages.
+      kernel_start: what is seen of a kernel's start in a step, where the next one waits in line already.
       dispatch_seconds: per kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
+      repeats_forward: whether the backward pass repeats all of the layers' forward pass, as checkpoints do where no
+        compiler drops what nobody reads; the program is then one that keeps everything.
       fused_attention: whether attention scores stay on the chip.
       causal_share: the share of the scores that a fused kernel works out.
 
@@ -56,7 +63,9 @@ class Assumptions:
     attention: float = 0.286
     head: float = 0.975
     hop: float = 0.2
+    kernel_start: float = 0.4
     dispatch_seconds: float = 0.0
+    repeats_forward: bool = False
     fused_attention: bool = False
     causal_share: float = 1.0
 
@@ -95,28 +104,29 @@ def price(
     `data` once a step, the update is done once a step.
     """
     given = given or Assumptions()
+    terms = _repeated(terms) if given.repeats_forward else terms
     chip, ways = cluster.chip, ways_table(grid.sizes)
     table = links or Links(cluster, terms.axes, np.vstack([grid.num_stages[None], grid.sizes]))
     at = table.at(grid)
     parts = _computed(terms, ways, grid.scale, chip, given)
     moved, once = _moved(terms, ways, at, grid, given)
     stages, count = grid.num_stages, grid.num_microbatches
-    inside = {name: value / stages for name, value in _sum(parts, moved, True, given).items()}
-    around = {name: value * np.where(stages > 1, given.head, 1.0) for name, value in
-              _sum(parts, moved, False, given).items()}  # fmt: skip
-    one = sum(inside.values()) + sum(around.values())
-    update = sum(value for (phase, _, _), value in parts.items() if phase == Phase.UPDATE) / stages
+    layers, around = (_sum(parts, moved, inside, given) for inside in (True, False))
+    _wait_for_host(layers, around, terms, stages, given)
+    stage = sum(layers.values()) / stages
     hop = given.hop * at.hop_seconds(terms.carry_bytes * grid.scale / ways[terms.carry_split])
     # Forward and backward are told apart only for the bubble, which in the end depends on their sum.
+    third = stage / 3 / grid.num_chunks
     pipelined = step_seconds(
         grid.schedule, stages, count, grid.num_chunks,
-        forward_seconds=one / 3 / grid.num_chunks, backward_seconds=one / 3 / grid.num_chunks,
-        weight_seconds=one / 3 / grid.num_chunks, hop_seconds=hop,
+        forward_seconds=third, backward_seconds=third, weight_seconds=third, hop_seconds=hop,
     )  # fmt: skip
-    named = {name: (inside[name] + around[name]) * count for name in inside}
-    named["pipeline"] = np.maximum(pipelined - one * count, 0.0)
+    # One microbatch goes through all of what is around the layers; the others wait only for the last stage's part.
+    rounds = np.where(stages > 1, 1 + given.head * (count - 1), count)
+    named = {name: layers[name] / stages * count + around[name] * rounds for name in layers}
+    named["pipeline"] = np.maximum(pipelined - stage * count, 0.0)
     named["gradient sync"] = given.gradient_sync * once
-    named["update"] = update
+    named["update"] = sum(value for (phase, _, _), value in parts.items() if phase == Phase.UPDATE) / stages
     works = terms.works
     flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], stages, 1)
     return Costs(named, sum(named.values()), flops.sum(0) * count)
@@ -154,7 +164,8 @@ def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: A
     first = given.first_products if chip.num_cores else 0.0
     arithmetic = rounds * 2.0 * TILE**2 * (k + first) * cores / rate
     fused = _flops(works, ways, scale) * given.causal_share / (given.attention * rate)
-    return chip.kernel_start_seconds + np.maximum(np.where(is_score, fused, arithmetic), num_bytes / _memory_rate(chip))
+    start = given.kernel_start * chip.kernel_start_seconds
+    return start + np.maximum(np.where(is_score, fused, arithmetic), num_bytes / _memory_rate(chip))
 
 
 def touch_seconds(touches: Touches, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
@@ -179,17 +190,39 @@ def _computed(terms: Terms, ways: Array, scale: Array, chip: Chip, given: Assump
                 chosen = (rows.phase == phase) & (rows.in_layers == inside)
                 found[phase, inside, name] = seconds[chosen].sum(0)
             kernels = touches.kernels[phase][int(inside)]
-            device = found[phase, inside, "matmuls"] + found[phase, inside, "memory"]
-            start = np.full_like(device, kernels * chip.kernel_start_seconds)
-            found[phase, inside, "kernel starts"] = start + _undispatched(kernels * given.dispatch_seconds, device)
+            start = kernels * given.kernel_start * chip.kernel_start_seconds
+            found[phase, inside, "kernel starts"] = np.full_like(found[phase, inside, "memory"], start)
     return found
 
 
-def _undispatched(host: float, device: Array) -> Array:
-    """What the device waits for a host that dispatches kernel by kernel: the longer of both, with a soft corner."""
-    if host == 0.0:
-        return np.zeros_like(device)
-    return (host**5 + device**5) ** 0.2 - device
+def _repeated(terms: Terms) -> Terms:
+    """The terms with the layers' forward pass twice, but for gathers of weights: the way back gathers them anyway."""
+    works, touches, moves = terms.works, terms.touches, terms.moves
+    kernels = touches.kernels.copy()
+    kernels[Phase.FORWARD, 1] *= 2
+    again = [1 + ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (works, touches, moves)]
+    return replace(
+        terms,
+        works=replace(works, runs=works.runs * again[0]),
+        touches=replace(touches, num_bytes=touches.num_bytes * again[1], kernels=kernels),
+        moves=replace(moves, runs=moves.runs * np.where(moves.of_weights, 1, again[2])),
+    )
+
+
+def _wait_for_host(
+    layers: dict[str, Array], around: dict[str, Array], terms: Terms, stages: Array, given: Assumptions
+) -> None:
+    """Add to the kernel starts what a device waits for a host that dispatches kernel by kernel.
+
+    A microbatch takes the longer of both, with a soft corner: neither is steady. Of each part the same share is added.
+    """
+    if not given.dispatch_seconds:
+        return
+    host = terms.touches.kernels[: Phase.UPDATE].sum() * given.dispatch_seconds / stages
+    device = (sum(layers.values()) + sum(around.values())) / stages
+    grows = (1 + (host / device) ** SHARPNESS) ** (1 / SHARPNESS)
+    for part in (layers, around):
+        part["kernel starts"] = part["kernel starts"] + (grows - 1) * sum(part.values())
 
 
 def _moved(

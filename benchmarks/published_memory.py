@@ -1,0 +1,129 @@
+"""Published memory: bytes of compiled steps, and of a state, beside what the planner says one device holds."""
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from published import Skipped, number, read, whole
+from published_costs import split_of
+from published_models import padded, program_of, shape_of
+
+import spanax
+from spanax.errors import SpanaxError
+from spanax.hardware.mesh import MeshShape
+from spanax.models import gpt, llama
+from spanax.plan.memory import by_name, held, state_of, walk
+from spanax.plan.presets import layout_for
+from spanax.plan.resolve import resolve
+from spanax.plan.space import layout_on, mesh_of
+
+MEGATRON_BYTES = 18
+"""What Megatron-LM keeps of a parameter: fp16 weight 2, fp32 gradient 4, master weight 4, two moments 8.
+
+Source: Korthikanti et al. (arXiv 2205.05198), as Calculon encodes figure 1.
+"""
+
+REMAT = {
+    "nothing": "full", "nothing_saveable": "full", "dots_nobatch": "dots", "dots_with_no_batch_dims_saveable": "dots",
+    "noremat": "none", "(no remat)": "none",
+}  # fmt: skip
+AXIS = {"fsdp": "fsdp", "dp": "data", "tp": "model"}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of one device, measured or stated, and as predicted; `kind` says which."""
+
+    id: str
+    kind: str
+    measured_bytes: float
+    predicted_bytes: float
+
+    @property
+    def error(self) -> float:
+        """By how much the prediction is over."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+
+def is_compiled(rows: list[dict[str, str]]) -> bool:
+    """Whether a file holds what a compiler said of steps."""
+    return bool(rows) and {"model", "argument_bytes", "temp_bytes", "remat_policy"} <= set(rows[0])
+
+
+def compiled(text: Mapping[str, str], id: str) -> list[Measured]:
+    """State and peak of a compiled step of a Llama.
+
+    Raises:
+      Skipped: its shape, layout or policy is none that we have.
+    """
+    sizes = re.search(r"d(\d+) H(\d+) K(\d+) F(\d+) V(\d+) S(\d+)", text["model"])
+    batch = whole(dict(text), "global_batch_seqs") or int((re.search(r" B(\d+)", text["model"]) or ["", "0"])[1])
+    layers, devices = whole(dict(text), "n_layers"), whole(dict(text), "n_devices")
+    if sizes is None or not batch or not layers or not devices:
+        raise Skipped("the compiled step's shape is not stated")
+    if text["remat_policy"] not in REMAT or text.get("strategy") not in AXIS:
+        raise Skipped("a policy or layout of its own")
+    d, heads, kv, f, vocab, s = map(int, sizes.groups())
+    config = llama.LlamaConfig(vocab, s, layers, heads, kv, d, f)
+    program = _llama(config, batch, REMAT[text["remat_policy"]])
+    groups = _held(program, MeshShape.of({AXIS[text["strategy"]]: devices}))
+    state = sum(groups[name] for name in ("parameters", "optimizer", "other state"))
+    arguments, temporary = (number(dict(text), key) or math.nan for key in ("argument_bytes", "temp_bytes"))
+    remat = REMAT[text["remat_policy"]]
+    scale = "toy" if text["model"].startswith("toy") else "Llama 8B"
+    return [
+        Measured(id, "state of compiled steps", arguments, state),
+        Measured(id, f"state and temporaries, {scale}, remat {remat}", arguments + temporary, sum(groups.values())),
+    ]
+
+
+def stated(text: dict[str, str], file: str, at: int) -> Measured:
+    """The state that a published run keeps on one device.
+
+    Raises:
+      Skipped: what was measured is another framework's allocator, or activations that it keeps and XLA does not.
+    """
+    size = number(text, "mem_gib")
+    if size is None:
+        raise Skipped("no memory was measured")
+    if not re.search(r"params?\+grads?\+opt", text.get("mem_kind", "")):
+        raise Skipped("memory of another framework's activations and allocator")
+    row = read(file, text, at)
+    shape = shape_of(row)
+    shape = type(shape)(**{**vars(shape), "vocab_size": padded(shape.vocab_size, row.tensor)})
+    sizes, storing = split_of(row)
+    mesh = mesh_of(sizes)
+    program = program_of(shape, 16 * row.ways, "full")
+    resolver = resolve(program, layout_on(storing, False, mesh), mesh, {})
+    one = np.ones(1)
+    ways = np.asarray([[mesh.ways([axis])] for axis in mesh.names], float)
+    found = held(
+        state_of(resolver), walk(resolver, program.step), ways, num_stages=one * row.stages, num_microbatches=one,
+        in_flight=one, scale=one,
+    )  # fmt: skip
+    params = float(found.groups["parameters"][0]) / 4
+    return Measured(row.id, "state of published runs", size * 2**30, params * MEGATRON_BYTES)
+
+
+@functools.lru_cache(maxsize=2)
+def _llama(config: llama.LlamaConfig, batch: int, remat: str) -> spanax.Program:
+    build = functools.partial(llama.Llama, config)
+    workload = spanax.Workload(build=build, batch=gpt.example_batch(batch, config.seq_len), loss=llama.loss)
+    return workload.trace(learning_rate=1e-4, num_steps=10, compute_dtype=jax.numpy.bfloat16, remat=remat)
+
+
+def _held(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
+    try:
+        resolver = resolve(program, layout_for(mesh), mesh, {})
+    except SpanaxError as error:
+        raise Skipped("the planner refuses it: " + re.sub(r"\d+", "N", str(error).splitlines()[0])) from error
+    one = np.ones(1)
+    ways = np.asarray([[mesh.size]], float)
+    level = walk(resolver, program.step)
+    return by_name(
+        held(state_of(resolver), level, ways, num_stages=one, num_microbatches=one, in_flight=one, scale=one).groups, 0
+    )
