@@ -112,7 +112,8 @@ def search(
     rejected: Counter[str] = Counter()
     found: list[_Priced] = []
     space = families(program, cluster, batch_size, rejected)
-    links = Links(cluster, AXES, np.hstack([np.vstack([one.num_stages[None], one.sizes]) for one in space]))
+    meshes = [np.vstack([one.num_stages[None], one.sizes]) for one in space]
+    links = Links(cluster, AXES, np.hstack([np.ones((1 + len(AXES), 0), int), *meshes]))
     for family in space:
         if not pipeline and (family.num_stages > 1).all():
             continue
