@@ -9,7 +9,7 @@ from spanax.plan.assign import Pins
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.plan.presets import default_mesh, layout_for, layout_named
-from spanax.plan.resolve import Resolver, Spec, resolve
+from spanax.plan.resolve import Resolver, resolve
 from spanax.trace.program import Program
 from spanax.trace.variables import Leaf, itemsize
 from spanax.units import bytes_text
@@ -162,39 +162,12 @@ def _choose(
 
 def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
     labels = resolver.program.step.axes.classes[value]
-    written = _written(resolver.mesh, leaf)
-    if written is not None:
-        spec, reason = written, "as the model's author annotated it"
-    elif leaf.kind == "batch":
-        spec, reason = resolver.computed(labels, leaf.shape), ""
-    else:
-        spec, reason = resolver.stored(labels, leaf.shape, resolver.kind(leaf, labels))
+    spec, reason = resolver.placed(leaf, labels)
     local = tuple(size // resolver.mesh.ways(by) for size, by in zip(leaf.shape, spec, strict=True))
     num_bytes = itemsize(leaf.dtype)
     for size in local:
         num_bytes *= size
     return Placement(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, reason)
-
-
-def _written(mesh: MeshShape, leaf: Leaf) -> Spec | None:
-    """The spec the author wrote, where it names axes of this mesh; logical names are names of axes instead."""
-    if leaf.annotation is None or len(leaf.annotation) != len(leaf.shape):
-        return None
-    spec = tuple(
-        tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in mesh.names)
-        for entry in leaf.annotation
-    )
-    if not any(spec):
-        return None
-    for dim, (size, by) in enumerate(zip(leaf.shape, spec, strict=True)):
-        if size % mesh.ways(by):
-            raise SpanaxError(
-                f"`{leaf.path}` is annotated to be split {'+'.join(by)} along dim {dim}, "
-                f"and {size} % {mesh.ways(by)} = {size % mesh.ways(by)}.",
-                where=f"{leaf.path} {leaf.shape} {leaf.annotation}, mesh {mesh}",
-                fix="a mesh axis that divides it, or another annotation",
-            )
-    return spec
 
 
 def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:

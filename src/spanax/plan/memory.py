@@ -69,7 +69,7 @@ def state_of(resolver: Resolver) -> State:
     rows = []
     for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
         labels = axes.classes[value]
-        spec, _ = resolver.stored(labels, leaf.shape, resolver.kind(leaf, labels))
+        spec, _ = resolver.placed(leaf, labels)
         is_stacked = any(axes.names.get(label) == "layers" for label in labels if label is not None)
         rows.append((leaf.kind, leaf.num_bytes, union(as_masks(spec, bits)), is_stacked))
     return State(

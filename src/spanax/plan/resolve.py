@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
+from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Assignment, Pins, assign, pinned
 from spanax.plan.layout import Layout
@@ -81,7 +82,7 @@ class Resolver:
         ways = self.mesh.ways(axes)
         local = [size // self.mesh.ways(by) for size, by in zip(shape, spec, strict=True)]
         order = [
-            (label in self._scanned, label in self._looked_up, -local[dim], label if label is not None else -1, dim)
+            (self.reluctance(label), -local[dim], label if label is not None else -1, dim)
             for dim, label in enumerate(labels)
             if local[dim] % ways == 0
         ]
@@ -92,9 +93,26 @@ class Resolver:
         spec = tuple((*by, *axes) if at == dim else by for at, by in enumerate(spec))
         return spec, self._why(labels, shape, spec, f"stored over {'+'.join(axes)}")
 
+    def reluctance(self, label: int | None) -> tuple[bool, bool]:
+        """What comes after other classes when an array is stored: what is scanned, and what is looked up."""
+        return label in self._scanned, label in self._looked_up
+
     def kind(self, leaf: Leaf, labels: Labels) -> str:
         """As which kind a leaf is stored: other state shaped like a parameter (an average of it) goes with it."""
         return "param" if leaf.kind == "other" and _key(labels) in self._leaf_keys else leaf.kind
+
+    def placed(self, leaf: Leaf, labels: Labels) -> tuple[Spec, str]:
+        """The spec of a leaf of the state or the batch between steps, and the reason.
+
+        Raises:
+          SpanaxError: its author wrote a spec that does not divide it.
+        """
+        written = annotated(leaf, self.mesh)
+        if written is not None:
+            return written, "as the model's author annotated it"
+        if leaf.kind == "batch":
+            return self.computed(labels, leaf.shape), ""
+        return self.stored(labels, leaf.shape, self.kind(leaf, labels))
 
     def constraints(self, traced: Traced) -> "Constraints":
         """The constraint of every value of a traced function, by its number; None: left to the compiler."""
@@ -152,6 +170,31 @@ class Resolver:
             if name in self.assignment.reasons and not by:
                 parts.append(self.assignment.reasons[name])
         return "; ".join(dict.fromkeys([extra] * bool(extra) + parts))
+
+
+def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
+    """The spec the author wrote, where it names axes of this mesh; logical names are names of axes instead.
+
+    Raises:
+      SpanaxError: it does not divide the leaf.
+    """
+    if leaf.annotation is None or len(leaf.annotation) != len(leaf.shape):
+        return None
+    spec = tuple(
+        tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in mesh.names)
+        for entry in leaf.annotation
+    )
+    if not any(spec):
+        return None
+    for dim, (size, by) in enumerate(zip(leaf.shape, spec, strict=True)):
+        if size % mesh.ways(by):
+            raise SpanaxError(
+                f"`{leaf.path}` is annotated to be split {'+'.join(by)} along dim {dim}, "
+                f"and {size} % {mesh.ways(by)} = {size % mesh.ways(by)}.",
+                where=f"{leaf.path} {leaf.shape} {leaf.annotation}, mesh {mesh}",
+                fix="a mesh axis that divides it, or another annotation",
+            )
+    return spec
 
 
 class Constraints(Sequence[Constraint | None]):

@@ -13,7 +13,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import assign
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
-from spanax.plan.resolve import Resolver
+from spanax.plan.resolve import Resolver, annotated
 from spanax.trace.program import Program
 
 AXES = ("data", "fsdp", "expert", "context", "model")
@@ -27,13 +27,16 @@ IDLE = "a mesh axis has nothing to split"
 UNEVEN = "a size does not divide"
 
 Key = dict[str, frozenset[tuple[int, int]]]
-Groups = list[tuple[Key, list[tuple[int, ...]]]]
+Row = tuple[int, ...]
+Groups = list[tuple[Key, list[Row]]]
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
     """Meshes on which a layout resolves alike: one walk over the program prices them all.
 
+    The `resolver` splits over every axis that one of the meshes splits over; its own mesh may be none of them. Alike
+    means: the same dims are computed split, and each leaf is stored over the same axes, along whichever dim.
     `sizes` has a row for each of AXES and a column for each mesh; `num_stages` goes with the columns.
     """
 
@@ -72,7 +75,7 @@ def families(program: Program, cluster: Cluster, batch_size: int, rejected: Coun
                     rejected[key] += 1
                 else:
                     _join(groups, key, (stages, *sizes))
-            found += [family for _, rows in groups for family in _stored_alike(program, storing, sequence, rows)]
+            found += [family for key, rows in groups for family in _stored_alike(program, storing, sequence, key, rows)]
     return found
 
 
@@ -118,13 +121,14 @@ def _key(program: Program, of: dict[str, int], sequence: bool) -> Key | str:
     mesh = mesh_of(list(of.values()))
     try:
         found = assign(program, layout_on("fsdp", sequence, mesh), mesh, {})
+        for leaf in program.leaves:
+            annotated(leaf, mesh)
     except SpanaxError as error:
         return IDLE if "nothing to split" in str(error) else UNEVEN
     return {axis: frozenset(ranks.items()) for axis, ranks in found.ranks.items()}
 
 
-def _join(groups: Groups,
-          key: Key, row: tuple[int, ...]) -> None:  # fmt: skip
+def _join(groups: Groups, key: Key, row: Row) -> None:
     """An axis of one device splits nothing, and so fits whatever others do with it."""
     for known, rows in groups:
         if all(known.get(axis, ranks) == ranks for axis, ranks in key.items()):
@@ -134,30 +138,49 @@ def _join(groups: Groups,
     groups.append((dict(key), [row]))
 
 
-def _stored_alike(program: Program, storing: str, sequence: bool, rows: Sequence[tuple[int, ...]]) -> list[Family]:
+def _stored_alike(program: Program, storing: str, sequence: bool, key: Key, rows: Sequence[Row]) -> list[Family]:
     """Meshes of one group, apart where a leaf finds a dim to be stored split along on one and not on another."""
-    largest = max(rows, key=lambda row: (sum(size > 1 for size in row[1:]), row))
-    mesh = MeshShape(tuple(zip(AXES, largest[1:], strict=True)))
-    resolver = _resolver(program, storing, sequence, mesh)
-    table = np.asarray(rows, int).T
-    flags = _storable(resolver, table[1:])
-    _, which = np.unique(flags, axis=1, return_inverse=True)
     found = []
-    for group in range(int(which.max()) + 1):
-        columns = table[:, which.reshape(-1) == group]
-        best = max(map(tuple, columns.T), key=lambda row: (sum(size > 1 for size in row[1:]), row))
-        one = _resolver(program, storing, sequence, MeshShape(tuple(zip(AXES, map(int, best[1:]), strict=True))))
-        found.append(Family(storing, sequence, one, columns[1:], columns[0]))
+    for resolver, members in _represented(program, storing, sequence, key, rows):
+        flags = _storable(resolver, np.asarray(members, int).T[1:])
+        for flag in np.unique(flags, axis=1).T:
+            alike = [row for row, of in zip(members, flags.T, strict=True) if (of == flag).all()]
+            for one, same in _represented(program, storing, sequence, key, alike, flag):
+                table = np.asarray(same, int).T
+                found.append(Family(storing, sequence, one, table[1:], table[0]))
     return found
 
 
-def _resolver(program: Program, storing: str, sequence: bool, mesh: MeshShape) -> Resolver:
+def _represented(
+    program: Program, storing: str, sequence: bool, key: Key, rows: Sequence[Row], flag: np.ndarray | None = None
+) -> list[tuple[Resolver, Sequence[Row]]]:
+    """Resolvers that split over every axis that one of their rows splits over, each with its rows.
+
+    The smallest sizes together are hardly a mesh of these devices, but stand for all where they resolve alike.
+    """
+    smallest = [min((size for size in column if size > 1), default=1) for column in zip(*rows, strict=True)][1:]
+    split = _key(program, dict(zip(AXES, smallest, strict=True)), sequence)
+    if not isinstance(split, str) and all(key[axis] == ranks for axis, ranks in split.items()):
+        one = _resolver(program, storing, sequence, smallest)
+        if flag is None or (_storable(one, np.asarray([smallest]).T)[:, 0] == flag).all():
+            return [(one, rows)]
+    found: list[tuple[Resolver, Sequence[Row]]] = []
+    while rows:
+        best = max(rows, key=lambda row: (sum(size > 1 for size in row[1:]), row))
+        of = [row for row in rows if all(size == 1 or most > 1 for size, most in zip(row[1:], best[1:], strict=True))]
+        found.append((_resolver(program, storing, sequence, best[1:]), of))
+        rows = [row for row in rows if row not in of]
+    return found
+
+
+def _resolver(program: Program, storing: str, sequence: bool, sizes: Sequence[int]) -> Resolver:
+    mesh = MeshShape(tuple(zip(AXES, map(int, sizes), strict=True)))
     layout = layout_on(storing, sequence, mesh)
     return Resolver(program, layout, mesh, assign(program, layout, mesh, {}))
 
 
 def _storable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
-    """For each kind of leaf and mesh, whether some dim of it divides the axes it is stored over."""
+    """For each kind of leaf, reluctance and mesh, whether a dim split no more reluctantly divides what it must."""
     program, at = resolver.program, {axis: position for position, axis in enumerate(AXES)}
     classes = program.step.axes.classes
     stored = sizes[at["fsdp"]]
@@ -167,12 +190,14 @@ def _storable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
         if not leaf.shape or (labels, leaf.shape) in rows:
             continue
         spec = resolver.computed(labels, leaf.shape)
-        fits = np.zeros(sizes.shape[1], bool)
-        for size, axes in zip(leaf.shape, spec, strict=True):
-            ways = stored * np.prod([sizes[at[axis]] for axis in axes], axis=0, initial=1)
-            fits |= size % ways == 0
-        rows[labels, leaf.shape] = fits
-    return np.asarray(list(rows.values()), bool).reshape(-1, sizes.shape[1])
+        ways = [stored * np.prod([sizes[at[axis]] for axis in axes], axis=0, initial=1) for axes in spec]
+        by_dim = [size % way == 0 for size, way in zip(leaf.shape, ways, strict=True)]
+        order = [resolver.reluctance(label) for label in labels]
+        rows[labels, leaf.shape] = [
+            np.any([fits for fits, one in zip(by_dim, order, strict=True) if one <= limit], axis=0)
+            for limit in sorted(set(order))
+        ]
+    return np.asarray([row for several in rows.values() for row in several], bool).reshape(-1, sizes.shape[1])
 
 
 def _divisors(number: int) -> list[int]:

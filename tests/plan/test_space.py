@@ -1,0 +1,164 @@
+"""Space: every mesh is there once, can be planned, and resolves as the family it is priced with."""
+
+import functools
+import random
+from collections import Counter
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from programs import array, workload
+from spanax.plan.cost import Grid, price
+from spanax.plan.memory import held, state_of, walk
+from spanax.plan.partition import as_masks, union
+from spanax.plan.resolve import Resolver, resolve
+from spanax.plan.space import AXES, BATCH, IDLE, UNEVEN, Family, families, layout_on, mesh_of
+from spanax.plan.terms import tally
+from spanax.trace.program import Program
+
+PLACES = [("gpt-nano", "cpu:8"), ("gpt-nano", "a100:2x8"), ("moe-nano", "cpu:8"), ("moe-nano", "a100:2x8")]
+BITS = {axis: 1 << at for at, axis in enumerate(AXES)}
+
+
+@functools.cache
+def space(name: str, cluster: str, batch_size: int = 32) -> tuple[list[Family], Counter[str]]:
+    rejected = Counter[str]()
+    return families(workload(name), spanax.cluster(cluster), batch_size, rejected), rejected
+
+
+def members(found: list[Family]) -> list[tuple[Family, int]]:
+    return [(family, column) for family in found for column in range(family.num_stages.size)]
+
+
+def some(name: str, cluster: str, count: int) -> list[tuple[Family, int]]:
+    """Members at random, the same ones every time."""
+    return random.Random(name + cluster).sample(members(space(name, cluster)[0]), count)
+
+
+def own_resolver(program: Program, family: Family, column: int) -> Resolver:
+    mesh = spanax.MeshShape(tuple(zip(AXES, map(int, family.sizes[:, column]), strict=True)))
+    return resolve(program, layout_on(family.storing, family.sequence, mesh), mesh, {})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_mesh_takes_all_devices_and_is_there_once(place: tuple[str, str]) -> None:
+    found, _ = space(*place)
+    num_devices = spanax.cluster(place[1]).num_devices
+    seen = set()
+    for family, column in members(found):
+        sizes = family.sizes[:, column]
+        assert family.num_stages[column] * np.prod(sizes) == num_devices
+        assert mesh_of(sizes).size * family.num_stages[column] == num_devices
+        seen.add((family.storing, family.sequence, int(family.num_stages[column]), *sizes.tolist()))
+    assert len(seen) == len(members(found))
+
+
+def test_the_space_of_a_gpt_on_8_devices_by_hand() -> None:
+    """2**3 over data, fsdp, context and model, after 1, 2 or 4 stages of its 4 layers."""
+    found, rejected = space("gpt-nano", "cpu:8")
+    of_storing = Counter((family.storing, family.sequence) for family, _ in members(found))
+    # Ways to hand out three factors of two to four axes: 20, 10 to two are left and 4 to one.
+    assert of_storing["fsdp", False] == 20 + 10 + 4
+    # fsdp takes one factor at least; with +seq, model does.
+    assert of_storing["zero1", False] == of_storing["zero2", False] == 10 + 4 + 1
+    assert of_storing["fsdp", True] == 10 + 4 + 1
+    assert of_storing["zero1", True] == of_storing["zero2", True] == 4 + 1
+    assert not rejected
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_member_resolves_as_the_resolver_it_is_priced_with(place: tuple[str, str]) -> None:
+    program = workload(place[0])
+    for family, column in members(space(*place)[0]):
+        own, shared = own_resolver(program, family, column), family.resolver
+        active = sum(BITS[axis] for axis, size in own.mesh.axes if size > 1)
+        assert active & ~sum(BITS[axis] for axis, size in shared.mesh.axes if size > 1) == 0
+        for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
+            labels = program.step.axes.classes[value]
+            mine, theirs = (as_masks(one.computed(labels, leaf.shape), BITS) for one in (own, shared))
+            assert mine == tuple(mask & active for mask in theirs), (leaf.path, own.mesh, shared.mesh)
+            mine, theirs = (union(as_masks(one.placed(leaf, labels)[0], BITS)) for one in (own, shared))
+            assert mine == theirs & active, (leaf.path, own.mesh, shared.mesh)
+
+
+def priced(
+    program: Program, cluster: spanax.Cluster, resolver: Resolver, family: Family, at: int
+) -> tuple[float, float]:
+    """Seconds and bytes of one mesh of a family under a resolver."""
+    one = np.ones(1, int)
+    stages = family.num_stages[at : at + 1]
+    grid = Grid(family.sizes[:, at : at + 1], stages, one, one)
+    seconds = price(tally(resolver, program.step), cluster, grid).step_seconds
+    memory = held(
+        state_of(resolver), walk(resolver, program.step), grid.sizes,
+        num_stages=stages, num_microbatches=one, in_flight=one, scale=one,
+    )  # fmt: skip
+    return float(seconds[0]), float(memory.peak_bytes[0])
+
+
+@pytest.mark.parametrize("place", [("gpt-nano", "cpu:8"), ("moe-nano", "a100:2x8")])
+def test_a_member_costs_what_it_costs_alone(place: tuple[str, str]) -> None:
+    """But for what goes together in one message, and how tables are looked up: small next to the differences."""
+    program, cluster = workload(place[0]), spanax.cluster(place[1])
+    ratios = []
+    for family, column in some(*place, 8):
+        alone = priced(program, cluster, own_resolver(program, family, column), family, column)
+        ratios.append(np.divide(priced(program, cluster, family.resolver, family, column), alone))
+    assert np.abs(np.asarray(ratios) - 1).max() <= 0.15
+    assert np.median(np.abs(np.asarray(ratios) - 1), axis=0).max() <= 0.04
+
+
+class Padded(nnx.Module):
+    """Stacked layers whose stored dims divide by 2 and 4, and by 8 only along the layers."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.weights = nnx.Param(jax.random.normal(rngs.params(), (8, 12, 12)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jax.nn.relu(x @ w), None), x, self.weights[...])[0]
+
+
+def squared(model: nnx.Module, x: jax.Array) -> jax.Array:
+    return (model(x) ** 2).mean()
+
+
+def test_meshes_on_which_a_leaf_is_stored_along_its_layers_are_a_family_of_their_own() -> None:
+    program = spanax.trace(build=Padded, optimizer=optax.adam(1e-3), batch=array(8, 12), loss=squared)
+    found = families(program, spanax.cluster("cpu:8"), 8, Counter())
+    by_fsdp = {
+        int(family.sizes[1, column]): id(family)
+        for family, column in members(found)
+        if (family.storing, family.sequence, int(family.num_stages[column])) == ("fsdp", False, 1)
+        and family.sizes[4, column] == 1
+    }
+    assert sorted(by_fsdp) == [1, 2, 4, 8]
+    assert by_fsdp[2] == by_fsdp[4] != by_fsdp[8]
+
+
+def test_what_cannot_be_is_counted_by_reason() -> None:
+    _, rejected = space("gpt-nano", "cpu:8", batch_size=4)
+    assert set(rejected) == {BATCH} and rejected[BATCH] > 0
+    program = spanax.trace(
+        build=lambda rngs: nnx.Linear(6, 6, rngs=rngs), optimizer=optax.sgd(0.1), batch=array(8, 6), loss=squared
+    )
+    rejected = Counter()
+    found = families(program, spanax.cluster("cpu:8"), 8, rejected)
+    assert found and set(rejected) <= {IDLE, UNEVEN} and rejected
+
+
+def test_an_annotation_that_does_not_divide_is_a_reason() -> None:
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), ("fsdp", None))
+
+    def build(rngs: nnx.Rngs) -> nnx.Linear:
+        with nnx.use_eager_sharding(False):
+            return nnx.Linear(12, 16, kernel_init=init, rngs=rngs)
+
+    program = spanax.trace(build=build, optimizer=optax.adam(0.1), batch=array(8, 12), loss=squared)
+    rejected = Counter[str]()
+    found = families(program, spanax.cluster("cpu:8"), 8, rejected)
+    assert {int(size) for family in found for size in family.sizes[1]} == {1, 2, 4}
+    assert rejected[UNEVEN] == 3

@@ -1,0 +1,48 @@
+"""Programs that several files of tests look at, each traced once in a process."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import optax
+
+import spanax
+import zoo
+from spanax.models import gpt
+from spanax.models.workloads import load
+from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.program import Program
+
+
+@functools.cache
+def workload(name: str, batch_size: int = 32, num_layers: int | None = None, remat: str | None = None) -> Program:
+    """A named workload under AdamW."""
+    found = load(name, batch_size=batch_size, num_layers=num_layers)
+    return spanax.trace(build=found.build, optimizer=optax.adamw(1e-3), batch=found.batch, loss=found.loss, remat=remat)
+
+
+@functools.cache
+def zoo_program(name: str) -> Program:
+    """A model of the zoo on a batch of 16."""
+    case = zoo.ZOO[name]
+    return spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss)
+
+
+@functools.cache
+def small_gpt(**changes: Any) -> Program:
+    """The zoo's GPT under plain SGD, which has no arithmetic of its own to speak of."""
+    config = dataclasses.replace(zoo.GPT_SCAN, **{"remat": False} | changes)
+    return spanax.trace(
+        build=functools.partial(gpt.GPT, config), optimizer=optax.sgd(0.1), batch=zoo.GPT_TEXT(16), loss=gpt.loss
+    )
+
+
+def array(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def graph_of(function: Any, *shapes: Any) -> Graph:
+    """A function's graph; its inputs as shapes."""
+    shapes = tuple(array(*one) if isinstance(one, tuple) else one for one in shapes)
+    return from_jaxpr(jax.make_jaxpr(function)(*shapes))
