@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q
 STAMP := $(VENV)/.installed
 # The tests left of the Plan: they must pass on a machine where JAX can start no backend.
-PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/trace tests/test_trace*.py)
+PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/trace tests/hardware)
 
 .PHONY: help install train test check golden slow lint types doctest clean
 

@@ -123,7 +123,7 @@ def as_planned(program: Program, plan: Plan) -> Program:
     if schedule.num_stages > 1:
         raise SpanaxError(
             f"the plan divides the layers into {schedule.num_stages} stages, and pipelines cannot be run yet.",
-            fix="spanax plan --no-pipeline, for a plan that can",
+            fix="spanax plan --pipeline False, for a plan that can",
         )
     if schedule.remat is not None and schedule.remat != program.remat:
         program = program.with_remat(schedule.remat)
