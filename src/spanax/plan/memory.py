@@ -46,7 +46,7 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Bytes of the leaves by kind: global bytes, the axes that split them, and whether they are stacked by layer."""
+    """Leaves of the state and the batch: kind, global bytes, the axes that split them, if they are stacked by layer."""
 
     kind: tuple[str, ...]
     num_bytes: Array
@@ -63,11 +63,11 @@ class Held:
 
 
 def state_of(resolver: Resolver) -> State:
-    """Where the state's leaves lie, as the plan's placements have them."""
+    """Where the leaves of the state and of the batch lie, as the plan's placements have them."""
     program, bits = resolver.program, {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
     axes = program.step.axes
     rows = []
-    for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
+    for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
         labels = axes.classes[value]
         spec, _ = resolver.placed(leaf, labels)
         is_stacked = any(axes.names.get(label) == "layers" for label in labels if label is not None)
@@ -100,7 +100,7 @@ def held(
     """Bytes that one device holds on every mesh.
 
     Args:
-      state: where the leaves lie.
+      state: where the leaves lie; the batch's stay until the step ends.
       level: the program's fullest moments.
       sizes: a row for each mesh axis, a column for each mesh.
       num_stages: of the pipeline; what is stacked by layer is divided among them.
@@ -112,8 +112,10 @@ def held(
     ways = ways_table(sizes)
     local = state.num_bytes[:, None] / ways[state.split] / np.where(state.stacked[:, None], num_stages, 1)
     groups = {}
-    for kind, name in (("param", "parameters"), ("optimizer", "optimizer"), ("other", "other state")):
+    kinds = (("param", "parameters"), ("optimizer", "optimizer"), ("other", "other state"), ("batch", "batch"))
+    for kind, name in kinds:
         groups[name] = local[np.asarray([of == kind for of in state.kind], bool)].sum(0)
+    groups["batch"] = groups["batch"] * scale * num_microbatches  # all of it is there from the start
     columns = _Columns(ways, scale, num_stages, in_flight, fused_attention)
     peak = _peak(level, columns)
     for at, name in enumerate(GROUPS):
@@ -167,7 +169,7 @@ class _Walk:
         self.bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
         self.kept = traced.kept
         leaves = len(resolver.program.leaves)
-        # The state is counted apart, and what replaces it takes its place.
+        # State and batch are counted apart, and what replaces the state takes its place.
         self.counted = {*traced.graph.body.inputs, *traced.graph.body.outputs[:leaves]}
         self._column: dict[tuple[int, int], tuple[Column, float]] = {}
 

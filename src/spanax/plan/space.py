@@ -82,7 +82,8 @@ def families(program: Program, cluster: Cluster, batch_size: int, rejected: Coun
 def layout_on(storing: str, sequence: bool, mesh: MeshShape) -> Layout:
     """The layout of a family on one mesh, named as the presets name it."""
     layout = layout_of(mesh, STORING[storing])
-    name = layout.name.replace("fsdp", storing) if storing != "fsdp" else layout.name
+    # `hsdp` means that all is stored split; where it is less, its parts are named.
+    name = layout.name.replace("hsdp", "data+fsdp").replace("fsdp", storing) if storing != "fsdp" else layout.name
     if sequence:
         return replace(layout, name=name + "+seq", sequence_axis="model")
     return replace(layout, name=name)

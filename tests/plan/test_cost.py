@@ -1,0 +1,317 @@
+"""Cost: terms that add up, go the right way, and are the same one by one as all at once."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+import spanax
+import zoo
+from programs import small_gpt, workload, zoo_program
+from spanax.errors import SpanaxError
+from spanax.hardware.chip import Link
+from spanax.hardware.chips import chip_named
+from spanax.plan.choose import resolver_of
+from spanax.plan.cost import TILE, Assumptions, Costs, Grid, Links, matmul_seconds, price, ways_table
+from spanax.plan.search import Candidate, search
+from spanax.plan.terms import KINDS, Terms, Works, tally
+from spanax.trace.census import Phase, contraction_flops
+from spanax.trace.program import Program
+
+
+@functools.cache
+def terms(program: Program, layout: str, mesh: str) -> Terms:
+    chips = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
+    return tally(resolver_of(program, spanax.plan(program, chips, layout=layout, mesh=mesh)), program.step)
+
+
+def grid(*meshes: tuple[int, ...], stages: int = 1, microbatches: int = 1, scale: float = 1.0, **rest: Any) -> Grid:
+    count = len(meshes)
+    return Grid(
+        np.asarray(meshes, int).T,
+        np.full(count, stages),
+        np.full(count, microbatches),
+        np.full(count, scale),
+        **rest,
+    )
+
+
+def cost(program: Program, layout: str, mesh: str, cluster: spanax.Cluster | None = None, **given: Any) -> Costs:
+    shape = spanax.MeshShape.of(mesh)
+    one = grid(tuple(size for _, size in shape.axes), **given)
+    return price(terms(program, layout, mesh), cluster or spanax.cluster("h100", shape.size), one)
+
+
+def slowed(cluster: spanax.Cluster, inside: float = 1.0, between: float = 1.0) -> spanax.Cluster:
+    """The same cluster with links so many times slower."""
+
+    def link(given: Link | None, times: float) -> Link:
+        assert given is not None
+        return dataclasses.replace(
+            given,
+            bytes_per_second=given.bytes_per_second / times,
+            latency_seconds=given.latency_seconds * times,
+            start_seconds=given.start_seconds * times,
+        )
+
+    chip = dataclasses.replace(
+        cluster.chip, inside=link(cluster.chip.inside, inside), between=link(cluster.chip.between, between)
+    )
+    return dataclasses.replace(cluster, chip=chip)
+
+
+# Ways
+
+
+def test_ways_table() -> None:
+    table = ways_table(np.asarray([[2, 1], [3, 4], [5, 8]]))
+    assert table.T.tolist() == [[1, 2, 3, 6, 5, 10, 15, 30], [1, 1, 4, 4, 8, 8, 32, 32]]
+    assert ways_table(np.zeros((0, 2), int)).tolist() == [[1, 1]]
+
+
+# Works
+
+
+def test_local_flops_are_the_steps_over_the_devices() -> None:
+    program = small_gpt()
+    graph = program.step.graph
+    total = sum(
+        kind.runs * contraction_flops(graph, kind.op) for kind in program.step.census if kind.op.name == "dot_general"
+    )
+    for layout, mesh in (("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")):
+        assert cost(program, layout, mesh).flops[0] == pytest.approx(total / 8)
+    assert cost(program, "data", "data=4", stages=1, microbatches=4, scale=0.25).flops[0] == pytest.approx(total / 4)
+
+
+def one_matmul(m: int, n: int, k: int, *, splits: tuple[int, ...] = (0, 0, 0, 0), dtype: str = "bf16") -> Works:
+    """A matmul of bf16 numbers of its own, for a cost by hand."""
+    row = np.asarray
+    return Works(
+        flops=row([2.0 * m * n * k]),
+        work=row([0]),
+        sizes=row([[m, n, k, 1.0]]),
+        splits=row([splits]),
+        batched=row([-1]),
+        num_bytes=row([[2.0 * m * k, 2.0 * k * n, 2.0 * m * n]]),
+        bytes_splits=row([[0, 0, 0]]),
+        bytes_batched=row([[False, False, False]]),
+        dtypes=(dtype,),
+        runs=row([1.0]),
+        phase=row([0]),
+        in_layers=row([False]),
+        scores=row([[False, False, False]]),
+    )
+
+
+def seconds(chip: str, works: Works, ways: int = 1) -> float:
+    table = ways_table(np.asarray([[ways]]))
+    return float(matmul_seconds(works, table, np.ones(1), chip_named(chip), Assumptions())[0, 0])
+
+
+def test_a_large_matmul_takes_its_flops_over_the_rate() -> None:
+    chip = chip_named("v5p")
+    assert chip.num_cores is None
+    expected = 2 * 4096.0**3 / (chip.flops_per_second("bf16") * chip.sustained_share) + chip.kernel_start_seconds
+    assert seconds("v5p", one_matmul(4096, 4096, 4096)) == pytest.approx(expected, rel=1e-6)
+    # A part of a tile takes as long as all of it.
+    assert seconds("v5p", one_matmul(4096 - TILE + 1, 4096, 4096)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_thin_matmul_takes_its_bytes_over_the_memorys_rate() -> None:
+    chip = chip_named("v5p")
+    assert chip.memory_bytes_per_second is not None
+    num_bytes = 2 * (8 * 8192 + 8192 * 8192 + 8 * 8192)
+    expected = num_bytes / (chip.memory_bytes_per_second * chip.memory_share) + chip.kernel_start_seconds
+    assert seconds("v5p", one_matmul(8, 8192, 8192)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("chip", ["h100", "a100", "v5e", "cpu"])
+def test_more_work_takes_longer_and_half_of_it_no_less_than_half(chip: str) -> None:
+    dtype = "bf16" if chip != "cpu" else "fp32"
+    for m, n, k in ((4096, 4096, 4096), (128, 128, 8192), (8192, 256, 64)):
+        whole = seconds(chip, one_matmul(m, n, k, dtype=dtype))
+        # A second tile, on an idle core, takes no longer.
+        assert whole <= seconds(chip, one_matmul(2 * m, n, k, dtype=dtype))
+        assert whole < seconds(chip, one_matmul(256 * m, n, k, dtype=dtype))
+        assert whole < seconds(chip, one_matmul(m, n, 2 * k, dtype=dtype))
+        split = seconds(chip, one_matmul(m, n, k, splits=(1, 0, 0, 0), dtype=dtype), ways=2)
+        assert whole / 2 <= split <= whole
+
+
+# A whole step
+
+
+CASES = [("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=2,model=4"), ("tensor+seq", "model=8")]
+
+
+@pytest.mark.parametrize(("layout", "mesh"), CASES)
+@pytest.mark.parametrize("given", [{}, {"microbatches": 4, "scale": 0.25}])
+def test_the_terms_add_up_to_the_step(layout: str, mesh: str, given: dict[str, Any]) -> None:
+    found = cost(small_gpt(), layout, mesh, **given)
+    assert sum(values[0] for values in found.terms.values()) == pytest.approx(found.step_seconds[0], rel=1e-12)
+    assert all(np.isfinite(values).all() and (values >= 0).all() for values in found.terms.values())
+
+
+def large() -> Program:
+    return workload("gpt2", batch_size=64, num_layers=2)
+
+
+def test_twice_the_devices_along_data_halve_the_matmuls_of_a_large_model() -> None:
+    counts = (2, 4, 8)
+    found = [cost(large(), "data", f"data={count}", spanax.cluster("a100", count)).terms for count in counts]
+    for before, after in zip(found, found[1:], strict=False):
+        assert after["matmuls"][0] == pytest.approx(before["matmuls"][0] / 2, rel=0.05)
+        assert after["memory"][0] == pytest.approx(before["memory"][0] / 2, rel=0.05)
+        assert after["update"][0] == pytest.approx(before["update"][0])
+        assert after["gradient sync"][0] >= before["gradient sync"][0]
+
+
+def test_twice_the_batch_takes_twice_as_long_in_matmuls_and_as_long_in_the_update() -> None:
+    one, two = (cost(large(), "fsdp", "fsdp=8", scale=scale).terms for scale in (1.0, 2.0))
+    assert two["matmuls"][0] == pytest.approx(2 * one["matmuls"][0], rel=0.05)
+    assert two["update"][0] == one["update"][0] and two["gradient sync"][0] == one["gradient sync"][0]
+
+
+def test_what_stores_less_updates_less_and_gathers_more() -> None:
+    ddp, zero1, fsdp = (
+        cost(large(), layout, mesh).terms
+        for layout, mesh in (("data", "data=8"), ("zero1", "fsdp=8"), ("fsdp", "fsdp=8"))
+    )
+    assert fsdp["update"][0] < 0.3 * ddp["update"][0] and zero1["update"][0] < ddp["update"][0]
+    assert ddp["weights between devices"][0] == 0 < fsdp["weights between devices"][0]
+    assert fsdp["gradient sync"][0] < ddp["gradient sync"][0]
+
+
+def test_alone_nothing_moves() -> None:
+    found = cost(small_gpt(), "data", "data=1").terms
+    for name in ("gradient sync", "weights between devices", "activations between devices", "pipeline"):
+        assert found[name][0] == 0
+
+
+def test_remat_computes_more() -> None:
+    full, none = (cost(small_gpt(remat=remat), "data", "data=8").terms["matmuls"][0] for remat in (True, False))
+    assert none < full < 4 / 3 * none * 1.05
+
+
+@functools.cache
+def candidates(cluster: spanax.Cluster) -> tuple[Candidate, ...]:
+    return search(workload("gpt-nano"), cluster, remat=(), top=10_000).candidates
+
+
+@pytest.mark.parametrize("times", [{"inside": 4.0}, {"between": 4.0}])
+def test_slower_links_make_nothing_faster(times: dict[str, float]) -> None:
+    cluster = spanax.cluster("a100:2x8")
+    fast, slow = candidates(cluster), candidates(slowed(cluster, **times))
+    before = {(c.layout, c.mesh, c.num_stages, c.schedule, c.microbatches): c for c in fast}
+    assert len(before) == len(fast) == len(slow)
+    ratios = []
+    for one in slow:
+        other = before[one.layout, one.mesh, one.num_stages, one.schedule, one.microbatches]
+        assert all(one.seconds[name] >= other.seconds[name] * (1 - 1e-9) - 1e-12 for name in one.seconds)
+        ratios.append(one.step_seconds / other.step_seconds)
+    assert max(ratios) > 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "mesh"), [("gpt", "fsdp+tensor+seq", "fsdp=2,model=2"), ("moe", "expert", "data=2,expert=2")]
+)
+def test_many_meshes_at_once_cost_what_each_costs_alone(name: str, layout: str, mesh: str) -> None:
+    program, cluster = zoo_program(name), spanax.cluster("a100:4x8")
+    found = terms(program, layout, mesh)
+    sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1)]
+    together = price(found, cluster, grid(*sizes))
+    for at, one in enumerate(sizes):
+        alone = price(found, cluster, grid(one))
+        assert alone.flops[0] == pytest.approx(together.flops[at], rel=1e-12)
+        assert alone.step_seconds[0] == pytest.approx(together.step_seconds[at], rel=1e-12)
+        for key, values in alone.terms.items():
+            assert values[0] == pytest.approx(together.terms[key][at], rel=1e-12)
+
+
+def test_links_made_once_are_those_made_for_each_grid() -> None:
+    found, cluster = terms(small_gpt(), "fsdp+tensor", "fsdp=2,model=2"), spanax.cluster("a100:2x8")
+    two, four = grid((8, 2), (4, 4)), grid((4, 2), (2, 4), stages=2, microbatches=4, scale=0.25)
+    meshes = [np.vstack([one.num_stages[None], one.sizes]) for one in (two, four)]
+    links = Links(cluster, found.axes, np.hstack(meshes))
+    for one in (two, four):
+        assert (price(found, cluster, one, links=links).step_seconds == price(found, cluster, one).step_seconds).all()
+
+
+# Pipelines
+
+
+def test_stages_wait_for_each_other() -> None:
+    program = small_gpt(num_layers=4)
+    one = cost(program, "data", "data=2")
+    staged = cost(program, "data", "data=2", spanax.cluster("h100:8"), stages=4, microbatches=4, scale=0.25)
+    assert one.terms["pipeline"][0] == 0 < staged.terms["pipeline"][0]
+    many = cost(program, "data", "data=2", spanax.cluster("h100:8"), stages=4, microbatches=8, scale=0.125)
+    share = [found.terms["pipeline"][0] / found.step_seconds[0] for found in (staged, many)]
+    assert share[1] < share[0]
+    # (p - 1) / m of the work, hops aside: three quarters.
+    work = sum(staged.terms[name][0] for name in ("matmuls", "memory", "kernel starts", "activations between devices"))
+    assert staged.terms["pipeline"][0] >= 3 / 4 * work * (1 - 1e-9)
+
+
+def test_interleaving_waits_less() -> None:
+    program, cluster = small_gpt(num_layers=4), spanax.cluster("h100:4")
+    plain, chunked = (
+        cost(program, "data", "data=2", cluster, stages=2, microbatches=4, scale=0.25, schedule=name, num_chunks=count)
+        for name, count in (("1f1b", 1), ("interleaved", 2))
+    )
+    assert chunked.terms["pipeline"][0] < plain.terms["pipeline"][0]
+
+
+# Collectives
+
+
+def moved(program: Program, layout: str, mesh: str, kind: str, **fields: Any) -> float:
+    """Global bytes of a kind of collective in a step."""
+    moves = terms(program, layout, mesh).moves
+    chosen = moves.kind == KINDS.index(kind)
+    for name, value in fields.items():
+        chosen &= getattr(moves, name) == value
+    return float((moves.num_bytes * moves.runs)[chosen].sum())
+
+
+def test_data_parallel_reduces_every_gradient_once() -> None:
+    program = zoo_program("mlp")
+    params = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param")
+    reduced = moved(program, "data", "data=8", "all-reduce")
+    assert params <= reduced <= params + 64  # and the loss
+    assert moved(program, "data", "data=8", "all-gather") == moved(program, "data", "data=8", "reduce-scatter") == 0
+
+
+def test_fsdp_gathers_there_and_back_and_scatters_gradients() -> None:
+    program = zoo_program("mlp")
+    params = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param")
+    kernels = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param" and len(leaf.shape) == 2)
+    assert moved(program, "fsdp", "fsdp=8", "reduce-scatter") == params
+    gathered = moved(program, "fsdp", "fsdp=8", "all-gather")
+    # Without layers to go around, what was gathered on the way there is kept for the way back.
+    assert kernels <= gathered <= 2 * params
+
+
+def test_megatron_reduces_activations_twice_a_block_each_way() -> None:
+    config = zoo.GPT_SCAN
+    one = 4 * 16 * config.seq_len * config.embed_dim
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        found = moved(small_gpt(), "tensor", "model=8", "all-reduce", in_layers=True, batched=True, phase=phase)
+        assert found == config.num_layers * 2 * one
+
+
+# What a chip cannot
+
+
+def test_a_chip_without_bfloat16_says_so() -> None:
+    case = zoo.ZOO["mlp"]
+    program = spanax.trace(
+        build=case.build, optimizer=optax.sgd(0.1), batch=case.batch(16), loss=case.loss, compute_dtype="bfloat16"
+    )
+    assert search(program, spanax.cluster("a100:8"), remat=()).best is not None
+    with pytest.raises(SpanaxError, match="'v100-32gb' does not compute in bf16") as caught:
+        search(program, spanax.cluster("v100:8"), remat=())
+    assert "fp16" in str(caught.value) and len(str(caught.value).splitlines()) <= 4
