@@ -1,7 +1,7 @@
 """What the planner predicts, beside what was published: step time, memory, and which of several plans is the fastest.
 
-Takes any folder of CSV files with the columns of tests/data/truth/README.md. Rows that cannot be expressed are counted by
-reason. The constants of the cost model were fitted on half of some files (--fit does it anew); those rows are left out
+Takes any folder of CSV files with the columns of tests/data/truth/README.md. Rows that cannot be expressed are counted
+by reason. The constants of the cost model were fitted on half of some files (--fit does it anew); those rows are left out
 of every figure that is reported, but for ranks, which need all plans of a group.
 
 Usage:
@@ -130,13 +130,20 @@ def table(result: dict[str, Any], worst: int = 8) -> str:
     """The result in words."""
     line = "{:<46} {:>5} {:>7.1f} {:>7.1f} {:>7.1f} {:>+7.1f}"
     head = "{:<46} {:>5} {:>7} {:>7} {:>7} {:>7}".format("", "rows", "MAE %", "median", "P90", "bias")
-    rows = lambda found: [line.format(name, one["rows"], *(100 * one[key] for key in ("mae", "median", "p90", "bias")))
-                          for name, one in found.items() if one]  # fmt: skip
+
+    def rows(found: dict[str, Any]) -> list[str]:
+        kinds = ("mae", "median", "p90", "bias")
+        return [
+            line.format(name, one["rows"], *(100 * one[key] for key in kinds)) for name, one in found.items() if one
+        ]
+
     lines = ["Step time, rows that no constant was fitted on", head, *rows(result["files"])]
     lines += rows({"all of them together": result["held_out"], "(the rows that were fitted on)": result["fitted"]})
     bad = sorted((row for row in result["rows"] if not row["fitted"]), key=lambda row: -abs(row["error"]))[:worst]
     lines += ["", "The worst of them"]
-    lines += [f"  {row['id']:<36} {row['measured']:9.3f} s, predicted {row['predicted']:9.3f} s, {100 * row['error']:+5.0f} %" for row in bad]  # fmt: skip
+    for row in bad:
+        times = f"{row['measured']:9.3f} s, predicted {row['predicted']:9.3f} s"
+        lines.append(f"  {row['id']:<36} {times}, {100 * row['error']:+5.0f} %")
     lines += ["", "Rank: runs of one model, batch and number of devices, four plans or more"]
     for file, of in result["ranks"].items():
         lines.append(

@@ -69,9 +69,9 @@ def files(folder: Path) -> Iterator[tuple[str, list[dict[str, str]]]]:
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8", errors="replace") as lines:
             found = [
-                {key: (value or "").strip() for key, value in row.items() if isinstance(key, str) and not isinstance(value, list)}
+                {key: (value or "").strip() for key, value in row.items() if key and not isinstance(value, list)}
                 for row in csv.DictReader(lines)
-            ]  # fmt: skip
+            ]
         yield path.stem, found
 
 

@@ -1,8 +1,8 @@
 """The model of a published run: plain Flax NNX of its shape, traced without a device.
 
 `spanax.models.gpt` where it has that shape, else `Decoder`, which has any widths, and one matmul where several read the
-same, as the frameworks that were measured do. What the columns do not say (a gated MLP, the width of a head, an output matrix of its own) follows from the number of parameters
-where it is stated, else from the name.
+same, as the frameworks that were measured do. What the columns do not say (a gated MLP, the width of a head, an output
+matrix of its own) follows from the number of parameters where it is stated, else from the name.
 """
 
 import functools

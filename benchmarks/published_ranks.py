@@ -1,4 +1,4 @@
-"""Rank: among runs of one model, batch and number of devices, whether the plan priced lowest is the fastest measured."""
+"""Rank: among runs of one model, batch and number of devices, is the plan priced lowest the fastest measured?"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ AT_LEAST = 4
 
 @dataclass(frozen=True)
 class Ranks:
-    """Over all groups: how much slower the first choice is than the best measured, and how often the first three hold it."""
+    """Over all groups: how much slower the first choice is than the best, and how often the first three hold it."""
 
     groups: int
     plans: int
