@@ -1,8 +1,8 @@
 """What the planner predicts, beside what was published: step time, memory, and which of several plans is the fastest.
 
 Takes any folder of CSV files with the columns of tests/data/truth/README.md. Rows that cannot be expressed are counted
-by reason. The constants of the cost model were fitted on half of some files (--fit does it anew); those rows are left out
-of every figure that is reported, but for ranks, which need all plans of a group.
+by reason. The constants of the cost model were fitted on half of some files (--fit does it anew); those rows are left
+out of every figure that is reported, but for ranks, which need all plans of a group.
 
 Usage:
   python benchmarks/plan_accuracy.py --truth DIR [--json] [--fit]

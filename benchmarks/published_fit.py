@@ -1,7 +1,8 @@
 """The constants of the cost model, fitted on half of some published runs; the other half, and all others, report.
 
 One set of constants for all chips, models and sources; the only ones of a chip are `sustained_share` of the H100 (and
-of what is like it) and of the TPUs, and the only one of a kind of framework is what its host takes to dispatch a kernel.
+of what is like it) and of the TPUs, and the only one of a kind of framework is what its host takes to dispatch a
+kernel.
 """
 
 from collections.abc import Sequence

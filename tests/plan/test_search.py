@@ -14,9 +14,10 @@ import spanax
 import zoo
 from programs import array, small_gpt, workload
 from spanax.errors import SpanaxError
+from spanax.plan.candidate import RESERVE, Candidate, Search, shortfall
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
-from spanax.plan.search import RESERVE, SCHEDULES, Candidate, Search, search, shortfall
+from spanax.plan.search import SCHEDULES, search
 from spanax.plan.space import BATCH, layout_on
 from spanax.trace.program import Program
 
