@@ -4,6 +4,7 @@ The compiler's partitioner in miniature: a contraction over a split dim leaves p
 otherwise than it is used is gathered, everything else follows the splits it meets. Mesh axes are bits of a mask.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,18 +62,22 @@ def union(masks: Sequence[int]) -> int:
 
 
 def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> list[Shift]:
-    """What it takes to bring a value from one split to another; to split it further takes nothing."""
+    """What it takes to bring a value from one split to another; to split it further takes nothing.
+
+    Dims are gathered one after the other, the last first.
+    """
     had, wanted = union(before), union(after)
-    kept, gathered, exchanged = 0, 0, 0
+    kept, exchanged = 0, 0
     for old, new in zip(before, after, strict=True):
         kept |= old & new
-        gathered |= old & ~wanted
         exchanged |= old & wanted & ~new
-    shifts = []
+    shifts, left = [], had & ~wanted
     if exchanged:
-        shifts.append(Shift("all-to-all", value, exchanged, (kept | gathered) & had, is_operand))
-    if gathered:
-        shifts.append(Shift("all-gather", value, gathered, kept | exchanged, is_operand))
+        shifts.append(Shift("all-to-all", value, exchanged, (kept | left) & had, is_operand))
+    for old in reversed(before):
+        if gathered := old & ~wanted:
+            left &= ~gathered
+            shifts.append(Shift("all-gather", value, gathered, kept | exchanged | left, is_operand))
     return shifts
 
 
@@ -98,7 +103,7 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> S
     goes: list[dict[int, int]] = [{lhs: out for lhs, _, out in passed if lhs >= 0}]
     goes.append({rhs: out for _, rhs, out in passed if rhs >= 0})
     pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
-    work, partial, result = 0, 0, [0] * len(wanted)
+    work, partial, result = 0, [0] * len(summed), [0] * len(wanted)
     shifts: list[Shift] = []
     for axis in _bits(union([*operands[0], *operands[1], *wanted])):
         at = [next((dim for dim, mask in enumerate(masks) if mask & axis), None) for masks in operands]
@@ -127,15 +132,14 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> S
         left = [side for side in (0, 1) if at[side] is not None and side not in gathered]
         if any(sums[side] for side in left):
             work |= axis
-            partial |= axis
-            _slice_partner(summed, operands, at, sums, left, axis)
+            partial[_slice_partner(summed, operands, at, sums, left, axis)] |= axis
         elif left:
             work |= axis
             result[ends[left[0]]] |= axis  # type: ignore[index]
         elif target is not None:
             work |= axis
             result[target] |= axis
-    shifts = _merged(shifts) + _finished(op.outputs[0], partial, tuple(result), wanted)
+    shifts = _merged(shifts) + _finished(op.outputs[0], partial, tuple(result), wanted, is_eager=True)
     return Split(work, tuple(tuple(masks) for masks in operands), tuple(result), tuple(shifts))
 
 
@@ -146,11 +150,12 @@ def _slice_partner(
     sums: Sequence[bool],
     left: Sequence[int],
     axis: int,
-) -> None:
-    """The other side of a split sum takes its own part, which costs nothing."""
+) -> int:
+    """The other side of a split sum takes its own part, which costs nothing. Returns which of the sums it is."""
     side = next(side for side in left if sums[side])
-    pair = next(pair for pair in summed if pair[side] == at[side])
-    operands[1 - side][pair[1 - side]] |= axis
+    which = next(which for which, pair in enumerate(summed) if pair[side] == at[side])
+    operands[1 - side][summed[which][1 - side]] |= axis
+    return which
 
 
 def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]) -> Split:
@@ -160,16 +165,17 @@ def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks]
     where = {label: dim for dim, label in enumerate(classes[op.outputs[0]]) if label is not None}
     wanted = outs[0]
     is_summed = op.name in SUMMED
-    partial, result = 0, [0] * len(wanted)
+    partials: dict[int, int] = defaultdict(int)
+    result = [0] * len(wanted)
     shifts: list[Shift] = []
     for value, masks in zip(op.inputs, ins, strict=True):
         gathered = 0
-        for label, mask in zip(classes[value], masks, strict=True):
+        for along, (label, mask) in enumerate(zip(classes[value], masks, strict=True)):
             if not mask:
                 continue
             dim = where.get(label) if label is not None else None
             if dim is None:
-                partial |= mask if is_summed else 0
+                partials[along] |= mask if is_summed else 0
                 gathered |= 0 if is_summed else mask
             else:
                 # Split elsewhere in the result: the smaller of both goes; here the operand, exchanged.
@@ -179,23 +185,35 @@ def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks]
         if gathered:
             shifts.append(Shift("all-gather", value, gathered, union(masks) & ~gathered, True))
     if op.name.startswith("scatter"):  # what is scattered into gives way: each device adds to its own zeros
-        result = [mask & ~partial for mask in result]
-    partial &= ~union(result)
+        result = [mask & ~union([*partials.values()]) for mask in result]
+    summed = [partials[along] & ~union(result) for along in sorted(partials)]
+    partial = union(summed)
     result = [mask | (want & ~partial) for mask, want in zip(result, wanted, strict=True)]
-    shifts += _finished(op.outputs[0], partial, tuple(result), wanted)
+    shifts += _finished(op.outputs[0], summed, tuple(result), wanted)
     return Split(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
 
 
-def _finished(value: int, partial: int, result: Masks, wanted: Masks) -> list[Shift]:
-    """Partial sums are summed, split further at once where that is wanted; then the rest of the way."""
+def _finished(
+    value: int, partials: Sequence[int], result: Masks, wanted: Masks, *, is_eager: bool = False
+) -> list[Shift]:
+    """Partial sums are summed, split further at once where that is wanted; then the rest of the way.
+
+    The compiler sums over one dim after the other, the last first. A contraction's sum over some axes that is then
+    split over others is `is_eager`: it is split before the rest is summed.
+    """
     shifts, done = [], list(result)
-    scattered = partial & union(wanted)
-    reduced = partial & ~scattered
-    if scattered:
-        shifts.append(Shift("reduce-scatter", value, scattered, union(result), False))
-        done = [mask | (want & scattered) for mask, want in zip(done, wanted, strict=True)]
-    if reduced:
-        shifts.append(Shift("all-reduce", value, reduced, union(done), False))
+    for partial in reversed(partials):
+        scattered = partial & union(wanted)
+        reduced = partial & ~scattered
+        if scattered and (is_eager or not reduced):
+            shifts.append(Shift("reduce-scatter", value, scattered, union(done), False))
+        elif scattered:
+            reduced = partial
+        after = [mask | (want & scattered) for mask, want in zip(done, wanted, strict=True)]
+        if reduced:
+            kept = union(after if reduced != partial else done)
+            shifts.append(Shift("all-reduce", value, reduced, kept, False))
+        done = after
     return shifts + transition(value, tuple(done), wanted, is_operand=False)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from spanax.plan.partition import Masks, Split, as_masks, partition, transition, union
+from spanax.plan.partition import Masks, Shift, Split, as_masks, partition, transition, union
 from spanax.plan.resolve import Constraint, Constraints, Resolver
 from spanax.plan.uses import use_of
 from spanax.trace.axes import CONTRACTIONS
-from spanax.trace.census import Kind, contraction_dims, contraction_flops, trips
+from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.program import Traced
 
@@ -105,6 +105,7 @@ def tally(resolver: Resolver, traced: Traced, constraints: Constraints | None = 
     for kind in traced.census:
         if kind.op not in traced.inert:
             found.add(kind)
+    found.add_ends()
     carry, num_layers = traced.layer_carry
     split = 0 if carry is None else union(found.masks(carry))
     num_bytes = 0 if carry is None else found.num_bytes(carry)
@@ -121,6 +122,7 @@ class _Tally:
         self._masks: dict[int, Masks] = {}
         self._works: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
+        self._gathered = set[tuple[int, str, int, int]]()
 
     def masks(self, value: int, constraint: Constraint | None = None) -> Masks:
         """How a value lies, or how a constraint has it."""
@@ -158,21 +160,23 @@ class _Tally:
         if is_plain and all(masks == outs[0] or not any(masks) for masks in ins):
             return
         use = use_of(self.resolver, self.traced, op, self.constraints)
-        wanted = list(outs)
+        wanted, moved = list(outs), list[Shift]()
         if use is not None:
             for at, constraint in enumerate(use.inputs):
                 if constraint is not None:
                     asked = self.masks(op.inputs[at], constraint)
-                    if kind.first[at]:
-                        self._move(kind, transition(op.inputs[at], ins[at], asked, is_operand=True))
+                    moved += transition(op.inputs[at], ins[at], asked, is_operand=True)
                     ins[at] = asked
             for at, constraint in enumerate(use.outputs):
                 if constraint is not None:
                     wanted[at] = self.masks(op.outputs[at], constraint)
         split = partition(graph, self.traced.axes.classes, op, ins, wanted)
-        self._move(kind, split.shifts)
+        moved += split.shifts
         for value, before, after in zip(op.outputs, wanted, outs, strict=True):
-            self._move(kind, transition(value, before, after, is_operand=False))
+            moved += transition(value, before, after, is_operand=False)
+        for shift in moved:
+            runs = self._unshared(kind, shift) if shift.is_operand else kind.runs
+            self._move(runs, kind.phase, kind.in_layers, [shift])
         if op.name in CONTRACTIONS:
             self._work(kind, split)
 
@@ -185,24 +189,48 @@ class _Tally:
                 outside, inside = self.masks(outer), self.masks(inner)
                 extra = len(outside) - len(inside)
                 before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
-                times = num_trips if extra else 1
-                self._move(kind, transition(inner, before, after, is_operand=False), times)
+                runs = kind.runs * (num_trips if extra else 1)
+                shifts = transition(inner, before, after, is_operand=False)
+                self._move(runs, kind.phase, kind.in_layers, shifts)
         for first, last in wires.carried:
-            self._move(kind, transition(last, self.masks(last), self.masks(first), is_operand=False), num_trips)
+            shifts = transition(last, self.masks(last), self.masks(first), is_operand=False)
+            self._move(kind.runs * num_trips, kind.phase, kind.in_layers, shifts)
 
-    def _move(self, kind: Kind, shifts: Sequence[Any], times: int = 1) -> None:
+    def add_ends(self) -> None:
+        """Where a leaf of the state is kept otherwise than the step takes it, or than it comes out of it."""
+        body, leaves = self.traced.graph.body, self.resolver.program.leaves
+        for leaf, value, new in zip(leaves, body.inputs, body.outputs, strict=False):
+            labels = self.traced.axes.classes[value]
+            spec, _ = self.resolver.stored(labels, leaf.shape, self.resolver.kind(leaf, labels))
+            kept = as_masks(spec, self.bits)
+            self._move(1, Phase.FORWARD, False, transition(value, kept, self.masks(value), is_operand=False))
+            if len(body.outputs) > self.traced.num_results:
+                self._move(1, Phase.UPDATE, False, transition(new, self.masks(new), kept, is_operand=False))
+
+    def _unshared(self, kind: Kind, shift: Shift) -> int:
+        """How often an operand really moves: what one operation has gathered, others of the same body read too."""
+        at, runs = kind.op.inputs.index(shift.value), 0
+        for op, times in kind.ops:
+            key = (op.inputs[at], shift.kind, shift.over, shift.kept)
+            runs += 0 if key in self._gathered else times
+            self._gathered.add(key)
+        return runs
+
+    def _move(self, runs: int, phase: Phase, in_layers: bool, shifts: Sequence[Shift]) -> None:
         for shift in shifts:
+            if not runs or shift.value in self.traced.uniform:
+                continue
             key = (
                 KINDS.index(shift.kind),
                 self.num_bytes(shift.value),
                 shift.over,
                 shift.kept & ~shift.over,
                 self.is_batched(shift.value),
-                int(kind.phase),
-                kind.in_layers,
+                int(phase),
+                in_layers,
                 not self.is_batched(shift.value),
             )
-            self._moves[key] += kind.runs * times
+            self._moves[key] += runs
 
     def _work(self, kind: Kind, split: Split) -> None:
         op, graph = kind.op, self.traced.graph

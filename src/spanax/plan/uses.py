@@ -5,10 +5,13 @@ a kernel of the platform computes. Both are decided here, before anything runs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from spanax.plan.partition import as_masks, partition
 from spanax.plan.resolve import Constraint, Resolver, Spec
+from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.graph import Op
 from spanax.trace.program import Traced
 
@@ -46,7 +49,33 @@ def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | 
 
 def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     """How one operation takes its operands, if otherwise than they lie."""
+    if op.name in CONTRACTIONS:
+        return _meeting(resolver, traced, op, constraints)
     return _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _gathered(op, constraints)
+
+
+def _meeting(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+    """Operands that one mesh axis splits along dims that do not meet: one of them is gathered, as it is priced.
+
+    Left to itself, XLA may gather the larger.
+    """
+    use = _gathered(op, constraints) or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
+    values = (*op.inputs[:2], op.outputs[0])
+    changed = (*use.inputs[:2], use.outputs[0])
+    lies = [one or constraints[value] for one, value in zip(changed, values, strict=True)]
+    specs = [
+        one.spec if one else ((),) * len(traced.graph.shape(value)) for one, value in zip(lies, values, strict=True)
+    ]
+    taken = list(use.inputs)
+    if _axes(specs[0]) & _axes(specs[1]):
+        bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
+        masks = [as_masks(spec, bits) for spec in specs]
+        needed = partition(traced.graph, traced.axes.classes, op, masks[:2], masks[2:]).operands
+        for side in (0, 1):
+            pairs = list(zip(specs[side], needed[side], strict=True))
+            if any(bits[axis] & ~mask for by, mask in pairs for axis in by):
+                taken[side] = Constraint(tuple(tuple(axis for axis in by if bits[axis] & mask) for by, mask in pairs))
+    return Use(tuple(taken), use.outputs) if any((*taken, *use.outputs)) else None
 
 
 def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
@@ -89,50 +118,83 @@ def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> 
     return Use(tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=True)
 
 
+@dataclass(frozen=True)
+class _Lookup:
+    """A lookup in a table, or the gradient of one: `columns` are dims of the rows, `looked_up` of the table."""
+
+    table: int
+    indices: int
+    rows: int
+    columns: Sequence[int]
+    looked_up: Sequence[int]
+
+
+def _lookup_of(op: Op) -> _Lookup | None:
+    numbers: Any = op.params.get("dimension_numbers")
+    if op.name == "gather":
+        return _Lookup(op.inputs[0], op.inputs[1], op.outputs[0], numbers.offset_dims, numbers.start_index_map)
+    if op.name in ("scatter-add", "scatter_add"):
+        dims = numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
+        return _Lookup(op.outputs[0], op.inputs[1], op.inputs[2], *dims)
+    return None
+
+
 def _lookup(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     """A lookup in a table, or the gradient of one, in whichever of three ways moves least.
 
-    Computed, the table comes as the layout computes with it; if that splits its rows, the results are partial and
-    are summed. Whole, it comes whole. Stored, every device answers all of the batch for the columns it keeps, and
-    the result moves instead of the table.
+    Computed, the table comes as the layout computes with it; if that splits its rows, all who keep some of them are
+    asked the same, and their partial results are summed. Whole, it comes whole. Stored, every device answers for the
+    columns it keeps what all those that keep others of the same rows are asked, and the result moves instead.
     """
+    found = _lookup_of(op)
+    lies, result = (constraints[found.table], constraints[found.rows]) if found else (None, None)
+    if found is None or lies is None or result is None:
+        return None
+    used = lies.spec if lies.used is None else lies.used
+    summed = {axis for dim in found.looked_up for axis in used[dim]}
+    if lies.used is None and not summed & _axes(result.spec):
+        return None
+    ways = _ways_to_look_up(resolver, traced, found, lies, result, summed)
+    table_spec, rows_spec, _ = min(ways, key=lambda way: way[2])
+    asked = [by for dim, by in enumerate(rows_spec) if dim not in found.columns]
+    rank = len(traced.graph.shape(found.indices))
+    asks = Constraint((*asked, *((),) * (rank - len(asked))))
+    table, rows = Constraint(table_spec), Constraint(rows_spec)
     if op.name == "gather":
-        table, indices, rows = op.inputs[0], op.inputs[1], op.outputs[0]
-        columns = op.params["dimension_numbers"].offset_dims
-    elif op.name in ("scatter-add", "scatter_add"):
-        table, indices, rows = op.outputs[0], op.inputs[1], op.inputs[2]
-        columns = op.params["dimension_numbers"].update_window_dims
-    else:
-        return None
-    lies, result = constraints[table], constraints[rows]
-    if lies is None or lies.used is None or result is None:
-        return None
-    classes = traced.axes.classes
-    stored = dict(zip(classes[table], lies.spec, strict=True))
-    spec: Spec = tuple(
-        stored.get(label, ()) if dim in columns and label is not None else () for dim, label in enumerate(classes[rows])
-    )
-    row_size, table_size = (math.prod(traced.graph.shape(value)) for value in (rows, table))
-    parts, in_use, in_rows = (_ways(resolver, by) for by in (spec, lies.used, result.spec))
-    moved = {
-        # There and back: the table, or the result; and the sum of partial results where table rows are split.
-        "computed": 2 * table_size / in_use + (in_use > 1) * row_size / in_rows,
-        "whole": 2 * table_size,
-        "stored": (2 + (in_use > 1)) * row_size / parts if parts > 1 else math.inf,
-    }
-    cheapest = min(moved, key=moved.__getitem__)
-    if cheapest == "computed":
-        return None
-    others = (None,) * (len(op.inputs) - 2) if op.name == "gather" else ()
-    everything = Constraint(((),) * len(classes[indices]))
-    if cheapest == "whole":
-        whole = Constraint(((),) * len(classes[table]))
-        return Use((whole, None, *others), (None,)) if op.name == "gather" else Use((None,) * 3, (whole,))
-    looked = Constraint(spec)
-    return (
-        Use((None, everything, *others), (looked,)) if op.name == "gather" else Use((None, everything, looked), (None,))
-    )
+        return Use((table, asks, *(None,) * (len(op.inputs) - 2)), (rows,))
+    return Use((table, asks, rows), (table,))
 
 
-def _ways(resolver: Resolver, spec: Spec) -> int:
-    return resolver.mesh.ways([axis for by in spec for axis in by])
+def _ways_to_look_up(
+    resolver: Resolver, traced: Traced, found: _Lookup, lies: Constraint, result: Constraint, summed: set[str]
+) -> list[tuple[Spec, Spec, float]]:
+    """How the table is split and how the rows, and how many numbers move there and back a device."""
+    shape, classes, ways = traced.graph.shape, traced.axes.classes, resolver.mesh.ways
+    used = lies.spec if lies.used is None else lies.used
+    row_size, table_size = math.prod(shape(found.rows)), math.prod(shape(found.table))
+    is_split = ways([*summed]) > 1
+    computed = _without(result.spec, summed)
+    sums = is_split * (1 + (computed != result.spec)) * row_size / ways([*_axes(computed)])
+    tables = 2 * table_size / ways([*_axes(used)]) if lies.used is not None else 0
+    known: list[tuple[Spec, Spec, float]] = [(used, computed, tables + sums)]
+    if not traced.batch_labels.intersection(classes[found.table]):
+        known.append((((),) * len(used), result.spec, 2 * table_size))
+    by_label = dict(zip(classes[found.table], lies.spec, strict=True))
+    columns = {dim: by_label.get(classes[found.rows][dim], ()) for dim in found.columns}
+    parts = {axis for by in columns.values() for axis in by}
+    if lies.used is not None and ways([*parts]) > 1:
+        # What splits the batch and no column stays: only those that share the batch's part answer each other.
+        kept = _without(result.spec, parts | summed)
+        stored = tuple(columns.get(dim, by) for dim, by in enumerate(kept))
+        batch = _axes(kept) - parts
+        moved = (2 + is_split) * row_size / ways([*parts, *batch])
+        known.append((lies.spec, stored, moved + (ways([*batch]) > 1) * table_size / ways([*parts])))
+    return known
+
+
+def _axes(spec: Spec) -> set[str]:
+    return {axis for by in spec for axis in by}
+
+
+def _without(spec: Spec, axes: Collection[str]) -> Spec:
+    return tuple(tuple(axis for axis in by if axis not in axes) for by in spec)

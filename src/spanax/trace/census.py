@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from spanax.trace.program import Traced
 
 
-ALONE = frozenset({"gather", "scatter-add", "scatter_add"})
-"""Operations that take operands in their own way, which nobody shares."""
-
-
 class Phase(IntEnum):
     """When an operation runs: on the way to the loss, on the way back from it, or once at the end of the step."""
 
@@ -39,17 +35,17 @@ class Kind:
 
     Attributes:
       op: one of them.
+      ops: all of them, each with how often it runs.
       runs: how often they run in one step, all together, loops multiplied out.
       phase: when.
       in_layers: inside the loop over stacked layers, which a pipeline can cut.
-      first: for each input, whether none before it in the same body reads that value: a gather is shared.
     """
 
     op: Op
     runs: int
     phase: Phase
     in_layers: bool
-    first: tuple[bool, ...]
+    ops: tuple[tuple[Op, int], ...]
 
 
 def census(traced: "Traced") -> list[Kind]:
@@ -67,13 +63,15 @@ def census(traced: "Traced") -> list[Kind]:
       >>> [(kind.op.name, kind.runs, kind.phase.name) for kind in census(program.step)][0]
       ('dot_general', 1, 'FORWARD')
     """
-    found: dict[tuple[Any, ...], list[Any]] = {}
+    found: dict[tuple[Any, ...], list[tuple[Op, int]]] = {}
     forward = on_the_way(traced)
-    for op, runs, in_layers, first in _visit(traced, traced.graph.body, 1, False):
+    for op, runs, in_layers in _visit(traced, traced.graph.body, 1, False):
         phase = phase_of(traced, op, forward)
-        key = (_signature(traced, op), phase, in_layers, first)
-        found.setdefault(key, [op, 0, phase, in_layers, first])[1] += runs
-    return [Kind(*fields) for fields in found.values()]
+        found.setdefault((_signature(traced, op), phase, in_layers), []).append((op, runs))
+    return [
+        Kind(ops[0][0], sum(runs for _, runs in ops), phase, in_layers, tuple(ops))
+        for (_, phase, in_layers), ops in found.items()
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,12 +198,8 @@ def contraction_flops(graph: Graph, op: Op) -> int:
 
 
 def _visit(traced: "Traced", body: Body, runs: int, in_layers: bool) -> Any:
-    read = set[int]()
     for op in body.ops:
-        is_alone = op.name in ALONE
-        first = tuple(is_alone or value not in read for value in op.inputs)
-        read.update(() if is_alone else op.inputs)
-        yield op, runs, in_layers, first
+        yield op, runs, in_layers
         if not op.bodies:
             continue
         for inner in op.bodies:

@@ -62,6 +62,12 @@ class Traced:
         return inert_ops(self)
 
     @cached_property
+    def uniform(self) -> frozenset[int]:
+        """Values that are one number all over: every device makes its own, however they are split."""
+        shape, spread = self.graph.shape, (op for op in self.graph.ops() if op.name == "broadcast_in_dim")
+        return frozenset(op.outputs[0] for op in spread if not shape(op.inputs[0]))
+
+    @cached_property
     def labels_by_name(self) -> dict[str, list[int]]:
         """Classes by name, in the order in which the program computes with them."""
         axes = self.axes
