@@ -141,9 +141,8 @@ def search(
     priced = sum(one.costs.step_seconds.size for one in found)
     best, nearest = _ranked(found, limit, top, rejected)
     flops = _model_flops(programs, batch_size / traced_batch)
-    return Search(
-        cluster, batch_size, best, nearest, dict(rejected), priced, flops, time.perf_counter() - began, programs
-    )
+    reasons = {reason: count for reason, count in rejected.items() if count}
+    return Search(cluster, batch_size, best, nearest, reasons, priced, flops, time.perf_counter() - began, programs)
 
 
 @dataclass(frozen=True, eq=False)
