@@ -4,13 +4,16 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import spanax
 import zoo
-from programs import small_gpt, workload, zoo_program
+from programs import array, small_gpt, workload, zoo_program
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
@@ -293,6 +296,19 @@ def test_fsdp_gathers_there_and_back_and_scatters_gradients() -> None:
     gathered = moved(program, "fsdp", "fsdp=8", "all-gather")
     # Without layers to go around, what was gathered on the way there is kept for the way back.
     assert kernels <= gathered <= 2 * params
+
+
+def test_a_weight_that_two_operations_use_is_gathered_once() -> None:
+    def loss(model: Any, batch: jax.Array) -> jax.Array:
+        return jnp.square(model(batch) + model(batch + 1.0)).mean()
+
+    program = spanax.trace(
+        build=lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
+        optimizer=optax.adam(0.1),
+        batch=array(8, 16),
+        loss=loss,
+    )
+    assert moved(program, "fsdp", "fsdp=8", "all-gather") == 4 * 16 * 32
 
 
 def test_megatron_reduces_activations_twice_a_block_each_way() -> None:

@@ -188,13 +188,20 @@ def test_stages_divide_layers_and_hold_what_is_in_flight() -> None:
 
 
 def test_microbatches_hold_less_and_add_up_gradients() -> None:
-    """The sum of the gradients so far lies beside those of one microbatch, as large as the parameters."""
-    for layout, mesh in (("data", "data=8"), ("fsdp", "fsdp=8")):
-        one = groups(small_gpt(), layout, mesh)
-        four = groups(small_gpt(), layout, mesh, scale=0.25, num_microbatches=4)
-        alone = groups(small_gpt(), layout, mesh, scale=0.25)
+    """The sum of the gradients so far lies beside those of one microbatch, as they are stored."""
+    program = zoo_program("gpt")
+    whole, split = (groups(program, *at)["parameters"] for at in (("data", "data=8"), ("fsdp", "fsdp=8")))
+    for layout, mesh, added in (
+        ("data", "data=8", whole),
+        ("zero1", "fsdp=8", whole),
+        ("zero2", "fsdp=8", split),
+        ("fsdp", "fsdp=8", split),
+    ):
+        one = groups(program, layout, mesh)
+        four = groups(program, layout, mesh, scale=0.25, num_microbatches=4)
+        alone = groups(program, layout, mesh, scale=0.25)
         assert four["activations"] == alone["activations"] < one["activations"]
-        assert four["gradients"] == alone["gradients"] + four["parameters"]
+        assert four["gradients"] == alone["gradients"] + added
         assert four["batch"] == one["batch"]
 
 

@@ -212,6 +212,7 @@ def test_what_does_not_fit_is_counted() -> None:
 
 def test_a_chip_of_which_no_memory_is_known_holds_everything() -> None:
     found = search(workload("gpt-nano"), with_memory("cpu:8", None), top=EVERYTHING)
+    assert found.rejected == {}
     assert found.candidates == searched("gpt-nano", "cpu:8").candidates
 
 

@@ -9,9 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from flax import nnx
 from jax import lax
 
 import spanax
@@ -124,20 +122,6 @@ def test_the_optimizer_is_the_update() -> None:
     assert phases == {"sqrt": Phase.UPDATE}
     tables = [kind.phase for kind in program.step.census if kind.op.name in ("gather", "scatter-add", "scatter_add")]
     assert set(tables) == {Phase.FORWARD, Phase.BACKWARD}
-
-
-def test_the_first_reader_of_a_value_gathers_it_for_all() -> None:
-    def loss(model: Any, batch: jax.Array) -> jax.Array:
-        return jnp.square(model(batch) + model(batch + 1.0)).mean()
-
-    program = spanax.trace(
-        build=lambda rngs: nnx.Linear(16, 16, use_bias=False, rngs=rngs),
-        optimizer=optax.sgd(0.1),
-        batch=array(8, 16),
-        loss=loss,
-    )
-    forward = [kind for kind in matmuls(program) if kind.phase == Phase.FORWARD]
-    assert [kind.first for kind in forward] == [(True, True), (True, False)]
 
 
 def test_what_carries_the_layers_is_found() -> None:

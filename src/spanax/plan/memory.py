@@ -25,6 +25,9 @@ Array = np.ndarray
 GROUPS = ("activations", "gradients", "gathered weights")
 """What is held beside the state."""
 
+HELD = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
+"""The group of each kind of leaf."""
+
 Column = tuple[int, bool, bool, bool, int]
 """Values that are divided alike: split, grows with the batch, is stacked by layer, is attention scores, group."""
 
@@ -46,7 +49,10 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Leaves of the state and the batch: kind, global bytes, the axes that split them, if they are stacked by layer."""
+    """Leaves of the state and the batch: kind, global bytes, the axes that split them, if they are stacked by layer.
+
+    Beside each parameter its gradient, as it is stored where several are added up.
+    """
 
     kind: tuple[str, ...]
     num_bytes: Array
@@ -72,6 +78,9 @@ def state_of(resolver: Resolver) -> State:
         spec, _ = resolver.placed(leaf, labels)
         is_stacked = any(axes.names.get(label) == "layers" for label in labels if label is not None)
         rows.append((leaf.kind, leaf.num_bytes, union(as_masks(spec, bits)), is_stacked))
+        if leaf.kind == "param":
+            spec, _ = resolver.stored(labels, leaf.shape, "gradient")
+            rows.append(("gradient", leaf.num_bytes, union(as_masks(spec, bits)), is_stacked))
     return State(
         kind=tuple(row[0] for row in rows),
         num_bytes=np.asarray([row[1] for row in rows], float),
@@ -111,16 +120,14 @@ def held(
     """
     ways = ways_table(sizes)
     local = state.num_bytes[:, None] / ways[state.split] / np.where(state.stacked[:, None], num_stages, 1)
-    groups = {}
-    kinds = (("param", "parameters"), ("optimizer", "optimizer"), ("other", "other state"), ("batch", "batch"))
-    for kind, name in kinds:
-        groups[name] = local[np.asarray([of == kind for of in state.kind], bool)].sum(0)
+    of_kind = {kind: local[np.asarray([of == kind for of in state.kind], bool)].sum(0) for kind in (*HELD, "gradient")}
+    groups = {name: of_kind[kind] for kind, name in HELD.items()}
     groups["batch"] = groups["batch"] * scale * num_microbatches  # all of it is there from the start
     columns = _Columns(ways, scale, num_stages, in_flight, fused_attention)
     peak = _peak(level, columns)
     for at, name in enumerate(GROUPS):
         groups[name] = peak[at]
-    groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, groups["parameters"], 0.0)
+    groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, of_kind["gradient"], 0.0)
     return Held(groups, sum(groups.values()))
 
 
