@@ -117,7 +117,7 @@ def test_candidates_come_by_time_and_no_two_are_the_same(place: tuple[str, str])
 
 def test_two_searches_are_equal() -> None:
     programs = workload("gpt-nano"), workload("gpt-nano"), workload.__wrapped__("gpt-nano")
-    once, *others = (search(one, spanax.cluster("a100:2x8"), remat=(), top=EVERYTHING) for one in programs)
+    once, *others = (search(one, spanax.cluster("cpu:8"), remat=(), top=EVERYTHING) for one in programs)
     for other in others:
         assert other.candidates == once.candidates and other.rejected == once.rejected
 
