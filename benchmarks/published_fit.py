@@ -19,7 +19,8 @@ FITTED = {"vtrain_single_node": 10, "vtrain_multi_node": 4, "mosaic_llmfoundry_m
 """Files of which rows are fitted on: those whose number in the id is a multiple, which is every second one we have."""
 
 CONSTANTS = (
-    "idle_rounds", "first_products", "first_score_products", "touched", "kernel_start", "collective_start", "overlap", "gradient_sync",
+    "idle_rounds", "first_products", "first_score_products", "touched", "kernel_start",
+    "collective_start", "overlap", "gradient_sync",
     "attention", "head", "hop",
 )  # fmt: skip
 SHARES = {"head", "hop", "touched", "overlap", "kernel_start"}
