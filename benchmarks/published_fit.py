@@ -19,12 +19,17 @@ FITTED = {"vtrain_single_node": 10, "vtrain_multi_node": 4, "mosaic_llmfoundry_m
 """Files of which rows are fitted on: those whose number in the id is a multiple, which is every second one we have."""
 
 CONSTANTS = (
-    "idle_rounds", "first_products", "touched", "kernel_start", "collective_start", "overlap", "gradient_sync",
+    "idle_rounds", "first_products", "first_score_products", "touched", "kernel_start",
+    "collective_start", "overlap", "gradient_sync",
     "attention", "head", "hop",
 )  # fmt: skip
 SHARES = {"head", "hop", "touched", "overlap", "kernel_start"}
 """Constants that are shares, from 0 to 1."""
-SUSTAINED = {"h100": ("h100", "h200", "b200", "gb200"), "tpu": ("v3", "v4", "v5e", "v5p", "v6e", "v7")}
+SUSTAINED = {
+    "a100": ("a100-80gb", "a100-40gb"),
+    "h100": ("h100", "h200", "b200", "gb200"),
+    "tpu": ("v3", "v4", "v5e", "v5p", "v6e", "v7"),
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ def is_fitted(case: Case) -> bool:
 
 
 def fit(cases: Sequence[Case], evaluations: int = 1500) -> Constants:
-    """The constants with the least mean |log(predicted / measured)|, each file counting alike.
+    """The constants with the least mean |log(predicted / measured)|, each file counting as the root of its rows.
 
     Args:
       cases: of which those that `is_fitted` are used.
@@ -51,7 +56,8 @@ def fit(cases: Sequence[Case], evaluations: int = 1500) -> Constants:
     """
     seen = [case for case in cases if is_fitted(case)]
     files = [case.row.file for case in seen]
-    weights = np.asarray([1 / files.count(file) for file in files]) / len(set(files))
+    weights = np.asarray([files.count(file) ** -0.5 for file in files])
+    weights = weights / weights.sum()
     measured = np.asarray([case.measured_seconds for case in seen])
     begin = start()
 

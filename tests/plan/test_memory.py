@@ -116,31 +116,30 @@ def two_layers() -> Program:
 
 
 def test_the_peak_of_two_layers_by_hand() -> None:
-    """It is where `relu` goes back: what went into it, the gradient that came, the one that leaves."""
+    """It is where the last gradient is made: of what went into `relu` and the gradient that came, masked on the way."""
     found = groups(two_layers())
     assert found == {
         "parameters": 4 * (32 * 128 + 128 * 16),
         "optimizer": found["optimizer"],
         "other state": 0,
         "batch": 4 * 64 * 32,
-        "activations": 4 * 3 * 64 * 128 + 4,  # and the loss
-        "gradients": 4 * 128 * 16,  # of `down`; that of `up` comes when one of the three is gone
+        "activations": 4 * 2 * 64 * 128 + 4,  # and the loss
+        "gradients": 4 * (32 * 128 + 128 * 16),
         "gathered weights": 0,
     }
 
 
 def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
     up, down = 4 * 32 * 128, 4 * 128 * 16
-    # With eight examples a device it is where the second gradient is made, of the first layer's one activation.
     found = groups(two_layers(), "data", "data=8")
-    assert (found["activations"], found["gradients"]) == (4 * 8 * 128 + 4, down + up)
-    # Stored split, it is where the first one is: whole before the sum is split, beside the weight gathered till then.
+    assert (found["activations"], found["gradients"]) == (4 * 2 * 8 * 128 + 4, down + up)
+    # Stored split, the last sum is whole before it is split, beside its part and that of the first.
     found = groups(two_layers(), "fsdp", "fsdp=8")
-    assert found["activations"] == 4 * (2 * 8 * 128 + 8 * 16) + 4
-    assert (found["gradients"], found["gathered weights"]) == (down + down // 8, down)
-    # The hidden dim is split, and the 16 outputs are not: what went into `relu`, what came out, result and gradient.
+    assert found["activations"] == 4 * 2 * 8 * 128 + 4
+    assert (found["gradients"], found["gathered weights"]) == (up + up // 8 + down // 8, 0)
+    # The hidden dim is split, and the 16 outputs are not: it is where their gradient goes back through `down`.
     found = groups(two_layers(), "tensor", "model=8")
-    assert (found["activations"], found["gradients"]) == (4 * (2 * 64 * 128 // 8 + 2 * 64 * 16) + 4, 0)
+    assert (found["activations"], found["gradients"]) == (4 * (2 * 64 * 128 // 8 + 64 * 16) + 4, down // 8)
 
 
 def test_a_gathered_weight_is_held_while_it_is_used() -> None:

@@ -37,6 +37,7 @@ class Assumptions:
     Attributes:
       idle_rounds: what the last, partly filled round of tiles costs, in rounds.
       first_products: each tile takes as long as if it summed over so many products more: filling its pipeline.
+      first_score_products: the same of attention scores, and of what is made of them, outside of a fused kernel.
       touched: the share of a fused kernel's bytes that really go to memory.
       collective_start: what starting a collective costs in a step, over what it costs alone.
       overlap: the share of the computation beside which gathers of weights run unnoticed.
@@ -54,16 +55,17 @@ class Assumptions:
     Source: `python benchmarks/plan_accuracy.py --fit`: on every second row of the vTrain and llm-foundry files.
     """
 
-    idle_rounds: float = 0.397
-    first_products: float = 619.0
-    touched: float = 0.83
-    collective_start: float = 2.63
+    idle_rounds: float = 0.8
+    first_products: float = 105.0
+    first_score_products: float = 880.0
+    touched: float = 0.4
+    collective_start: float = 2.0
     overlap: float = 0.086
     gradient_sync: float = 0.64
     attention: float = 0.286
     head: float = 0.975
     hop: float = 0.2
-    kernel_start: float = 0.4
+    kernel_start: float = 0.6
     dispatch_seconds: float = 0.0
     repeats_forward: bool = False
     fused_attention: bool = False
@@ -152,7 +154,8 @@ def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: A
     sizes = works.sizes[:, :, None] / ways[works.splits]
     grows = np.arange(4)[None, :, None] == works.batched[:, None, None]
     m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
-    is_score = works.scores.any(1).reshape(-1, 1) & given.fused_attention
+    of_scores = works.scores.any(1).reshape(-1, 1)
+    is_fused = of_scores & given.fused_attention
     kept = np.where(works.scores & given.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
     num_bytes = (kept * works.num_bytes[:, :, None] * np.where(works.bytes_batched[:, :, None], scale, 1.0)
                  / ways[works.bytes_splits]).sum(1)  # fmt: skip
@@ -161,11 +164,11 @@ def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: A
     cores = chip.num_cores or 1
     rounds = np.ceil(m / TILE) * np.ceil(n / TILE) * np.maximum(count, 1.0) / cores
     rounds = np.maximum(rounds, 1.0) + given.idle_rounds if chip.num_cores else rounds
-    first = given.first_products if chip.num_cores else 0.0
+    first = np.where(of_scores, given.first_score_products, given.first_products) * (chip.num_cores is not None)
     arithmetic = rounds * 2.0 * TILE**2 * (k + first) * cores / rate
     fused = _flops(works, ways, scale) * given.causal_share / (given.attention * rate)
     start = given.kernel_start * chip.kernel_start_seconds
-    return start + np.maximum(np.where(is_score, fused, arithmetic), num_bytes / _memory_rate(chip))
+    return start + np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / _memory_rate(chip))
 
 
 def touch_seconds(touches: Touches, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
