@@ -126,7 +126,7 @@ def price(
     # One microbatch goes through all of what is around the layers; the others wait only for the last stage's part.
     rounds = np.where(stages > 1, 1 + given.head * (count - 1), count)
     named = {name: layers[name] / stages * count + around[name] * rounds for name in layers}
-    named["pipeline"] = np.maximum(pipelined - stage * count, 0.0)
+    named["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
     named["gradient sync"] = given.gradient_sync * once
     named["update"] = sum(value for (phase, _, _), value in parts.items() if phase == Phase.UPDATE) / stages
     works = terms.works
