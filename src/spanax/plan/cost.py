@@ -55,17 +55,17 @@ class Assumptions:
     Source: `python benchmarks/plan_accuracy.py --fit`: on every second row of the vTrain and llm-foundry files.
     """
 
-    idle_rounds: float = 0.8
-    first_products: float = 105.0
-    first_score_products: float = 880.0
-    touched: float = 0.4
-    collective_start: float = 2.0
+    idle_rounds: float = 0.397
+    first_products: float = 619.0
+    first_score_products: float = 619.0
+    touched: float = 0.83
+    collective_start: float = 2.63
     overlap: float = 0.086
     gradient_sync: float = 0.64
     attention: float = 0.286
     head: float = 0.975
     hop: float = 0.2
-    kernel_start: float = 0.6
+    kernel_start: float = 0.4
     dispatch_seconds: float = 0.0
     repeats_forward: bool = False
     fused_attention: bool = False
