@@ -218,15 +218,11 @@ class _Tally:
             self._move(kind.runs * num_trips, kind.phase, kind.in_layers, shifts)
 
     def add_ends(self) -> None:
-        """Where a leaf of the state is kept otherwise than the step takes it, or than it comes out of it."""
-        body, leaves = self.traced.graph.body, self.resolver.program.leaves
-        for leaf, value, new in zip(leaves, body.inputs, body.outputs, strict=False):
-            labels = self.traced.axes.classes[value]
-            spec, _ = self.resolver.stored(labels, leaf.shape, self.resolver.kind(leaf, labels))
-            kept = as_masks(spec, self.bits)
-            self._move(1, Phase.FORWARD, False, transition(value, kept, self.masks(value), is_operand=False))
-            if len(body.outputs) > self.traced.num_results:
-                self._move(1, Phase.UPDATE, False, transition(new, self.masks(new), kept, is_operand=False))
+        """Where a leaf of the state comes out of the step otherwise than it is kept, which is as it went in."""
+        body, num_leaves = self.traced.graph.body, len(self.traced.graph.body.outputs) - self.traced.num_results
+        for old, new in zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True):
+            shifts = transition(new, self.masks(new), self.masks(old), is_operand=False)
+            self._move(1, Phase.UPDATE, False, shifts)
 
     def _unshared(self, kind: Kind, shift: Shift) -> int:
         """How often an operand really moves: what one operation has gathered, others of the same body read too.
