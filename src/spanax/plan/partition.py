@@ -162,8 +162,7 @@ def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks]
     """By the classes of the dims: what goes through stays split, what is summed is partial, the rest is gathered."""
     if not op.outputs:
         return Split(0, tuple(ins), (), ())
-    where = {label: dim for dim, label in enumerate(classes[op.outputs[0]]) if label is not None}
-    wanted = outs[0]
+    labels, wanted = classes[op.outputs[0]], outs[0]
     is_summed = op.name in SUMMED
     partials: dict[int, int] = defaultdict(int)
     result = [0] * len(wanted)
@@ -173,7 +172,7 @@ def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks]
         for along, (label, mask) in enumerate(zip(classes[value], masks, strict=True)):
             if not mask:
                 continue
-            dim = where.get(label) if label is not None else None
+            dim = None if label is None else _same_dim(op, along, label, mask, labels, wanted)
             if dim is None:
                 partials[along] |= mask if is_summed else 0
                 gathered |= 0 if is_summed else mask
@@ -191,6 +190,17 @@ def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks]
     result = [mask | (want & ~partial) for mask, want in zip(result, wanted, strict=True)]
     shifts += _finished(op.outputs[0], summed, tuple(result), wanted)
     return Split(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
+
+
+def _same_dim(op: Op, along: int, label: int, mask: int, labels: Labels, wanted: Masks) -> int | None:
+    """Where a dim of an operand is in the result; of several of its class, where it is named or wanted split alike."""
+    if op.name == "broadcast_in_dim":
+        dim = op.params["broadcast_dimensions"][along]
+        return dim if labels[dim] == label else None
+    dims = [dim for dim, other in enumerate(labels) if other == label]
+    if along in dims and len(labels) == len(op.eqn.invars[0].aval.shape):
+        return along
+    return next((dim for dim in dims if wanted[dim] & mask), dims[-1] if dims else None)
 
 
 def _finished(

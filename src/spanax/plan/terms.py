@@ -7,11 +7,12 @@ terms of a layout; every mesh on which the layout resolves alike is then priced 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from spanax.hardware.mesh import MeshShape
 from spanax.plan.partition import Masks, Shift, Split, as_masks, partition, transition, union
 from spanax.plan.resolve import Constraint, Constraints, Resolver
 from spanax.plan.uses import use_of
@@ -96,6 +97,23 @@ class Terms:
     carry_split: int
     num_layers: int
 
+    def moved_bytes(self, mesh: MeshShape) -> dict[tuple[str, str], float]:
+        """Output bytes a device and step by (kind of collective, mesh axes), as `("all-reduce", "data+fsdp")`.
+
+        The output of an all-gather is all that is gathered, that of an all-reduce the sum; that of a reduce-scatter
+        or an all-to-all is the device's own part.
+        """
+        found, moves = defaultdict[tuple[str, str], float](float), self.moves
+        for row, at in enumerate(moves.kind):
+            over, kept = (
+                [axis for bit, axis in enumerate(self.axes) if mask >> bit & 1 and mesh.ways([axis]) > 1]
+                for mask in (int(moves.over[row]), int(moves.kept[row]))
+            )
+            split = kept if KINDS[at] in ("all-gather", "all-reduce") else [*kept, *over]
+            if over:
+                found[KINDS[at], "+".join(over)] += float(moves.num_bytes[row] * moves.runs[row] / mesh.ways(split))
+        return dict(found)
+
 
 def tally(resolver: Resolver, traced: Traced, constraints: Constraints | None = None) -> Terms:
     """The terms of a layout on a program: one walk over its kinds of operations."""
@@ -173,6 +191,9 @@ class _Tally:
         split = partition(graph, self.traced.axes.classes, op, ins, wanted)
         moved += split.shifts
         for value, before, after in zip(op.outputs, wanted, outs, strict=True):
+            moved = [
+                _scattered(shift, union(after) & ~union(before)) if shift.value == value else shift for shift in moved
+            ]
             moved += transition(value, before, after, is_operand=False)
         for shift in moved:
             runs = self._unshared(kind, shift) if shift.is_operand else kind.runs
@@ -197,22 +218,22 @@ class _Tally:
             self._move(kind.runs * num_trips, kind.phase, kind.in_layers, shifts)
 
     def add_ends(self) -> None:
-        """Where a leaf of the state is kept otherwise than the step takes it, or than it comes out of it."""
-        body, leaves = self.traced.graph.body, self.resolver.program.leaves
-        for leaf, value, new in zip(leaves, body.inputs, body.outputs, strict=False):
-            labels = self.traced.axes.classes[value]
-            spec, _ = self.resolver.stored(labels, leaf.shape, self.resolver.kind(leaf, labels))
-            kept = as_masks(spec, self.bits)
-            self._move(1, Phase.FORWARD, False, transition(value, kept, self.masks(value), is_operand=False))
-            if len(body.outputs) > self.traced.num_results:
-                self._move(1, Phase.UPDATE, False, transition(new, self.masks(new), kept, is_operand=False))
+        """Where a leaf of the state comes out of the step otherwise than it is kept, which is as it went in."""
+        body, num_leaves = self.traced.graph.body, len(self.traced.graph.body.outputs) - self.traced.num_results
+        for old, new in zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True):
+            shifts = transition(new, self.masks(new), self.masks(old), is_operand=False)
+            self._move(1, Phase.UPDATE, False, shifts)
 
     def _unshared(self, kind: Kind, shift: Shift) -> int:
-        """How often an operand really moves: what one operation has gathered, others of the same body read too."""
+        """How often an operand really moves: what one operation has gathered, others of the same body read too.
+
+        What depends on no input is the same in every round of a loop, and is moved before it.
+        """
         at, runs = kind.op.inputs.index(shift.value), 0
         for op, times in kind.ops:
             key = (op.inputs[at], shift.kind, shift.over, shift.kept)
-            runs += 0 if key in self._gathered else times
+            again = times if self.traced.axes.origins[op.inputs[at]] else 1
+            runs += 0 if key in self._gathered else again
             self._gathered.add(key)
         return runs
 
@@ -311,6 +332,13 @@ class _Tally:
             in_layers=np.asarray(in_layers, bool),
             of_weights=np.asarray(of_weights, bool),
         )
+
+
+def _scattered(shift: Shift, split: int) -> Shift:
+    """A sum that is split right after it, over the axes it goes over: the compiler makes one of both."""
+    if shift.kind == "all-reduce" and not shift.over & ~split:
+        return replace(shift, kind="reduce-scatter")
+    return shift
 
 
 def _touches(found: _Tally, traced: Traced) -> Touches:

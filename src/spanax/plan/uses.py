@@ -5,11 +5,11 @@ a kernel of the platform computes. Both are decided here, before anything runs.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spanax.plan.partition import as_masks, partition
+from spanax.plan.partition import as_masks, partition, union
 from spanax.plan.resolve import Constraint, Resolver, Spec
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.graph import Op
@@ -50,32 +50,34 @@ def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | 
 def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     """How one operation takes its operands, if otherwise than they lie."""
     if op.name in CONTRACTIONS:
-        return _meeting(resolver, traced, op, constraints)
+        return _contracted(resolver, traced, op, constraints)
     return _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _gathered(op, constraints)
 
 
-def _meeting(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
-    """Operands that one mesh axis splits along dims that do not meet: one of them is gathered, as it is priced.
+def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+    """What moves around a contraction, said to the compiler as it is priced.
 
-    Left to itself, XLA may gather the larger.
+    Of operands that one mesh axis splits along dims that do not meet, one is gathered: left to itself, XLA may gather
+    the larger. A sum over an axis that is to split a dim together with others comes before the split: asked for both
+    at once, XLA gathers the others.
     """
     use = _gathered(op, constraints) or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
     values = (*op.inputs[:2], op.outputs[0])
-    changed = (*use.inputs[:2], use.outputs[0])
-    lies = [one or constraints[value] for one, value in zip(changed, values, strict=True)]
-    specs = [
-        one.spec if one else ((),) * len(traced.graph.shape(value)) for one, value in zip(lies, values, strict=True)
-    ]
-    taken = list(use.inputs)
-    if _axes(specs[0]) & _axes(specs[1]):
+    lies = [one or constraints[value] for one, value in zip((*use.inputs[:2], use.outputs[0]), values, strict=True)]
+    specs = [one.spec if one else ((),) * len(traced.graph.shape(at)) for one, at in zip(lies, values, strict=True)]
+    taken, given = list(use.inputs), list(use.outputs)
+    if _axes(specs[0]) & _axes(specs[1]) or any(len(by) > 1 for by in specs[2]):
         bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
         masks = [as_masks(spec, bits) for spec in specs]
-        needed = partition(traced.graph, traced.axes.classes, op, masks[:2], masks[2:]).operands
+        split = partition(traced.graph, traced.axes.classes, op, masks[:2], masks[2:])
         for side in (0, 1):
-            pairs = list(zip(specs[side], needed[side], strict=True))
-            if any(bits[axis] & ~mask for by, mask in pairs for axis in by):
-                taken[side] = Constraint(tuple(tuple(axis for axis in by if bits[axis] & mask) for by, mask in pairs))
-    return Use(tuple(taken), use.outputs) if any((*taken, *use.outputs)) else None
+            gathered = union(masks[side]) & ~union(split.operands[side])
+            if gathered:
+                taken[side] = Constraint(_without(specs[side], _named(gathered, bits)))
+        summed = _named(union([shift.over for shift in split.shifts if shift.kind == "reduce-scatter"]), bits)
+        if any(len(by) > 1 and summed.intersection(by) for by in specs[2]):
+            given[0] = Constraint(_without(specs[2], summed))
+    return Use(tuple(taken), tuple(given)) if any((*taken, *given)) else None
 
 
 def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
@@ -190,6 +192,10 @@ def _ways_to_look_up(
         moved = (2 + is_split) * row_size / ways([*parts, *batch])
         known.append((lies.spec, stored, moved + (ways([*batch]) > 1) * table_size / ways([*parts])))
     return known
+
+
+def _named(mask: int, bits: Mapping[str, int]) -> set[str]:
+    return {axis for axis, bit in bits.items() if bit & mask}
 
 
 def _axes(spec: Spec) -> set[str]:

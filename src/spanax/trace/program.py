@@ -18,9 +18,13 @@ from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, lay
 from spanax.trace.fusion import Kept, memory_plan
 from spanax.trace.graph import Body, Graph, Op, from_jaxpr
 from spanax.trace.policies import AS_WRITTEN, known_policy
-from spanax.trace.roles import Role, roles
+from spanax.trace.primitives import ELEMENTWISE
+from spanax.trace.roles import MOVEMENT, Role, roles
 from spanax.trace.step import train_step_of, with_extra
 from spanax.trace.variables import Leaf, Variables, make, take_apart
+
+SPREADING = ELEMENTWISE | MOVEMENT
+"""Operations that make one number all over of one number all over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +68,15 @@ class Traced:
     @cached_property
     def uniform(self) -> frozenset[int]:
         """Values that are one number all over: every device makes its own, however they are split."""
-        shape, spread = self.graph.shape, (op for op in self.graph.ops() if op.name == "broadcast_in_dim")
-        return frozenset(op.outputs[0] for op in spread if not shape(op.inputs[0]))
+        found = set[int]()
+        for op in self.graph.ops():
+            if (
+                op.name in SPREADING
+                and op.inputs
+                and all(value in found or not self.graph.shape(value) for value in op.inputs)
+            ):
+                found.update(op.outputs)
+        return frozenset(found)
 
     @cached_property
     def labels_by_name(self) -> dict[str, list[int]]:

@@ -1,0 +1,122 @@
+"""Terms: what a layout is said to move, held against XLA's program, and against what theory says it must move."""
+
+import doctest
+import functools
+from collections import defaultdict
+
+import hlo_bytes
+import pytest
+
+import spanax
+import zoo
+from spanax.models import gpt
+from spanax.plan import partition, terms
+from spanax.plan.choose import resolver_of
+from spanax.run.run import Run
+
+# A vocabulary so large that moving what was looked up in it takes less than moving the table.
+GPT = gpt.GPTConfig(vocab_size=2048, seq_len=32, num_layers=2, num_heads=8, embed_dim=64, remat=True)
+CASES = {
+    "gpt": zoo.Case(
+        lambda rngs: gpt.GPT(GPT, rngs), gpt.loss, zoo.batches(inputs=zoo.ints(2048, 32), targets=zoo.ints(2048, 32))
+    ),
+    "cnn": zoo.ZOO["cnn"],
+    "moe": zoo.ZOO["moe"],
+}
+CELLS = [
+    ("gpt", "fsdp", "fsdp=8"),
+    ("gpt", "zero2", "data=2,fsdp=4"),
+    ("gpt", "tensor+seq", "data=2,model=4"),
+    ("gpt", "context", "data=2,context=4"),
+    ("cnn", "hsdp", "data=2,fsdp=4"),
+    ("moe", "expert", "data=4,expert=2"),
+]
+MERGED_BYTES, MERGED_SHARE = 128, 2e-3
+"""XLA makes one of equal sums of single numbers, and may sum a bias's gradient where all of it is at hand."""
+
+
+@functools.cache
+def planned(model: str, layout: str, mesh: str) -> tuple[spanax.Program, spanax.Plan]:
+    case = CASES[model]
+    program = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss)
+    return program, spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
+
+
+def predicted(model: str, layout: str, mesh: str) -> dict[tuple[str, str], float]:
+    program, plan = planned(model, layout, mesh)
+    return terms.tally(resolver_of(program, plan), program.step).moved_bytes(plan.mesh)
+
+
+@functools.cache
+def compiled(model: str, layout: str, mesh: str) -> dict[tuple[str, str], int]:
+    program, plan = planned(model, layout, mesh)
+    text = Run(program, plan, plan.mesh.build(), state=[]).lower().compile().as_text()
+    return hlo_bytes.by_axis(text, dict(plan.mesh.axes))
+
+
+def apart(cell: tuple[str, str, str]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Predicted and compiled bytes by kind and axes, where they are not the same."""
+    ours, theirs = defaultdict[tuple[str, str], float](float), compiled(*cell)
+    for (kind, axes), num_bytes in predicted(*cell).items():
+        if kind == "reduce-scatter":  # XLA writes it on CPU as an all-reduce, and slices
+            kind, num_bytes = "all-reduce", num_bytes * planned(*cell)[1].mesh.ways(axes.split("+"))
+        ours[kind, axes] += num_bytes
+    both = {key: (ours.get(key, 0), theirs.get(key, 0)) for key in {*ours, *theirs}}
+    return {key: found for key, found in both.items() if not is_close(*found)}
+
+
+def is_close(predicted: float, compiled: float) -> bool:
+    return abs(predicted - compiled) <= max(MERGED_BYTES, MERGED_SHARE * compiled)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
+def test_what_moves_is_what_xla_moves(cell: tuple[str, str, str]) -> None:
+    assert apart(cell) == {}
+    assert sum(compiled(*cell).values()) > 10_000
+
+
+def gathered_again(tally: terms._Tally, kind: terms.Kind, shift: partition.Shift) -> int:
+    return kind.runs
+
+
+def unsummed(*args: object, **kwargs: object) -> list[partition.Shift]:
+    return []
+
+
+BREAKAGES = [
+    (terms, "use_of", lambda *args: None, ("gpt", "fsdp", "fsdp=8")),
+    (terms._Tally, "_unshared", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
+    (terms._Tally, "add_ends", lambda tally: None, ("gpt", "zero2", "data=2,fsdp=4")),
+    (partition, "_finished", unsummed, ("moe", "expert", "data=4,expert=2")),
+    (terms, "transition", unsummed, ("moe", "expert", "data=4,expert=2")),
+]
+
+
+@pytest.mark.parametrize("where, name, broken, cell", BREAKAGES, ids=lambda part: part if type(part) is str else "")
+def test_what_is_left_out_is_seen(
+    where: object, name: str, broken: object, cell: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, broken)
+    assert apart(cell)
+
+
+def test_fsdp_gathers_weights_twice_and_scatters_their_gradients_once() -> None:
+    """Source: Rajbhandari et al., "ZeRO", 2020 (arXiv 1910.02054), section 7.2: three times the parameters."""
+    program, plan = planned("gpt", "fsdp", "fsdp=8")
+    moved = predicted("gpt", "fsdp", "fsdp=8")
+    in_layers = sum(leaf.num_bytes for leaf in program.leaves if leaf.path.startswith("blocks."))
+    (around,) = (leaf.num_bytes for leaf in program.leaves if leaf.path == "positions")
+    (norm,) = (leaf.num_bytes for leaf in program.leaves if leaf.path == "norm.scale")
+    (table,) = (leaf.num_bytes for leaf in program.leaves if leaf.path == "embed")
+    scattered = in_layers + around + 2 * norm + table
+    assert moved["reduce-scatter", "fsdp"] == scattered / 8
+    assert moved["all-gather", "fsdp"] - (in_layers + scattered) < 0.02 * scattered
+    # What was looked up, and its gradient, go instead of the table and its own.
+    looked_up = 16 * GPT.seq_len * GPT.embed_dim * 4 / 8
+    assert moved["all-to-all", "fsdp"] == 2 * looked_up
+
+
+def test_a_reader_of_hlo_that_reads() -> None:
+    """The bytes above are held against what this reads: its own examples are run here."""
+    found = doctest.testmod(hlo_bytes)
+    assert found.attempted > 5 and not found.failed
