@@ -239,9 +239,9 @@ def _ranked(
     for which, one in enumerate(found):
         peak = one.memory.peak_bytes / (1 - RESERVE)
         fits = np.full(peak.shape, True) if limit is None else peak <= limit
-        asked = np.asarray([_is_asked(one, column, layout, mesh) for column in one.grid.sizes.T])
-        rejected[UNASKED] += int((~asked).sum())
-        rejected[TOO_LARGE] += int((asked & ~fits).sum())
+        asked = np.asarray([_is_asked(one, column, layout, mesh) for column in one.grid.sizes.T], dtype=np.bool_)
+        rejected[UNASKED] += int(np.count_nonzero(~asked))
+        rejected[TOO_LARGE] += int(np.count_nonzero(np.logical_and(asked, ~fits)))
         fits = np.where(asked, fits, np.nan)
         rows.append(np.stack([np.full(peak.shape, which), np.arange(peak.size), one.costs.step_seconds, peak, fits]))
     if not rows:
