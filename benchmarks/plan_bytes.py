@@ -33,6 +33,7 @@ import jax  # noqa: E402
 from hlo_bytes import by_axis  # noqa: E402
 
 from spanax.plan.choose import resolver_of  # noqa: E402
+from spanax.plan.laid import Laid  # noqa: E402
 from spanax.plan.layout import Layout  # noqa: E402
 from spanax.plan.presets import PRESETS  # noqa: E402
 from spanax.plan.terms import tally  # noqa: E402
@@ -165,7 +166,7 @@ def measure(model: str, layout: str, mesh: str, keep: Path | None = None) -> Cel
         plan = planned(model, layout, mesh)
     except spanax.SpanaxError as error:
         return Cell(model, layout, mesh, {}, {}, str(error).splitlines()[0])
-    terms = tally(resolver_of(program(model), plan), program(model).step)
+    terms = tally(Laid(resolver_of(program(model), plan), program(model).step))
     moved = by_axis(compiled(model, dataclasses.replace(plan.layout, name="any"), mesh, keep), dict(plan.mesh.axes))
     return Cell(model, layout, mesh, as_on_cpu(terms.moved_bytes(plan.mesh), plan.mesh), moved)
 

@@ -19,6 +19,7 @@ from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.cost import Assumptions, Costs, Grid, price
+from spanax.plan.laid import Laid
 from spanax.plan.resolve import resolve
 from spanax.plan.space import AXES, layout_on, mesh_of
 from spanax.plan.terms import Terms, tally
@@ -256,7 +257,7 @@ def _case(row: Row, shape: Shape, remat: str, traced: int, known: dict[tuple[obj
     if key not in known:
         mesh = mesh_of(sizes)
         program = program_of(shape, traced, remat)
-        known[key] = tally(resolve(program, layout_on(storing, sequence, mesh), mesh, {}), program.step)
+        known[key] = tally(Laid(resolve(program, layout_on(storing, sequence, mesh), mesh, {}), program.step))
     if (*key, dtype) not in known:
         known[*key, dtype] = in_dtype(known[key], dtype)
     return Case(

@@ -16,6 +16,7 @@ import spanax
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.models import gpt, llama
+from spanax.plan.laid import Laid
 from spanax.plan.memory import by_name, held, state_of, walk
 from spanax.plan.presets import layout_for
 from spanax.plan.resolve import resolve
@@ -102,7 +103,7 @@ def stated(text: dict[str, str], file: str, at: int) -> Measured:
     one = np.ones(1)
     ways = np.asarray([[mesh.ways([axis])] for axis in mesh.names], float)
     found = held(
-        state_of(resolver), walk(resolver, program.step), ways, num_stages=one * row.stages, num_microbatches=one,
+        state_of(resolver), walk(Laid(resolver, program.step)), ways, num_stages=one * row.stages, num_microbatches=one,
         in_flight=one, scale=one,
     )  # fmt: skip
     params = float(found.groups["parameters"][0]) / 4
@@ -123,7 +124,7 @@ def _held(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
         raise Skipped("the planner refuses it: " + re.sub(r"\d+", "N", str(error).splitlines()[0])) from error
     one = np.ones(1)
     ways = np.asarray([[mesh.size]], float)
-    level = walk(resolver, program.step)
+    level = walk(Laid(resolver, program.step))
     return by_name(
         held(state_of(resolver), level, ways, num_stages=one, num_microbatches=one, in_flight=one, scale=one).groups, 0
     )

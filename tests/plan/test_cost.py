@@ -19,6 +19,7 @@ from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
 from spanax.plan.choose import resolver_of
 from spanax.plan.cost import TILE, Assumptions, Costs, Grid, Links, matmul_seconds, price, ways_table
+from spanax.plan.laid import Laid
 from spanax.plan.search import Candidate, search
 from spanax.plan.terms import KINDS, Terms, Works, tally
 from spanax.trace.census import Phase, contraction_flops
@@ -28,7 +29,7 @@ from spanax.trace.program import Program
 @functools.cache
 def terms(program: Program, layout: str, mesh: str) -> Terms:
     chips = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
-    return tally(resolver_of(program, spanax.plan(program, chips, layout=layout, mesh=mesh)), program.step)
+    return tally(Laid(resolver_of(program, spanax.plan(program, chips, layout=layout, mesh=mesh)), program.step))
 
 
 def grid(*meshes: tuple[int, ...], stages: int = 1, microbatches: int = 1, scale: float = 1.0, **rest: Any) -> Grid:

@@ -13,6 +13,7 @@ import spanax
 import zoo
 from programs import array, small_gpt, zoo_program
 from spanax.plan.choose import resolver_of
+from spanax.plan.laid import Laid
 from spanax.plan.memory import GROUPS, by_name, held, state_of, walk
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
@@ -45,7 +46,7 @@ def groups(program: Program, layout: str = "data", mesh: str = "data=1", **given
     sizes = np.asarray([[size] for _, size in resolver.mesh.axes])
     numbers: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "in_flight": 1, "scale": 1.0}
     arrays = {name: np.asarray([given.pop(name, default)]) for name, default in numbers.items()}
-    found = held(state_of(resolver), walk(resolver, program.step), sizes, **arrays, **given)
+    found = held(state_of(resolver), walk(Laid(resolver, program.step)), sizes, **arrays, **given)
     assert found.peak_bytes[0] == pytest.approx(sum(values[0] for values in found.groups.values()))
     return by_name(found.groups, 0)
 
@@ -216,7 +217,7 @@ def test_one_walk_serves_many_meshes() -> None:
     sizes = np.asarray([[1, 2, 4, 8, 4], [8, 4, 2, 1, 1]])
     one = np.ones(5)
     together = held(
-        state_of(resolver), walk(resolver, program.step), sizes,
+        state_of(resolver), walk(Laid(resolver, program.step)), sizes,
         num_stages=one, num_microbatches=one, in_flight=one, scale=one,
     )  # fmt: skip
     for at, (fsdp, model) in enumerate(sizes.T.tolist()):

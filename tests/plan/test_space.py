@@ -13,6 +13,7 @@ from flax import nnx
 import spanax
 from programs import array, workload
 from spanax.plan.cost import Grid, price
+from spanax.plan.laid import Laid
 from spanax.plan.memory import held, state_of, walk
 from spanax.plan.partition import as_masks, union
 from spanax.plan.resolve import Resolver, resolve
@@ -92,9 +93,9 @@ def priced(
     one = np.ones(1, int)
     stages = family.num_stages[at : at + 1]
     grid = Grid(family.sizes[:, at : at + 1], stages, one, one)
-    seconds = price(tally(resolver, program.step), cluster, grid).step_seconds
+    seconds = price(tally(Laid(resolver, program.step)), cluster, grid).step_seconds
     memory = held(
-        state_of(resolver), walk(resolver, program.step), grid.sizes,
+        state_of(resolver), walk(Laid(resolver, program.step)), grid.sizes,
         num_stages=stages, num_microbatches=one, in_flight=one, scale=one,
     )  # fmt: skip
     return float(seconds[0]), float(memory.peak_bytes[0])

@@ -10,7 +10,7 @@ import pytest
 import spanax
 import zoo
 from spanax.models import gpt
-from spanax.plan import partition, terms
+from spanax.plan import laid, partition, terms
 from spanax.plan.choose import resolver_of
 from spanax.run.run import Run
 
@@ -44,7 +44,7 @@ def planned(model: str, layout: str, mesh: str) -> tuple[spanax.Program, spanax.
 
 def predicted(model: str, layout: str, mesh: str) -> dict[tuple[str, str], float]:
     program, plan = planned(model, layout, mesh)
-    return terms.tally(resolver_of(program, plan), program.step).moved_bytes(plan.mesh)
+    return terms.tally(laid.Laid(resolver_of(program, plan), program.step)).moved_bytes(plan.mesh)
 
 
 @functools.cache
@@ -84,11 +84,11 @@ def unsummed(*args: object, **kwargs: object) -> list[partition.Shift]:
 
 
 BREAKAGES = [
-    (terms, "use_of", lambda *args: None, ("gpt", "fsdp", "fsdp=8")),
+    (laid, "use_of", lambda *args: None, ("gpt", "fsdp", "fsdp=8")),
     (terms._Tally, "_unshared", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
     (terms._Tally, "add_ends", lambda tally: None, ("gpt", "zero2", "data=2,fsdp=4")),
     (partition, "_finished", unsummed, ("moe", "expert", "data=4,expert=2")),
-    (terms, "transition", unsummed, ("moe", "expert", "data=4,expert=2")),
+    (laid, "transition", unsummed, ("moe", "expert", "data=4,expert=2")),
 ]
 
 

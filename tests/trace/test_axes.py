@@ -18,7 +18,8 @@ import spanax
 import zoo
 from spanax.models import gpt, llama
 from spanax.trace import primitives
-from spanax.trace.program import Program, Traced
+from spanax.trace.program import Program
+from spanax.trace.traced import Traced
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "axes"
 MAIN = ("cnn", "gpt", "gqa", "llama", "mixtral", "mlp", "moe", "resnet", "vit", "vit-scan")

@@ -84,11 +84,9 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
 
 def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:
     """The path of a parameter that has this class twice, or beside one already accepted."""
-    for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
-        labels = program.step.axes.classes[value]
-        if leaf.kind == "param" and label in labels:
-            if labels.count(label) > 1 or any(other in accepted for other in labels if other != label):
-                return leaf.path
+    for path, labels in program.params_by_class.get(label, ()):
+        if labels.count(label) > 1 or any(other in accepted for other in labels if other != label):
+            return path
     return ""
 
 

@@ -3,16 +3,14 @@
 import math
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.choose import plan
-from spanax.plan.cost import ways_table
+from spanax.plan.laid import Laid
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.resolve import resolve
 from spanax.plan.space import AXES, layout_on
-from spanax.plan.terms import KINDS, tally
+from spanax.plan.terms import tally
 from spanax.trace.policies import POLICIES
 from spanax.trace.program import Program
 from spanax.units import bytes_text
@@ -138,18 +136,13 @@ def collectives_of(found: Search, one: Candidate) -> dict[str, dict[str, int]]:
     sizes = [dict(one.mesh.axes).get(axis, 1) for axis in AXES]
     mesh = MeshShape(tuple(zip(AXES, sizes, strict=True)))
     layout = layout_on(one.storing, one.sequence, one.mesh)
-    moves = tally(resolve(program, layout, mesh, {}), program.step).moves
-    ways = ways_table(np.asarray(sizes, float)[:, None])[:, 0]
-    traced = program.batch[0].shape[0]
-    scale = np.where(moves.batched, found.batch_size / traced / one.microbatches, 1.0)
-    once = moves.of_weights & (moves.kind == KINDS.index("all-reduce"))
-    runs = moves.runs * np.where(once, 1, one.microbatches) / np.where(moves.in_layers, one.num_stages, 1)
-    divided = np.isin(moves.kind, [KINDS.index("reduce-scatter"), KINDS.index("all-to-all")])
-    size = moves.num_bytes * scale / ways[moves.kept] / np.where(divided, ways[moves.over], 1) * runs
+    moved = tally(Laid(resolve(program, layout, mesh, {}), program.step)).moved_bytes(
+        mesh,
+        scale=found.batch_size / program.batch[0].shape[0] / one.microbatches,
+        num_microbatches=one.microbatches,
+        num_stages=one.num_stages,
+    )
     totals: dict[str, dict[str, int]] = {}
-    for over, kind, num_bytes in zip(moves.over, moves.kind, size, strict=True):
-        axes = "+".join(axis for at, axis in enumerate(AXES) if over >> at & 1 and sizes[at] > 1)
-        if axes:
-            of = totals.setdefault(axes, {})
-            of[KINDS[kind]] = of.get(KINDS[kind], 0) + math.ceil(num_bytes)
+    for (kind, axes), num_bytes in moved.items():
+        totals.setdefault(axes, {})[kind] = math.ceil(num_bytes)
     return totals

@@ -310,7 +310,8 @@ class Links:
     def at(self, grid: Grid) -> "LinksAt":
         """The links of a grid's candidates."""
         columns = np.vstack([grid.num_stages[None], grid.sizes]).astype(int).T.tolist()
-        return LinksAt(self, np.asarray([self._columns[tuple(column)] for column in columns], int))
+        where = np.asarray([self._columns[tuple(column)] for column in columns], int)
+        return LinksAt(self, where, {})
 
     def arrays(self, over: int) -> dict[str, Array]:
         """What joins groups over a set of axes, as a mask; over the stages of a pipeline if it is negative."""
@@ -328,10 +329,17 @@ class LinksAt:
 
     links: Links
     where: Array
+    known: dict[int, dict[str, Array]]
+
+    def arrays(self, over: int) -> dict[str, Array]:
+        """What joins groups over a set of axes, candidate by candidate."""
+        if over not in self.known:
+            self.known[over] = {name: values[self.where] for name, values in self.links.arrays(over).items()}
+        return self.known[over]
 
     def seconds(self, kind: int, over: int, num_bytes: Array, given: Assumptions) -> Array:
         """Seconds of one collective over a set of axes; `num_bytes` are the whole array's of one group."""
-        link = {name: values[self.where] for name, values in self.links.arrays(over).items()}
+        link = self.arrays(over)
         size, start = link["size"], link["start_seconds"] * given.collective_start
         if kind == 1:
             rate = link["all_reduce_bytes_per_second"]
@@ -343,5 +351,5 @@ class LinksAt:
 
     def hop_seconds(self, num_bytes: Array) -> Array:
         """Seconds of one send from a stage to the next."""
-        link = {name: values[self.where] for name, values in self.links.arrays(-1).items()}
+        link = self.arrays(-1)
         return np.where(link["size"] > 1, num_bytes / link["permute_bytes_per_second"] + link["latency_seconds"], 0.0)

@@ -5,49 +5,40 @@ around it. What lives only inside a fused kernel is held nowhere. As with costs,
 of mesh axes, so that one walk serves every mesh on which a layout resolves alike.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from spanax.plan.cost import ways_table
-from spanax.plan.partition import Masks, as_masks, partition, union
-from spanax.plan.resolve import Constraint, Constraints, Resolver
-from spanax.plan.uses import use_of
+from spanax.plan.laid import Laid
+from spanax.plan.partition import as_masks, union
+from spanax.plan.resolve import Constraint, Resolver
 from spanax.trace.axes import CONTRACTIONS
-from spanax.trace.fusion import ALIASES
-from spanax.trace.graph import Body, Op
-from spanax.trace.program import Traced
+from spanax.trace.graph import Body
 
 Array = np.ndarray
 
 GROUPS = ("activations", "gradients", "gathered weights")
 """What is held beside the state."""
 
+ACTIVATIONS, GRADIENTS, WEIGHTS = range(len(GROUPS))
+
 HELD = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
 """The group of each kind of leaf."""
-
-SCATTERS = ("scatter-add", "scatter_add")
 
 Column = tuple[int, bool, bool, bool, int]
 """Values that are divided alike: split, grows with the batch, is stacked by layer, is attention scores, group."""
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
-    """Bytes held at one point of a body, by column, and the body that runs there, if any."""
-
-    held: Mapping[Column, float]
-    inner: tuple["Level", ...]
-
-
-@dataclass(frozen=True, eq=False)
 class Level:
-    """The fullest moments of one body."""
+    """The fullest moments of one body: global bytes by (moment, column), and the bodies that run at some of them."""
 
-    moments: tuple[Moment, ...]
+    held: Array
+    columns: tuple[Column, ...]
+    inside: dict[int, tuple["Level", ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +83,9 @@ def state_of(resolver: Resolver) -> State:
     )
 
 
-def walk(resolver: Resolver, traced: Traced, constraints: Constraints | None = None) -> Level:
+def walk(laid: Laid) -> Level:
     """The fullest moments of a program under a layout."""
-    constraints = constraints or resolver.constraints(traced)
-    return _Walk(resolver, traced, constraints).level(traced.graph.body, outermost=True)
+    return _level(laid, laid.traced.graph.body)
 
 
 def held(
@@ -136,17 +126,26 @@ def held(
 
 def _peak(level: Level, columns: "_Columns") -> Array:
     """Bytes by group at the fullest moment, candidate by candidate: an array (group, candidate)."""
-    best = np.zeros((len(GROUPS), columns.count))
-    for moment in level.moments:
-        here = np.zeros_like(best)
-        for column, num_bytes in moment.held.items():
-            here[column[-1]] += num_bytes * columns.share(column)
-        if moment.inner:
-            inner = [_peak(one, columns) for one in moment.inner]
-            totals = np.stack([one.sum(0) for one in inner])
-            here = here + np.take_along_axis(np.stack(inner), totals.argmax(0)[None, None], 0)[0]
-        best = np.where(here.sum(0) > best.sum(0), here, best)
-    return best
+    shares = (
+        np.stack([columns.share(column) for column in level.columns]) if level.columns else np.zeros((0, columns.count))
+    )
+    inside = {at: _fullest_of([_peak(one, columns) for one in inner]) for at, inner in level.inside.items()}
+    totals = level.held @ shares
+    for at, inner in inside.items():
+        totals[at] += inner.sum(0)
+    fullest = totals.argmax(0)
+    groups = np.asarray([column[-1] for column in level.columns], int)
+    here = level.held[fullest].T * shares
+    found = np.stack([here[groups == group].sum(0) for group in range(len(GROUPS))])
+    for at, inner in inside.items():
+        found += np.where(fullest == at, inner, 0.0)
+    return found
+
+
+def _fullest_of(several: Sequence[Array]) -> Array:
+    """Of arrays (group, candidate) the one with most in all, candidate by candidate."""
+    stacked = np.stack(several)
+    return np.take_along_axis(stacked, stacked.sum(1).argmax(0)[None, None], 0)[0]
 
 
 class _Columns:
@@ -171,148 +170,77 @@ class _Columns:
         return self._known[column]
 
 
-class _Walk:
-    """One layout's walk over the bodies of a program."""
+def _level(laid: Laid, body: Body) -> Level:
+    """The moments of a body at which more may be held than at any other."""
+    alive, num_ops = laid.traced.lifetimes[body], len(body.ops)
+    columns: dict[Column, int] = {}
+    of_group = [columns.setdefault(_column(laid, value), len(columns)) for value in alive.values]
+    spans = [*_gathered(laid, body), *_summed(laid, body)]
+    of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
+    first = np.concatenate([alive.first, np.asarray([span.first for span in spans], int)])
+    last = np.concatenate([alive.last, np.asarray([span.last for span in spans], int)])
+    column = np.concatenate([np.asarray(of_group, int)[alive.group], np.asarray(of_span, int)])
+    num_bytes = np.concatenate([alive.num_bytes[alive.group], np.asarray([span.num_bytes for span in spans])])
+    num_columns = len(columns)
+    changes = np.bincount(first * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
+    changes -= np.bincount((last + 1) * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
+    held = changes.reshape(num_ops + 2, num_columns).cumsum(0)
+    inside = {at: tuple(_level(laid, one) for one in op.bodies) for at, op in enumerate(body.ops) if op.bodies}
+    # What is held only grows until something ends.
+    full = _fullest(held, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
+    moments = [*full, *inside]
+    return Level(held[moments], tuple(columns), {len(full) + at: inner for at, inner in enumerate(inside.values())})
 
-    def __init__(self, resolver: Resolver, traced: Traced, constraints: Constraints):
-        self.resolver, self.traced, self.constraints = resolver, traced, constraints
-        self.bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
-        self.kept = traced.kept
-        leaves = len(resolver.program.leaves)
-        # State and batch are counted apart, and what replaces the state takes its place.
-        self.counted = {*traced.graph.body.inputs, *traced.graph.body.outputs[:leaves]}
-        self._column: dict[tuple[int, int], tuple[Column, float]] = {}
 
-    def level(self, body: Body, *, outermost: bool = False) -> Level:
-        """The moments of a body at which more may be held than at any other."""
-        kept, last = self._lifetimes(body)
-        held: Counter[Column] = Counter()
-        dies: dict[int, list[int]] = defaultdict(list)
-        moments: list[Moment] = []
-        gathered = self._gathered(body)
-        released: dict[int, list[tuple[Column, float]]] = defaultdict(list)
-        for value in () if outermost else body.inputs:
-            self._begin(value, held, dies, last)
-        for at, op in enumerate(body.ops):
-            for value in op.outputs:
-                if value in kept and value in last:
-                    self._begin(value, held, dies, last)
-            for end, column, num_bytes in gathered.get(at, ()):
-                held[column] += num_bytes  # type: ignore[assignment]
-                released[end].append((column, num_bytes))
-            inner = tuple(self.level(one) for one in op.bodies)
-            partial = self._partial(op)
-            if inner or partial or at in dies:
-                moments.append(Moment(dict(held + partial), inner))
-            for column, num_bytes in released.pop(at, ()):
-                held[column] -= num_bytes  # type: ignore[assignment]
-            for value in dies.pop(at, ()):
-                column, num_bytes = self._of(value)
-                held[column] -= num_bytes  # type: ignore[assignment]
-        return Level(_fullest(moments))
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes that only a layout causes to be held, from one operation of a body to another, both included."""
 
-    def _lifetimes(self, body: Body) -> tuple[set[int], dict[int, int]]:
-        """The values of a body that are held, and the last operation that needs each.
+    first: int
+    last: int
+    column: Column
+    num_bytes: float
 
-        A matmul makes what it alone reads out of what that was made from; and numbers put one into each row of zeros,
-        as in the gradient of a cross-entropy, are put there by whoever reads them.
 
-        Source: the buffers of the steps in tests/data/truth/aot_probe.csv, compiled for TPUs.
-        """
-        graph, plan = self.traced.graph, self.kept[body]
-        readers: dict[int, set[str]] = defaultdict(set)
-        for op in body.ops:
-            for value in () if op.name in ALIASES else op.inputs:
-                readers[plan.of(value)].add(op.name)
-        for value in body.outputs:
-            readers[plan.of(value)].add("")
-        last, made_where_read = dict(plan.last_reads), set()
-        for op in body.ops:
-            for value in op.outputs:
-                if value in plan.written and readers[value] and readers[value] <= set(CONTRACTIONS):
-                    made_where_read.add(value)
-                    last |= {of: max(last.get(of, 0), last.get(value, 0)) for of in plan.sources(value)}
-            if op.name in SCATTERS and op.params["dimension_numbers"].operand_batching_dims:
-                if graph.shape(plan.of(op.inputs[0])) == ():
-                    made_where_read.update(op.outputs)
-        return plan.kept - made_where_read, last
-
-    def _begin(self, value: int, held: Counter[Column], dies: dict[int, list[int]], last: dict[int, int]) -> None:
-        if value in self.counted:
-            return
-        column, num_bytes = self._of(value)
-        held[column] += num_bytes  # type: ignore[assignment]
-        dies[last.get(value, -1)].append(value)
-
-    def _gathered(self, body: Body) -> dict[int, list[tuple[int, Column, float]]]:
-        """Stored weights as they are used: where each is first gathered, until where it is held, how large it is."""
-        spans: dict[tuple[int, Constraint], list[int]] = {}
-        for at, op in enumerate(body.ops):
-            use = (
-                None
-                if op.bodies or op in self.traced.inert
-                else use_of(self.resolver, self.traced, op, self.constraints)
-            )
-            for value, asked in zip(op.inputs, use.inputs, strict=True) if use is not None else ():
-                if asked is not None:
-                    spans.setdefault((value, asked), [at, at])[1] = at
-        found: dict[int, list[tuple[int, Column, float]]] = defaultdict(list)
-        for (value, asked), (first, end) in spans.items():
-            column, num_bytes = self._of(value, asked, group=2)
-            found[first].append((end, column, num_bytes))
-        return found
-
-    def _partial(self, op: Op) -> Counter[Column]:
-        """Sums that are whole on every device before each keeps its part: the gradient of a stored weight."""
-        found: Counter[Column] = Counter()
-        if op.name not in CONTRACTIONS:
-            return found
-        traced = self.traced
-        ins = [self._masks(value) for value in op.inputs]
-        split = partition(traced.graph, traced.axes.classes, op, ins, [self._masks(value) for value in op.outputs])
-        for shift in split.shifts:
-            if shift.kind == "reduce-scatter":
-                (_, *rest), num_bytes = self._of(shift.value)
-                found[(shift.kept, *rest)] += num_bytes  # type: ignore[assignment, index]
-        return found
-
-    def _masks(self, value: int) -> Masks:
-        constraint = self.constraints[value]
-        if constraint is None:
-            return (0,) * len(self.traced.graph.shape(value))
-        return as_masks(constraint.spec, self.bits)
-
-    def _of(self, value: int, asked: Constraint | None = None, group: int | None = None) -> tuple[Column, float]:
-        role, aval = self.traced.roles[value], self.traced.graph.avals[value]
-        itemsize = getattr(aval.dtype, "itemsize", 4)  # values of one role may differ in it
-        key = (id(role), itemsize)
-        if key not in self._column or asked is not None:
-            traced, labels = self.traced, role.labels
-            constraint = asked or self.constraints[value]
-            split = 0 if constraint is None else union(as_masks(constraint.spec, self.bits))
-            is_batched = any(label in traced.batch_labels for label in labels)
-            names = [traced.axes.names.get(label) for label in labels if label is not None]
-            is_stacked = "layers" in names
-            where = group if group is not None else 0 if is_batched or not labels else 1
-            column = (split, is_batched, is_stacked, traced.is_score(labels), where)
-            num_bytes = float(np.prod(aval.shape)) * itemsize
+def _gathered(laid: Laid, body: Body) -> Iterator[Span]:
+    """Stored weights as they are used, from where each is first gathered to where it is last used so."""
+    spans: dict[tuple[int, Constraint], list[int]] = {}
+    for at, op in enumerate(body.ops):
+        use = None if op.bodies or op in laid.traced.inert else laid.division(op).use
+        for value, asked in zip(op.inputs, use.inputs, strict=True) if use is not None else ():
             if asked is not None:
-                return column, num_bytes
-            self._column[key] = (column, num_bytes)
-        return self._column[key]
+                spans.setdefault((value, asked), [at, at])[1] = at
+    for (value, asked), (first, last) in spans.items():
+        split = union(laid.masks_of(value, asked))
+        yield Span(first, last, (split, *_column(laid, value)[1:-1], WEIGHTS), laid.num_bytes(value))
 
 
-def _fullest(moments: list[Moment]) -> tuple[Moment, ...]:
-    """Those that no other one covers in every column, bodies inside aside."""
-    kept: list[Moment] = []
-    for moment in sorted(moments, key=lambda one: -sum(one.held.values())):
-        if moment.inner or not any(_covers(other, moment) for other in kept):
-            kept.append(moment)
-    return tuple(kept)
+def _summed(laid: Laid, body: Body) -> Iterator[Span]:
+    """Sums that are whole on every device before each keeps its part: the gradient of a stored weight."""
+    for at, op in enumerate(body.ops):
+        split = laid.division(op).split if op.name in CONTRACTIONS else None
+        for shift in split.shifts if split else ():
+            if shift.kind == "reduce-scatter":
+                (value,) = op.outputs
+                yield Span(at, at, (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
 
 
-def _covers(other: Moment, moment: Moment) -> bool:
-    return all(other.held.get(column, 0.0) >= size for column, size in moment.held.items())
+def _column(laid: Laid, value: int) -> Column:
+    """Where a value counts as it lies."""
+    traced, labels = laid.traced, laid.traced.roles[value].labels
+    is_batched = laid.is_batched(value)
+    is_stacked = any(traced.axes.names.get(label) == "layers" for label in labels if label is not None)
+    group = ACTIVATIONS if is_batched or not labels else GRADIENTS
+    return union(laid.masks(value)), is_batched, is_stacked, traced.is_score(labels), group
+
+
+def _fullest(held: Array, rows: Array) -> list[int]:
+    """Of some rows those that no other one covers in every column."""
+    rows, kept = rows[np.argsort(-held[rows].sum(1), kind="stable")], []
+    while rows.size:
+        kept.append(int(rows[0]))
+        rows = rows[~(held[rows] <= held[rows[0]]).all(1)]
+    return kept
 
 
 def by_name(found: Mapping[str, Any], at: int) -> dict[str, int]:

@@ -13,8 +13,9 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Assignment, Pins, assign, pinned
 from spanax.plan.layout import Layout
 from spanax.trace.origins import Origin
-from spanax.trace.program import Program, Traced
+from spanax.trace.program import Program
 from spanax.trace.roles import Role
+from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
 
 Spec = tuple[tuple[str, ...], ...]

@@ -1,5 +1,6 @@
 """Search: every layout of a program on a cluster, priced; the best one, and why the others are not."""
 
+import functools
 import math
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.bubble import num_in_flight
 from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.cost import Assumptions, Costs, Grid, Links, price
+from spanax.plan.laid import Known, Laid
 from spanax.plan.memory import Held, held, state_of, walk
 from spanax.plan.presets import PRESETS
 from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
@@ -91,10 +93,11 @@ def search(
         )
     links = Links(cluster, AXES, np.hstack([np.vstack([one.num_stages[None], one.sizes]) for one in space]))
     found: list[_Priced] = []
+    known = {name: Known() for name in programs}
     for family in space:
         if pipeline or (family.num_stages == 1).any():
             sizes = _Sizes(batch_size, traced_batch, pipeline, microbatches)
-            found += _price_family(family, programs, cluster, links, sizes, given)
+            found += _price_family(family, programs, cluster, links, sizes, given, known)
     limit = cluster.memory_bytes
     priced = sum(one.costs.step_seconds.size for one in found)
     best, nearest = _ranked(found, limit, top, rejected, layout, mesh)
@@ -169,14 +172,14 @@ def _price_family(
     links: Links,
     sizes: _Sizes,
     given: Assumptions,
+    known: dict[str, Known],
 ) -> list[_Priced]:
     """Every mesh of a family under every policy and schedule."""
-    state, found = state_of(family.resolver), []
+    state, found = state_of(family.resolver), list[_Priced]()
     for name, variant in programs.items():
         resolver = family.resolver.of(variant)
-        constraints = resolver.constraints(variant.step)
-        terms = tally(resolver, variant.step, constraints)
-        level = walk(resolver, variant.step, constraints)
+        laid = Laid(resolver, variant.step, known[name])
+        terms, level = tally(laid), walk(laid)
         for schedule in SCHEDULES:
             grid = _grid(family, schedule, sizes, terms.num_layers)
             if grid is None:
@@ -220,6 +223,7 @@ def _grid(family: Family, schedule: str, asked: _Sizes, num_layers: int) -> Grid
     return Grid(family.sizes[:, picked], family.num_stages[picked], per_step, scale, schedule, num_chunks)
 
 
+@functools.cache
 def _microbatches(per_device: int, stages: int, schedule: str) -> list[int]:
     """Powers of two, and all of the batch one by one; a pipeline wants at least as many as it has stages."""
     counts = {1 << power for power in range(per_device.bit_length()) if per_device % (1 << power) == 0} | {per_device}

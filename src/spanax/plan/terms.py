@@ -7,19 +7,16 @@ terms of a layout; every mesh on which the layout resolves alike is then priced 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.partition import Masks, Shift, Split, as_masks, partition, transition, union
-from spanax.plan.resolve import Constraint, Constraints, Resolver
-from spanax.plan.uses import use_of
+from spanax.plan.laid import Laid
+from spanax.plan.partition import Shift, Split, transition, union
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
-from spanax.trace.primitives import ELEMENTWISE
-from spanax.trace.program import Traced
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 """The collectives, in the order in which `Moves.kind` counts them."""
@@ -97,13 +94,24 @@ class Terms:
     carry_split: int
     num_layers: int
 
-    def moved_bytes(self, mesh: MeshShape) -> dict[tuple[str, str], float]:
+    def moved_bytes(
+        self, mesh: MeshShape, *, scale: float = 1.0, num_microbatches: int = 1, num_stages: int = 1
+    ) -> dict[tuple[str, str], float]:
         """Output bytes a device and step by (kind of collective, mesh axes), as `("all-reduce", "data+fsdp")`.
 
         The output of an all-gather is all that is gathered, that of an all-reduce the sum; that of a reduce-scatter
         or an all-to-all is the device's own part.
+
+        Args:
+          mesh: sizes of the mesh axes inside a stage.
+          scale: the batch of one microbatch over the traced batch.
+          num_microbatches: what is done for each; gradients are summed once.
+          num_stages: of a pipeline, each of which has its part of the layers.
         """
         found, moves = defaultdict[tuple[str, str], float](float), self.moves
+        is_once = moves.of_weights & (moves.kind == KINDS.index("all-reduce"))
+        runs = moves.runs * np.where(is_once, 1, num_microbatches) / np.where(moves.in_layers, num_stages, 1)
+        num_bytes = moves.num_bytes * np.where(moves.batched, scale, 1.0) * runs
         for row, at in enumerate(moves.kind):
             over, kept = (
                 [axis for bit, axis in enumerate(self.axes) if mask >> bit & 1 and mesh.ways([axis]) > 1]
@@ -111,91 +119,42 @@ class Terms:
             )
             split = kept if KINDS[at] in ("all-gather", "all-reduce") else [*kept, *over]
             if over:
-                found[KINDS[at], "+".join(over)] += float(moves.num_bytes[row] * moves.runs[row] / mesh.ways(split))
+                found[KINDS[at], "+".join(over)] += float(num_bytes[row] / mesh.ways(split))
         return dict(found)
 
 
-def tally(resolver: Resolver, traced: Traced, constraints: Constraints | None = None) -> Terms:
+def tally(laid: Laid) -> Terms:
     """The terms of a layout on a program: one walk over its kinds of operations."""
-    bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
-    constraints = constraints or resolver.constraints(traced)
-    found = _Tally(resolver, traced, constraints, bits)
+    traced, found = laid.traced, _Tally(laid)
     for kind in traced.census:
         if kind.op not in traced.inert:
             found.add(kind)
     found.add_ends()
     carry, num_layers = traced.layer_carry
-    split = 0 if carry is None else union(found.masks(carry))
-    num_bytes = 0 if carry is None else found.num_bytes(carry)
-    return Terms(
-        resolver.mesh.names, found.works(), _touches(found, traced), found.moves(), num_bytes, split, num_layers
-    )
+    split = 0 if carry is None else union(laid.masks(carry))
+    num_bytes = 0 if carry is None else laid.num_bytes(carry)
+    return Terms(laid.resolver.mesh.names, found.works(), _touches(laid), found.moves(), num_bytes, split, num_layers)
 
 
 class _Tally:
     """The rows of the terms as they are found; equal moves are counted together."""
 
-    def __init__(self, resolver: Resolver, traced: Traced, constraints: Constraints, bits: dict[str, int]):
-        self.resolver, self.traced, self.constraints, self.bits = resolver, traced, constraints, bits
-        self._masks: dict[int, Masks] = {}
+    def __init__(self, laid: Laid):
+        self.laid, self.traced = laid, laid.traced
         self._works: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
 
-    def masks(self, value: int, constraint: Constraint | None = None) -> Masks:
-        """How a value lies, or how a constraint has it."""
-        if constraint is not None:
-            return as_masks(constraint.spec, self.bits)
-        role = id(self.traced.roles[value])
-        if role not in self._masks:
-            lies = self.constraints[value]
-            rank = len(self.traced.graph.shape(value))
-            self._masks[role] = (0,) * rank if lies is None else as_masks(lies.spec, self.bits)
-        return self._masks[role]
-
-    def is_batched(self, value: int) -> bool:
-        """Whether a value grows with the batch."""
-        return any(label in self.traced.batch_labels for label in self.traced.axes.classes[value])
-
-    def is_score(self, value: int) -> bool:
-        """Whether a fused attention kernel would keep a value, or one layer of it, on the chip."""
-        return self.traced.is_score(self.traced.axes.classes[value])
-
-    def num_bytes(self, value: int) -> int:
-        """Bytes of the whole value."""
-        aval = self.traced.graph.avals[value]
-        return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
-
     def add(self, kind: Kind) -> None:
         """Count one kind of operation."""
-        op, graph = kind.op, self.traced.graph
+        op, laid = kind.op, self.laid
         if op.bodies:
             self._add_wires(kind)
             return
-        outs = [self.masks(value) for value in op.outputs]
-        ins = [self.masks(value) for value in op.inputs]
-        is_plain = op.name in ELEMENTWISE
-        if is_plain and all(masks == outs[0] or not any(masks) for masks in ins):
+        split = laid.division(op).split
+        if split is None:
             return
-        use = use_of(self.resolver, self.traced, op, self.constraints)
-        wanted, moved = list(outs), list[Shift]()
-        if use is not None:
-            for at, constraint in enumerate(use.inputs):
-                if constraint is not None:
-                    asked = self.masks(op.inputs[at], constraint)
-                    moved += transition(op.inputs[at], ins[at], asked, is_operand=True)
-                    ins[at] = asked
-            for at, constraint in enumerate(use.outputs):
-                if constraint is not None:
-                    wanted[at] = self.masks(op.outputs[at], constraint)
-        split = partition(graph, self.traced.axes.classes, op, ins, wanted)
-        moved += split.shifts
-        for value, before, after in zip(op.outputs, wanted, outs, strict=True):
-            moved = [
-                _scattered(shift, union(after) & ~union(before)) if shift.value == value else shift for shift in moved
-            ]
-            moved += transition(value, before, after, is_operand=False)
-        for shift in moved:
+        for shift in split.shifts:
             runs = self._unshared(kind, shift) if shift.is_operand else kind.runs
             self._move(runs, kind.phase, kind.in_layers, [shift])
         if op.name in CONTRACTIONS:
@@ -207,21 +166,21 @@ class _Tally:
         num_trips = trips(kind.op)
         for pairs, swap in ((wires.inputs, False), (wires.outputs, True)):
             for outer, inner in pairs:
-                outside, inside = self.masks(outer), self.masks(inner)
+                outside, inside = self.laid.masks(outer), self.laid.masks(inner)
                 extra = len(outside) - len(inside)
                 before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
                 runs = kind.runs * (num_trips if extra else 1)
                 shifts = transition(inner, before, after, is_operand=False)
                 self._move(runs, kind.phase, kind.in_layers, shifts)
         for first, last in wires.carried:
-            shifts = transition(last, self.masks(last), self.masks(first), is_operand=False)
+            shifts = transition(last, self.laid.masks(last), self.laid.masks(first), is_operand=False)
             self._move(kind.runs * num_trips, kind.phase, kind.in_layers, shifts)
 
     def add_ends(self) -> None:
         """Where a leaf of the state comes out of the step otherwise than it is kept, which is as it went in."""
         body, num_leaves = self.traced.graph.body, len(self.traced.graph.body.outputs) - self.traced.num_results
         for old, new in zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True):
-            shifts = transition(new, self.masks(new), self.masks(old), is_operand=False)
+            shifts = transition(new, self.laid.masks(new), self.laid.masks(old), is_operand=False)
             self._move(1, Phase.UPDATE, False, shifts)
 
     def _unshared(self, kind: Kind, shift: Shift) -> int:
@@ -243,13 +202,13 @@ class _Tally:
                 continue
             key = (
                 KINDS.index(shift.kind),
-                self.num_bytes(shift.value),
+                self.laid.num_bytes(shift.value),
                 shift.over,
                 shift.kept & ~shift.over,
-                self.is_batched(shift.value),
+                self.laid.is_batched(shift.value),
                 int(phase),
                 in_layers,
-                not self.is_batched(shift.value),
+                not self.laid.is_batched(shift.value),
             )
             self._moves[key] += runs
 
@@ -285,14 +244,14 @@ class _Tally:
                 sizes,
                 splits,
                 batched,
-                [self.num_bytes(value) for value in values],
+                [self.laid.num_bytes(value) for value in values],
                 [union(masks) for masks in used],
-                [self.is_batched(value) for value in values],
+                [self.laid.is_batched(value) for value in values],
                 _dtype_name(graph.avals[lhs].dtype),
                 kind.runs,
                 int(kind.phase),
                 kind.in_layers,
-                [self.is_score(value) for value in values],
+                [self.traced.is_score(self.traced.roles[value].labels) for value in values],
             )
         )
 
@@ -334,18 +293,14 @@ class _Tally:
         )
 
 
-def _scattered(shift: Shift, split: int) -> Shift:
-    """A sum that is split right after it, over the axes it goes over: the compiler makes one of both."""
-    if shift.kind == "all-reduce" and not shift.over & ~split:
-        return replace(shift, kind="reduce-scatter")
-    return shift
-
-
-def _touches(found: _Tally, traced: Traced) -> Touches:
+def _touches(laid: Laid) -> Touches:
     rows: dict[tuple[Any, ...], float] = defaultdict(float)
+    traced = laid.traced
     for value, phase, in_layers, times in traced.memory_traffic.touched:
-        key = (union(found.masks(value)), found.is_batched(value), phase, in_layers, found.is_score(value))
-        rows[key] += times * found.num_bytes(value)
+        is_score = traced.is_score(traced.roles[value].labels)
+        rows[union(laid.masks(value)), laid.is_batched(value), phase, in_layers, is_score] += times * laid.num_bytes(
+            value
+        )
     split, batched, phases, inside, scores, num_bytes = _columns([(*key, size) for key, size in rows.items()], 6)
     return Touches(
         num_bytes=np.asarray(num_bytes, float),

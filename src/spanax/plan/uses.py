@@ -13,7 +13,7 @@ from spanax.plan.partition import as_masks, partition, union
 from spanax.plan.resolve import Constraint, Resolver, Spec
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.graph import Op
-from spanax.trace.program import Traced
+from spanax.trace.traced import Traced
 
 LOCAL = frozenset(
     "top_k approx_top_k fft cholesky eig eigh lu qr householder_product geqrf svd schur triangular_solve "
@@ -21,6 +21,9 @@ LOCAL = frozenset(
 )
 """Operations that XLA runs as kernels it cannot split, and whose leading dims are independent of each other."""
 
+
+LOOKUPS = frozenset({"gather", "scatter-add", "scatter_add"})
+"""Operations that read rows of a table, or add to them: how depends on the sizes of the mesh too."""
 
 REDUCING = frozenset({"conv_general_dilated"})
 """Operations whose partial results are reduced before they are split."""
@@ -135,7 +138,7 @@ def _lookup_of(op: Op) -> _Lookup | None:
     numbers: Any = op.params.get("dimension_numbers")
     if op.name == "gather":
         return _Lookup(op.inputs[0], op.inputs[1], op.outputs[0], numbers.offset_dims, numbers.start_index_map)
-    if op.name in ("scatter-add", "scatter_add"):
+    if op.name in LOOKUPS:
         dims = numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
         return _Lookup(op.outputs[0], op.inputs[1], op.inputs[2], *dims)
     return None

@@ -17,7 +17,8 @@ from spanax.run import checkpoint
 from spanax.run.data import Batches
 from spanax.run.replay import replay
 from spanax.run.state import born
-from spanax.trace.program import Program, Traced
+from spanax.trace.program import Program
+from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
 
 

@@ -18,7 +18,7 @@ from spanax.trace.origins import Origin, feeds
 from spanax.trace.primitives import ELEMENTWISE
 
 if TYPE_CHECKING:
-    from spanax.trace.program import Traced
+    from spanax.trace.traced import Traced
 
 
 class Phase(IntEnum):

@@ -2,7 +2,7 @@
 
 import hashlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -13,105 +13,12 @@ from flax import nnx
 from jax.extend import core
 
 from spanax.errors import SpanaxError
-from spanax.trace.axes import CONTRACTIONS, Axes, Axis, aligned, discover, table
-from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, layer_carry, score_keys, traffic
-from spanax.trace.fusion import Kept, memory_plan
-from spanax.trace.graph import Body, Graph, Op, from_jaxpr
+from spanax.trace.axes import Axes, Axis, aligned, discover, table
+from spanax.trace.graph import from_jaxpr
 from spanax.trace.policies import AS_WRITTEN, known_policy
-from spanax.trace.primitives import ELEMENTWISE
-from spanax.trace.roles import MOVEMENT, Role, roles
 from spanax.trace.step import train_step_of, with_extra
+from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf, Variables, make, take_apart
-
-SPREADING = ELEMENTWISE | MOVEMENT
-"""Operations that make one number all over of one number all over."""
-
-
-@dataclass(frozen=True, eq=False)
-class Traced:
-    """One function of (state, batch) as a graph with its axes: the train step, or the evaluation."""
-
-    graph: Graph
-    axes: Axes
-    result: Any
-
-    @cached_property
-    def roles(self) -> list[Role]:
-        """What every value is, as far as its place depends on it, by its number."""
-        return roles(self.graph, self.axes)
-
-    @cached_property
-    def census(self) -> list[Kind]:
-        """Its kinds of operations, each with how often it runs."""
-        return census(self)
-
-    @cached_property
-    def memory_traffic(self) -> Traffic:
-        """What its fused kernels read and write."""
-        return traffic(self)
-
-    @cached_property
-    def score_keys(self) -> frozenset[tuple[int | None, ...]]:
-        """The labels of attention scores, and of all that is as large where activations meet activations."""
-        return score_keys(self)
-
-    @cached_property
-    def kept(self) -> dict[Body, Kept]:
-        """For every body, the values that are kept in memory between kernels."""
-        return memory_plan(self.graph)
-
-    @cached_property
-    def inert(self) -> frozenset[Op]:
-        """Elementwise operations whose values any layout splits alike, so that nothing ever moves for them."""
-        return inert_ops(self)
-
-    @cached_property
-    def uniform(self) -> frozenset[int]:
-        """Values that are one number all over: every device makes its own, however they are split."""
-        found = set[int]()
-        for op in self.graph.ops():
-            if (
-                op.name in SPREADING
-                and op.inputs
-                and all(value in found or not self.graph.shape(value) for value in op.inputs)
-            ):
-                found.update(op.outputs)
-        return frozenset(found)
-
-    @cached_property
-    def labels_by_name(self) -> dict[str, list[int]]:
-        """Classes by name, in the order in which the program computes with them."""
-        axes = self.axes
-        order: dict[int, None] = {}
-        for op in self.graph.ops():
-            if op.name in CONTRACTIONS:
-                order |= {label: None for label in axes.classes[op.outputs[0]] if label is not None}
-        order |= {label: None for label in sorted(axes.names)}
-        by_name: dict[str, list[int]] = {}
-        for label in order:
-            if label in axes.names:
-                by_name.setdefault(axes.names[label], []).append(label)
-        return by_name
-
-    def is_score(self, labels: Sequence[int | None]) -> bool:
-        """Whether values of these labels, or one layer of them, are attention scores."""
-        names = self.axes.names
-        return label_key([one for one in labels if one is None or names.get(one) != "layers"]) in self.score_keys
-
-    @cached_property
-    def layer_carry(self) -> tuple[int | None, int]:
-        """The largest value that goes from one layer to the next, and how many layers there are."""
-        return layer_carry(self)
-
-    @cached_property
-    def batch_labels(self) -> frozenset[int | None]:
-        """The classes of dims that grow with the batch."""
-        return frozenset(label for label, name in self.axes.names.items() if name == "batch")
-
-    @property
-    def num_results(self) -> int:
-        """How many outputs the function has beside the new state."""
-        return self.result.num_leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +61,19 @@ class Program:
         """What ties a plan or a checkpoint to this program: its leaves' paths, shapes and dtypes."""
         text = repr([(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in (*self.leaves, *self.batch)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def params_by_class(self) -> dict[int, list[tuple[str, tuple[int | None, ...]]]]:
+        """For every class the parameters that have it: path and classes, the first of those of the same classes."""
+        first: dict[tuple[int | None, ...], str] = {}
+        for leaf, value in zip(self.leaves, self.step.graph.body.inputs, strict=False):
+            if leaf.kind == "param":
+                first.setdefault(self.step.axes.classes[value], leaf.path)
+        found: dict[int, list[tuple[str, tuple[int | None, ...]]]] = {}
+        for labels, path in first.items():
+            for label in {label for label in labels if label is not None}:
+                found.setdefault(label, []).append((path, labels))
+        return found
 
     @property
     def num_params(self) -> int:
