@@ -16,7 +16,7 @@ workload = spanax.Workload(
     loss=gpt.loss,
 )
 program = workload.trace(learning_rate=1e-3, num_steps=3)
-for layout in ("data", "zero1", "fsdp", "hsdp", "fsdp+tensor", "fsdp+tensor+seq"):
+for layout in ("data", "zero1", "fsdp", "fsdp+tensor+seq"):
     plan = spanax.plan(program, spanax.local(), layout=layout)
     run = spanax.start(program, plan, seed=0)
     for _, batch in zip(range(3), spanax.batches("python", plan, seed=0)):
