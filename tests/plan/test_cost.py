@@ -17,9 +17,9 @@ from programs import array, small_gpt, workload, zoo_program
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
-from spanax.plan.choose import resolver_of
 from spanax.plan.cost import TILE, Assumptions, Costs, Grid, Links, matmul_seconds, price, ways_table
 from spanax.plan.laid import Laid
+from spanax.plan.place import resolver_of
 from spanax.plan.search import Candidate, search
 from spanax.plan.terms import KINDS, Terms, Works, tally
 from spanax.trace.census import Phase, contraction_flops

@@ -12,9 +12,9 @@ from flax import nnx
 import spanax
 import zoo
 from programs import array, small_gpt, zoo_program
-from spanax.plan.choose import resolver_of
 from spanax.plan.laid import Laid
 from spanax.plan.memory import GROUPS, by_name, held, state_of, walk
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 

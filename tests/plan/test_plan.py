@@ -16,8 +16,11 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.plan.choose import resolver_of
+from spanax.errors import SpanaxError
+from spanax.plan.candidate import plan_of
+from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.resolve import Constraint
 from spanax.trace.origins import Origin
@@ -238,9 +241,45 @@ def test_sequence_parallel_is_an_option_or_a_suffix() -> None:
 # What is chosen when nothing is asked
 
 
-def test_no_layout_means_data_where_the_state_fits_and_fsdp_where_it_does_not() -> None:
+def test_no_layout_means_the_fastest_that_fits() -> None:
+    found = spanax.search(program(), spanax.cluster("a100:8"), pipeline=False)
+    best = spanax.plan(program(), spanax.cluster("a100:8"))
+    assert best == dataclasses.replace(plan_of(found, found.best), why=best.why)
+    assert best.schedule.remat == found.best.remat and best.why == rule(found, found.best)
+    # With half of the memory something else, which is slower.
+    tight = dataclasses.replace(spanax.cluster("a100:8"), memory_bytes=found.best.peak_bytes // 2)
+    other = spanax.search(program(), tight, pipeline=False)
+    assert other.best is not None and other.best.step_seconds > found.best.step_seconds
+    assert dataclasses.replace(spanax.plan(program(), tight), why="") == dataclasses.replace(
+        plan_of(other, other.best), why=""
+    )
+    with pytest.raises(SpanaxError, match=r"no layout fits.*\n.*the leanest layout needs"):
+        spanax.plan(program(), dataclasses.replace(tight, memory_bytes=1000))
+
+
+def test_a_pin_is_kept_by_what_is_chosen() -> None:
+    plan = spanax.plan(program(), spanax.cluster("a100:8"), pin={"vocab": "model"}, forbid=["mlp"])
+    assert dict(plan.mesh.axes)["model"] > 1 and dict(plan.pins) == {"vocab": ("model",), "mlp": ()}
+    split = [pair for leaf in plan.leaves for pair in zip(leaf.axes, leaf.spec, strict=True)]
+    assert ("vocab", ("model",)) in split
+    assert {"model"}.isdisjoint(axis for name, axes in split if name == "mlp" for axis in axes)
+    with pytest.raises(SpanaxError, match="cannot pin axis 'vocap'"):
+        spanax.plan(program(), spanax.cluster("a100:8"), pin={"vocap": "model"})
+
+
+def test_what_the_program_was_traced_with_is_kept() -> None:
+    case = zoo.ZOO["gpt"]
+    made = spanax.trace(
+        build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss, microbatches=2, remat="full"
+    )
+    schedule = spanax.plan(made, spanax.cluster("a100:8")).schedule
+    assert (schedule.remat, schedule.microbatches) == ("full", 2)
+
+
+def test_of_an_unknown_chip_data_where_the_state_fits_and_fsdp_where_it_does_not() -> None:
     state = sum(leaf.num_bytes for leaf in program().leaves)
-    roomy = dataclasses.replace(spanax.cluster("cpu:8"), memory_bytes=2 * state)
+    chip = dataclasses.replace(spanax.cluster("cpu:8").chip, peak_flops={})
+    roomy = dataclasses.replace(spanax.cluster("cpu:8"), chip=chip, memory_bytes=2 * state)
     tight = dataclasses.replace(roomy, memory_bytes=2 * state - 2)
     unknown = dataclasses.replace(roomy, memory_bytes=None)
     assert [spanax.plan(program(), c).layout.name for c in (roomy, tight, unknown)] == ["data", "fsdp", "data"]

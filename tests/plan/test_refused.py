@@ -13,8 +13,8 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.plan.choose import resolver_of
 from spanax.plan.layout import Layout
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 

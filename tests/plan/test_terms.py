@@ -11,8 +11,9 @@ import spanax
 import zoo
 from spanax.models import gpt
 from spanax.plan import laid, partition, terms
-from spanax.plan.choose import resolver_of
+from spanax.plan.place import resolver_of
 from spanax.run.run import Run
+from spanax.trace.versions import versions
 
 # A vocabulary so large that moving what was looked up in it takes less than moving the table.
 GPT = gpt.GPTConfig(vocab_size=2048, seq_len=32, num_layers=2, num_heads=8, embed_dim=64, remat=True)
@@ -85,7 +86,7 @@ def unsummed(*args: object, **kwargs: object) -> list[partition.Shift]:
 
 BREAKAGES = [
     (laid, "use_of", lambda *args: None, ("gpt", "fsdp", "fsdp=8")),
-    (terms._Tally, "_unshared", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
+    (terms._Tally, "_runs", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
     (terms._Tally, "add_ends", lambda tally: None, ("gpt", "zero2", "data=2,fsdp=4")),
     (partition, "_finished", unsummed, ("moe", "expert", "data=4,expert=2")),
     (laid, "transition", unsummed, ("moe", "expert", "data=4,expert=2")),
@@ -114,6 +115,17 @@ def test_fsdp_gathers_weights_twice_and_scatters_their_gradients_once() -> None:
     # What was looked up, and its gradient, go instead of the table and its own.
     looked_up = 16 * GPT.seq_len * GPT.embed_dim * 4 / 8
     assert moved["all-to-all", "fsdp"] == 2 * looked_up
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("fsdp", "reduce-scatter"), ("zero1", "all-gather")])
+def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, kind: str) -> None:
+    program, plan = planned("gpt", layout, "fsdp=8")
+    resolver, total = resolver_of(program, plan), 0.0
+    for at, leaf in enumerate(program.leaves):
+        if leaf.kind == "param":
+            of_leaf = terms.tally(laid.Laid(resolver, program.step), versions(program.step, at))
+            total += of_leaf.moved_bytes(plan.mesh).get((kind, "fsdp"), 0.0)
+    assert total > 0 and total == pytest.approx(predicted("gpt", layout, "fsdp=8")[kind, "fsdp"])
 
 
 def test_a_reader_of_hlo_that_reads() -> None:

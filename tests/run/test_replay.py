@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spanax
 import zoo
-from spanax.plan.choose import resolver_of
+from spanax.plan.place import resolver_of
 from spanax.plan.resolve import Constraint
 from spanax.plan.uses import uses
 from spanax.run import replay as replaying

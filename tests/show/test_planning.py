@@ -101,6 +101,8 @@ def test_one_array_explained() -> None:
     text, data = ask(explain="blocks.up.kernel", layout="fsdp")
     assert data["explained"]["path"] == "blocks.up.kernel" and "fsdp" in str(data["explained"]["spec"])
     assert "blocks.up.kernel float32[4, 128, 512]" in text
+    (moved,) = data["explained"]["collectives"].values()
+    assert set(moved) == {"all-gather", "reduce-scatter"} and "all-gather over fsdp" in text
     with pytest.raises(SpanaxError, match="did you mean 'blocks.up.kernel'"):
         ask(explain="blocks.up.kernl")
 
@@ -122,7 +124,7 @@ def test_a_plan_searched_for_simulated_devices_trains(tmp_path: Path, capsys: py
 
 
 def test_a_plan_in_stages_is_refused_by_the_run(tmp_path: Path) -> None:
-    from spanax.plan.choose import as_planned
+    from spanax.plan.place import as_planned
     from spanax.plan.search import search
 
     workload = load("gpt-nano", batch_size=16)

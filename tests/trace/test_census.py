@@ -15,8 +15,8 @@ from jax import lax
 import spanax
 import zoo
 from programs import array, graph_of, small_gpt, workload, zoo_program
-from spanax.plan.choose import resolver_of
 from spanax.plan.partition import as_masks
+from spanax.plan.place import resolver_of
 from spanax.plan.uses import use_of
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_flops

@@ -1,6 +1,6 @@
 """Assignment: which classes of dims each mesh axis splits in one program, and why the others stay whole."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from spanax.errors import SpanaxError, nearest
@@ -25,11 +25,9 @@ def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Lay
     Raises:
       SpanaxError: no such axis in the program, or no such mesh axis.
     """
-    known = sorted({name for name in program.step.axes.names.values()})
+    check_pinned(program, pins)
     computed = dict(layout.computed)
     for name, wanted in pins.items():
-        if name not in known:
-            raise SpanaxError(f"cannot pin axis '{name}': the program has none of that name.", fix=nearest(name, known))
         computed = {axis: tuple(n for n in names if n != name) for axis, names in computed.items()}
         for axis in (wanted,) if isinstance(wanted, str) else wanted or ():
             if axis not in mesh.names:
@@ -38,6 +36,18 @@ def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Lay
                 )
             computed[axis] = (name, *computed.get(axis, ()))
     return replace(layout, computed=tuple(computed.items()))
+
+
+def check_pinned(program: Program, names: Iterable[str]) -> None:
+    """Hold the names of pinned axes against the program.
+
+    Raises:
+      SpanaxError: it has none of that name.
+    """
+    known = sorted({*program.step.axes.names.values()})
+    for name in names:
+        if name not in known:
+            raise SpanaxError(f"cannot pin axis '{name}': the program has none of that name.", fix=nearest(name, known))
 
 
 def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Assignment:

@@ -5,14 +5,16 @@ from dataclasses import dataclass, field
 
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.choose import plan
+from spanax.plan.assign import Pins
 from spanax.plan.laid import Laid
+from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.resolve import resolve
 from spanax.plan.space import AXES, layout_on
 from spanax.plan.terms import tally
 from spanax.trace.policies import POLICIES
 from spanax.trace.program import Program
+from spanax.trace.versions import versions
 from spanax.units import bytes_text
 
 RESERVE = 0.05
@@ -86,6 +88,7 @@ class Search:
     trace_seconds: float
     search_seconds: float
     programs: dict[str, Program] = field(repr=False, compare=False)
+    pins: Pins = field(default_factory=dict)
 
     @property
     def peak_flops(self) -> float:
@@ -111,11 +114,12 @@ def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = 
     """The plan of a candidate: enough to train with, to keep and to compare."""
     program = next(iter(found.programs.values()))
     is_named = candidate.remat in POLICIES
-    return plan(
+    return placed(
         program,
-        found.cluster,
-        layout=layout_on(candidate.storing, candidate.sequence, candidate.mesh),
-        mesh=candidate.mesh,
+        layout_on(candidate.storing, candidate.sequence, candidate.mesh),
+        candidate.mesh,
+        pins=found.pins,
+        why="as priced",
         schedule=Schedule(
             remat=candidate.remat if is_named else None,
             compute_dtype=compute_dtype,
@@ -127,16 +131,24 @@ def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = 
     )
 
 
-def collectives_of(found: Search, one: Candidate) -> dict[str, dict[str, int]]:
+def collectives_of(found: Search, one: Candidate, path: str | None = None) -> dict[str, dict[str, int]]:
     """Bytes that one device receives of collectives in a step, by mesh axes and kind; loops multiplied out.
 
     Counted as compiled programs have them: the result's bytes of each collective.
+
+    Args:
+      found: the search.
+      one: one of its candidates.
+      path: a leaf of the state; count only what moves of it, its gradient and its update.
     """
     program = found.programs[one.remat]
     sizes = [dict(one.mesh.axes).get(axis, 1) for axis in AXES]
     mesh = MeshShape(tuple(zip(AXES, sizes, strict=True)))
     layout = layout_on(one.storing, one.sequence, one.mesh)
-    moved = tally(Laid(resolve(program, layout, mesh, {}), program.step)).moved_bytes(
+    only = None
+    if path is not None:
+        only = versions(program.step, [leaf.path for leaf in program.leaves].index(path))
+    moved = tally(Laid(resolve(program, layout, mesh, found.pins), program.step), only).moved_bytes(
         mesh,
         scale=found.batch_size / program.batch[0].shape[0] / one.microbatches,
         num_microbatches=one.microbatches,

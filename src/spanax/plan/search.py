@@ -4,19 +4,20 @@ import functools
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.assign import Pins, check_pinned
 from spanax.plan.bubble import num_in_flight
 from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.cost import Assumptions, Costs, Grid, Links, price
 from spanax.plan.laid import Known, Laid
-from spanax.plan.memory import Held, held, state_of, walk
+from spanax.plan.memory import Held, State, held, state_of, walk
 from spanax.plan.presets import PRESETS
 from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
 from spanax.plan.terms import Terms, tally
@@ -42,6 +43,7 @@ def search(
     layout: str | None = None,
     mesh: MeshShape | None = None,
     microbatches: int | None = None,
+    pins: Pins | None = None,
 ) -> Search:
     """Price every layout of a program on all devices of a cluster. No device is touched.
 
@@ -56,6 +58,7 @@ def search(
       layout: price only this layout, by name.
       mesh: price only this mesh, that of one stage.
       microbatches: price only this number of them.
+      pins: axis name -> mesh axis (or several, or None to keep the axis whole), in every layout.
 
     Raises:
       SpanaxError: no rates are known of the cluster's chip, no layout divides the batch, or there is no such layout or
@@ -71,7 +74,7 @@ def search(
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
       >>> found = search(program, spanax.cluster("v5p:2x2x1"), layout="fsdp")
-      >>> found.best.mesh, found.layouts_priced > 10
+      >>> found.best.mesh, found.layouts_priced > 0
       (fsdp=4, True)
     """
     began = time.perf_counter()
@@ -80,40 +83,44 @@ def search(
     if batch_size < 1:
         raise SpanaxError(f"the batch is {batch_size}; it takes a whole number from 1.")
     _check_asked(cluster, layout, mesh)
+    check_pinned(program, pins or ())
     given = assumptions or Assumptions()
-    programs = _programs(program, remat)
-    traced = time.perf_counter()
     rejected: Counter[str] = Counter()
-    space = families(program, cluster, batch_size, rejected)
+    space = families(program, cluster, batch_size, rejected, pins)
     if not space:
         raise SpanaxError(
             f"no layout divides a batch of {batch_size} among {cluster.num_devices} devices.",
             where="; ".join(f"{count} meshes: {reason}" for reason, count in rejected.items()),
             fix=f"a batch of {-(-batch_size // cluster.num_devices) * cluster.num_devices}",
         )
+    space = [_asked(family, layout, mesh, pipeline, rejected) for family in space]
     links = Links(cluster, AXES, np.hstack([np.vstack([one.num_stages[None], one.sizes]) for one in space]))
-    found: list[_Priced] = []
-    known = {name: Known() for name in programs}
-    for family in space:
-        if pipeline or (family.num_stages == 1).any():
-            sizes = _Sizes(batch_size, traced_batch, pipeline, microbatches)
-            found += _price_family(family, programs, cluster, links, sizes, given, known)
-    limit = cluster.memory_bytes
-    priced = sum(one.costs.step_seconds.size for one in found)
-    best, nearest = _ranked(found, limit, top, rejected, layout, mesh)
-    flops = _model_flops(programs, batch_size / traced_batch)
+    states = [state_of(family.resolver) for family in space]
+    found, programs, tracing = list[_Priced](), dict[str, Program](), 0.0
+    began_tracing = time.perf_counter()
+    for name, variant in _programs(program, remat):
+        tracing += time.perf_counter() - began_tracing
+        programs[name], known = variant, Known()
+        for family, state in zip(space, states, strict=True):
+            laid = Laid(family.resolver.of(variant), variant.step, known)
+            grids = _grids(family, batch_size, traced_batch, microbatches, variant.step.layer_carry[1])
+            if grids:
+                found += _price_family(family, state, laid, grids, cluster, links, given)
+        began_tracing = time.perf_counter()
+    best, nearest = _ranked(found, cluster.memory_bytes, top, rejected)
     return Search(
         cluster=cluster,
         batch_size=batch_size,
         candidates=best,
         nearest=nearest,
         rejected={reason: count for reason, count in rejected.items() if count},
-        layouts_priced=priced,
-        model_flops=flops,
+        layouts_priced=sum(one.costs.step_seconds.size for one in found),
+        model_flops=_model_flops(programs, batch_size / traced_batch),
         dtype=_dtype(found),
-        trace_seconds=traced - began,
-        search_seconds=time.perf_counter() - traced,
+        trace_seconds=tracing,
+        search_seconds=time.perf_counter() - began - tracing,
         programs=programs,
+        pins=pins or {},
     )
 
 
@@ -144,83 +151,79 @@ class _Priced:
     costs: Costs
 
 
-def _programs(program: Program, remat: Sequence[str]) -> dict[str, Program]:
+def _programs(program: Program, remat: Sequence[str]) -> Iterator[tuple[str, Program]]:
     """The program under each policy, in one microbatch; as it is written where it cannot be traced otherwise."""
-    found = {}
+    is_any = False
     for name in remat:
         try:
-            found[name] = program.with_remat(name).with_microbatches(1)
+            variant = program.with_remat(name).with_microbatches(1)
         except SpanaxError:
             continue
-    return found or {program.remat: program}
+        is_any = True
+        yield name, variant
+    if not is_any:
+        yield program.remat, program
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """How the batch may go through a mesh."""
-
-    batch_size: int
-    traced_batch: int
-    pipeline: bool
-    microbatches: int | None
+def _asked(
+    family: Family, layout: str | None, mesh: MeshShape | None, pipeline: bool, rejected: Counter[str]
+) -> Family:
+    """A family with those of its meshes that were asked for."""
+    wanted = None if mesh is None else {(axis, size) for axis, size in mesh.axes if size > 1}
+    kept = []
+    for at, (sizes, stages) in enumerate(zip(family.sizes.T.tolist(), family.num_stages, strict=True)):
+        here = mesh_of(sizes)
+        if stages > 1 and not pipeline:
+            continue
+        if wanted in (None, set(here.axes) - {("data", 1)}):
+            if layout in (None, layout_on(family.storing, family.sequence, here).name):
+                kept.append(at)
+                continue
+        rejected[UNASKED] += 1
+    return replace(family, sizes=family.sizes[:, kept], num_stages=family.num_stages[kept])
 
 
 def _price_family(
-    family: Family,
-    programs: dict[str, Program],
-    cluster: Cluster,
-    links: Links,
-    sizes: _Sizes,
-    given: Assumptions,
-    known: dict[str, Known],
+    family: Family, state: State, laid: Laid, grids: Sequence[Grid], cluster: Cluster, links: Links, given: Assumptions
 ) -> list[_Priced]:
-    """Every mesh of a family under every policy and schedule."""
-    state, found = state_of(family.resolver), list[_Priced]()
-    for name, variant in programs.items():
-        resolver = family.resolver.of(variant)
-        laid = Laid(resolver, variant.step, known[name])
-        terms, level = tally(laid), walk(laid)
-        for schedule in SCHEDULES:
-            grid = _grid(family, schedule, sizes, terms.num_layers)
-            if grid is None:
-                continue
-            flying = num_in_flight(schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
-            memory = held(
-                state,
-                level,
-                grid.sizes,
-                num_stages=grid.num_stages,
-                num_microbatches=grid.num_microbatches,
-                in_flight=np.where(grid.num_stages > 1, flying, 1),
-                scale=grid.scale,
-                fused_attention=given.fused_attention,
-            )
-            found.append(_Priced(family, name, terms, grid, memory, price(terms, cluster, grid, given, links)))
+    """Every mesh of a family under every schedule."""
+    terms, level, found = tally(laid), walk(laid), list[_Priced]()
+    for grid in grids:
+        flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
+        memory = held(
+            state,
+            level,
+            grid.sizes,
+            num_stages=grid.num_stages,
+            num_microbatches=grid.num_microbatches,
+            in_flight=np.where(grid.num_stages > 1, flying, 1),
+            scale=grid.scale,
+            fused_attention=given.fused_attention,
+        )
+        costs = price(terms, cluster, grid, given, links)
+        found.append(_Priced(family, laid.resolver.program.remat, terms, grid, memory, costs))
     return found
 
 
-def _grid(family: Family, schedule: str, asked: _Sizes, num_layers: int) -> Grid | None:
-    """Every mesh of a family with every number of microbatches it may take."""
-    at = {axis: position for position, axis in enumerate(AXES)}
-    ways = family.sizes[at["data"]] * family.sizes[at["fsdp"]] * family.sizes[at["expert"]]
-    columns, counts = [], []
-    num_chunks = 2 if schedule == "interleaved" else 1
-    for column, (stages, way) in enumerate(zip(family.num_stages, ways, strict=True)):
-        if stages == 1 and schedule != "1f1b" or stages > 1 and not asked.pipeline:
-            continue
-        if num_chunks > 1 and num_layers % (stages * num_chunks):
-            continue
-        for count in _microbatches(asked.batch_size // int(way), int(stages), schedule):
-            if asked.microbatches not in (None, count):
-                continue
-            columns.append(column)
-            counts.append(count)
-    if not columns:
-        return None
-    picked = np.asarray(columns)
-    per_step = np.asarray(counts)
-    scale = asked.batch_size / per_step / asked.traced_batch
-    return Grid(family.sizes[:, picked], family.num_stages[picked], per_step, scale, schedule, num_chunks)
+def _grids(family: Family, batch_size: int, traced_batch: int, microbatches: int | None, num_layers: int) -> list[Grid]:
+    """Every mesh of a family with every number of microbatches it may take, by schedule."""
+    ways = family.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0)
+    found = []
+    for schedule in SCHEDULES:
+        num_chunks = 2 if schedule == "interleaved" else 1
+        pairs = [
+            (column, count)
+            for column, (stages, way) in enumerate(zip(family.num_stages, ways, strict=True))
+            if (stages > 1 or schedule == "1f1b") and (num_chunks == 1 or num_layers % (stages * num_chunks) == 0)
+            for count in _microbatches(batch_size // int(way), int(stages), schedule)
+            if microbatches in (None, count)
+        ]
+        if pairs:
+            columns, counts = np.asarray(pairs).T
+            scale = batch_size / counts / traced_batch
+            sizes, stages = family.sizes[:, columns], family.num_stages[columns]
+            found.append(Grid(sizes, stages, counts, scale, schedule, num_chunks))
+    return found
 
 
 @functools.cache
@@ -231,22 +234,14 @@ def _microbatches(per_device: int, stages: int, schedule: str) -> list[int]:
 
 
 def _ranked(
-    found: Sequence[_Priced],
-    limit: int | None,
-    top: int,
-    rejected: Counter[str],
-    layout: str | None,
-    mesh: MeshShape | None,
+    found: Sequence[_Priced], limit: int | None, top: int, rejected: Counter[str]
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
     """The fastest of those that fit; or, if none does, those that need least."""
     rows = []
     for which, one in enumerate(found):
         peak = one.memory.peak_bytes / (1 - RESERVE)
         fits = np.full(peak.shape, True) if limit is None else peak <= limit
-        asked = np.asarray([_is_asked(one, column, layout, mesh) for column in one.grid.sizes.T], dtype=np.bool_)
-        rejected[UNASKED] += int(np.count_nonzero(~asked))
-        rejected[TOO_LARGE] += int(np.count_nonzero(np.logical_and(asked, ~fits)))
-        fits = np.where(asked, fits, np.nan)
+        rejected[TOO_LARGE] += int(np.count_nonzero(~fits))
         rows.append(np.stack([np.full(peak.shape, which), np.arange(peak.size), one.costs.step_seconds, peak, fits]))
     if not rows:
         return (), ()
@@ -258,15 +253,6 @@ def _ranked(
         return tuple(_candidate(found, fitting[:, at]) for at in order), ()
     order = np.lexsort((others[1], others[0], others[2], others[3]))[:3]
     return (), tuple(_candidate(found, others[:, at]) for at in order)
-
-
-def _is_asked(one: "_Priced", sizes: np.ndarray, layout: str | None, mesh: MeshShape | None) -> bool:
-    if layout is None and mesh is None:
-        return True
-    here = mesh_of(sizes.tolist())
-    if mesh is not None and {(axis, size) for axis, size in mesh.axes if size > 1} != set(here.axes) - {("data", 1)}:
-        return False
-    return layout is None or layout_on(one.family.storing, one.family.sequence, here).name == layout
 
 
 def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:

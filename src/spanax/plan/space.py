@@ -10,10 +10,10 @@ import numpy as np
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.assign import assign
+from spanax.plan.assign import Pins
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
-from spanax.plan.resolve import Resolver, annotated
+from spanax.plan.resolve import Resolver, annotated, resolve
 from spanax.trace.program import Program
 
 AXES = ("data", "fsdp", "expert", "context", "model")
@@ -25,6 +25,7 @@ STORING = {"fsdp": ("param", "gradient", "optimizer")} | STORED
 BATCH = "the batch does not divide the axes that split it"
 IDLE = "a mesh axis has nothing to split"
 UNEVEN = "a size does not divide"
+UNPINNED = "an axis is pinned to a mesh axis that is not there"
 
 Key = dict[str, frozenset[tuple[int, int]]]
 Row = tuple[int, ...]
@@ -47,7 +48,9 @@ class Family:
     num_stages: np.ndarray
 
 
-def families(program: Program, cluster: Cluster, batch_size: int, rejected: Counter[str]) -> list[Family]:
+def families(
+    program: Program, cluster: Cluster, batch_size: int, rejected: Counter[str], pins: Pins | None = None
+) -> list[Family]:
     """Every mesh of a cluster's devices under every way to store and split, grouped by how it resolves.
 
     Args:
@@ -55,13 +58,14 @@ def families(program: Program, cluster: Cluster, batch_size: int, rejected: Coun
       cluster: its devices are all used.
       batch_size: examples in a step; every mesh must divide it.
       rejected: counts what was left out, by reason.
+      pins: the user's wishes for single axes, kept in all of them.
     """
     meshes = list(_meshes(program, cluster.num_devices))
     keys: dict[tuple[object, ...], Key | str] = {}
     found = []
     for storing in STORING:
         for sequence in (False, True):
-            groups: Groups = []
+            way, groups = _Way(program, storing, sequence, pins or {}), Groups()
             for stages, *sizes in meshes:
                 of = dict(zip(AXES, sizes, strict=True))
                 if (storing != "fsdp" and of["fsdp"] == 1) or (sequence and of["model"] == 1):
@@ -70,12 +74,12 @@ def families(program: Program, cluster: Cluster, batch_size: int, rejected: Coun
                     rejected[BATCH] += 1
                     continue
                 # What is split does not depend on what is stored, nor on the stages.
-                key = keys.get((sequence, *sizes)) or keys.setdefault((sequence, *sizes), _key(program, of, sequence))
+                key = keys.get((sequence, *sizes)) or keys.setdefault((sequence, *sizes), _key(way, sizes))
                 if isinstance(key, str):
                     rejected[key] += 1
                 else:
                     _join(groups, key, (stages, *sizes))
-            found += [family for key, rows in groups for family in _stored_alike(program, storing, sequence, key, rows)]
+            found += [family for key, rows in groups for family in _stored_alike(way, key, rows)]
     return found
 
 
@@ -117,12 +121,24 @@ def _meshes(program: Program, num_devices: int) -> Iterator[tuple[int, ...]]:
                             yield stages, data, fsdp, expert, context, model
 
 
-def _key(program: Program, of: dict[str, int], sequence: bool) -> Key | str:
+@dataclass(frozen=True, eq=False)
+class _Way:
+    """A way to lay a program out, whatever the mesh."""
+
+    program: Program
+    storing: str
+    sequence: bool
+    pins: Pins
+
+
+def _key(way: _Way, sizes: Sequence[int]) -> Key | str:
     """Which classes each mesh axis splits; or why it cannot."""
-    mesh = mesh_of(list(of.values()))
+    mesh = mesh_of(sizes)
+    if any(axis not in mesh.names for to in way.pins.values() for axis in ((to,) if isinstance(to, str) else to or ())):
+        return UNPINNED
     try:
-        found = assign(program, layout_on("fsdp", sequence, mesh), mesh, {})
-        for leaf in program.leaves:
+        found = resolve(way.program, layout_on("fsdp", way.sequence, mesh), mesh, way.pins).assignment
+        for leaf in way.program.leaves:
             annotated(leaf, mesh)
     except SpanaxError as error:
         return IDLE if "nothing to split" in str(error) else UNEVEN
@@ -139,45 +155,44 @@ def _join(groups: Groups, key: Key, row: Row) -> None:
     groups.append((dict(key), [row]))
 
 
-def _stored_alike(program: Program, storing: str, sequence: bool, key: Key, rows: Sequence[Row]) -> list[Family]:
+def _stored_alike(way: _Way, key: Key, rows: Sequence[Row]) -> list[Family]:
     """Meshes of one group, apart where a leaf finds a dim to be stored split along on one and not on another."""
     found = []
-    for resolver, members in _represented(program, storing, sequence, key, rows):
+    for resolver, members in _represented(way, key, rows):
         flags = _storable(resolver, np.asarray(members, int).T[1:])
         for flag in np.unique(flags, axis=1).T:
             alike = [row for row, of in zip(members, flags.T, strict=True) if (of == flag).all()]
-            for one, same in _represented(program, storing, sequence, key, alike, flag):
+            for one, same in _represented(way, key, alike, flag):
                 table = np.asarray(same, int).T
-                found.append(Family(storing, sequence, one, table[1:], table[0]))
+                found.append(Family(way.storing, way.sequence, one, table[1:], table[0]))
     return found
 
 
 def _represented(
-    program: Program, storing: str, sequence: bool, key: Key, rows: Sequence[Row], flag: np.ndarray | None = None
+    way: _Way, key: Key, rows: Sequence[Row], flag: np.ndarray | None = None
 ) -> list[tuple[Resolver, Sequence[Row]]]:
     """Resolvers that split over every axis that one of their rows splits over, each with its rows.
 
     The smallest sizes together are hardly a mesh of these devices, but stand for all where they resolve alike.
     """
     smallest = [min((size for size in column if size > 1), default=1) for column in zip(*rows, strict=True)][1:]
-    split = _key(program, dict(zip(AXES, smallest, strict=True)), sequence)
+    split = _key(way, smallest)
     if not isinstance(split, str) and all(key[axis] == ranks for axis, ranks in split.items()):
-        one = _resolver(program, storing, sequence, smallest)
+        one = _resolver(way, smallest)
         if flag is None or (_storable(one, np.asarray([smallest]).T)[:, 0] == flag).all():
             return [(one, rows)]
     found: list[tuple[Resolver, Sequence[Row]]] = []
     while rows:
         best = max(rows, key=lambda row: (sum(size > 1 for size in row[1:]), row))
         of = [row for row in rows if all(size == 1 or most > 1 for size, most in zip(row[1:], best[1:], strict=True))]
-        found.append((_resolver(program, storing, sequence, best[1:]), of))
+        found.append((_resolver(way, best[1:]), of))
         rows = [row for row in rows if row not in of]
     return found
 
 
-def _resolver(program: Program, storing: str, sequence: bool, sizes: Sequence[int]) -> Resolver:
+def _resolver(way: _Way, sizes: Sequence[int]) -> Resolver:
     mesh = MeshShape(tuple(zip(AXES, map(int, sizes), strict=True)))
-    layout = layout_on(storing, sequence, mesh)
-    return Resolver(program, layout, mesh, assign(program, layout, mesh, {}))
+    return resolve(way.program, layout_on(way.storing, way.sequence, mesh), mesh, way.pins)
 
 
 def _storable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:

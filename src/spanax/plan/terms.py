@@ -123,9 +123,14 @@ class Terms:
         return dict(found)
 
 
-def tally(laid: Laid) -> Terms:
-    """The terms of a layout on a program: one walk over its kinds of operations."""
-    traced, found = laid.traced, _Tally(laid)
+def tally(laid: Laid, only: frozenset[int] | None = None) -> Terms:
+    """The terms of a layout on a program: one walk over its kinds of operations.
+
+    Args:
+      laid: the program's step under the layout.
+      only: count the collectives of these values alone, as those of one leaf (`spanax.trace.versions`).
+    """
+    traced, found = laid.traced, _Tally(laid, only)
     for kind in traced.census:
         if kind.op not in traced.inert:
             found.add(kind)
@@ -139,8 +144,8 @@ def tally(laid: Laid) -> Terms:
 class _Tally:
     """The rows of the terms as they are found; equal moves are counted together."""
 
-    def __init__(self, laid: Laid):
-        self.laid, self.traced = laid, laid.traced
+    def __init__(self, laid: Laid, only: frozenset[int] | None):
+        self.laid, self.traced, self._only = laid, laid.traced, only
         self._works: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
@@ -155,8 +160,8 @@ class _Tally:
         if split is None:
             return
         for shift in split.shifts:
-            runs = self._unshared(kind, shift) if shift.is_operand else kind.runs
-            self._move(runs, kind.phase, kind.in_layers, [shift])
+            is_counted = shift.is_operand or self._only is not None
+            self._move(self._runs(kind, shift) if is_counted else kind.runs, kind.phase, kind.in_layers, [shift])
         if op.name in CONTRACTIONS:
             self._work(kind, split)
 
@@ -171,29 +176,35 @@ class _Tally:
                 before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
                 runs = kind.runs * (num_trips if extra else 1)
                 shifts = transition(inner, before, after, is_operand=False)
-                self._move(runs, kind.phase, kind.in_layers, shifts)
+                self._move(self._of(inner, runs), kind.phase, kind.in_layers, shifts)
         for first, last in wires.carried:
             shifts = transition(last, self.laid.masks(last), self.laid.masks(first), is_operand=False)
-            self._move(kind.runs * num_trips, kind.phase, kind.in_layers, shifts)
+            self._move(self._of(last, kind.runs * num_trips), kind.phase, kind.in_layers, shifts)
 
     def add_ends(self) -> None:
         """Where a leaf of the state comes out of the step otherwise than it is kept, which is as it went in."""
         body, num_leaves = self.traced.graph.body, len(self.traced.graph.body.outputs) - self.traced.num_results
         for old, new in zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True):
             shifts = transition(new, self.laid.masks(new), self.laid.masks(old), is_operand=False)
-            self._move(1, Phase.UPDATE, False, shifts)
+            self._move(self._of(new, 1), Phase.UPDATE, False, shifts)
 
-    def _unshared(self, kind: Kind, shift: Shift) -> int:
-        """How often an operand really moves: what one operation has gathered, others of the same body read too.
+    def _of(self, value: int, runs: int) -> int:
+        return runs if self._only is None or value in self._only else 0
+
+    def _runs(self, kind: Kind, shift: Shift) -> int:
+        """How often a value really moves: what one operation has gathered, others of the same body read too.
 
         What depends on no input is the same in every round of a loop, and is moved before it.
         """
-        at, runs = kind.op.inputs.index(shift.value), 0
+        values, runs = (*kind.op.inputs, *kind.op.outputs), 0
+        at = values.index(shift.value)
         for op, times in kind.ops:
-            key = (op.inputs[at], shift.kind, shift.over, shift.kept)
-            again = times if self.traced.axes.origins[op.inputs[at]] else 1
-            runs += 0 if key in self._gathered else again
-            self._gathered.add(key)
+            value = (*op.inputs, *op.outputs)[at]
+            if shift.is_operand:
+                key = (value, shift.kind, shift.over, shift.kept)
+                times = 0 if key in self._gathered else times if self.traced.axes.origins[value] else 1
+                self._gathered.add(key)
+            runs += self._of(value, times)
         return runs
 
     def _move(self, runs: int, phase: Phase, in_layers: bool, shifts: Sequence[Shift]) -> None:

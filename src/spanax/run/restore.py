@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from spanax.plan.choose import as_planned
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run import checkpoint
 from spanax.run.run import Run, assert_placed

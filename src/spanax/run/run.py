@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError
-from spanax.plan.choose import as_planned, resolver_of
+from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.uses import uses
 from spanax.run import checkpoint

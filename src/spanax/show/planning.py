@@ -9,7 +9,7 @@ from typing import Any
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.candidate import Search, collectives_of, plan_of, shortfall
 from spanax.plan.guide import rule, warnings
 from spanax.plan.plan import Plan
 from spanax.plan.search import REMAT, search
@@ -17,6 +17,7 @@ from spanax.plan.whatif import budget, fewest_devices, largest
 from spanax.show.plans import candidate_json, search_json, search_text
 from spanax.trace.policies import known_policy
 from spanax.trace.workload import Workload
+from spanax.units import bytes_text
 
 Data = dict[str, Any]
 
@@ -137,7 +138,12 @@ def _extras(load: Callable[..., Workload], asked: Request, found: Search, machin
         leaf = made[asked.explain]
         text.append(f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.axes}: {tuple(leaf.partition_spec)}")
         text.append(f"  {leaf.local_bytes} bytes a device; {leaf.reason or 'as the layout computes with it'}")
-        data["explained"] = asdict(leaf)
+        moved = collectives_of(found, best, leaf.path) if leaf.kind != "batch" else {}
+        for axes, kinds in moved.items():
+            text += [f"  {kind} over {axes}: {bytes_text(size)} a step" for kind, size in kinds.items() if size]
+        if not any(size for kinds in moved.values() for size in kinds.values()):
+            text.append("  nothing of it moves between devices")
+        data["explained"] = asdict(leaf) | {"collectives": moved}
     if asked.layout is not None or asked.mesh is not None:
         free = _search(load, replace(asked, layout=None, mesh=None), machine)
         lines = warnings(free, best)

@@ -1,0 +1,121 @@
+"""From a layout and a mesh to a Plan: where every array of a program lives, and why."""
+
+from collections.abc import Sequence
+
+from spanax.errors import SpanaxError
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.assign import Pins
+from spanax.plan.layout import Layout
+from spanax.plan.plan import Placement, Plan, Schedule
+from spanax.plan.resolve import Resolver, resolve
+from spanax.trace.program import Program
+from spanax.trace.variables import Leaf, itemsize
+
+
+def placed(
+    program: Program, layout: Layout, mesh: MeshShape, *, pins: Pins, why: str, schedule: Schedule | None = None
+) -> Plan:
+    """The plan of a program under a layout on a mesh.
+
+    Args:
+      program: what is to be trained.
+      layout: what each mesh axis splits.
+      mesh: the devices of one stage.
+      pins: the user's wishes for single axes.
+      why: a line on why this layout.
+      schedule: remat, microbatches and stages; as the program was traced if left out.
+
+    Raises:
+      SpanaxError: the layout cannot be laid over this program on this mesh.
+    """
+    resolver = resolve(program, layout, mesh, pins)
+    values = program.step.graph.body.inputs
+    everything = [*program.leaves, *program.batch]
+    placements = [_place(resolver, leaf, value) for leaf, value in zip(everything, values, strict=True)]
+    _check_stored(resolver, placements)
+    return Plan(
+        fingerprint=program.fingerprint,
+        mesh=mesh,
+        layout=layout,
+        pins=tuple((name, (to,) if isinstance(to, str) else tuple(to or ())) for name, to in pins.items()),
+        leaves=tuple(placements[: len(program.leaves)]),
+        batch=tuple(placements[len(program.leaves) :]),
+        why=why,
+        schedule=schedule or Schedule(),
+    )
+
+
+def resolver_of(program: Program, plan: Plan) -> Resolver:
+    """The resolver that made a plan, so that the step runs what was planned.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+    """
+    check_made_for(program, plan)
+    return resolve(program, plan.layout, plan.mesh, {name: to or None for name, to in plan.pins})
+
+
+def check_made_for(program: Program, plan: Plan) -> None:
+    """Hold a plan against the program it is to place.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+    """
+    if plan.fingerprint != program.fingerprint:
+        planned = {(leaf.path, leaf.shape, leaf.dtype) for leaf in plan.leaves + plan.batch}
+        have = {(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in program.leaves + program.batch}
+        odd = sorted(planned ^ have, key=str)
+        raise SpanaxError(
+            "the plan was made for another program.",
+            where="; ".join(f"{path} {dtype}{list(shape)}" for path, shape, dtype in odd[:2]) + " differ",
+            fix="make a plan for this model and batch: spanax.plan(program, ...)",
+        )
+
+
+def as_planned(program: Program, plan: Plan) -> Program:
+    """The program that a plan was made for, traced as its schedule has it.
+
+    Raises:
+      SpanaxError: the plan was made for another program, or divides it into stages, which cannot be run yet.
+    """
+    check_made_for(program, plan)
+    schedule = plan.schedule
+    if schedule.num_stages > 1:
+        raise SpanaxError(
+            f"the plan divides the layers into {schedule.num_stages} stages, and pipelines cannot be run yet.",
+            fix="spanax plan --pipeline False, for a plan that can",
+        )
+    if schedule.remat is not None and schedule.remat != program.remat:
+        program = program.with_remat(schedule.remat)
+    if schedule.microbatches not in (1, program.microbatches):
+        program = program.with_microbatches(schedule.microbatches)
+    return program
+
+
+def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
+    labels = resolver.program.step.axes.classes[value]
+    spec, reason = resolver.placed(leaf, labels)
+    local = tuple(size // resolver.mesh.ways(by) for size, by in zip(leaf.shape, spec, strict=True))
+    num_bytes = itemsize(leaf.dtype)
+    for size in local:
+        num_bytes *= size
+    return Placement(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, reason)
+
+
+def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
+    """A layout that stores something split must find something to split."""
+    axes, layout = resolver.layout.stored_optimizer, resolver.layout
+    if resolver.mesh.ways(axes) == 1:
+        return
+    kinds = ("param", "optimizer") if layout.stored_params else ("optimizer",)
+    arrays = [place for place in placements if place.kind in kinds and place.shape]
+    if any(set(axes) & {axis for by in place.spec for axis in by} for place in arrays):
+        return
+    if not arrays:
+        raise SpanaxError(f"the optimizer has no arrays: {layout.name} would store nothing split.", fix="layout 'data'")
+    largest = max(arrays, key=lambda place: place.local_bytes)
+    raise SpanaxError(
+        f"no parameter divides {resolver.mesh.ways(axes)} ways: {layout.name} would store nothing split.",
+        where=f"the largest is {largest.path} {list(largest.shape)}",
+        fix="a smaller mesh axis, or layout 'data'",
+    )
