@@ -239,6 +239,11 @@ def cases(rows: Sequence[Row]) -> tuple[list[Case], dict[str, str]]:
 
 
 def _case(row: Row, shape: Shape, remat: str, traced: int, known: dict[tuple[object, ...], Terms]) -> Case:
+    """One run, ready to be priced.
+
+    PyTorch's FSDP and DeepSpeed split weights laid end to end, which any number of devices divides: the terms are those
+    of two devices, on which every array divides, and are priced on as many as there are.
+    """
     machine, software = cluster_of(row), software_of(row)
     sizes, storing = split_of(row)
     batch, count = batch_of(row, software)
@@ -252,9 +257,10 @@ def _case(row: Row, shape: Shape, remat: str, traced: int, known: dict[tuple[obj
     seconds = step_seconds(
         row, batch, machine.chip.peak_flops["bf16" if dtype == "fp8" else dtype], shape.matmul_params
     )
-    key = (sizes, storing, sequence)
+    resolved = sizes if software == "xla" else (sizes[0], min(sizes[1], 2), *sizes[2:])
+    key = (resolved, storing, sequence)
     if key not in known:
-        mesh = mesh_of(sizes)
+        mesh = mesh_of(resolved)
         program = program_of(shape, traced, remat)
         known[key] = tally(resolve(program, layout_on(storing, sequence, mesh), mesh, {}), program.step)
     if (*key, dtype) not in known:

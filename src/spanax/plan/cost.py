@@ -26,6 +26,9 @@ TILE = 128
 """Rows and columns of a result that one core makes at a time. Source: NVIDIA's matmul guide, and a TPU's unit."""
 
 
+NARROWEST = 8
+"""Rows or columns that a tensor core takes at least. Source: NVIDIA's matmul guide, 16-bit numbers."""
+
 SHARPNESS = 5.5
 """How sharply the longer of host and device decides. Source: as `Assumptions`."""
 
@@ -146,8 +149,7 @@ def ways_table(sizes: Array) -> Array:
 def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
     """Seconds of one run of each matmul: a roofline over whole tiles. One row a matmul, one column a mesh.
 
-    A result is made in square tiles, each by one core. A result of few tiles leaves cores idle, and so does the last
-    round. Reading and writing may take longer than the arithmetic. The kernel's start comes on top.
+    A result is made in tiles, each by one core, and the last round of tiles leaves cores idle (`_tiled`). Reading and writing may take longer than the arithmetic. The kernel's start comes on top.
 
     Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
     """
@@ -161,14 +163,31 @@ def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: A
                  / ways[works.bytes_splits]).sum(1)  # fmt: skip
     rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(works.dtypes)}
     rate = np.asarray([rates[dtype] for dtype in works.dtypes])[:, None]
-    cores = chip.num_cores or 1
-    rounds = np.ceil(m / TILE) * np.ceil(n / TILE) * np.maximum(count, 1.0) / cores
-    rounds = np.maximum(rounds, 1.0) + given.idle_rounds if chip.num_cores else rounds
-    first = np.where(of_scores, given.first_score_products, given.first_products) * (chip.num_cores is not None)
-    arithmetic = rounds * 2.0 * TILE**2 * (k + first) * cores / rate
+    first = np.where(of_scores, given.first_score_products, given.first_products)
+    done, partial_bytes = _tiled(m, n, k, np.maximum(count, 1.0), first, chip.num_cores, given)
+    arithmetic, num_bytes = done / rate, num_bytes + partial_bytes
     fused = _flops(works, ways, scale) * given.causal_share / (given.attention * rate)
     start = given.kernel_start * chip.kernel_start_seconds
     return start + np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / _memory_rate(chip))
+
+
+def _tiled(
+    m: Array, n: Array, k: Array, count: Array, first: Array, cores: int | None, given: Assumptions
+) -> tuple[Array, Array | float]:
+    """FLOPs that the time of a result's tiles is worth with all cores working, and bytes of sums left in parts.
+
+    A tile is square, or as narrow as the result and longer by as much. Where there are fewer tiles than cores, each
+    sum is cut into parts, one a core, which are written and added up. One core alone only fills its tiles up.
+
+    Source: cuBLAS and cuDNN (split-k); NVIDIA CUTLASS, "Efficient GEMM in CUDA", parallelized reductions.
+    """
+    if cores is None:
+        return 2.0 * TILE**2 * np.ceil(m / TILE) * np.ceil(n / TILE) * count * k, 0.0
+    narrow = 2.0 ** np.ceil(np.log2(np.clip(np.minimum(m, n), NARROWEST, TILE)))
+    tiles = np.ceil(np.minimum(m, n) / narrow) * np.ceil(np.maximum(m, n) * narrow / TILE**2) * count
+    parts = np.clip(np.floor(cores / tiles), 1.0, np.maximum(np.floor(k / TILE), 1.0))
+    rounds = np.maximum(tiles * parts / cores, 1.0) + given.idle_rounds
+    return rounds * 2.0 * TILE**2 * (k / parts + first) * cores, np.where(parts > 1, 8.0 * parts * m * n * count, 0.0)
 
 
 def touch_seconds(touches: Touches, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
