@@ -86,8 +86,8 @@ class Moves:
 class Terms:
     """Everything that one layout makes a program do.
 
-    `carry_bytes` is what goes from one of the `num_layers` layers to the next for the whole batch, divided by the axes
-    in `carry_split`; both are 0 where the program has no loop over layers.
+    `carry_bytes` is what goes from one of the `num_layers` layers to the next for the whole batch; both are 0 where the
+    program has no loop over layers.
     """
 
     axes: tuple[str, ...]
@@ -95,7 +95,6 @@ class Terms:
     touches: Touches
     moves: Moves
     carry_bytes: float
-    carry_split: int
     num_layers: int
 
     def moved_bytes(self, mesh: MeshShape) -> dict[tuple[str, str], float]:
@@ -126,11 +125,8 @@ def tally(resolver: Resolver, traced: Traced, constraints: Constraints | None = 
             found.add(kind)
     found.add_ends()
     carry, num_layers = traced.layer_carry
-    split = 0 if carry is None else union(found.masks(carry))
     num_bytes = 0 if carry is None else found.num_bytes(carry)
-    return Terms(
-        resolver.mesh.names, found.works(), _touches(found, traced), found.moves(), num_bytes, split, num_layers
-    )
+    return Terms(resolver.mesh.names, found.works(), _touches(found, traced), found.moves(), num_bytes, num_layers)
 
 
 class _Tally:
