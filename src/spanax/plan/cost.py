@@ -127,8 +127,9 @@ def price(
     named = {name: (layers[name] / stages + around[name]) * count for name in layers}
     named["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
     named["gradient sync"] = once
-    updated = [value for (phase, _, _), value in (*parts.items(), *moved.items()) if phase == Phase.UPDATE]
-    named["update"] = sum(updated) / stages
+    for name, found in (("weights between devices", moved), ("update", parts)):
+        seconds = sum(value for (phase, _, _), value in found.items() if phase == Phase.UPDATE) / stages
+        named[name] = named.get(name, 0.0) + seconds
     works = terms.works
     flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], stages, 1)
     return Costs(named, sum(named.values()), flops.sum(0) * count)
@@ -271,10 +272,11 @@ def _moved(
         total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
         seconds = runs * links.seconds(int(moves.kind[at]), int(moves.over[at]), total, given)
         inside, phase = bool(moves.in_layers[at]), Phase(int(moves.phase[at]))
-        if moves.of_weights[at] and moves.kind[at] == 1 and phase != Phase.FORWARD:
+        of_weights, is_sum = bool(moves.of_weights[at]), bool(moves.kind[at] == 1)
+        if of_weights and is_sum and phase != Phase.FORWARD:
             once = once + seconds / (grid.num_stages if inside else 1)
-        else:
-            found[phase, inside, bool(moves.of_weights[at])] += seconds
+        else:  # what is summed on the way to the loss is the loss, or a mean of the batch
+            found[phase, inside, of_weights and not is_sum] += seconds
     return found, once
 
 
