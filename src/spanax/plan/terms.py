@@ -336,7 +336,9 @@ def _as_matmul(
 
     The channels of a group see only those of the same group. Zeros between dilated inputs are not summed.
     """
-    groups[0] += [(shape[at], split.result[at], False) for at in op.params["dimension_numbers"].out_spec[2:]]
+    batch, _, *places = op.params["dimension_numbers"].out_spec
+    rows = [batch, *places] if op.params["batch_group_count"] > 1 else places
+    groups[0] += [(shape[at], split.result[at], False) for at in rows]
     num_groups = max(op.params["feature_group_count"], op.params["batch_group_count"])
     if num_groups > 1:
         ((channels, mask, grows),) = groups[3]
