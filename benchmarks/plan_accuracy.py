@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 import published  # noqa: E402
 import published_fit  # noqa: E402
 import published_memory  # noqa: E402
-from published_costs import DISPATCH_SECONDS, Case, cases, predicted  # noqa: E402
+from published_costs import DISPATCH_SECONDS, LOSS_PASSES, Case, cases, predicted  # noqa: E402
 from published_ranks import ranks  # noqa: E402
 
 from spanax.plan.cost import Assumptions  # noqa: E402
@@ -84,8 +84,8 @@ def measure(folder: Path, constants: published_fit.Constants | None = None, fit:
     made, refused = cases(runs)
     skipped |= refused
     fitted = published_fit.fit(made) if fit else constants
-    chosen = fitted or published_fit.Constants(Assumptions(), DISPATCH_SECONDS, {})
-    seconds = predicted(made, chosen.given, chosen.dispatch_seconds, chosen.sustained) if made else np.zeros(0)
+    chosen = fitted or published_fit.Constants(Assumptions(), DISPATCH_SECONDS, LOSS_PASSES, {})
+    seconds = predicted(made, chosen.given, chosen.dispatch_seconds, chosen.loss_passes, chosen.sustained)
     errors = seconds / np.asarray([case.measured_seconds for case in made]) - 1 if made else np.zeros(0)
     seen = np.asarray([published_fit.is_fitted(case) for case in made], bool)
     held_out = errors[~seen]

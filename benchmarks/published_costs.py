@@ -18,14 +18,27 @@ from spanax.errors import SpanaxError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster, cluster
-from spanax.plan.cost import Assumptions, Costs, Grid, price
+from spanax.plan.cost import Assumptions, Costs, Grid, price, repeated
 from spanax.plan.laid import Laid
 from spanax.plan.resolve import resolve
 from spanax.plan.space import AXES, layout_on, mesh_of
 from spanax.plan.terms import Terms, tally
 
-DISPATCH_SECONDS = 80e-6
+DISPATCH_SECONDS = 79e-6
 """On the host, for each kernel of the fused program, where PyTorch runs op by op. Source: --fit, as `Assumptions`."""
+
+LOSS_PASSES = 3.23
+"""How often PyTorch, op by op, goes over the logits where a fused loss goes once. Source: --fit, as `Assumptions`."""
+
+PART_SECONDS = 15e-6
+"""Of each device's part of an array that DeepSpeed's ZeRO-3 gathers or scatters: a list with one tensor a device.
+
+Source: 10 us for PyTorch to dispatch a copy, and 4.7 us a step of NCCL's ring with 8 devices a node (tuning.cc); not
+fitted, but added after the rows of Narayanan et al. (2021), table 2, had been seen.
+"""
+
+PERSISTENT_BYTES = 1e6
+"""DeepSpeed gathers no smaller arrays. Source: its documentation, stage3_param_persistence_threshold."""
 
 CHIPS = (
     (r"gb200", "gb200"), (r"\bb200", "b200"), (r"h200", "h200"), (r"gh200|h100", "h100"), (r"mi300x", "mi300x"),
@@ -57,6 +70,7 @@ class Case:
     scale: float
     software: str
     redone: str
+    gathers_again: bool
     fused_attention: bool
     measured_seconds: float
 
@@ -68,15 +82,29 @@ def software_of(row: Row) -> str:
     return "compiled" if row.says(*COMPILED) else "eager"
 
 
-def assumptions_of(case: Case, given: Assumptions, dispatch_seconds: float = DISPATCH_SECONDS) -> Assumptions:
+def assumptions_of(
+    case: Case, given: Assumptions, dispatch_seconds: float = DISPATCH_SECONDS, loss_passes: float = LOSS_PASSES
+) -> Assumptions:
     """What is assumed of a run: the same for all of its kind of framework."""
+    is_eager = case.software == "eager"
     return replace(
         given,
-        dispatch_seconds=dispatch_seconds if case.software == "eager" else 0.0,
+        dispatch_seconds=dispatch_seconds if is_eager else 0.0,
+        touched_around=loss_passes if is_eager else 1.0,
         repeats_forward=case.redone == "all",
+        gathers_again=case.gathers_again,
         fused_attention=case.fused_attention,
         causal_share=0.5 if case.fused_attention else 1.0,
     )
+
+
+def listed_seconds(case: Case) -> float:
+    """What DeepSpeed's ZeRO-3 takes beyond the bytes: each array goes alone, as a list with one tensor a device."""
+    if not case.gathers_again:
+        return 0.0
+    moves = (repeated(case.terms, True) if case.redone == "all" else case.terms).moves
+    runs = moves.runs[moves.of_weights & (moves.num_bytes >= PERSISTENT_BYTES)].sum()
+    return float(runs * case.num_microbatches * case.sizes[1] * PART_SECONDS)
 
 
 def remat_of(row: Row, software: str, fused_attention: bool) -> tuple[str, str]:
@@ -240,6 +268,11 @@ def cases(rows: Sequence[Row]) -> tuple[list[Case], dict[str, str]]:
 
 
 def _case(row: Row, shape: Shape, remat: str, traced: int, known: dict[tuple[object, ...], Terms]) -> Case:
+    """One run, ready to be priced.
+
+    PyTorch's FSDP and DeepSpeed split weights laid end to end, which any number of devices divides: the terms are those
+    of two devices, on which every array divides, and are priced on as many as there are.
+    """
     machine, software = cluster_of(row), software_of(row)
     sizes, storing = split_of(row)
     batch, count = batch_of(row, software)
@@ -253,9 +286,10 @@ def _case(row: Row, shape: Shape, remat: str, traced: int, known: dict[tuple[obj
     seconds = step_seconds(
         row, batch, machine.chip.peak_flops["bf16" if dtype == "fp8" else dtype], shape.matmul_params
     )
-    key = (sizes, storing, sequence)
+    resolved = sizes if software == "xla" else (sizes[0], min(sizes[1], 2), *sizes[2:])
+    key = (resolved, storing, sequence)
     if key not in known:
-        mesh = mesh_of(sizes)
+        mesh = mesh_of(resolved)
         program = program_of(shape, traced, remat)
         known[key] = tally(Laid(resolve(program, layout_on(storing, sequence, mesh), mesh, {}), program.step))
     if (*key, dtype) not in known:
@@ -264,6 +298,7 @@ def _case(row: Row, shape: Shape, remat: str, traced: int, known: dict[tuple[obj
         row=row, shape=shape, cluster=machine, terms=known[*key, dtype], sizes=sizes, num_microbatches=count,
         scale=batch / count / traced, software=software,
         redone=remat_of(row, software, has_fused_attention(row, software))[1],
+        gathers_again=storing == "fsdp" and row.says("deepspeed.*zero-?3"),
         fused_attention=has_fused_attention(row, software), measured_seconds=seconds,
     )  # fmt: skip
 
@@ -290,6 +325,7 @@ def predicted(
     made: Sequence[Case],
     given: Assumptions,
     dispatch_seconds: float = DISPATCH_SECONDS,
+    loss_passes: float = LOSS_PASSES,
     sustained: Mapping[str, float] | None = None,
 ) -> np.ndarray:
     """Seconds of a step of every case, alike ones priced at once; `sustained` replaces chips' shares (for the fit)."""
@@ -300,13 +336,12 @@ def predicted(
     seconds = np.zeros(len(made))
     for places in together.values():
         alike = [made[at] for at in places]
-        seconds[places] = priced(alike, given, dispatch_seconds, sustained).step_seconds
+        chosen = assumptions_of(alike[0], given, dispatch_seconds, loss_passes)
+        seconds[places] = priced(alike, chosen, sustained).step_seconds + [listed_seconds(case) for case in alike]
     return seconds
 
 
-def priced(
-    alike: Sequence[Case], given: Assumptions, dispatch_seconds: float, sustained: Mapping[str, float] | None
-) -> Costs:
+def priced(alike: Sequence[Case], given: Assumptions, sustained: Mapping[str, float] | None = None) -> Costs:
     """The costs of cases that differ in degrees and batch only."""
     first, count = alike[0], len(alike)
     machine, row = first.cluster, first.row
@@ -321,4 +356,4 @@ def priced(
         schedule="interleaved" if row.chunks > 1 else "1f1b",
         num_chunks=row.chunks,
     )
-    return price(first.terms, machine, grid, assumptions_of(first, given, dispatch_seconds))
+    return price(first.terms, machine, grid, given)

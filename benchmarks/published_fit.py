@@ -1,15 +1,15 @@
 """The constants of the cost model, fitted on half of some published runs; the other half, and all others, report.
 
-One set of constants for all chips, models and sources; the only ones of a chip are `sustained_share` of the H100 (and
-of what is like it) and of the TPUs, and the only one of a kind of framework is what its host takes to dispatch a
-kernel.
+One set of constants for all chips, models and sources; the only ones of a chip are `sustained_share` of the A100, of
+the H100 (and of what is like it) and of the TPUs, and the only ones of a kind of framework are what its host takes to
+dispatch a kernel and how often it goes over the logits.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from published_costs import DISPATCH_SECONDS, Case, predicted
+from published_costs import DISPATCH_SECONDS, LOSS_PASSES, Case, predicted
 from scipy.optimize import minimize
 
 from spanax.hardware.chips import catalogue
@@ -18,12 +18,8 @@ from spanax.plan.cost import Assumptions
 FITTED = {"vtrain_single_node": 10, "vtrain_multi_node": 4, "mosaic_llmfoundry_mpt": 4, "maxtext_readme": 2}
 """Files of which rows are fitted on: those whose number in the id is a multiple, which is every second one we have."""
 
-CONSTANTS = (
-    "idle_rounds", "first_products", "first_score_products", "touched", "kernel_start",
-    "collective_start", "overlap", "gradient_sync",
-    "attention", "head", "hop",
-)  # fmt: skip
-SHARES = {"head", "hop", "touched", "overlap", "kernel_start"}
+CONSTANTS = ("idle_rounds", "score_products", "touched", "attention", "start")
+SHARES = {"start"}
 """Constants that are shares, from 0 to 1."""
 SUSTAINED = {
     "a100": ("a100-80gb", "a100-40gb"),
@@ -38,6 +34,7 @@ class Constants:
 
     given: Assumptions
     dispatch_seconds: float
+    loss_passes: float
     sustained: dict[str, float]
 
 
@@ -63,7 +60,7 @@ def fit(cases: Sequence[Case], evaluations: int = 1500) -> Constants:
 
     def loss(point: np.ndarray) -> float:
         of = at(point)
-        seconds = predicted(seen, of.given, of.dispatch_seconds, of.sustained)
+        seconds = predicted(seen, of.given, of.dispatch_seconds, of.loss_passes, of.sustained)
         return float((weights * np.abs(np.log(seconds / measured))).sum())
 
     point, best = begin, np.inf
@@ -80,17 +77,18 @@ def start() -> np.ndarray:
     given = Assumptions()
     values = [_free(name, getattr(given, name)) for name in CONSTANTS]
     chips = [catalogue()[names[0]].sustained_share for names in SUSTAINED.values()]
-    return np.asarray([*values, np.log(DISPATCH_SECONDS), *(_free("share", share, True) for share in chips)])
+    of_software = [np.log(DISPATCH_SECONDS), np.log(LOSS_PASSES)]
+    return np.asarray([*values, *of_software, *(_free("share", share, True) for share in chips)])
 
 
 def at(point: np.ndarray) -> Constants:
     """The constants of a point."""
     values = {name: _bound(name, x) for name, x in zip(CONSTANTS, point, strict=False)}
-    dispatch, *shares = point[len(CONSTANTS) :]
+    dispatch, passes, *shares = point[len(CONSTANTS) :]
     sustained = {
         chip: _bound("share", x, True) for names, x in zip(SUSTAINED.values(), shares, strict=True) for chip in names
     }
-    return Constants(replace(Assumptions(), **values), float(np.exp(dispatch)), sustained)
+    return Constants(replace(Assumptions(), **values), float(np.exp(dispatch)), float(np.exp(passes)), sustained)
 
 
 def _free(name: str, value: float, is_share: bool = False) -> float:

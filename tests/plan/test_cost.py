@@ -145,6 +145,49 @@ def test_more_work_takes_longer_and_half_of_it_no_less_than_half(chip: str) -> N
         assert whole / 2 <= split <= whole
 
 
+def test_a_long_sum_is_cut_into_parts_where_its_result_is_of_few_tiles() -> None:
+    chip, k = chip_named("a100"), 2**20
+    assert chip.num_cores and chip.memory_bytes_per_second
+    by_one_core = 2 * TILE**2 * k * chip.num_cores / (chip.flops_per_second("bf16") * chip.sustained_share)
+    num_bytes = 2 * (2 * TILE * k) / (chip.memory_bytes_per_second * chip.memory_share)
+    assert num_bytes < seconds("a100", one_matmul(TILE, TILE, k)) < 0.05 * by_one_core
+    # What is written in parts is counted: the same work in many tiles takes less.
+    assert seconds("a100", one_matmul(32 * TILE, 32 * TILE, k // 1024)) < seconds("a100", one_matmul(TILE, TILE, k))
+
+
+def test_a_narrow_result_takes_narrow_tiles() -> None:
+    # As a convolution, which reads less than the matmul it is: no bytes to wait for.
+    both = [dataclasses.replace(one_matmul(2**20, n, 8192), num_bytes=np.zeros((1, 3))) for n in (64, 128)]
+    narrow, wide = (seconds("a100", works) for works in both)
+    assert narrow == pytest.approx(wide / 2, rel=0.05)
+
+
+def test_in_eight_bits_the_operands_are_cast_first() -> None:
+    chip, n = chip_named("h100"), 8192
+    assert chip.memory_bytes_per_second
+    fp8, bf16 = (seconds("h100", one_matmul(n, n, n, dtype=dtype)) for dtype in ("fp8", "bf16"))
+    casts = 1.5 * 2 * 2 * n * n / (chip.memory_bytes_per_second * chip.memory_share)
+    rates = chip.flops_per_second("fp8") / chip.flops_per_second("bf16")
+    start = Assumptions().start * chip.kernel_start_seconds
+    assert fp8 - start == pytest.approx((bf16 - start) / rates + casts, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4), (2, 16)])
+def test_a_convolution_is_the_matmul_of_its_flops(stride: int, groups: int) -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Sequential:
+        first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+        return nnx.Sequential(first, nnx.Conv(16, 32, (3, 3), stride, feature_group_count=groups, rngs=rngs))
+
+    program = spanax.trace(
+        build=build, optimizer=optax.sgd(0.1), batch=array(8, 16, 16, 3), loss=lambda model, x: (model(x) ** 2).mean()
+    )
+    works = terms(program, "data", "data=8").works
+    assert len(works.flops) >= 5
+    np.testing.assert_allclose(2 * works.sizes.prod(1), works.flops)
+    if groups > 1:
+        assert groups in works.sizes[:, 3]
+
+
 # A whole step
 
 
@@ -187,6 +230,30 @@ def test_what_stores_less_updates_less_and_gathers_more() -> None:
     assert fsdp["update"][0] < 0.3 * ddp["update"][0] and zero1["update"][0] < ddp["update"][0]
     assert ddp["weights between devices"][0] == 0 < fsdp["weights between devices"][0]
     assert fsdp["gradient sync"][0] < ddp["gradient sync"][0]
+    assert zero1["weights between devices"][0] > 0  # what was updated in parts is gathered
+
+
+def test_a_repeated_forward_pass_gathers_again_where_weights_were_let_go() -> None:
+    kept, once, again = (
+        price(terms(small_gpt(), "fsdp", "fsdp=8"), spanax.cluster("h100", 8), grid((8,)), given).terms
+        for given in (
+            Assumptions(),
+            Assumptions(repeats_forward=True),
+            Assumptions(repeats_forward=True, gathers_again=True),
+        )
+    )
+    name = "weights between devices"
+    assert kept[name][0] == once[name][0] < again[name][0] < 1.5 * once[name][0]
+    assert kept["matmuls"][0] < once["matmuls"][0] == again["matmuls"][0]
+
+
+def test_what_goes_over_the_logits_more_often_touches_more_around_the_layers_only() -> None:
+    once, thrice = (
+        price(terms(large(), "data", "data=8"), spanax.cluster("a100", 8), grid((8,)), given).terms
+        for given in (Assumptions(), Assumptions(touched_around=3.0))
+    )
+    assert once["memory"][0] < thrice["memory"][0] < 3 * once["memory"][0]
+    assert once["update"][0] == thrice["update"][0]
 
 
 def test_alone_nothing_moves() -> None:

@@ -110,7 +110,7 @@ def test_a_member_costs_what_it_costs_alone(place: tuple[str, str]) -> None:
         alone = priced(program, cluster, own_resolver(program, family, column), family, column)
         ratios.append(np.divide(priced(program, cluster, family.resolver, family, column), alone))
     assert np.abs(np.asarray(ratios) - 1).max() <= 0.15
-    assert np.median(np.abs(np.asarray(ratios) - 1), axis=0).max() <= 0.04
+    assert np.median(np.abs(np.asarray(ratios) - 1), axis=0).max() <= 0.05
 
 
 class Padded(nnx.Module):

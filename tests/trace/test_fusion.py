@@ -135,3 +135,10 @@ def test_every_body_has_a_plan_and_what_it_keeps_is_there() -> None:
         for value in found.written:
             assert found.sources(value) <= found.kept
             assert all(found.level[source] <= found.level[value] for source in found.sources(value))
+
+
+def test_a_sum_that_must_be_whole_first_ends_a_kernel() -> None:
+    graph, found = kept(lambda x: jnp.exp(x - x.sum(0)), (8, 4))
+    (x,), (out,), total = graph.body.inputs, graph.body.outputs, made_by(graph, "reduce_sum")
+    assert found.kept == {x, total, out}
+    assert traffic(graph) == ({x: (0, 2), total: (1, 1), out: (1, 0)}, 2)

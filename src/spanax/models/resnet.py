@@ -49,7 +49,7 @@ class ConvNorm(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(self.conv(x))
+        return self.norm(self.conv(x)).astype(x.dtype)  # its averages are kept in float32, and make it so
 
 
 class Bottleneck(nnx.Module):

@@ -26,6 +26,12 @@ TILE = 128
 """Rows and columns of a result that one core makes at a time. Source: NVIDIA's matmul guide, and a TPU's unit."""
 
 
+NARROWEST = 8
+"""Rows or columns that a tensor core takes at least. Source: NVIDIA's matmul guide, 16-bit numbers."""
+
+CAST = 1.5
+"""Bytes to turn operands into eight bits, over theirs in sixteen: read in two bytes, written in one."""
+
 SHARPNESS = 5.5
 """How sharply the longer of host and device decides. Source: as `Assumptions`."""
 
@@ -36,38 +42,32 @@ class Assumptions:
 
     Attributes:
       idle_rounds: what the last, partly filled round of tiles costs, in rounds.
-      first_products: each tile takes as long as if it summed over so many products more: filling its pipeline.
-      first_score_products: the same of attention scores, and of what is made of them, outside of a fused kernel.
+      score_products: attention scores, and what is made of them, take as long outside of a fused kernel as if each
+        number were a sum of so many products more.
       touched: the share of a fused kernel's bytes that really go to memory.
-      collective_start: what starting a collective costs in a step, over what it costs alone.
-      overlap: the share of the computation beside which gathers of weights run unnoticed.
-      gradient_sync: what is seen of summing gradients once a step, which runs beside the backward pass.
+      touched_around: how many times as much is touched around the layers, in the loss above all: 1 for a compiled step.
       attention: the rate of a fused attention kernel over that of a matmul.
-      head: the share of what is outside of the layers that the last stage of a pipeline has.
-      hop: what is seen of a send between stages.
-      kernel_start: what is seen of a kernel's start in a step, where the next one waits in line already.
+      start: what is seen in a step of the start of a kernel or a collective, where the next waits in line already.
       dispatch_seconds: per kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
       repeats_forward: whether the backward pass repeats all of the layers' forward pass, as checkpoints do where no
         compiler drops what nobody reads; the program is then one that keeps everything.
+      gathers_again: whether the repeated pass gathers the weights a time of its own.
       fused_attention: whether attention scores stay on the chip.
       causal_share: the share of the scores that a fused kernel works out.
 
-    Source: `python benchmarks/plan_accuracy.py --fit`: on every second row of the vTrain and llm-foundry files.
+    Source: `python benchmarks/plan_accuracy.py --fit`: every second row of the vTrain, llm-foundry and MaxText files.
+    What was fitted to nothing is left out: that gathers of weights and sums of gradients hide behind computation.
     """
 
-    idle_rounds: float = 0.397
-    first_products: float = 619.0
-    first_score_products: float = 619.0
-    touched: float = 0.83
-    collective_start: float = 2.63
-    overlap: float = 0.086
-    gradient_sync: float = 0.64
-    attention: float = 0.286
-    head: float = 0.975
-    hop: float = 0.2
-    kernel_start: float = 0.4
+    idle_rounds: float = 0.625
+    score_products: float = 501.0
+    touched: float = 0.872
+    touched_around: float = 1.0
+    attention: float = 0.32
+    start: float = 0.667
     dispatch_seconds: float = 0.0
     repeats_forward: bool = False
+    gathers_again: bool = False
     fused_attention: bool = False
     causal_share: float = 1.0
 
@@ -101,34 +101,35 @@ def price(
 ) -> Costs:
     """What a step costs on every mesh of a grid.
 
-    A microbatch goes forward and backward through the layers and what is around them; the weights it needs are
-    gathered, and what of that does not hide behind the computation is waited for. Gradients are summed over
-    `data` once a step, the update is done once a step.
+    A microbatch goes forward and backward through the layers and what is around them, and waits for the weights it
+    needs to be gathered. Gradients are summed over `data` once a step, the update is done once a step.
     """
     given = given or Assumptions()
-    terms = _repeated(terms) if given.repeats_forward else terms
+    terms = repeated(terms, given.gathers_again) if given.repeats_forward else terms
     chip, ways = cluster.chip, ways_table(grid.sizes)
     table = links or Links(cluster, terms.axes, np.vstack([grid.num_stages[None], grid.sizes]))
     at = table.at(grid)
     parts = _computed(terms, ways, grid.scale, chip, given)
     moved, once = _moved(terms, ways, at, grid, given)
     stages, count = grid.num_stages, grid.num_microbatches
-    layers, around = (_sum(parts, moved, inside, given) for inside in (True, False))
+    layers, around = (_sum(parts, moved, inside) for inside in (True, False))
     _wait_for_host(layers, around, terms, stages, given)
     stage = sum(layers.values()) / stages
-    hop = given.hop * at.hop_seconds(terms.carry_bytes * grid.scale / ways[terms.carry_split])
+    # Devices of a stage that hold the same send a part each (Megatron-LM's scatter and gather, arXiv 2104.04473).
+    hop = at.hop_seconds(terms.carry_bytes * grid.scale / ways[-1])
     # Forward and backward are told apart only for the bubble, which in the end depends on their sum.
     third = stage / 3 / grid.num_chunks
     pipelined = step_seconds(
         grid.schedule, stages, count, grid.num_chunks,
         forward_seconds=third, backward_seconds=third, weight_seconds=third, hop_seconds=hop,
     )  # fmt: skip
-    # One microbatch goes through all of what is around the layers; the others wait only for the last stage's part.
-    rounds = np.where(stages > 1, 1 + given.head * (count - 1), count)
-    named = {name: layers[name] / stages * count + around[name] * rounds for name in layers}
+    # The last stage also has what is around the layers, and all others wait for it.
+    named = {name: (layers[name] / stages + around[name]) * count for name in layers}
     named["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
-    named["gradient sync"] = given.gradient_sync * once
-    named["update"] = sum(value for (phase, _, _), value in parts.items() if phase == Phase.UPDATE) / stages
+    named["gradient sync"] = once
+    for name, found in (("weights between devices", moved), ("update", parts)):
+        seconds = sum(value for (phase, _, _), value in found.items() if phase == Phase.UPDATE) / stages
+        named[name] = named.get(name, 0.0) + seconds
     works = terms.works
     flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], stages, 1)
     return Costs(named, sum(named.values()), flops.sum(0) * count)
@@ -146,8 +147,8 @@ def ways_table(sizes: Array) -> Array:
 def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
     """Seconds of one run of each matmul: a roofline over whole tiles. One row a matmul, one column a mesh.
 
-    A result is made in square tiles, each by one core. A result of few tiles leaves cores idle, and so does the last
-    round. Reading and writing may take longer than the arithmetic. The kernel's start comes on top.
+    A result is made in tiles, each by one core, and the last round of tiles leaves cores idle (`_tiled`). Reading and
+    writing may take longer than the arithmetic. The kernel's start comes on top, and in eight bits the casts.
 
     Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
     """
@@ -157,27 +158,49 @@ def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: A
     of_scores = works.scores.any(1).reshape(-1, 1)
     is_fused = of_scores & given.fused_attention
     kept = np.where(works.scores & given.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
-    num_bytes = (kept * works.num_bytes[:, :, None] * np.where(works.bytes_batched[:, :, None], scale, 1.0)
-                 / ways[works.bytes_splits]).sum(1)  # fmt: skip
+    each = works.num_bytes[:, :, None] / ways[works.bytes_splits]
+    each = np.where(works.bytes_batched[:, :, None], each * scale, each)
+    is_cast = np.asarray([dtype == "fp8" for dtype in works.dtypes])[:, None]
+    num_bytes = (kept * each).sum(1)
     rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(works.dtypes)}
     rate = np.asarray([rates[dtype] for dtype in works.dtypes])[:, None]
-    cores = chip.num_cores or 1
-    rounds = np.ceil(m / TILE) * np.ceil(n / TILE) * np.maximum(count, 1.0) / cores
-    rounds = np.maximum(rounds, 1.0) + given.idle_rounds if chip.num_cores else rounds
-    first = np.where(of_scores, given.first_score_products, given.first_products) * (chip.num_cores is not None)
-    arithmetic = rounds * 2.0 * TILE**2 * (k + first) * cores / rate
+    k = np.where(of_scores & (chip.num_cores is not None), k + given.score_products, k)
+    done, partial_bytes = _tiled(m, n, k, np.maximum(count, 1.0), chip.num_cores, given.idle_rounds)
+    arithmetic, num_bytes = done / rate, num_bytes + partial_bytes
     fused = _flops(works, ways, scale) * given.causal_share / (given.attention * rate)
-    start = given.kernel_start * chip.kernel_start_seconds
-    return start + np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / _memory_rate(chip))
+    start = given.start * chip.kernel_start_seconds
+    memory_rate = _memory_rate(chip)
+    longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / memory_rate)
+    return start + longer + is_cast * CAST * each[:, :2].sum(1) / memory_rate
+
+
+def _tiled(
+    m: Array, n: Array, k: Array, count: Array, cores: int | None, idle_rounds: float
+) -> tuple[Array, Array | float]:
+    """FLOPs that the time of a result's tiles is worth with all cores working, and bytes of sums left in parts.
+
+    A tile is square, or as narrow as the result and longer by as much. Where there are fewer tiles than cores, each
+    sum is cut into parts, one a core, which are written and added up. One core alone only fills its tiles up.
+
+    Source: cuBLAS and cuDNN (split-k); NVIDIA CUTLASS, "Efficient GEMM in CUDA", parallelized reductions.
+    """
+    if cores is None:
+        return 2.0 * TILE**2 * np.ceil(m / TILE) * np.ceil(n / TILE) * count * k, 0.0
+    narrow = 2.0 ** np.ceil(np.log2(np.clip(np.minimum(m, n), NARROWEST, TILE)))
+    tiles = np.ceil(np.minimum(m, n) / narrow) * np.ceil(np.maximum(m, n) * narrow / TILE**2) * count
+    parts = np.clip(np.floor(cores / tiles), 1.0, np.maximum(np.floor(k / TILE), 1.0))
+    rounds = np.maximum(tiles * parts / cores, 1.0) + idle_rounds
+    return rounds * 2.0 * TILE**2 * k / parts * cores, np.where(parts > 1, 8.0 * parts * m * n * count, 0.0)
 
 
 def touch_seconds(touches: Touches, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
-    """Seconds of each row of fused traffic: its bytes over the memory's rate.
+    """Seconds of each row of fused traffic: its bytes over the memory's rate, times `touched_around` around the layers.
 
     Source: a kernel that only passes numbers on is as fast as the memory (roofline).
     """
     num_bytes = touches.num_bytes[:, None] * np.where(touches.batched[:, None], scale, 1.0) / ways[touches.split]
-    kept = np.where(touches.scores & given.fused_attention, 0.0, given.touched).reshape(-1, 1)
+    again = np.where(touches.in_layers | (touches.phase == Phase.UPDATE), 1.0, given.touched_around)
+    kept = np.where(touches.scores & given.fused_attention, 0.0, given.touched * again).reshape(-1, 1)
     return kept * num_bytes / _memory_rate(chip)
 
 
@@ -193,13 +216,18 @@ def _computed(terms: Terms, ways: Array, scale: Array, chip: Chip, given: Assump
                 chosen = (rows.phase == phase) & (rows.in_layers == inside)
                 found[phase, inside, name] = seconds[chosen].sum(0)
             kernels = touches.kernels[phase][int(inside)]
-            start = kernels * given.kernel_start * chip.kernel_start_seconds
+            start = kernels * given.start * chip.kernel_start_seconds
             found[phase, inside, "kernel starts"] = np.full_like(found[phase, inside, "memory"], start)
     return found
 
 
-def _repeated(terms: Terms) -> Terms:
-    """The terms with the layers' forward pass twice, but for gathers of weights: the way back gathers them anyway."""
+def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
+    """The terms with the layers' forward pass twice; what the second one gathers is there for the way back too.
+
+    Args:
+      terms: of a program that keeps everything.
+      gathers_again: whether weights are let go of in between, and gathered a third time.
+    """
     works, touches, moves = terms.works, terms.touches, terms.moves
     kernels = touches.kernels.copy()
     kernels[Phase.FORWARD, 1] *= 2
@@ -208,7 +236,7 @@ def _repeated(terms: Terms) -> Terms:
         terms,
         works=replace(works, runs=works.runs * again[0]),
         touches=replace(touches, num_bytes=touches.num_bytes * again[1], kernels=kernels),
-        moves=replace(moves, runs=moves.runs * np.where(moves.of_weights, 1, again[2])),
+        moves=replace(moves, runs=moves.runs * np.where(moves.of_weights & (not gathers_again), 1, again[2])),
     )
 
 
@@ -244,10 +272,11 @@ def _moved(
         total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
         seconds = runs * links.seconds(int(moves.kind[at]), int(moves.over[at]), total, given)
         inside, phase = bool(moves.in_layers[at]), Phase(int(moves.phase[at]))
-        if moves.of_weights[at] and moves.kind[at] == 1 and phase != Phase.FORWARD:
+        of_weights, is_sum = bool(moves.of_weights[at]), bool(moves.kind[at] == 1)
+        if of_weights and is_sum and phase != Phase.FORWARD:
             once = once + seconds / (grid.num_stages if inside else 1)
-        else:
-            found[phase, inside, bool(moves.of_weights[at])] += seconds
+        else:  # what is summed on the way to the loss is the loss, or a mean of the batch
+            found[phase, inside, of_weights and not is_sum] += seconds
     return found, once
 
 
@@ -268,16 +297,12 @@ def _messages(moves: Moves, num_layers: int) -> list[tuple[Array, float]]:
     ]
 
 
-def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool, given: Assumptions) -> dict[str, Array]:
+def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool) -> dict[str, Array]:
     """Seconds of one microbatch by name, forward and backward, of what is inside the layers or around them."""
     names = ("matmuls", "memory", "kernel starts")
     found = {name: parts[Phase.FORWARD, inside, name] + parts[Phase.BACKWARD, inside, name] for name in names}
-    found["activations between devices"] = moved[Phase.FORWARD, inside, False] + moved[Phase.BACKWARD, inside, False]
-    waited = np.zeros_like(found["matmuls"])
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
-        computing = sum(parts[phase, inside, name] for name in names)
-        waited = waited + np.maximum(0.0, moved[phase, inside, True] - given.overlap * computing)
-    found["weights between devices"] = waited
+    for of_weights, name in ((False, "activations between devices"), (True, "weights between devices")):
+        found[name] = moved[Phase.FORWARD, inside, of_weights] + moved[Phase.BACKWARD, inside, of_weights]
     return found
 
 
@@ -340,7 +365,7 @@ class LinksAt:
     def seconds(self, kind: int, over: int, num_bytes: Array, given: Assumptions) -> Array:
         """Seconds of one collective over a set of axes; `num_bytes` are the whole array's of one group."""
         link = self.arrays(over)
-        size, start = link["size"], link["start_seconds"] * given.collective_start
+        size, start = link["size"], link["start_seconds"] * given.start
         if kind == 1:
             rate = link["all_reduce_bytes_per_second"]
             return all_reduce_seconds(num_bytes, size, rate, link["latency_seconds"], start, link["way_seconds"])

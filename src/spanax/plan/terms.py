@@ -17,6 +17,7 @@ from spanax.plan.laid import Laid
 from spanax.plan.partition import Shift, Split, transition, union
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
+from spanax.trace.graph import Op
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 """The collectives, in the order in which `Moves.kind` counts them."""
@@ -82,8 +83,8 @@ class Moves:
 class Terms:
     """Everything that one layout makes a program do.
 
-    `carry_bytes` is what goes from one of the `num_layers` layers to the next for the whole batch, divided by the axes
-    in `carry_split`; both are 0 where the program has no loop over layers.
+    `carry_bytes` is what goes from one of the `num_layers` layers to the next for the whole batch; both are 0 where the
+    program has no loop over layers.
     """
 
     axes: tuple[str, ...]
@@ -91,7 +92,6 @@ class Terms:
     touches: Touches
     moves: Moves
     carry_bytes: float
-    carry_split: int
     num_layers: int
 
     def moved_bytes(
@@ -136,9 +136,8 @@ def tally(laid: Laid, only: frozenset[int] | None = None) -> Terms:
             found.add(kind)
     found.add_ends()
     carry, num_layers = traced.layer_carry
-    split = 0 if carry is None else union(laid.masks(carry))
     num_bytes = 0 if carry is None else laid.num_bytes(carry)
-    return Terms(laid.resolver.mesh.names, found.works(), _touches(laid), found.moves(), num_bytes, split, num_layers)
+    return Terms(laid.resolver.mesh.names, found.works(), _touches(laid), found.moves(), num_bytes, num_layers)
 
 
 class _Tally:
@@ -228,7 +227,7 @@ class _Tally:
         summed, passed = contraction_dims(op)
         lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
         shape, labels = graph.shape(out), self.traced.axes.classes[out]
-        groups: list[list[tuple[int, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
+        groups: list[list[tuple[float, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
         grows = self.traced.batch_labels
         taken = set()
         for a, b, at in passed:
@@ -240,9 +239,7 @@ class _Tally:
             groups[2].append((graph.shape(lhs)[a], split.operands[0][a], label in grows))
         flops = contraction_flops(graph, op)
         if op.name == "conv_general_dilated":
-            numbers = op.params["dimension_numbers"]
-            groups[0] += [(shape[at], split.result[at], False) for at in numbers.out_spec[2:]]
-            groups[2].append((math.prod(graph.shape(rhs)[at] for at in numbers.rhs_spec[2:]), 0, False))
+            _as_matmul(op, groups, shape, split, flops)
         sizes = [math.prod(size for size, _, _ in group) for group in groups]
         splits = [union([mask for _, mask, _ in group]) for group in groups]
         batched = next((at for at, group in enumerate(groups) if any(grow for _, _, grow in group)), -1)
@@ -302,6 +299,25 @@ class _Tally:
             in_layers=np.asarray(in_layers, bool),
             of_weights=np.asarray(of_weights, bool),
         )
+
+
+def _as_matmul(
+    op: Op, groups: list[list[tuple[float, int, bool]]], shape: Sequence[int], split: Split, flops: int
+) -> None:
+    """Complete m, n, k and the number of products of a convolution: its places are rows, its window is summed over.
+
+    The channels of a group see only those of the same group. Zeros between dilated inputs are not summed.
+    """
+    batch, _, *places = op.params["dimension_numbers"].out_spec
+    rows = [batch, *places] if op.params["batch_group_count"] > 1 else places
+    groups[0] += [(shape[at], split.result[at], False) for at in rows]
+    num_groups = max(op.params["feature_group_count"], op.params["batch_group_count"])
+    if num_groups > 1:
+        ((channels, mask, grows),) = groups[3]
+        groups[3] = [(num_groups, mask, grows)]
+        groups[1].append((channels / num_groups, 0, False))
+    counted = math.prod(size for size, _, _ in groups[2])
+    groups[2].append((flops / (2 * math.prod(shape) * counted), 0, False))
 
 
 def _touches(laid: Laid) -> Touches:

@@ -102,7 +102,7 @@ def traffic(traced: "Traced") -> Traffic:
             if not in_layers and not traced.batch_labels.intersection(labels):
                 phase = Phase.UPDATE  # nothing of the batch is left in it: once a step, however many microbatches
             staged = in_layers or any(traced.axes.names.get(label) == "layers" for label in labels if label is not None)
-            role = (id(traced.roles[access.value]), str(getattr(graph.avals[access.value], "dtype", "")))
+            role = (id(traced.roles[access.value]), getattr(graph.avals[access.value], "dtype", None))
             row = rows.setdefault((role, phase, staged), [access.value, int(phase), staged, 0.0])
             row[3] += runs * (access.writes + access.reads)
         kernels[own][in_layers] += runs * num_kernels
@@ -272,8 +272,8 @@ def _signature(traced: "Traced", op: Op) -> tuple[Any, ...]:
         return (id(op),)
     roles, graph = traced.roles, traced.graph
     params = tuple((key, value) for key, value in op.params.items() if _is_plain(value))
-    ins = tuple((id(roles[value]), str(getattr(graph.avals[value], "dtype", ""))) for value in op.inputs)
-    outs = tuple((id(roles[value]), str(getattr(graph.avals[value], "dtype", ""))) for value in op.outputs)
+    ins = tuple((id(roles[value]), getattr(graph.avals[value], "dtype", None)) for value in op.inputs)
+    outs = tuple((id(roles[value]), getattr(graph.avals[value], "dtype", None)) for value in op.outputs)
     return (op.name, params, ins, outs)
 
 

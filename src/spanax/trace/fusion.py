@@ -44,25 +44,26 @@ def accesses(graph: Graph, body: Body) -> tuple[list[Access], int]:
     reads: dict[int, set[int]] = defaultdict(set)
     for value in found.written:
         for source in found.sources(value):
-            made_here = source in found.written and found.level[source] == found.level[value]
+            made_here = source in found.written and found.made_at[source] == found.made_at[value]
             if not made_here:
-                reads[source].add(found.level[value])
+                reads[source].add(found.made_at[value])
     values = sorted({*reads, *found.written})
-    levels = {found.level[value] for value in found.written}
+    levels = {found.made_at[value] for value in found.written}
     return [Access(value, int(value in found.written), len(reads.get(value, ()))) for value in values], len(levels)
 
 
 class Kept:
-    """One body, op by op: the root of every view, its level, and what is kept.
+    """One body, op by op: the root of every view, its levels, and what is kept.
 
-    Values of one level can be made in one kernel: a level ends where a kernel of its own, or a reduction whose
-    result must be whole first, stands between.
+    What is made at one level can be made in one kernel: a level ends where a kernel of its own, or a reduction whose
+    result must be whole first, stands between. Such a reduction is made at one level and can be read from the next on.
     """
 
     def __init__(self, graph: Graph, body: Body):
         self.graph, self._body = graph, body
         self.root: dict[int, int] = {}
         self.level: dict[int, int] = defaultdict(int)
+        self.made_at: dict[int, int] = defaultdict(int)
         self.kept: set[int] = set(body.inputs)
         self.written: set[int] = set()
         self._maker: dict[int, Op] = {}
@@ -79,7 +80,7 @@ class Kept:
                     readers[value].add(level)
                 ends = op.name in REDUCTIONS and not _is_along_last(graph, op)
                 for value in op.outputs:
-                    self.level[value] = level + ends
+                    self.level[value], self.made_at[value] = level + ends, level
                     self._maker[value] = op
                     if ends:
                         self._keep(value)
