@@ -1,0 +1,145 @@
+"""Compile: one program given to a compiler in a process of its own, with a time limit and a log that is kept on a crash."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spanax.check.program import Lowered
+from spanax.check.target import Target, missing, split_of
+from spanax.errors import CompilerError, SpanaxError
+from spanax.hardware.mesh import MeshShape
+
+TIMEOUT_SECONDS = 900.0
+
+OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
+"""Source: libtpu 0.0.51's error E1000, CompileTimeHbmOom."""
+
+POWERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of the largest allocations of a program that does not fit: its bytes, and the shapes that share it."""
+
+    num_bytes: int
+    shapes: str
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """What a compiler said of a program.
+
+    `module` is XLA's serialized program, empty where none was made; `memory` its own count of bytes on one device;
+    `needed_bytes` and `limit_bytes` are set where it does not fit, and then `buffers` holds the largest, as told.
+    """
+
+    module: bytes
+    memory: dict[str, int]
+    platform_version: str
+    seconds: float
+    needed_bytes: int | None = None
+    limit_bytes: int | None = None
+    buffers: tuple[Buffer, ...] = ()
+
+
+def compile_for(
+    target: Target, lowered: Lowered, mesh: MeshShape, *, timeout: float = TIMEOUT_SECONDS, flags: Any = None
+) -> Compiled:
+    """Compile a program for a target in a process of its own.
+
+    Raises:
+      SpanaxError: the compiler is not installed.
+      CompilerError: it died, refused the program or took too long; its log is kept.
+    """
+    if line := missing(target.platform):
+        raise SpanaxError(f"the compiler for {target.topology} is not installed.", fix=line)
+    folder = Path(tempfile.mkdtemp(prefix="spanax-check-"))
+    try:
+        _ask(folder, target, lowered, mesh, flags or {})
+        _run(folder, target, timeout)
+        found = _answered(folder, target)
+    except CompilerError:
+        shutil.rmtree(folder / "dump", ignore_errors=True)
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags: dict[str, Any]) -> None:
+    within, between = split_of(mesh, target.num_slices)
+    request = {
+        "platform": target.platform,
+        "topology": target.topology,
+        "num_devices": target.num_devices,
+        "num_slices": target.num_slices,
+        "options": target.options,
+        "mesh": dict(mesh.axes),
+        "within_slice": within,
+        "between_slices": between,
+        "flags": flags,
+    }
+    (folder / "request.json").write_text(json.dumps(request))
+    (folder / "program.mlirbc").write_bytes(lowered.code)
+
+
+def _run(folder: Path, target: Target, timeout: float) -> None:
+    log = folder / "log.txt"
+    command = [sys.executable, "-m", "spanax.check.child", str(folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with log.open("wb") as file:
+        try:
+            code = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=timeout, env=environment
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise CompilerError(
+                f"the compiler for {target.topology} took longer than {timeout:g} s.",
+                where=f"its log: {log}",
+                fix=f"--timeout {2 * timeout:g}, or a level below",
+            ) from None
+    if code or not (folder / "answer.json").exists():
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        raise CompilerError(
+            f"the compiler for {target.topology} died ({how}): {''.join(last)[:200]}",
+            where=f"its log: {log}",
+            fix="a level below, or another version of the compiler",
+        )
+
+
+def _answered(folder: Path, target: Target) -> Compiled:
+    answer = json.loads((folder / "answer.json").read_text())
+    error = answer.get("error", "")
+    version, seconds = answer["platform_version"], answer["seconds"]
+    if not error:
+        return Compiled((folder / "compiled.pb").read_bytes(), answer["memory"], version, seconds)
+    told = OUT_OF_MEMORY.search(error)
+    if told is None:
+        raise CompilerError(
+            f"the compiler for {target.topology} refuses the program: {error.splitlines()[0][:300]}",
+            where=f"its log: {folder / 'log.txt'}",
+        )
+    needed, limit = (int(float(told[at]) * POWERS[told[at + 1]]) for at in (1, 3))
+    buffers = _buffers(next(iter((folder / "dump").glob("*memory-usage-report.txt")), None))
+    return Compiled(b"", {}, version, seconds, needed, limit, buffers)
+
+
+def _buffers(report: Path | None) -> tuple[Buffer, ...]:
+    """The largest allocations in libtpu's report of what uses the main memory."""
+    if report is None:
+        return ()
+    rows = re.findall(
+        r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);.*?;\s*\d+; (.+)$", report.read_text(), flags=re.MULTILINE
+    )
+    found = [Buffer(int(float(size) * POWERS[unit.removesuffix("B").removesuffix("i")]), text) for size, unit, text in rows]
+    return tuple(sorted(found, key=lambda one: -one.num_bytes)[:12])
