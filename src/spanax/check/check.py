@@ -16,6 +16,7 @@ from spanax.check.padding import padded_bytes
 from spanax.check.predicted import predicted
 from spanax.check.program import lower
 from spanax.check.report import Buffer, Figures, Report
+from spanax.check.tensors import with_tensors
 from spanax.check.target import Target, missing, platform_of, simulated, target_of
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
@@ -177,7 +178,7 @@ def _with_answer(report: Report, plan: Plan, target: Target, answer: Compiled) -
             buffers=tuple(Buffer(one.num_bytes, one.shapes, _paths(one.shapes, plan)) for one in answer.buffers),
         )
     module = read_module(answer.module)
-    found = collectives(module, plan.mesh)
+    found = with_tensors(collectives(module, plan.mesh), plan)
     figures = Figures(flops=program_flops(module), collectives=totals(found))
     if report.level == 2:
         return replace(report, compiled=replace(figures, state_bytes=_state_bytes(module, plan)), collectives=found)

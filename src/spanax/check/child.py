@@ -98,6 +98,8 @@ def _devices(request: dict[str, Any]) -> Any:
 
         wanted = {key: tuple(value) if isinstance(value, list) else value for key, value in request["options"].items()}
         name = request["topology"]
+        if request["platform"] == "cuda":
+            name, wanted["topology"] = "", name
         devices = topologies.get_topology_desc(name, platform=request["platform"], **wanted).devices
     if len(devices) != request["num_devices"]:
         raise SystemExit(f"the compiler's {request['topology']} has {len(devices)} devices")

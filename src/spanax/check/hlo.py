@@ -38,6 +38,7 @@ class Collective:
       bytes_once: bytes of the results on one device in one run: of a gather all that is gathered, of an all-reduce the
         sum, of a reduce-scatter or all-to-all the device's own part.
       runs: how often it runs in one step, loops multiplied out.
+      tensors: paths of the parameters that it gathers or whose gradients it adds up, as far as shapes tell.
       is_counted: whether the trips of all loops around it are known; where not, such a loop counts once.
       group_size: how many devices talk to each other.
       name: the instruction's.
@@ -56,6 +57,7 @@ class Collective:
     op_name: str
     source: str
     written: str = ""
+    tensors: tuple[str, ...] = ()
     is_counted: bool = True
 
     @property

@@ -118,7 +118,7 @@ class Report:
                 raise DataError("this certificate is of another version of Spanax.")
             del data["errors"]
             data["predicted"], data["compiled"] = Figures(**data["predicted"]), Figures(**data["compiled"])
-            data["collectives"] = tuple(Collective(**one) for one in data["collectives"])
+            data["collectives"] = tuple(Collective(**one | {"tensors": tuple(one["tensors"])}) for one in data["collectives"])
             data["buffers"] = tuple(Buffer(**one | {"paths": tuple(one["paths"])}) for one in data["buffers"])
             return Report(**data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

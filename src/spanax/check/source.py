@@ -1,6 +1,7 @@
 """Source: which of the lines that an operation comes from is the user's own."""
 
 import functools
+import itertools
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,16 +12,25 @@ OURS = Path(__file__).resolve().parent.parent
 
 
 def user_line(lines: Sequence[tuple[str, int]]) -> str:
-    """The innermost `file:line` outside of JAX, Flax, Optax and Spanax, or the innermost of all; empty for none.
+    """The innermost `file:line` of the user's code, or else of the library that it calls; empty for none.
+
+    What lies around the replay of a step is whoever asked for it, and no line of the model.
 
     Example:
       >>> user_line([("/x/site-packages/flax/nnx/nn/linear.py", 3), ("/home/me/model.py", 12)])
       '/home/me/model.py:12'
+      >>> user_line([(str(OURS / "run" / "replay.py"), 3), ("/home/me/train.py", 12)])
+      ''
     """
-    own = [line for line in lines if not _is_library(line[0])]
-    for file, line in own or lines:
+    traced = list(itertools.takewhile(lambda line: not _is_replay(line[0]), lines))
+    own = [line for line in traced if not _is_library(line[0])]
+    for file, line in own or traced:
         return f"{file}:{line}"
     return ""
+
+
+def _is_replay(file: str) -> bool:
+    return Path(file).is_relative_to(OURS / "run")
 
 
 @functools.cache
