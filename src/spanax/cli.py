@@ -104,8 +104,9 @@ class CheckCommand:
       remat: what the backward pass keeps: none, dots, full, offload.
       microbatches: parts of the batch over which gradients are added up.
       plan: a plan file instead of a layout.
-      level: 0 shapes alone, 1 the partitioner, 2 simulated devices, 3 the chips' own compiler; the highest, if left out.
+      level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler; else the highest.
       timeout: seconds that a compiler may take.
+      codegen: let a TPU's compiler go on to machine code; minutes, and no other figures.
       cache: whether an earlier report on the same program is taken.
       collectives: list every collective: who moves what, over which axis, because of which line.
       explain_collective: say all that is known of one collective, by its number in that list.
@@ -127,6 +128,7 @@ class CheckCommand:
     plan: Path | None = None
     level: Literal[0, 1, 2, 3] | None = None
     timeout: float = 900.0
+    codegen: bool = False
     cache: bool = True
     collectives: bool = False
     explain_collective: int | None = None
@@ -264,6 +266,8 @@ def _plan(command: PlanCommand) -> None:
 
 
 def _check(command: CheckCommand) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is wanted, and looking for one may take minutes
+
     from functools import partial
 
     from spanax.models.workloads import load

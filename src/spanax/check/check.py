@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from spanax.check import kept
+from spanax.check.abstract import abstract_collectives, is_possible
 from spanax.check.compile import TIMEOUT_SECONDS, Compiled, compile_for
 from spanax.check.flops import program_flops
 from spanax.check.hlo import collectives, totals
@@ -16,8 +17,8 @@ from spanax.check.padding import padded_bytes
 from spanax.check.predicted import predicted
 from spanax.check.program import lower
 from spanax.check.report import Buffer, Figures, Report
-from spanax.check.tensors import with_tensors
 from spanax.check.target import Target, missing, platform_of, simulated, target_of
+from spanax.check.tensors import with_tensors
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import RESERVE
@@ -49,6 +50,7 @@ def check(
     level: int | None = None,
     timeout: float = TIMEOUT_SECONDS,
     flags: Mapping[str, str] | None = None,
+    codegen: bool = False,
     cache: bool = True,
 ) -> Report:
     """Hold a plan against XLA. No array is allocated, and none of the cluster's devices is needed.
@@ -57,11 +59,14 @@ def check(
       program: what `spanax.trace` returned.
       plan: what `spanax.plan` returned for it.
       cluster: the devices it was planned for.
-      level: 0: shapes and bytes alone (milliseconds). 2: XLA's partitioner for so many simulated CPU devices, up to
-        1,024 (seconds). 3: the compiler of the cluster's
-        own chips (TPU: `spanax[tpu]`; NVIDIA: `spanax[cuda12]`; a minute). Left out: the highest that can be had here.
+      level: what is asked. Left out: the highest that can be had here.
+        0: shapes and bytes alone (milliseconds);
+        1: the partitioner's passes on a mesh without devices (about a second, at any size);
+        2: XLA's partitioner for so many simulated CPU devices, up to 1,024 (seconds);
+        3: the compiler of the cluster's own chips (TPU: `spanax[tpu]`, NVIDIA: `spanax[cuda12]`; seconds).
       timeout: seconds that a compiler may take.
       flags: options for the compiler beyond its defaults.
+      codegen: let a TPU's compiler go on to machine code, which takes 20 times as long and changes no figure.
       cache: whether a report on the same program, devices, flags and versions is taken from an earlier check.
 
     Raises:
@@ -91,11 +96,13 @@ def check(
         )
     chosen = highest_level(cluster) if level is None else level
     began = time.perf_counter()
-    report = _static(program, plan, cluster, chosen, dict(flags or {}))
-    if chosen in (2, 3):
+    report = replace(_static(program, plan, cluster, chosen), flags=dict(flags or {}), is_whole=codegen)
+    if chosen == 1:
+        report = _by_passes(program, plan, report)
+    elif chosen in (2, 3):
         report = _by_compiler(program, plan, cluster, report, timeout, cache)
     elif chosen != 0:
-        raise SpanaxError(f"unknown level {level}.", fix="0, 2 or 3")
+        raise SpanaxError(f"unknown level {level}.", fix="0, 1, 2 or 3")
     return report if report.is_kept else replace(report, seconds=time.perf_counter() - began)
 
 
@@ -104,10 +111,12 @@ def highest_level(cluster: Cluster) -> int:
     platform = platform_of(cluster)
     if platform in ("tpu", "cuda") and not missing(platform):
         return 3
-    return 2 if cluster.num_devices <= MAX_SIMULATED else 0
+    if cluster.num_devices <= MAX_SIMULATED:
+        return 2
+    return 1 if is_possible() else 0
 
 
-def _static(program: Program, plan: Plan, cluster: Cluster, level: int, flags: dict[str, str]) -> Report:
+def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Report:
     """What shapes alone tell: exact bytes of the state, as they lie in this chip's memory."""
     told = predicted(program, plan)
     platform = platform_of(cluster)
@@ -125,7 +134,6 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int, flags: d
         compiled=Figures(state_bytes=state),
         limit_bytes=limit,
         versions=kept.versions(PACKAGES),
-        flags=flags,
     )
 
 
@@ -133,9 +141,17 @@ def _padded(leaf: Placement, platform: str) -> int:
     return padded_bytes(leaf.local_shape, np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype)).itemsize, platform)
 
 
-def _by_compiler(
-    program: Program, plan: Plan, cluster: Cluster, report: Report, timeout: float, cache: bool
-) -> Report:
+def _by_passes(program: Program, plan: Plan, report: Report) -> Report:
+    """Level 1: what the partitioner's passes make of the step, in this process."""
+    if not is_possible():
+        raise SpanaxError("this jaxlib does not have the partitioner's passes.", where="level 1", fix="level 2 or 3")
+    lowered = lower(program, plan, "cpu")
+    found = with_tensors(abstract_collectives(lowered.module, plan.mesh), plan)
+    figures = replace(report.compiled, collectives=totals(found))
+    return replace(report, program_hash=lowered.digest, compiled=figures, collectives=found)
+
+
+def _by_compiler(program: Program, plan: Plan, cluster: Cluster, report: Report, timeout: float, cache: bool) -> Report:
     """Levels 2 and 3: what a compiler makes of the step."""
     target = _target(cluster, report.level)
     if line := missing(target.platform):
@@ -148,7 +164,7 @@ def _by_compiler(
     )  # fmt: skip
     if cache and (found := kept.find(key)):
         return found
-    answer = compile_for(target, lowered, plan.mesh, timeout=timeout, flags=report.flags)
+    answer = compile_for(target, lowered, plan.mesh, timeout=timeout, flags=report.flags, is_whole=report.is_whole)
     report = _with_answer(report, plan, target, answer)
     kept.put(key, report)
     return report
@@ -183,7 +199,7 @@ def _with_answer(report: Report, plan: Plan, target: Target, answer: Compiled) -
     if report.level == 2:
         return replace(report, compiled=replace(figures, state_bytes=_state_bytes(module, plan)), collectives=found)
     memory = answer.memory
-    peak = memory["arguments"] + memory["temporaries"] + memory["outputs"] - memory["aliased"]
+    peak = memory.get("assigned") or memory["arguments"] + memory["temporaries"] + memory["outputs"] - memory["aliased"]
     report = replace(
         report,
         compiled=replace(figures, state_bytes=_state_bytes(module, plan), peak_bytes=peak),
@@ -206,9 +222,9 @@ def _state_bytes(module: Module, plan: Plan) -> int:
 
 def _paths(shapes: str, plan: Plan) -> tuple[str, ...]:
     """The arrays of the state that have one of the shapes of a buffer on one device."""
-    named = {_shape_text(leaf): [] for leaf in plan.leaves}
+    named: dict[str, list[str]] = {}
     for leaf in plan.leaves:
-        named[_shape_text(leaf)].append(leaf.path)
+        named.setdefault(_shape_text(leaf), []).append(leaf.path)
     return tuple(path for shape, paths in named.items() if shape in shapes for path in paths)
 
 

@@ -1,4 +1,4 @@
-"""Compile: one program given to a compiler in a process of its own, with a time limit and a log that is kept on a crash."""
+"""Compile: a program given to a compiler in a process of its own, with a time limit and a log that outlives a crash."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,23 +37,29 @@ class Buffer:
 class Compiled:
     """What a compiler said of a program.
 
-    `module` is XLA's serialized program, empty where none was made; `memory` its own count of bytes on one device;
-    `needed_bytes` and `limit_bytes` are set where it does not fit, and then `buffers` holds the largest, as told.
+      `module` is XLA's serialized program, empty where none was made; `memory` its own count of bytes on one device
+    (`assigned`: of its main memory in all);
+      `needed_bytes` and `limit_bytes` are set where it does not fit, and then `buffers` holds the largest, as told.
     """
 
     module: bytes
     memory: dict[str, int]
     platform_version: str
-    seconds: float
     needed_bytes: int | None = None
     limit_bytes: int | None = None
     buffers: tuple[Buffer, ...] = ()
 
 
 def compile_for(
-    target: Target, lowered: Lowered, mesh: MeshShape, *, timeout: float = TIMEOUT_SECONDS, flags: Any = None
+    target: Target,
+    lowered: Lowered,
+    mesh: MeshShape,
+    *,
+    timeout: float = TIMEOUT_SECONDS,
+    flags: Mapping[str, str] | None = None,
+    is_whole: bool = False,
 ) -> Compiled:
-    """Compile a program for a target in a process of its own.
+    """Compile a program for a target in a process of its own; up to machine code only where `is_whole` asks for it.
 
     Raises:
       SpanaxError: the compiler is not installed.
@@ -62,7 +69,7 @@ def compile_for(
         raise SpanaxError(f"the compiler for {target.topology} is not installed.", fix=line)
     folder = Path(tempfile.mkdtemp(prefix="spanax-check-"))
     try:
-        _ask(folder, target, lowered, mesh, flags or {})
+        _ask(folder, target, lowered, mesh, dict(flags or {}), is_whole)
         _run(folder, target, timeout)
         found = _answered(folder, target)
     except CompilerError:
@@ -75,7 +82,7 @@ def compile_for(
     return found
 
 
-def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags: dict[str, Any]) -> None:
+def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags: Any, is_whole: bool) -> None:
     within, between = split_of(mesh, target.num_slices)
     request = {
         "platform": target.platform,
@@ -87,6 +94,7 @@ def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags:
         "within_slice": within,
         "between_slices": between,
         "flags": flags,
+        "is_whole": is_whole,
     }
     (folder / "request.json").write_text(json.dumps(request))
     (folder / "program.mlirbc").write_bytes(lowered.code)
@@ -119,10 +127,13 @@ def _run(folder: Path, target: Target, timeout: float) -> None:
 
 def _answered(folder: Path, target: Target) -> Compiled:
     answer = json.loads((folder / "answer.json").read_text())
-    error = answer.get("error", "")
-    version, seconds = answer["platform_version"], answer["seconds"]
+    error, version = answer.get("error", ""), answer["platform_version"]
+    report = next(iter((folder / "dump").glob("*memory-usage-report.txt")), None)
     if not error:
-        return Compiled((folder / "compiled.pb").read_bytes(), answer["memory"], version, seconds)
+        memory = answer["memory"]
+        if report is not None:
+            memory = {"assigned": _assigned(report)} | memory
+        return Compiled((folder / "compiled.pb").read_bytes(), memory, version)
     told = OUT_OF_MEMORY.search(error)
     if told is None:
         raise CompilerError(
@@ -130,16 +141,26 @@ def _answered(folder: Path, target: Target) -> Compiled:
             where=f"its log: {folder / 'log.txt'}",
         )
     needed, limit = (int(float(told[at]) * POWERS[told[at + 1]]) for at in (1, 3))
-    buffers = _buffers(next(iter((folder / "dump").glob("*memory-usage-report.txt")), None))
-    return Compiled(b"", {}, version, seconds, needed, limit, buffers)
+    return Compiled(b"", {}, version, needed, limit, _buffers(report))
+
+
+def _assigned(report: Path) -> int:
+    """Bytes of the main memory that libtpu's report has assigned, arguments and results included."""
+    told = re.search(r"color=0\)\nTotal bytes: (\d+)", report.read_text())
+    if told is None:
+        raise CompilerError("the compiler's report of its memory cannot be read.", where=str(report))
+    return int(told[1])
 
 
 def _buffers(report: Path | None) -> tuple[Buffer, ...]:
-    """The largest allocations in libtpu's report of what uses the main memory."""
+    """The largest allocations in libtpu's report of what uses the memory."""
     if report is None:
         return ()
-    rows = re.findall(
-        r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);.*?;\s*\d+; (.+)$", report.read_text(), flags=re.MULTILINE
-    )
-    found = [Buffer(int(float(size) * POWERS[unit.removesuffix("B").removesuffix("i")]), text) for size, unit, text in rows]
+    row = r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);.*?;\s*\d+; (.+)$"
+    main = report.read_text().split("Memory Space:")[1]
+    found = [Buffer(_bytes(size, unit), text) for size, unit, text in re.findall(row, main, flags=re.MULTILINE)]
     return tuple(sorted(found, key=lambda one: -one.num_bytes)[:12])
+
+
+def _bytes(size: str, unit: str) -> int:
+    return int(float(size) * POWERS[unit.removesuffix("B").removesuffix("i")])

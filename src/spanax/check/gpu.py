@@ -1,9 +1,9 @@
 """GPU: target descriptions, from which XLA's GPU compiler works without a GPU or a driver.
 
-Source: what a device of each compute capability has, CUDA C++ Programming Guide, "Compute Capabilities"; multiprocessors,
-L2 and float32 rate, NVIDIA's architecture white papers and data sheets (A100, H100, H200, DGX B200) and tuning guides
-(Ampere, Hopper, Blackwell). Memory and its rate are those of `hardware/chips.toml`. The field names are those of XLA's
-GpuTargetConfigProto (openxla/xla xla/stream_executor/device_description.proto).
+Source: what a device of each compute capability has, CUDA C++ Programming Guide, "Compute Capabilities"; the count of
+multiprocessors, L2 and float32 rate, NVIDIA's architecture white papers, data sheets (A100, H100, H200, DGX B200) and
+tuning guides (Ampere, Hopper, Blackwell). Memory and its rate are those of `hardware/chips.toml`. The field names are
+those of XLA's GpuTargetConfigProto (openxla/xla xla/stream_executor/device_description.proto).
 """
 
 from collections.abc import Mapping

@@ -148,7 +148,7 @@ class Frames:
 
     def lines(self, frame: int) -> tuple[tuple[str, int], ...]:
         """(file, line) of a frame and of those around it; empty for frame 0."""
-        found = []
+        found: list[tuple[str, int]] = []
         while 0 < frame <= len(self.frames) and len(found) < 64:
             place, frame = self.frames[frame - 1]
             file, line = self.places[place - 1]

@@ -57,6 +57,7 @@ class Report:
       buffers: the largest arrays, where it does not fit.
       versions: of everything that had a part in it.
       flags: what the compiler was told beyond its defaults.
+      is_whole: whether a TPU's compiler went on to machine code.
       program_hash: SHA-256 of the lowered program.
       seconds: how long it took, or took when it was kept.
       is_kept: whether it was read from the cache.
@@ -76,6 +77,7 @@ class Report:
     buffers: tuple[Buffer, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
+    is_whole: bool = False
     program_hash: str = ""
     seconds: float = 0.0
     is_kept: bool = False
@@ -118,7 +120,9 @@ class Report:
                 raise DataError("this certificate is of another version of Spanax.")
             del data["errors"]
             data["predicted"], data["compiled"] = Figures(**data["predicted"]), Figures(**data["compiled"])
-            data["collectives"] = tuple(Collective(**one | {"tensors": tuple(one["tensors"])}) for one in data["collectives"])
+            data["collectives"] = tuple(
+                Collective(**one | {"tensors": tuple(one["tensors"])}) for one in data["collectives"]
+            )
             data["buffers"] = tuple(Buffer(**one | {"paths": tuple(one["paths"])}) for one in data["buffers"])
             return Report(**data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:

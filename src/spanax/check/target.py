@@ -51,14 +51,10 @@ def target_of(cluster: Cluster) -> Target:
             options["chip_config_name"] = "megacore"  # without it a chip is two devices of half the memory
         if cluster.num_slices > 1:
             options["num_slices"] = cluster.num_slices
-        return Target(
-            "tpu", f"{TPUS[chip.name]}:{shape_text(shape)}", cluster.num_devices, options, cluster.num_slices
-        )
+        return Target("tpu", f"{TPUS[chip.name]}:{shape_text(shape)}", cluster.num_devices, options, cluster.num_slices)
     if chip.name in GPUS:
         nodes, per_node = shape if len(shape) == 2 else (1, cluster.num_devices)
-        return Target(
-            "cuda", f"1x{nodes}x{per_node}", cluster.num_devices, {"target_config": target_text(chip)}
-        )
+        return Target("cuda", f"1x{nodes}x{per_node}", cluster.num_devices, {"target_config": target_text(chip)})
     raise SpanaxError(
         f"no compiler is known that works for {chip.name} without one.",
         where=f"level 3 on {cluster}",
@@ -121,7 +117,7 @@ def split_of(mesh: MeshShape, num_slices: int) -> tuple[tuple[int, ...], tuple[i
 
 def _on_host(shape: tuple[int, ...], num_chips: int) -> tuple[int, int, int] | None:
     """Chips of one host where they are not the usual 2x2."""
-    padded = (*shape, 1, 1, 1)[:3]
-    if all(size % by == 0 for size, by in zip(padded, (2, 2, 1), strict=True)):
+    x, y, z = (*shape, 1, 1, 1)[:3]
+    if x % 2 == 0 and y % 2 == 0:
         return None
-    return padded if num_chips < 4 else (1, 1, 1)
+    return (x, y, z) if num_chips < 4 else (1, 1, 1)

@@ -14,7 +14,7 @@ def fields(data: bytes) -> Fields:
     Raises:
       DataError: the bytes are no protocol buffer.
 
-    Source: the encoding of protocol buffers: a key is `number << 3 | type`, numbers are seven bits a byte, lowest first.
+    Source: the encoding of protocol buffers: a key is `number << 3 | type`, a number seven bits a byte, lowest first.
 
     Example:
       >>> fields(bytes([0x08, 0x96, 0x01, 0x12, 0x02, 0x68, 0x69]))

@@ -23,6 +23,7 @@ from spanax.units import bytes_text
 
 Data = dict[str, Any]
 
+
 @dataclass(frozen=True)
 class Request:
     """What was asked of `spanax check`; every field is the flag of that name."""
@@ -41,6 +42,7 @@ class Request:
     plan: Path | None = None
     level: int | None = None
     timeout: float = TIMEOUT_SECONDS
+    codegen: bool = False
     cache: bool = True
     collectives: bool = False
     explain_collective: int | None = None
@@ -62,7 +64,15 @@ def answer(load: Callable[..., Workload], asked: Request) -> tuple[str, Data]:
     given = Plan.load(asked.plan) if asked.plan is not None else None
     program = _traced(load, asked, machine, given)
     made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=_schedule(asked))
-    report = check(program, made, machine, level=asked.level, timeout=asked.timeout, cache=asked.cache)
+    report = check(
+        program,
+        made,
+        machine,
+        level=asked.level,
+        timeout=asked.timeout,
+        codegen=asked.codegen,
+        cache=asked.cache,
+    )
     if asked.out is not None:
         report.save(asked.out)
     lines = [report_text(report)]
