@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PASS = "spmd-partitioning"
-EARLY = {"cpu": f"*after_{PASS}*.hlo.pb", "tpu": "*after_optimizations_after_buffer_assignment.hlo.pb"}
+EARLY = {"cpu": f"*after_{PASS}*.hlo.pb", "tpu": "*.jit_step.*after_optimizations_after_buffer_assignment.hlo.pb"}
 """What a compiler dumps of a program last before it makes machine code, or (CPU) before it is made one for a CPU."""
 
 POLL_SECONDS = 0.2
@@ -126,10 +126,11 @@ def _memory(stats: Any) -> dict[str, int]:
 
 
 def _devices(request: dict[str, Any]) -> Any:
-    """The devices in the order of the mesh, as an array of its shape."""
+    """The devices as the step will have them when it runs: an array of the mesh's shape."""
     import jax
 
-    sizes, names = tuple(request["mesh"].values()), tuple(request["mesh"])
+    from spanax.hardware.mesh import MeshShape
+
     if request["platform"] == "cpu":
         jax.config.update("jax_num_cpu_devices", request["num_devices"])
         devices = jax.devices()
@@ -143,14 +144,7 @@ def _devices(request: dict[str, Any]) -> Any:
         devices = topologies.get_topology_desc(name, platform=request["platform"], **wanted).devices
     if len(devices) != request["num_devices"]:
         raise SystemExit(f"the compiler's {request['topology']} has {len(devices)} devices")
-    if request["num_slices"] > 1:
-        from jax.experimental import mesh_utils
-
-        return mesh_utils.create_hybrid_device_mesh(
-            tuple(request["within_slice"]), tuple(request["between_slices"]), devices, allow_split_physical_axes=True
-        )
-    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(sizes, names, axis_types=kinds, devices=devices).devices
+    return MeshShape.of(request["mesh"]).build(devices).devices
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.program import Lowered
-from spanax.check.target import Target, missing, split_of
+from spanax.check.target import Target, missing
 from spanax.errors import CompilerError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 
@@ -83,16 +83,13 @@ def compile_for(
 
 
 def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags: Any, is_whole: bool) -> None:
-    within, between = split_of(mesh, target.num_slices)
+    mesh.split(target.num_slices)  # refused here, and not in the child
     request = {
         "platform": target.platform,
         "topology": target.topology,
         "num_devices": target.num_devices,
-        "num_slices": target.num_slices,
         "options": target.options,
         "mesh": dict(mesh.axes),
-        "within_slice": within,
-        "between_slices": between,
         "flags": flags,
         "is_whole": is_whole,
     }
@@ -128,7 +125,7 @@ def _run(folder: Path, target: Target, timeout: float) -> None:
 def _answered(folder: Path, target: Target) -> Compiled:
     answer = json.loads((folder / "answer.json").read_text())
     error, version = answer.get("error", ""), answer["platform_version"]
-    report = next(iter((folder / "dump").glob("*memory-usage-report.txt")), None)
+    report = next(iter((folder / "dump").glob("*.jit_step.*memory-usage-report.txt")), None)
     if not error:
         memory = answer["memory"]
         if report is not None:

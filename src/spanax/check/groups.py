@@ -13,6 +13,7 @@ import numpy as np
 
 from spanax.check.module import Instruction
 from spanax.check.wire import Fields, fields, messages, number, numbers, raw
+from spanax.hardware.mesh import MeshShape
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -88,3 +89,17 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> str:
     names = [name for axis, name in enumerate(sizes) if axis in along]
     partly = any(len(group) != math.prod(sizes[name] for name in names) for group in groups)
     return "~" * partly + "+".join(names)
+
+
+def across_slices(mesh: MeshShape, num_slices: int) -> Groups:
+    """Partitions at the same place in each slice, where the slowest axes of the mesh lie between slices.
+
+    Example:
+      >>> across_slices(MeshShape.of("data=2,fsdp=2"), 2)
+      ((0, 2), (1, 3))
+    """
+    within, between = mesh.split(num_slices)
+    ids = np.arange(mesh.size).reshape([size for pair in zip(between, within, strict=True) for size in pair])
+    outer = tuple(range(0, ids.ndim, 2))
+    by_slice = np.moveaxis(ids, outer, tuple(range(len(outer)))).reshape(num_slices, -1)
+    return tuple(map(tuple, by_slice.T.tolist()))

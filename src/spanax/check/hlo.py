@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from spanax.check.groups import Groups, axes_of, groups_of
+from spanax.check.groups import Groups, across_slices, axes_of, groups_of
 from spanax.check.module import Computation, Instruction, Module, Shape, read_module
 from spanax.check.scatter import scattered
 from spanax.check.source import user_line
@@ -30,7 +30,7 @@ class Collective:
     """One collective instruction of a program.
 
     Attributes:
-      kind: what it does: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`, `send`.
+      kind: what it does: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`.
       written: how the program has it, where that is not its kind: a loop of permutes, an all-reduce and a slice.
       axes: the mesh axes along which devices talk, `+` between; `~` before them: not to all along these axes.
       dtype: of what moves; several with `+`.
@@ -134,8 +134,8 @@ class _Walk:
                 continue
             if opcode in KINDS:
                 self._add(computation, one, opcode, runs, is_counted)
-            elif one.opcode == "send":
-                self._add_send(computation, one, runs, is_counted)
+            elif one.opcode == "recv":
+                self._add_received(one, runs, is_counted)
             elif one.opcode == "while":
                 self._loop(computation, one, runs, is_counted, values)
             elif one.opcode in ("fusion", "call", "async-start", "conditional"):
@@ -193,16 +193,17 @@ class _Walk:
             return
         self._append(one, kind, result.num_bytes, result, groups, runs, is_counted, written)
 
-    def _add_send(self, computation: Computation, one: Instruction, runs: int, is_counted: bool) -> None:
-        """What goes to another slice; to the host is no collective."""
-        if one.fields.get(47, [0])[-1]:
-            return
-        part = one.shape.parts[0]
+    def _add_received(self, one: Instruction, runs: int, is_counted: bool) -> None:
+        """What comes from another slice: a collective that the runtime carries out, and the program only receives."""
         attributes = fields(raw(one.fields, 68))
-        pairs = {text(fields(pair), 1): text(fields(pair), 2) for pair in messages(attributes, 1)}
-        told = pairs.get("_xla_send_recv_source_target_pairs", "")
-        groups = tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),\s*(\d+)\}", told))
-        self._append(one, "send", part.num_bytes, part, _connected(groups), runs, is_counted, "")
+        said = {text(fields(pair), 1): text(fields(pair), 2) for pair in messages(attributes, 1)}
+        kind = said.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
+        slices = re.match(r"\{([\d,]+)\}", said.get("_xla_megascale_target", ""))
+        if not kind or slices is None:
+            return
+        groups = across_slices(self.mesh, len(slices[1].split(",")))
+        part = one.shape.parts[0]
+        self._append(one, kind, part.num_bytes, part, groups, runs, is_counted, "send and receive between slices")
 
     def _append(
         self,

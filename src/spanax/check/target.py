@@ -7,7 +7,6 @@ from typing import Any
 from spanax.check.gpu import GPUS, target_text
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
-from spanax.hardware.mesh import MeshShape
 from spanax.hardware.slices import shape_text
 
 TPUS = {"v3": "v3", "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7": "tpu7x"}
@@ -90,29 +89,6 @@ def cuda_folder() -> str | None:
     """The folder of the installed wheel that has ptxas and libdevice."""
     found = importlib.util.find_spec("nvidia.cuda_nvcc") if importlib.util.find_spec("nvidia") else None
     return next(iter(found.submodule_search_locations), None) if found and found.submodule_search_locations else None
-
-
-def split_of(mesh: MeshShape, num_slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of the mesh axes within one slice and between slices; the slowest axes go between.
-
-    Raises:
-      SpanaxError: the slices cut through an axis where it does not divide.
-
-    Example:
-      >>> split_of(MeshShape.of("data=4,fsdp=16"), 2)
-      ((2, 16), (2, 1))
-    """
-    within, between, left = [], [], num_slices
-    for _, size in mesh.axes:
-        here = next(factor for factor in range(min(size, left), 0, -1) if size % factor == 0 and left % factor == 0)
-        left //= here
-        between.append(here)
-        within.append(size // here)
-    if left > 1:
-        raise SpanaxError(
-            f"{num_slices} slices do not divide the mesh {mesh}.", fix="a first mesh axis that the slices divide"
-        )
-    return tuple(within), tuple(between)
 
 
 def _on_host(shape: tuple[int, ...], num_chips: int) -> tuple[int, int, int] | None:

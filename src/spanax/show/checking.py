@@ -1,5 +1,6 @@
 """Checking: one request to `spanax check` answered, in text and as plain values."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -116,9 +117,10 @@ def report_text(report: Report) -> str:
         lines.append(f"the compiler's own count: {said}")
     if report.buffers:
         lines += ["", "the largest arrays:"]
-        for one in report.buffers:
+        for one, count in Counter(report.buffers).items():
             paths = f"  shaped like {', '.join(one.paths[:3])}" if one.paths else ""
-            lines.append(f"  {bytes_text(one.num_bytes):>10}  {one.shapes}{paths}")
+            times = f"{count} x " if count > 1 else ""
+            lines.append(f"  {times + bytes_text(one.num_bytes):>12}  {one.shapes}{paths}")
     uncounted = sum(not one.is_counted for one in report.collectives)
     if uncounted:
         lines.append(f"{uncounted} collectives lie in loops whose length cannot be told; each loop counts once")
