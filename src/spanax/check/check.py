@@ -100,10 +100,10 @@ def check(
     if chosen == 1:
         report = _by_passes(program, plan, report)
     elif chosen in (2, 3):
-        report = _by_compiler(program, plan, cluster, report, timeout, cache)
+        return _by_compiler(program, plan, cluster, report, timeout, cache, began)
     elif chosen != 0:
         raise SpanaxError(f"unknown level {level}.", fix="0, 1, 2 or 3")
-    return report if report.is_kept else replace(report, seconds=time.perf_counter() - began)
+    return replace(report, seconds=time.perf_counter() - began)
 
 
 def highest_level(cluster: Cluster) -> int:
@@ -151,21 +151,21 @@ def _by_passes(program: Program, plan: Plan, report: Report) -> Report:
     return replace(report, program_hash=lowered.digest, compiled=figures, collectives=found)
 
 
-def _by_compiler(program: Program, plan: Plan, cluster: Cluster, report: Report, timeout: float, cache: bool) -> Report:
+def _by_compiler(
+    program: Program, plan: Plan, cluster: Cluster, report: Report, timeout: float, cache: bool, began: float
+) -> Report:
     """Levels 2 and 3: what a compiler makes of the step."""
     target = _target(cluster, report.level)
     if line := missing(target.platform):
         raise SpanaxError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=line)
     lowered = lower(program, plan, target.platform)
     report = replace(report, program_hash=lowered.digest)
-    key = kept.key_of(
-        program=lowered.digest, plan=plan.to_json(), target=target, level=report.level, flags=report.flags,
-        versions=report.versions,
-    )  # fmt: skip
+    said = {"flags": report.flags, "is_whole": report.is_whole, "versions": report.versions}
+    key = kept.key_of(program=lowered.digest, plan=plan.to_json(), target=target, level=report.level, **said)
     if cache and (found := kept.find(key)):
         return found
     answer = compile_for(target, lowered, plan.mesh, timeout=timeout, flags=report.flags, is_whole=report.is_whole)
-    report = _with_answer(report, plan, target, answer)
+    report = replace(_with_answer(report, plan, target, answer), seconds=time.perf_counter() - began)
     kept.put(key, report)
     return report
 
