@@ -21,6 +21,10 @@ FLAGS = {
         "json",
     },
     "axes": {"workload", "batch", "seq", "json"},
+    "check": {
+        "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches", "plan",
+        "level", "timeout", "codegen", "cache", "collectives", "explain_collective", "out", "json",
+    },
     "checkpoint": {"action", "directory", "json"},
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",

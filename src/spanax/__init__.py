@@ -9,7 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spanax.errors import DataError, SpanaxError, WriteError
+    from spanax.check.check import check
+    from spanax.check.report import Report
+    from spanax.errors import CompilerError, DataError, SpanaxError, WriteError
     from spanax.hardware.cluster import Cluster, cluster, local
     from spanax.hardware.mesh import MeshShape
     from spanax.plan.candidate import Search
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Batches": "run.data",
     "Cluster": "hardware.cluster",
+    "CompilerError": "errors",
     "DataError": "errors",
     "Layout": "plan.layout",
     "Leaf": "trace.variables",
@@ -36,12 +39,14 @@ _HOME = {
     "Placement": "plan.plan",
     "Plan": "plan.plan",
     "Program": "trace.program",
+    "Report": "check.report",
     "Run": "run.run",
     "Search": "plan.candidate",
     "SpanaxError": "errors",
     "Workload": "trace.workload",
     "WriteError": "errors",
     "batches": "run.data",
+    "check": "check.check",
     "cluster": "hardware.cluster",
     "local": "hardware.cluster",
     "plan": "plan.choose",
@@ -56,6 +61,7 @@ _HOME = {
 __all__ = [
     "Batches",
     "Cluster",
+    "CompilerError",
     "DataError",
     "Layout",
     "Leaf",
@@ -63,12 +69,14 @@ __all__ = [
     "Placement",
     "Plan",
     "Program",
+    "Report",
     "Run",
     "Search",
     "SpanaxError",
     "Workload",
     "WriteError",
     "batches",
+    "check",
     "cluster",
     "local",
     "plan",
@@ -84,7 +92,7 @@ __all__ = [
 class _Lazy(ModuleType):
     """Public names are imported on first use, so that `spanax --help` does not wait for JAX.
 
-    Two verbs, `trace` and `plan`, are folders too. Importing from the folder would put the folder in the
+    Three verbs, `trace`, `plan` and `check`, are folders too. Importing from the folder would put the folder in the
     verb's place; looked up here, the verb always wins.
     """
 

@@ -88,6 +88,55 @@ class PlanCommand:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckCommand:
+    """Hold a layout against XLA without the devices: bytes, FLOPs and collectives, predicted beside compiled.
+
+    Attributes:
+      workload: a name, or file.py:name.
+      on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8.
+      batch: examples in a step.
+      seq: tokens in an example.
+      layers: as many layers instead of the workload's own.
+      embed: as wide instead of the workload's own.
+      dtype: what is computed in; bfloat16 where the chip has it, if left out.
+      layout: the layout; what the mesh's names mean, or data or fsdp by size, if left out.
+      mesh: axis sizes, slowest first.
+      remat: what the backward pass keeps: none, dots, full, offload.
+      microbatches: parts of the batch over which gradients are added up.
+      plan: a plan file instead of a layout.
+      level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler; else the highest.
+      timeout: seconds that a compiler may take.
+      codegen: let a TPU's compiler go on to machine code; minutes, and no other figures.
+      cache: whether an earlier report on the same program is taken.
+      collectives: list every collective: who moves what, over which axis, because of which line.
+      explain_collective: say all that is known of one collective, by its number in that list.
+      out: write the certificate to this file.
+      json: print one JSON object.
+    """
+
+    workload: Positional[str] = ""
+    on: str = ""
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    embed: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    layout: str | None = None
+    mesh: str | None = None
+    remat: str | None = None
+    microbatches: int = 1
+    plan: Path | None = None
+    level: Literal[0, 1, 2, 3] | None = None
+    timeout: float = 900.0
+    codegen: bool = False
+    cache: bool = True
+    collectives: bool = False
+    explain_collective: int | None = None
+    out: Path | None = None
+    json: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class ProbeCommand:
     """Measure the devices present: matmuls, memory, every collective; writes a cluster file for spanax plan --on.
 
@@ -120,6 +169,7 @@ class CheckpointCommand:
 COMMANDS: dict[str, Callable[..., Any]] = {
     "train": TrainConfig,
     "plan": PlanCommand,
+    "check": CheckCommand,
     "axes": AxesCommand,
     "probe": ProbeCommand,
     "checkpoint": CheckpointCommand,
@@ -127,7 +177,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, 2 for a wrong request, 65 for bad data, 73 for a place not to write to."""
+    """Run the command line and exit: 0, 2 for a wrong request, 65, 70 or 73 as in `errors`."""
     argv = list(sys.argv[1:] if args is None else args)
     if argv == ["--version"]:
         from importlib.metadata import version
@@ -144,6 +194,8 @@ def main(args: Sequence[str] | None = None) -> None:
             _axes(command)
         elif isinstance(command, PlanCommand):
             _plan(command)
+        elif isinstance(command, CheckCommand):
+            _check(command)
         elif isinstance(command, ProbeCommand):
             _probe(command)
         else:
@@ -211,6 +263,19 @@ def _plan(command: PlanCommand) -> None:
     print(json.dumps(data) if command.json else text)
     if data.get("best") is None and "answer" not in data:
         sys.exit(2)
+
+
+def _check(command: CheckCommand) -> None:
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # no accelerator is wanted, and looking for one may take minutes
+
+    from functools import partial
+
+    from spanax.models.workloads import load
+    from spanax.show.checking import Request, answer
+
+    fields = {field.name: getattr(command, field.name) for field in dataclasses.fields(Request)}
+    text, data = answer(partial(load, command.workload), Request(**fields))
+    print(json.dumps(data) if command.json else text)
 
 
 def _probe(command: ProbeCommand) -> None:

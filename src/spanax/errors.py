@@ -2,6 +2,7 @@
 
     SpanaxError            exit code 2: something asked for cannot be done
     ├── DataError          65: what was read is not what it should be
+    ├── CompilerError      70: a compiler died or took too long
     └── WriteError         73: the place to write to cannot be written
 
 A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
@@ -43,6 +44,17 @@ class DataError(SpanaxError):
     """
 
     exit_code = 65
+
+
+class CompilerError(SpanaxError):
+    """A compiler that was asked died, or took longer than it was given; exit code 70.
+
+    Example:
+      >>> CompilerError("XLA's compiler for v5e took longer than 60 s.", fix="--timeout 600").exit_code
+      70
+    """
+
+    exit_code = 70
 
 
 class WriteError(SpanaxError):

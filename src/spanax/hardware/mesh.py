@@ -82,8 +82,41 @@ class MeshShape:
             )
         # Auto axes: ordinary NNX models (Embed, Dropout) cannot run under the default Explicit ones.
         kinds = (jax.sharding.AxisType.Auto,) * len(self.axes)
+        return jax.sharding.Mesh(self._arranged(devices[: self.size]), self.names, axis_types=kinds)
+
+    def split(self, num_slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes of the axes within one slice, and between slices; the slowest axes go between.
+
+        Raises:
+          SpanaxError: the slices do not divide the first axes.
+
+        Example:
+          >>> MeshShape.of("data=4,fsdp=16").split(2)
+          ((2, 16), (2, 1))
+        """
+        within, between, left = [], [], num_slices
+        for _, size in self.axes:
+            here = math.gcd(size, left)
+            left //= here
+            between.append(here)
+            within.append(size // here)
+        if left > 1:
+            raise SpanaxError(
+                f"{num_slices} slices do not divide the mesh {self}.", fix="a first mesh axis that the slices divide"
+            )
+        return tuple(within), tuple(between)
+
+    def _arranged(self, devices: Sequence[Any]) -> Any:
+        """The devices as an array of the mesh's shape: neighbours on a torus next to each other, slices outermost."""
+        from jax.experimental import mesh_utils
+
+        num_slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
+        # An axis may take a part of a dim of the torus; JAX's own make_mesh refuses that.
+        if num_slices > 1 and devices[0].platform == "tpu":
+            within, between = self.split(num_slices)
+            return mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)
         sizes = tuple(size for _, size in self.axes)
-        return jax.make_mesh(sizes, self.names, axis_types=kinds, devices=devices[: self.size])
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
     def __repr__(self) -> str:
         return ",".join(f"{name}={size}" for name, size in self.axes) or "one device"

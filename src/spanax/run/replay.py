@@ -4,9 +4,11 @@ What was planned is what runs: constraints recurse into loops and remat, and not
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.resolve import Constraint
@@ -40,37 +42,54 @@ def replay(
         return jax.lax.with_sharding_constraint(array, shardings[constraint])
 
     def run(body: Body, args: Sequence[Any]) -> list[Any]:
-        values = {value: constrain(arg, constraints[value]) for value, arg in zip(body.inputs, args, strict=True)}
+        readers = {value: op for op in reversed(body.ops) for value in op.inputs}
+        values: dict[int, Any] = {}
+        for value, arg in zip(body.inputs, args, strict=True):
+            with as_traced(readers[value]) if value in readers else nullcontext():
+                values[value] = constrain(arg, constraints[value])
 
         def read(value: int) -> Any:
             return values[value] if value in values else graph.constants[value]
 
         for op in body.ops:
-            use = uses.get(op)
-            ins = [read(value) for value in op.inputs]
-            if use is not None:
-                ins = [constrain(array, wanted) for array, wanted in zip(ins, use.inputs, strict=True)]
-            if op.name in DROPPED:
-                outs = ins[:1]
-            elif use is not None and use.is_local and mesh.size > 1:
-                outs = _shard_by_shard(op, use, mesh, ins)
-            else:
-                outs = _bind(op, ins, inner)
-            if use is not None:
-                outs = [constrain(array, wanted) for array, wanted in zip(outs, use.outputs, strict=True)]
-            # Elementwise, with an operand of the result's shape and split: the compiler carries that over.
-            is_plain = op.name in ELEMENTWISE and use is None
-            carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
-            for value, out in zip(op.outputs, outs, strict=True):
-                wanted = constraints[value]
-                known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
-                values[value] = out if known else constrain(out, wanted)
+            with as_traced(op):
+                outs = compute(op, [read(value) for value in op.inputs])
+            values.update(zip(op.outputs, outs, strict=True))
         return [read(value) for value in body.outputs]
+
+    def compute(op: Op, ins: Sequence[Any]) -> list[Any]:
+        use = uses.get(op)
+        if use is not None:
+            ins = [constrain(array, wanted) for array, wanted in zip(ins, use.inputs, strict=True)]
+        if op.name in DROPPED:
+            outs = list(ins[:1])
+        elif use is not None and use.is_local and mesh.size > 1:
+            outs = _shard_by_shard(op, use, mesh, ins)
+        else:
+            outs = _bind(op, ins, inner)
+        if use is not None:
+            outs = [constrain(array, wanted) for array, wanted in zip(outs, use.outputs, strict=True)]
+        # Elementwise, with an operand of the result's shape and split: the compiler carries that over.
+        is_plain = op.name in ELEMENTWISE and use is None
+        carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
+        found = []
+        for value, out in zip(op.outputs, outs, strict=True):
+            wanted = constraints[value]
+            known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
+            found.append(out if known else constrain(out, wanted))
+        return found
 
     def inner(body: Body) -> Callable[..., list[Any]]:
         return lambda *args: run(body, args)
 
     return lambda *args: run(graph.body, args)
+
+
+def as_traced(op: Op) -> AbstractContextManager[None]:
+    """What is traced inside has the source line and the name stack that the operation was traced with."""
+    told = op.eqn.source_info
+    name_stack = source_info_util.current_name_stack() + told.name_stack
+    return source_info_util.user_context(told.traceback, name_stack=name_stack)
 
 
 def _bind(op: Op, ins: Sequence[Any], inner: Callable[[Body], Callable[..., list[Any]]]) -> list[Any]:

@@ -79,11 +79,16 @@ class Run:
         self._settle(metrics)
         return jax.tree.unflatten(evaluation.result, metrics)
 
-    def lower(self) -> Any:
-        """The step as JAX lowers it, without running it: `.compile()` gives XLA's program and its memory."""
+    def lower(self, platform: str | None = None) -> Any:
+        """The step as JAX lowers it, without running it: `.compile()` gives XLA's program and its memory.
+
+        For a `platform` (`tpu`, `cuda`, `cpu`) the mesh may be one without devices, and every array of the state and
+        the batch stays an argument, in their order.
+        """
         state = _abstract(self.program.leaves, self.plan.leaves, self.mesh)
         batch = _abstract(self.program.batch, self.plan.batch, self.mesh)
-        return self._jitted(self.program.step, is_step=True).lower(state, batch)
+        traced = self._jitted(self.program.step, is_step=True, keep_unused=platform is not None).trace(state, batch)
+        return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
@@ -157,7 +162,7 @@ class Run:
         self._compiled[name] = self._jitted(traced, is_step=name == "step")
         return self._compiled[name]
 
-    def _jitted(self, traced: Traced, *, is_step: bool) -> Any:
+    def _jitted(self, traced: Traced, *, is_step: bool, keep_unused: bool = False) -> Any:
         resolver = resolver_of(self.program, self.plan)
         constraints = resolver.constraints(traced)
         function = replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh)
@@ -177,7 +182,13 @@ class Run:
         if not is_step:
             return jax.jit(evaluate, in_shardings=(state, batch), out_shardings=metrics)
         # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
-        return jax.jit(step, in_shardings=(state, batch), out_shardings=(state, metrics), donate_argnums=0)
+        return jax.jit(
+            step,
+            in_shardings=(state, batch),
+            out_shardings=(state, metrics),
+            donate_argnums=0,
+            keep_unused=keep_unused,
+        )
 
 
 def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any] | None = None) -> Run:

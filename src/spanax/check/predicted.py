@@ -1,0 +1,63 @@
+"""Predicted: what the plan says of a step, in the numbers that a compiled program has as well."""
+
+import numpy as np
+
+from spanax.check.report import Figures
+from spanax.plan.choose import as_planned, resolver_of
+from spanax.plan.cost import ways_table
+from spanax.plan.memory import held, state_of, walk
+from spanax.plan.plan import Plan
+from spanax.plan.terms import tally
+from spanax.trace.program import Program
+
+
+def predicted(program: Program, plan: Plan) -> Figures:
+    """State, peak, FLOPs and collectives of one device in one step, as the plan has them. No layout is padded.
+
+    Raises:
+      SpanaxError: the plan was made for another program, or cannot be run.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> told = predicted(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="data"))
+      >>> told.state_bytes == 16 * 32 * 4 + 4, told.flops == 2 * 2 * 1 * 16 * 32
+      (True, True)
+      >>> told.collectives["data"]["all-reduce"] >= 16 * 32 * 4
+      True
+    """
+    planned = as_planned(program, plan)
+    resolver = resolver_of(program, plan).of(planned)
+    terms = tally(resolver, planned.step)
+    sizes = np.asarray([[size] for _, size in plan.mesh.axes], float)
+    works = terms.works
+    flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0]).sum())
+    collectives: dict[str, dict[str, int]] = {}
+    for (kind, axes), num_bytes in sorted(terms.moved_bytes(plan.mesh).items()):
+        collectives.setdefault(axes, {})[kind] = round(num_bytes)
+    return Figures(plan.state_bytes(), _peak_bytes(program, plan, sizes), flops, collectives)
+
+
+def _peak_bytes(program: Program, plan: Plan, sizes: np.ndarray) -> int:
+    """As the search has it: one microbatch walked, and gradients added up beside it where there are several."""
+    planned = as_planned(program, plan)
+    microbatches = max(plan.schedule.microbatches, planned.microbatches)
+    once = planned.with_microbatches(1) if microbatches > 1 else planned
+    resolver = resolver_of(program, plan).of(once)
+    one = np.ones(1)
+    found = held(
+        state_of(resolver),
+        walk(resolver, once.step),
+        sizes,
+        num_stages=one,
+        num_microbatches=one * microbatches,
+        in_flight=one,
+        scale=one / microbatches,
+    )
+    return round(float(found.peak_bytes[0]))

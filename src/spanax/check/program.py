@@ -1,0 +1,53 @@
+"""Program: the step of a plan lowered for a platform, without a device; what every level compiles, and its hash."""
+
+import hashlib
+import io
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, AxisType
+
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.choose import as_planned
+from spanax.plan.plan import Plan
+from spanax.run.run import Run
+from spanax.trace.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A step as StableHLO with the plan's shardings in it.
+
+    `code` is MLIR bytecode with source lines, `digest` the SHA-256 of the program without them.
+    """
+
+    module: Any
+    code: bytes
+    digest: str
+
+
+def abstract_mesh(shape: MeshShape) -> AbstractMesh:
+    """A mesh without devices, of any size.
+
+    Example:
+      >>> abstract_mesh(MeshShape.of("data=512,model=8")).size
+      4096
+    """
+    kinds = (AxisType.Auto,) * len(shape.axes)
+    return AbstractMesh(tuple(size for _, size in shape.axes), shape.names, axis_types=kinds)
+
+
+def lower(program: Program, plan: Plan, platform: str) -> Lowered:
+    """The train step that a plan runs, lowered for `tpu`, `cuda` or `cpu`. Nothing is allocated, no device is asked.
+
+    Raises:
+      SpanaxError: the plan was made for another program, or cannot be run.
+    """
+    planned = as_planned(program, plan)
+    run = Run(planned, plan, abstract_mesh(plan.mesh), state=[])  # type: ignore[arg-type]
+    module = run.lower(platform).compiler_ir()
+    code = io.BytesIO()
+    module.operation.write_bytecode(code)
+    plain = re.sub(r" loc\(.*?\)$", "", module.operation.get_asm(enable_debug_info=False), flags=re.MULTILINE)
+    return Lowered(module, code.getvalue(), hashlib.sha256(plain.encode()).hexdigest())

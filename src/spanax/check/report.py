@@ -1,0 +1,150 @@
+"""Report: what the plan says of a step beside what XLA says of it; and the certificate that keeps both."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from spanax.check.hlo import Collective
+from spanax.errors import DataError, WriteError
+
+VERSION = 1
+
+LEVELS = {0: "static", 1: "partitioner, abstract", 2: "partitioner, simulated devices", 3: "compiler"}
+"""What produced the compiled figures of each level."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes and FLOPs of one device in one step; None: this level does not say.
+
+    `collectives` are bytes by mesh axes and kind, results counted: of a gather all that is gathered, of an all-reduce
+    the sum, of a reduce-scatter or all-to-all the device's own part.
+    """
+
+    state_bytes: int | None = None
+    peak_bytes: int | None = None
+    flops: float | None = None
+    collectives: Mapping[str, Mapping[str, int]] | None = None
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One of the largest arrays of a program that does not fit, and the arrays of the state that have its shape."""
+
+    num_bytes: int
+    shapes: str
+    paths: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """One check of a plan. The compiler accepts the program and predicts these figures; nothing has run.
+
+    Attributes:
+      level: what was asked: 0 static, 1 abstract, 2 simulated devices, 3 the target's own compiler.
+      target: the devices.
+      layout: the plan's.
+      mesh: the plan's.
+      fits: whether it fits the devices' memory; None: nobody knows the memory, or the level does not tell.
+      fits_by: who says so.
+      predicted: the plan's figures.
+      compiled: XLA's figures.
+      memory: the compiler's own count, by what the bytes are for.
+      limit_bytes: what one device may hold.
+      collectives: every collective of the compiled program.
+      buffers: the largest arrays, where it does not fit.
+      versions: of everything that had a part in it.
+      flags: what the compiler was told beyond its defaults.
+      is_whole: whether a TPU's compiler went on to machine code.
+      program_hash: SHA-256 of the lowered program.
+      seconds: how long it took, or took when it was kept.
+      is_kept: whether it was read from the cache.
+    """
+
+    level: int
+    target: str
+    layout: str
+    mesh: str
+    fits: bool | None
+    fits_by: str
+    predicted: Figures
+    compiled: Figures
+    memory: Mapping[str, int] = field(default_factory=dict)
+    limit_bytes: int | None = None
+    collectives: tuple[Collective, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
+    is_whole: bool = False
+    program_hash: str = ""
+    seconds: float = 0.0
+    is_kept: bool = False
+
+    @property
+    def by(self) -> str:
+        """What produced the compiled figures."""
+        return LEVELS[self.level]
+
+    @property
+    def errors(self) -> dict[str, Any]:
+        """Predicted over compiled, less 1, by the same keys; collectives by mesh axes, all kinds together."""
+        found: dict[str, Any] = {}
+        for name in ("state_bytes", "peak_bytes", "flops"):
+            ours, theirs = getattr(self.predicted, name), getattr(self.compiled, name)
+            if ours is not None and theirs:
+                found[name] = ours / theirs - 1
+        if self.predicted.collectives is not None and self.compiled.collectives is not None:
+            ours, theirs = (_by_axes(one.collectives or {}) for one in (self.predicted, self.compiled))
+            found["collectives"] = {
+                axes: ours.get(axes, 0) / theirs[axes] - 1 if theirs.get(axes) else None
+                for axes in sorted(ours.keys() | theirs.keys())
+            }
+        return found
+
+    def to_json(self) -> str:
+        """The certificate as JSON text; `Report.from_json` reads it back equal."""
+        return json.dumps({"version": VERSION, **asdict(self), "errors": self.errors}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "Report":
+        """The report that `to_json` wrote.
+
+        Raises:
+          DataError: the text is no report, or one of another version.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("version") != VERSION:
+                raise DataError("this certificate is of another version of Spanax.")
+            del data["errors"]
+            data["predicted"], data["compiled"] = Figures(**data["predicted"]), Figures(**data["compiled"])
+            data["collectives"] = tuple(
+                Collective(**one | {"tensors": tuple(one["tensors"])}) for one in data["collectives"]
+            )
+            data["buffers"] = tuple(Buffer(**one | {"paths": tuple(one["paths"])}) for one in data["buffers"])
+            return Report(**data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError("this is no certificate.", where=f"{type(error).__name__}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the certificate to a file.
+
+        Raises:
+          WriteError: it cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_json())
+        except OSError as error:
+            raise WriteError(f"cannot write the certificate '{path}'.", where=error.strerror or str(error)) from None
+
+    def kept(self) -> "Report":
+        """The same report, as read from the cache."""
+        return replace(self, is_kept=True)
+
+
+def _by_axes(collectives: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    return {axes: sum(kinds.values()) for axes, kinds in collectives.items()}

@@ -1,0 +1,242 @@
+"""Checking: one request to `spanax check` answered, in text and as plain values."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from spanax.check.check import check
+from spanax.check.compile import TIMEOUT_SECONDS
+from spanax.check.hlo import Collective
+from spanax.check.report import Figures, Report
+from spanax.errors import SpanaxError
+from spanax.hardware.cluster import Cluster, cluster
+from spanax.plan.choose import plan
+from spanax.plan.plan import Plan, Schedule
+from spanax.trace.policies import known_policy
+from spanax.trace.program import Program
+from spanax.trace.workload import Workload
+from spanax.units import bytes_text
+
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked of `spanax check`; every field is the flag of that name."""
+
+    workload: str
+    on: str
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    embed: int | None = None
+    dtype: str | None = None
+    layout: str | None = None
+    mesh: str | None = None
+    remat: str | None = None
+    microbatches: int = 1
+    plan: Path | None = None
+    level: int | None = None
+    timeout: float = TIMEOUT_SECONDS
+    codegen: bool = False
+    cache: bool = True
+    collectives: bool = False
+    explain_collective: int | None = None
+    out: Path | None = None
+
+
+def answer(load: Callable[..., Workload], asked: Request) -> tuple[str, Data]:
+    """What `spanax check` prints: as text, and as the object of --json.
+
+    Raises:
+      SpanaxError: the request cannot be carried out.
+      CompilerError: the compiler died, refused the program or took too long.
+    """
+    if not asked.workload:
+        raise SpanaxError("spanax check needs a workload.", fix="spanax check gpt2 --on v5e:4x4 --layout fsdp")
+    if not asked.on:
+        raise SpanaxError("spanax check needs to know the devices.", fix=f"spanax check {asked.workload} --on v5e:4x4")
+    machine = cluster(asked.on)
+    given = Plan.load(asked.plan) if asked.plan is not None else None
+    program = _traced(load, asked, machine, given)
+    made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=_schedule(asked))
+    report = check(
+        program,
+        made,
+        machine,
+        level=asked.level,
+        timeout=asked.timeout,
+        codegen=asked.codegen,
+        cache=asked.cache,
+    )
+    if asked.out is not None:
+        report.save(asked.out)
+    lines = [report_text(report)]
+    if asked.collectives:
+        lines += ["", collectives_text(report.collectives)]
+    if asked.explain_collective is not None:
+        lines += ["", explained(report.collectives, asked.explain_collective)]
+    if asked.out is not None:
+        lines += ["", f"the certificate is in {asked.out}"]
+    return "\n".join(lines), report_json(report)
+
+
+def _schedule(asked: Request) -> Schedule:
+    return Schedule(remat=known_policy(asked.remat), microbatches=asked.microbatches)
+
+
+def _traced(load: Callable[..., Workload], asked: Request, machine: Cluster, given: Plan | None) -> Program:
+    """The program as it will run: in the plan's dtype, or in bfloat16 where the chip has it."""
+    sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
+    workload = load(**{name: size for name, size in sizes.items() if size is not None})
+    dtype = given.schedule.compute_dtype if given is not None else asked.dtype
+    if given is None and dtype is None and "bf16" in machine.chip.peak_flops and not machine.chip.shared:
+        dtype = "bfloat16"
+    return workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=None if dtype == "float32" else dtype)
+
+
+def report_json(report: Report) -> Data:
+    """The contract of `spanax check --json`; bytes and FLOPs of one device and one step."""
+    data = asdict(report) | {"errors": report.errors, "by": report.by}
+    for one, found in zip(data["collectives"], report.collectives, strict=True):
+        one["bytes"] = found.num_bytes
+    return data
+
+
+def report_text(report: Report) -> str:
+    """The verdict, and predicted beside compiled, each with what produced it."""
+    head = f"{report.layout} on {report.target} ({report.mesh}), level {report.level} ({report.by}): "
+    lines = [head + _verdict(report), "", _figures(report)]
+    if report.memory:
+        said = ", ".join(f"{name} {bytes_text(size)}" for name, size in report.memory.items() if size)
+        lines.append(f"the compiler's own count: {said}")
+    if report.buffers:
+        lines += ["", "the largest arrays:"]
+        for one, count in Counter(report.buffers).items():
+            paths = f"  shaped like {', '.join(one.paths[:3])}" if one.paths else ""
+            times = f"{count} x " if count > 1 else ""
+            lines.append(f"  {times + bytes_text(one.num_bytes):>12}  {one.shapes}{paths}")
+    uncounted = sum(not one.is_counted for one in report.collectives)
+    if uncounted:
+        lines.append(f"{uncounted} collectives lie in loops whose length cannot be told; each loop counts once")
+    kept = " (kept from an earlier check)" if report.is_kept else ""
+    lines.append(f"checked in {report.seconds:.1f} s{kept}; nothing has run on these devices")
+    return "\n".join(lines)
+
+
+def _verdict(report: Report) -> str:
+    limit = f" of {bytes_text(report.limit_bytes)}" if report.limit_bytes else ""
+    peak = report.compiled.peak_bytes or report.predicted.peak_bytes or 0
+    need = f"{bytes_text(peak)} a device{limit}"
+    if report.fits is None:
+        return f"needs {need}, and nobody knows how much there is"
+    if report.level == 3:
+        if report.fits:
+            return f"the compiler accepts it and predicts {need}"
+        return f"does NOT fit: {report.fits_by} wants {need}"
+    return f"{'fits' if report.fits else 'does NOT fit'} by the plan's own count, {need}"
+
+
+def _figures(report: Report) -> str:
+    table = Table("a device, a step", "predicted (plan)", f"compiled ({report.by})", "error", box=None, pad_edge=False)
+    for row in _rows(report):
+        table.add_row(*row)
+    return _drawn(table)
+
+
+def _rows(report: Report) -> list[tuple[str, str, str, str]]:
+    ours, theirs, rows = report.predicted, report.compiled, []
+    for label, name in (("state", "state_bytes"), ("peak memory", "peak_bytes"), ("FLOPs", "flops")):
+        as_text = (lambda value: f"{value:.4g}") if name == "flops" else bytes_text
+        mine, found = getattr(ours, name), getattr(theirs, name)
+        error = report.errors.get(name)
+        rows.append(
+            (
+                label,
+                "" if mine is None else as_text(mine),
+                "" if found is None else as_text(found),
+                "" if error is None else f"{100 * error:+.1f} %",
+            )
+        )
+    for axes, kind in _moved(ours, theirs):
+        mine, found = ((one.collectives or {}).get(axes, {}).get(kind) for one in (ours, theirs))
+        told = theirs.collectives is not None
+        error = f"{100 * ((mine or 0) / found - 1):+.1f} %" if found else ("only predicted" if told and mine else "")
+        rows.append(
+            (
+                f"{kind} over {axes}",
+                bytes_text(mine) if mine else "",
+                bytes_text(found) if found else "",
+                error,
+            )
+        )
+    return rows
+
+
+def _moved(ours: Figures, theirs: Figures) -> list[tuple[str, str]]:
+    """Mesh axes and kinds of either side."""
+    both = [one.collectives or {} for one in (ours, theirs)]
+    return sorted({(axes, kind) for side in both for axes, kinds in side.items() for kind in kinds})
+
+
+def collectives_text(found: Sequence[Collective]) -> str:
+    """Who moves what, over which axis, because of which line."""
+    if not found:
+        return "no collectives, or a level that does not tell them: --level 2 or 3"
+    table = Table("", "kind", "over", "result", "runs", "bytes", "for", "line", box=None, pad_edge=False)
+    for at, one in enumerate(found, 1):
+        serves = one.tensors[0] + (f" +{len(one.tensors) - 1}" if one.tensors[1:] else "") if one.tensors else ""
+        shape = one.shapes if len(one.shapes) < 32 else f"{one.shapes[:28]} ..."
+        place = _short(one.source)
+        table.add_row(str(at), one.kind, one.axes, shape, str(one.runs), bytes_text(one.num_bytes), serves, place)
+    return _drawn(table)
+
+
+def explained(found: Sequence[Collective], number: int) -> str:
+    """All that is known of one collective, by its number in the table.
+
+    Raises:
+      SpanaxError: there is none of that number.
+    """
+    if not 1 <= number <= len(found):
+        raise SpanaxError(
+            f"there is no collective {number}.", where=f"the program has {len(found)}", fix="--collectives lists them"
+        )
+    one = found[number - 1]
+    lines = [
+        f"{number}. {one.kind} over {one.axes}: {one.group_size} devices in each group",
+        f"  result  {one.shapes}: {bytes_text(one.bytes_once)}, {one.runs} times a step: {bytes_text(one.num_bytes)}",
+        f"  written {one.written or 'as such'}, `{one.name}`",
+        f"  because {one.op_name or 'the program does not say which operation'}",
+    ]
+    if one.source:
+        lines.append(f"  line    {one.source}{_code(one.source)}")
+    if one.tensors:
+        what = "gathers" if one.kind == "all-gather" else "adds up the gradient of"
+        lines.append(f"  tensors {what} what is shaped like {', '.join(one.tensors)}")
+    return "\n".join(lines)
+
+
+def _code(source: str) -> str:
+    file, _, line = source.rpartition(":")
+    try:
+        return ": " + Path(file).read_text().splitlines()[int(line) - 1].strip()
+    except (OSError, ValueError, IndexError, UnicodeDecodeError):
+        return ""
+
+
+def _short(source: str) -> str:
+    path, _, line = source.rpartition(":")
+    return f"{'/'.join(Path(path).parts[-2:])}:{line}" if path else ""
+
+
+def _drawn(table: Table) -> str:
+    console = Console(width=160, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

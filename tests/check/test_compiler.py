@@ -1,0 +1,108 @@
+"""Level 3: the chips' own compilers, without the chips; skipped where they are not installed."""
+
+from pathlib import Path
+
+import pytest
+
+import programs
+import spanax
+import stored
+from spanax.check.compile import compile_for
+from spanax.check.hlo import collectives, totals
+from spanax.check.module import read_module
+from spanax.check.program import lower
+from spanax.check.report import Report
+from spanax.check.target import TPUS, missing, target_of
+
+TPU = pytest.mark.skipif(bool(missing("tpu")), reason=f"libtpu is not installed: {missing('tpu')}")
+CUDA = pytest.mark.skipif(bool(missing("cuda")), reason=f"no CUDA plugin: {missing('cuda')}")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANAX_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def check(name: str, on: str, layout: str, mesh: str | None = None, batch_size: int = 64, **asked: object) -> Report:
+    program = programs.workload(name, batch_size=batch_size)
+    machine = spanax.cluster(on)
+    plan = spanax.plan(program, machine, layout=layout, mesh=mesh)
+    return spanax.check(program, plan, machine, **asked)  # type: ignore[arg-type]
+
+
+@TPU
+@pytest.mark.parametrize(
+    "name, on, layout, mesh",
+    [
+        ("gpt-nano", "v5e:2x4", "fsdp", None),
+        ("llama-nano", "v6e:4x4", "fsdp+tensor", "fsdp=4,model=4"),
+        ("moe-nano", "v5p:2x2x2", "expert", "data=4,expert=2"),
+        ("vit-nano", "v4:2x2x2", "data", None),
+        ("resnet-nano", "v5e:2x4", "fsdp", None),
+    ],
+)
+def test_a_tpus_compiler_agrees_with_the_plan(name: str, on: str, layout: str, mesh: str | None) -> None:
+    found = check(name, on, layout, mesh)
+    assert found.level == 3 and found.fits and found.fits_by == "the compiler"
+    assert found.errors["state_bytes"] == 0, "padding included"
+    assert found.errors["flops"] == pytest.approx(0, abs=0.02)
+    assert found.compiled.collectives and all(one.is_counted for one in found.collectives)
+    assert "TPU" in found.versions["compiler"] and "libtpu" in found.versions
+
+
+@TPU
+def test_what_does_not_fit_is_a_finding_with_its_largest_arrays() -> None:
+    found = check("gpt2-xl", "v5e:2x4", "data", batch_size=8)
+    assert found.fits is False and found.limit_bytes == int(15.75 * 2**30)
+    assert found.compiled.peak_bytes > found.limit_bytes and found.buffers
+    sizes = [one.num_bytes for one in found.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+    assert any("blocks.up.kernel" in one.paths for one in found.buffers)
+
+
+@TPU
+def test_machine_code_changes_no_figure() -> None:
+    early, whole = (check("gpt-nano", "v5e:2x2", "fsdp", codegen=codegen) for codegen in (False, True))
+    assert early.compiled.collectives == whole.compiled.collectives
+    assert early.compiled.state_bytes == whole.compiled.state_bytes
+    assert whole.memory["code"] > 0 and early.memory["assigned"] == whole.memory["assigned"]
+
+
+@TPU
+def test_two_processes_may_ask_at_once() -> None:
+    """libtpu locks itself to one process unless it is told that this is meant."""
+    import libtpu  # noqa: F401
+
+    assert check("gpt-nano", "v5e:2x2", "data").fits
+
+
+@TPU
+@pytest.mark.parametrize("chip", TPUS)
+def test_every_chip_of_the_catalogue_is_known_to_the_compiler(chip: str) -> None:
+    shape = "2x2" if chip in ("v3", "v5e", "v6e") else "2x2x1"
+    assert check("gpt-nano", f"{chip}:{shape}", "data").compiled.flops
+
+
+@TPU
+def test_the_stored_programs_are_what_the_compiler_writes() -> None:
+    case, program = stored.CASES[0], stored.program()
+    plan = case.plan(program)
+    fresh = compile_for(target_of(case.cluster), lower(program, plan, "tpu"), plan.mesh)
+    assert totals(collectives(read_module(fresh.module), plan.mesh))["fsdp"]["all-gather"] == 6291456
+
+
+@CUDA
+@pytest.mark.parametrize("on", ["a100-80gb:8", "h100:8", "h200:2x4", "b200:8"])
+def test_a_gpus_compiler_agrees_with_the_plan(on: str) -> None:
+    found = check("gpt-nano", on, "fsdp+tensor", "fsdp=4,model=2")
+    assert found.level == 3 and found.fits
+    assert found.errors["state_bytes"] == 0
+    assert found.errors["flops"] == pytest.approx(0, abs=0.02)
+    moved = found.compiled.collectives["fsdp"]
+    assert moved["reduce-scatter"] and moved["all-gather"]
+
+
+@CUDA
+def test_a_gpus_compiler_knows_no_limit_so_the_chips_is_taken() -> None:
+    found = check("gpt2-xl", "a100-40gb:8", "data", batch_size=64)
+    assert found.fits is False and found.compiled.peak_bytes > found.limit_bytes

@@ -1,0 +1,216 @@
+"""The levels that need no extra: 0, 1 and 2, and what every level refuses."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+import programs
+import spanax
+from spanax.check import check as checking
+from spanax.check import kept
+from spanax.check.abstract import is_possible
+from spanax.check.compile import compile_for
+from spanax.check.predicted import predicted
+from spanax.check.program import lower
+from spanax.check.report import Report
+from spanax.check.target import missing, simulated, target_of
+from spanax.errors import CompilerError, DataError, SpanaxError
+from spanax.plan.candidate import plan_of
+
+MACHINE = spanax.cluster("cpu:8")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANAX_CACHE_DIR", str(tmp_path / "cache"))
+
+
+def planned(layout: str, mesh: str) -> tuple[spanax.Program, spanax.Plan]:
+    program = programs.zoo_program("gpt")
+    return program, spanax.plan(program, MACHINE, layout=layout, mesh=mesh)
+
+
+@functools.cache
+def report(layout: str, mesh: str, level: int) -> Report:
+    return spanax.check(*planned(layout, mesh), MACHINE, level=level, cache=False)
+
+
+LAYOUTS = [("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")]
+
+
+@pytest.mark.parametrize("layout, mesh", LAYOUTS)
+def test_the_partitioner_agrees_with_the_plan(layout: str, mesh: str) -> None:
+    found = report(layout, mesh, 2)
+    assert found.errors["state_bytes"] == 0 and found.errors["flops"] == pytest.approx(0, abs=0.02)
+    for axes, error in found.errors["collectives"].items():
+        small = sum(found.compiled.collectives[axes].values()) < 4096
+        assert small or error == pytest.approx(0, abs=0.05), (axes, found.compiled.collectives)
+    assert found.compiled.peak_bytes is None, "a CPU's temporaries are no chip's memory"
+
+
+@pytest.mark.skipif(not is_possible(), reason="this jaxlib does not have the partitioner's passes")
+@pytest.mark.parametrize("layout, mesh", LAYOUTS)
+def test_the_passes_alone_see_the_same_axes(layout: str, mesh: str) -> None:
+    passes, simulated_devices = report(layout, mesh, 1), report(layout, mesh, 2)
+    for axes, kinds in simulated_devices.compiled.collectives.items():
+        if sum(kinds.values()) > 4096:
+            assert sum(passes.compiled.collectives[axes].values()) == pytest.approx(sum(kinds.values()), rel=0.35)
+    assert all(one.is_counted for one in passes.collectives)
+    assert {one.runs for one in passes.collectives} > {1}, "loops are multiplied out"
+
+
+def test_a_mesh_of_any_size_needs_no_device() -> None:
+    machine = spanax.cluster("v5p:16x16x16")
+    program = programs.workload("gpt-nano", batch_size=1024)
+    plan = spanax.plan(program, machine, layout="fsdp+tensor", mesh="data=64,fsdp=16,model=4")
+    found = spanax.check(program, plan, machine, level=1)
+    assert found.compiled.collectives and found.target == "v5p:16x16x16"
+
+
+def test_level_0_is_shapes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking, "lower", lambda *_: pytest.fail("level 0 lowers nothing"))
+    program, plan = planned("fsdp", "fsdp=8")
+    found = spanax.check(program, plan, MACHINE, level=0)
+    assert found.compiled.state_bytes == plan.state_bytes() and found.compiled.collectives is None
+
+
+def test_a_tpu_pads_the_state() -> None:
+    program = programs.zoo_program("gpt")
+    machine = spanax.cluster("v5e:2x4")
+    plan = spanax.plan(program, machine, layout="fsdp")
+    assert spanax.check(program, plan, machine, level=0).compiled.state_bytes > plan.state_bytes()
+
+
+def test_gathers_name_the_users_line_and_the_tensor() -> None:
+    found = report("fsdp", "fsdp=8", 2).collectives
+    gathers = [one for one in found if one.kind == "all-gather" and one.runs > 1]
+    assert gathers and all("models/gpt.py:" in one.source for one in gathers)
+    assert {path for one in gathers for path in one.tensors} >= {"blocks.up.kernel", "blocks.down.kernel"}
+
+
+def test_a_certificate_reads_back_equal(tmp_path: Path) -> None:
+    found = report("fsdp", "fsdp=8", 2)
+    found.save(tmp_path / "c.json")
+    assert Report.from_json((tmp_path / "c.json").read_text()) == found
+    written = json.loads((tmp_path / "c.json").read_text())
+    assert len(written["program_hash"]) == 64 and written["versions"]["jax"] == jax.__version__
+    with pytest.raises(DataError, match="no certificate"):
+        Report.from_json("{}")
+
+
+def test_a_report_is_kept_by_what_went_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, plan = planned("data", "data=8")
+    first = spanax.check(program, plan, MACHINE, level=2)
+    assert not first.is_kept
+    monkeypatch.setattr(checking, "compile_for", lambda *_, **__: pytest.fail("this is known already"))
+    assert spanax.check(program, plan, MACHINE, level=2) == first.kept()
+    other, another = planned("fsdp", "fsdp=8")
+    for changed in ({"flags": {"a": "b"}}, {"codegen": True}, {"cache": False}):
+        with pytest.raises(pytest.fail.Exception):
+            spanax.check(program, plan, MACHINE, level=2, **changed)
+    with pytest.raises(pytest.fail.Exception):
+        spanax.check(other, another, MACHINE, level=2)
+
+
+def test_a_broken_report_in_the_cache_is_made_anew(tmp_path: Path) -> None:
+    key = kept.key_of(a=1)
+    kept.put(key, report("fsdp", "fsdp=8", 2))
+    assert kept.find(key) is not None
+    next((tmp_path / "cache").rglob(f"{key}.json")).write_text("{")
+    assert kept.find(key) is None
+
+
+def test_the_program_hash_is_that_of_the_program_and_not_of_its_lines() -> None:
+    program, plan = planned("fsdp", "fsdp=8")
+    first = lower(program, plan, "cpu")
+    assert first.digest == lower(program, plan, "cpu").digest
+    assert first.digest != lower(*planned("data", "data=8"), "cpu").digest
+    assert b"gpt.py" in first.code
+
+
+@pytest.mark.parametrize("level", [-1, 4])
+def test_an_unknown_level_is_refused(level: int) -> None:
+    with pytest.raises(SpanaxError, match=f"unknown level {level}"):
+        spanax.check(*planned("fsdp", "fsdp=8"), MACHINE, level=level)
+
+
+def test_another_programs_plan_and_another_cluster_are_refused() -> None:
+    program, plan = planned("fsdp", "fsdp=8")
+    with pytest.raises(SpanaxError, match="made for another program"):
+        spanax.check(programs.zoo_program("mlp"), plan, MACHINE, level=0)
+    with pytest.raises(SpanaxError, match="plan is for 8 devices"):
+        spanax.check(program, plan, spanax.cluster("cpu:4"), level=0)
+
+
+def test_too_many_devices_to_simulate_are_refused() -> None:
+    program = programs.workload("gpt-nano", batch_size=1024)
+    machine = spanax.cluster("v5p:16x16x16")
+    plan = spanax.plan(program, machine, layout="fsdp+tensor", mesh="data=64,fsdp=16,model=4")
+    with pytest.raises(SpanaxError, match="at most 1024 devices"):
+        spanax.check(program, plan, machine, level=2)
+
+
+@pytest.mark.parametrize(
+    "on, line", [("v5e:2x4", "pip install 'spanax[tpu]'"), ("h100:8", "pip install 'spanax[cuda12]'")]
+)
+def test_a_missing_compiler_says_the_one_install_line(on: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    program, machine = programs.zoo_program("gpt"), spanax.cluster(on)
+    plan = spanax.plan(program, machine, layout="fsdp")
+    with pytest.raises(SpanaxError) as error:
+        spanax.check(program, plan, machine, level=3)
+    assert line in str(error.value) and checking.highest_level(machine) == 2
+
+
+def test_a_chip_without_a_known_compiler_is_refused() -> None:
+    with pytest.raises(SpanaxError, match="no compiler is known"):
+        target_of(spanax.cluster("mi300x:8"))
+
+
+def folder_of(error: CompilerError) -> Path:
+    [line] = [line for line in str(error).splitlines() if "its log:" in line]
+    return Path(line.split("its log: ")[1]).parent
+
+
+def test_a_compiler_that_takes_too_long_leaves_its_log() -> None:
+    program, plan = planned("fsdp", "fsdp=8")
+    with pytest.raises(CompilerError, match=r"took longer than 0\.05 s") as error:
+        compile_for(simulated(8), lower(program, plan, "cpu"), plan.mesh, timeout=0.05)
+    assert error.value.exit_code == 70 and (folder_of(error.value) / "log.txt").exists()
+
+
+def test_a_compiler_that_dies_leaves_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, plan = planned("fsdp", "fsdp=8")
+    broken = dataclasses.replace(lower(program, plan, "cpu"), code=b"no program at all")
+    with pytest.raises(CompilerError, match="died") as error:
+        compile_for(simulated(8), broken, plan.mesh)
+    assert "Traceback" in (folder_of(error.value) / "log.txt").read_text()
+
+
+def test_what_a_compiler_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, plan = planned("fsdp", "fsdp=8")
+    with pytest.raises(CompilerError, match="xla_no_such_flag"):
+        compile_for(simulated(8), lower(program, plan, "cpu"), plan.mesh, flags={"xla_no_such_flag": "1"})
+
+
+def test_the_plans_figures_are_the_searchs() -> None:
+    program = programs.workload("gpt-nano", batch_size=32)
+    found = spanax.search(program, MACHINE, layout="fsdp", mesh=spanax.MeshShape.of("fsdp=8"), microbatches=1)
+    for one in found.candidates:
+        told = predicted(program, plan_of(found, one))
+        assert told.flops == pytest.approx(one.flops)
+        # The search resolves a layout once for a family of meshes, and may take another moment for the fullest.
+        assert told.peak_bytes == pytest.approx(one.peak_bytes, rel=0.05)
+
+
+def test_wraparound_and_cores_are_those_of_the_topology_table() -> None:
+    assert target_of(spanax.cluster("v5p:4x4x8")).options["wrap"] == (True, True, True)
+    assert target_of(spanax.cluster("v5p:2x2x4")).options["wrap"] == (False, False, False)
+    assert target_of(spanax.cluster("v6e:16x16")).options["wrap"] == (True, True, False)
+    assert target_of(spanax.cluster("v4:2x2x2")).options["chip_config_name"] == "megacore"
+    assert target_of(spanax.cluster("v5e:4x4:2")).options["num_slices"] == 2
+    assert missing("cpu") == ""

@@ -1,0 +1,106 @@
+"""What the compilers for TPUs and GPUs made of one small step, read and held against what follows from its shapes.
+
+The step: three scanned layers of a 256 x 1024 and a 1024 x 256 matrix, 64 examples, bfloat16 arithmetic, SGD.
+"""
+
+import functools
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import spanax
+import stored
+from spanax.check.flops import program_flops
+from spanax.check.hlo import Collective, collectives, totals
+from spanax.check.module import Module, read_module, read_text
+from spanax.check.padding import padded_bytes
+from spanax.check.predicted import predicted
+from spanax.check.target import platform_of
+from spanax.check.wire import fields, raw
+
+LAYERS, MATRIX = 3, 256 * 1024
+BY_NAME = {case.on: case for case in stored.CASES}
+
+
+@functools.cache
+def program() -> spanax.Program:
+    return stored.program()
+
+
+@functools.cache
+def module(on: str) -> Module:
+    return read_module(gzip.decompress(BY_NAME[on].path.read_bytes()))
+
+
+def found(on: str) -> tuple[Collective, ...]:
+    case = BY_NAME[on]
+    return collectives(module(on), spanax.MeshShape.of(case.mesh))
+
+
+@pytest.mark.parametrize("on", BY_NAME)
+def test_flops_are_those_of_the_plan_to_the_last(on: str) -> None:
+    # Six matmuls of 64 x 256 x 1024 a layer, less the gradient of the batch; over all devices.
+    assert program_flops(module(on)) == LAYERS * 6 * 2 * 64 * MATRIX / 8
+    case = BY_NAME[on]
+    assert predicted(program(), case.plan(program())).flops == program_flops(module(on))
+
+
+@pytest.mark.parametrize("on", BY_NAME)
+def test_the_state_takes_what_level_0_says(on: str) -> None:
+    case = BY_NAME[on]
+    leaves = case.plan(program()).leaves
+    arguments = module(on).entry.parameters
+    for at, leaf in enumerate(leaves):
+        itemsize = np.dtype(leaf.dtype).itemsize
+        assert arguments[at].shape.padded_bytes == padded_bytes(leaf.local_shape, itemsize, platform_of(case.cluster))
+
+
+@pytest.mark.parametrize("on", BY_NAME)
+def test_weights_are_gathered_in_bfloat16_twice_a_layer(on: str) -> None:
+    case = BY_NAME[on]
+    split = spanax.MeshShape.of(case.mesh).ways(["model"])
+    gathered = sum(one.num_bytes for one in found(on) if one.kind == "all-gather" and one.axes == "fsdp")
+    assert gathered == LAYERS * 2 * 2 * MATRIX * 2 // split
+
+
+@pytest.mark.parametrize("on, whole", [("v5e:2x4", 1), ("v5p:2x2x2", 1), ("h100:8", 0), ("v5e:2x2:2", 0)])
+def test_gradients_are_scattered_or_summed(on: str, whole: int) -> None:
+    """A TPU's compiler leaves one of the two gradients whole on one slice: an all-reduce."""
+    sizes = spanax.MeshShape.of(BY_NAME[on].mesh)
+    split, ways = sizes.ways(["model"]), sizes.ways(["fsdp"])
+    moved = totals(found(on))["fsdp"]
+    assert moved["reduce-scatter"] == LAYERS * (2 - whole) * MATRIX * 2 // split // ways
+    assert moved["all-reduce"] // (LAYERS * MATRIX * 2 // split) == whole
+
+
+def test_between_slices_parts_of_gradients_are_summed() -> None:
+    moved = totals(found("v5e:2x2:2"))["data"]["all-reduce"]
+    assert moved == pytest.approx(LAYERS * 2 * MATRIX * 2 / 4, rel=1e-3)
+    assert {one.group_size for one in found("v5e:2x2:2") if one.axes == "data"} == {2}
+
+
+@pytest.mark.parametrize("on", ["v5e:2x4", "v5p:2x2x2", "h100:8"])
+def test_gathers_name_the_line_of_the_model(on: str) -> None:
+    code = Path(stored.__file__).read_text().splitlines()
+    gathers = [one for one in found(on) if one.kind == "all-gather"]
+    for one in gathers:
+        file, _, line = one.source.partition(":")
+        assert file == "tests/stored.py" and "self.down(" in code[int(line) - 1]
+        assert "while/body" in one.op_name
+
+
+@pytest.mark.parametrize("on", BY_NAME)
+def test_every_loop_is_counted(on: str) -> None:
+    assert all(one.is_counted for one in found(on))
+
+
+def test_text_is_read_as_the_serialized_program_is() -> None:
+    from jaxlib import _hlo
+
+    case = BY_NAME["v5e:2x4"]
+    message = raw(fields(gzip.decompress(case.path.read_bytes())), 1)  # as dumped: the program, and its buffers
+    written = _hlo.HloModule.from_serialized_hlo_module_proto(message).to_string()
+    mesh = spanax.MeshShape.of(case.mesh)
+    assert totals(collectives(read_text(written), mesh)) == totals(found("v5e:2x4"))
