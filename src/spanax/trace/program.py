@@ -177,8 +177,8 @@ class Program:
         leaves, batch = _with_axes(step, self.leaves, self.batch)
         retrace = cache(lambda policy, microbatches: self._retrace(policy, microbatches).rename(names))
         recorded = lambda **asked: self._recorded(**asked).rename(names)  # noqa: E731
-        new = {"leaves": leaves, "batch": batch, "step": step, "evaluation": evaluation}
-        return replace(self, **new, _retrace=retrace, _recorded=recorded)
+        named = replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch)
+        return replace(named, _retrace=retrace, _recorded=recorded)
 
     def with_remat(self, policy: str | None) -> "Program":
         """The same program with another policy of what the backward pass keeps; traced once for each.
