@@ -15,6 +15,7 @@ from tyro.conf import Positional
 from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
+from spanax.show.requests import CompareCommand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": PlanCommand,
     "axes": AxesCommand,
     "probe": ProbeCommand,
+    "compare": CompareCommand,
     "checkpoint": CheckpointCommand,
 }
 
@@ -146,6 +148,8 @@ def main(args: Sequence[str] | None = None) -> None:
             _plan(command)
         elif isinstance(command, ProbeCommand):
             _probe(command)
+        elif isinstance(command, CompareCommand):
+            _compare(command)
         else:
             _checkpoint(command)
     except SpanaxError as error:
@@ -219,6 +223,19 @@ def _probe(command: ProbeCommand) -> None:
 
     command.out.write_text(probe(devices(command.devices), seconds=command.seconds))
     print(f"measured; spanax plan ... --on {command.out}")
+
+
+def _compare(command: CompareCommand) -> None:
+    from functools import partial
+
+    from spanax.models.workloads import load
+    from spanax.run.simulate import devices
+    from spanax.show.comparing import compared
+
+    stream = _clean_stdout() if command.json else sys.stdout
+    tell = partial(print, file=sys.stderr, flush=True)
+    text, data = compared(partial(load, command.workload), command, devices(command.devices), tell=tell)
+    print(json.dumps(data) if command.json else text, file=stream)
 
 
 def _axes(command: AxesCommand) -> None:

@@ -84,6 +84,11 @@ class Run:
         batch = _abstract(self.program.batch, self.plan.batch, self.mesh)
         return self._jitted(self.program.step, is_step=True).lower(state, batch)
 
+    def compile(self) -> Any:
+        """Compile the step that is to run, and return XLA's program: its text, its memory, its cost."""
+        self._compiled["step"] = compiled = self.lower().compile()
+        return compiled
+
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
     ) -> checkpoint.Pending:
