@@ -24,6 +24,7 @@ FLAGS = {
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",
     },
+    "inspect": {"path", "leaf", "svg", "hlo", "workload", "json"},
     "checkpoint": {"action", "directory", "json"},
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
@@ -112,6 +113,9 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "comparing on another mesh": (["compare", "gpt-nano", "--mesh", "data=3"], 2, "takes 3 devices"),
     "comparing what does not divide": (["compare", "gpt-nano", "--mesh", "data=8", "--batch", "30"], 2, "divide"),
     "comparing in an unknown dtype": (["compare", "gpt-nano", "--dtype", "float23"], 2, "did you mean 'float32'"),
+    "inspecting nothing": (["inspect", "nowhere"], 65, "there is no plan or run 'nowhere'"),
+    "inspecting what is no plan": (["inspect", "bad.json"], 65, "this is not a plan file"),
+    "inspecting what is no run": (["inspect", "old"], 65, "neither plan nor checkpoint"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 

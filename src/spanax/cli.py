@@ -15,7 +15,7 @@ from tyro.conf import Positional
 from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
-from spanax.show.requests import CompareCommand
+from spanax.show.requests import CompareCommand, InspectCommand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +124,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "axes": AxesCommand,
     "probe": ProbeCommand,
     "compare": CompareCommand,
+    "inspect": InspectCommand,
     "checkpoint": CheckpointCommand,
 }
 
@@ -150,6 +151,8 @@ def main(args: Sequence[str] | None = None) -> None:
             _probe(command)
         elif isinstance(command, CompareCommand):
             _compare(command)
+        elif isinstance(command, InspectCommand):
+            _inspect(command)
         else:
             _checkpoint(command)
     except SpanaxError as error:
@@ -236,6 +239,15 @@ def _compare(command: CompareCommand) -> None:
     tell = partial(print, file=sys.stderr, flush=True)
     text, data = compared(partial(load, command.workload), command, devices(command.devices), tell=tell)
     print(json.dumps(data) if command.json else text, file=stream)
+
+
+def _inspect(command: InspectCommand) -> None:
+    from spanax.models.workloads import load
+    from spanax.run.simulate import devices
+    from spanax.show.inspecting import inspected
+
+    text, data = inspected(command, load, devices)
+    print(json.dumps(data) if command.json else text)
 
 
 def _axes(command: AxesCommand) -> None:

@@ -37,3 +37,24 @@ class CompareCommand:
     dtype: str = "float32"
     top: int | None = None
     json: bool = False
+
+
+@dataclass(frozen=True)
+class InspectCommand:
+    """Show where the arrays of a plan or a run lie, drawn on the mesh. No device is touched, but for --hlo.
+
+    Attributes:
+      path: a plan file, or a run folder: then what its newest checkpoint was saved from.
+      leaf: draw this array.
+      svg: write the drawing to this file; of every kind of parameter and the batch, without --leaf.
+      hlo: write the train step to this file, as it goes to XLA: with its shardings, and the paths of its arrays.
+      workload: what the plan was made for, for --hlo; a run folder knows.
+      json: print one JSON object.
+    """
+
+    path: Positional[Path]
+    leaf: str | None = None
+    svg: Path | None = None
+    hlo: Path | None = None
+    workload: str | None = None
+    json: bool = False
