@@ -25,6 +25,10 @@ FLAGS = {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches", "plan",
         "level", "timeout", "codegen", "cache", "collectives", "explain_collective", "out", "json",
     },
+    "compare": {
+        "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",
+    },
+    "inspect": {"path", "leaf", "svg", "hlo", "workload", "json"},
     "checkpoint": {"action", "directory", "json"},
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
@@ -107,6 +111,15 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "plan for an unknown dtype": (["plan", "gpt-nano", "--on", "a100:8", "--dtype", "bfloat17"], 2, "did you mean"),
     "a budget for nothing": (["plan", "gpt-nano", "--on", "cpu:8", "--budget-hours", "3"], 2, "needs --tokens"),
     "plans that are none": (["plan", "--diff", "bad.json", "bad.json"], 65, "this is not a plan file"),
+    "comparing an unknown workload": (["compare", "gpt4"], 2, "unknown workload"),
+    "comparing no steps": (["compare", "gpt-nano", "--steps", "0"], 2, "--steps is 0"),
+    "comparing on an unknown axis": (["compare", "gpt-nano", "--mesh", "dta=8"], 2, "did you mean 'data'"),
+    "comparing on another mesh": (["compare", "gpt-nano", "--mesh", "data=3"], 2, "takes 3 devices"),
+    "comparing what does not divide": (["compare", "gpt-nano", "--mesh", "data=8", "--batch", "30"], 2, "divide"),
+    "comparing in an unknown dtype": (["compare", "gpt-nano", "--dtype", "float23"], 2, "did you mean 'float32'"),
+    "inspecting nothing": (["inspect", "nowhere"], 65, "there is no plan or run 'nowhere'"),
+    "inspecting what is no plan": (["inspect", "bad.json"], 65, "this is not a plan file"),
+    "inspecting what is no run": (["inspect", "old"], 65, "neither plan nor checkpoint"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 

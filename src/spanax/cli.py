@@ -15,6 +15,7 @@ from tyro.conf import Positional
 from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
+from spanax.show.requests import CompareCommand, InspectCommand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +173,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "check": CheckCommand,
     "axes": AxesCommand,
     "probe": ProbeCommand,
+    "compare": CompareCommand,
+    "inspect": InspectCommand,
     "checkpoint": CheckpointCommand,
 }
 
@@ -198,6 +201,10 @@ def main(args: Sequence[str] | None = None) -> None:
             _check(command)
         elif isinstance(command, ProbeCommand):
             _probe(command)
+        elif isinstance(command, CompareCommand):
+            _compare(command)
+        elif isinstance(command, InspectCommand):
+            _inspect(command)
         else:
             _checkpoint(command)
     except SpanaxError as error:
@@ -284,6 +291,28 @@ def _probe(command: ProbeCommand) -> None:
 
     command.out.write_text(probe(devices(command.devices), seconds=command.seconds))
     print(f"measured; spanax plan ... --on {command.out}")
+
+
+def _compare(command: CompareCommand) -> None:
+    from functools import partial
+
+    from spanax.models.workloads import load
+    from spanax.run.simulate import devices
+    from spanax.show.comparing import compared
+
+    stream = _clean_stdout() if command.json else sys.stdout
+    tell = partial(print, file=sys.stderr, flush=True)
+    text, data = compared(partial(load, command.workload), command, devices(command.devices), tell=tell)
+    print(json.dumps(data) if command.json else text, file=stream)
+
+
+def _inspect(command: InspectCommand) -> None:
+    from spanax.models.workloads import load
+    from spanax.run.simulate import devices
+    from spanax.show.inspecting import inspected
+
+    text, data = inspected(command, load, devices)
+    print(json.dumps(data) if command.json else text)
 
 
 def _axes(command: AxesCommand) -> None:

@@ -22,7 +22,7 @@ from spanax.check.tensors import with_tensors
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import RESERVE
-from spanax.plan.choose import check_made_for
+from spanax.plan.place import check_made_for
 from spanax.plan.plan import Placement, Plan
 from spanax.trace.program import Program
 

@@ -3,9 +3,10 @@
 import numpy as np
 
 from spanax.check.report import Figures
-from spanax.plan.choose import as_planned, resolver_of
 from spanax.plan.cost import ways_table
+from spanax.plan.laid import Laid
 from spanax.plan.memory import held, state_of, walk
+from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.terms import tally
 from spanax.trace.program import Program
@@ -34,7 +35,7 @@ def predicted(program: Program, plan: Plan) -> Figures:
     """
     planned = as_planned(program, plan)
     resolver = resolver_of(program, plan).of(planned)
-    terms = tally(resolver, planned.step)
+    terms = tally(Laid(resolver, planned.step))
     sizes = np.asarray([[size] for _, size in plan.mesh.axes], float)
     works = terms.works
     flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0]).sum())
@@ -53,7 +54,7 @@ def _peak_bytes(program: Program, plan: Plan, sizes: np.ndarray) -> int:
     one = np.ones(1)
     found = held(
         state_of(resolver),
-        walk(resolver, once.step),
+        walk(Laid(resolver, once.step)),
         sizes,
         num_stages=one,
         num_microbatches=one * microbatches,

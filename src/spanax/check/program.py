@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, AxisType
 
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.choose import as_planned
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run.run import Run
 from spanax.trace.program import Program

@@ -90,6 +90,11 @@ class Run:
         traced = self._jitted(self.program.step, is_step=True, keep_unused=platform is not None).trace(state, batch)
         return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
+    def compile(self) -> Any:
+        """Compile the step that is to run, and return XLA's program: its text, its memory, its cost."""
+        self._compiled["step"] = compiled = self.lower().compile()
+        return compiled
+
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
     ) -> checkpoint.Pending:

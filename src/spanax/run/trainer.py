@@ -45,14 +45,8 @@ def train(
     with ExitStack() as stack:
         folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
         stack.enter_context(run_folder.claimed(folder, resume=config.resume))
-        workload, config = _settled(load, replace(config, devices=len(devices)))
         planned = None if config.plan is None else _planned(config, len(devices))
-        dtype = None if config.dtype == "float32" else config.dtype
-        if planned is not None and dtype is None:
-            dtype = planned.schedule.compute_dtype
-        program = workload.trace(
-            learning_rate=config.lr or 0.0, num_steps=config.steps or 0, compute_dtype=dtype, remat=config.remat
-        )
+        workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
         plan = planned or make_plan(program, local(devices), layout=config.layout, mesh=config.mesh)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
@@ -74,6 +68,26 @@ def train(
         done = loop.run_to_end() | {"out": str(folder)}
         tell(done)
         return done
+
+
+def traced(
+    load: Callable[..., Workload], config: TrainConfig, planned: Plan | None
+) -> tuple[Workload, TrainConfig, Program]:
+    """The workload in the sizes of a configuration, the configuration with nothing left open, and its program.
+
+    Args:
+      load: makes the workload, given `batch_size`, `seq_len` and `vocab_size`.
+      config: the settings; what is None takes the workload's own.
+      planned: the plan it is to obey, which may say what is computed in.
+    """
+    workload, config = _settled(load, config)
+    dtype = None if config.dtype == "float32" else config.dtype
+    if planned is not None and dtype is None:
+        dtype = planned.schedule.compute_dtype
+    program = workload.trace(
+        learning_rate=config.lr or 0.0, num_steps=config.steps or 0, compute_dtype=dtype, remat=config.remat
+    )
+    return workload, config, program
 
 
 def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from spanax.show.tables import table_text
 from spanax.trace.program import Program
 
 
@@ -45,13 +45,10 @@ def axes_text(program: Program) -> str:
     for axis in program.axes:
         sizes = ", ".join(map(str, axis.sizes))
         table.add_row(axis.name, sizes, str(axis.ways), str(axis.num_classes), str(len(axis.leaves)), axis.leaves[0])
-    console = Console(width=120, no_color=True, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
     found = program.step.axes
     notes = [f"{100 * found.coverage:.0f} % of the matmul and convolution work is split along with the batch"]
     for name, count in found.unknown.items():
         notes.append(f"no rule for primitive '{name}' ({count} times): its dims stay unsplit; add one with spanax.rule")
     for name, count in found.opaque.items():
         notes.append(f"'{name}' ({count} times) cannot be looked into: its dims stay unsplit")
-    return captured.get().rstrip() + "\n" + "\n".join(notes)
+    return table_text(table, 120) + "\n" + "\n".join(notes)

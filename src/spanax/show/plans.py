@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from spanax.plan.candidate import RESERVE, Candidate, Search, collectives_of, plan_of, shortfall
 from spanax.plan.guide import rule
+from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
 FLOP_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full; hfu counts what is computed twice"
@@ -130,7 +130,4 @@ def _table(found: Search, rows: tuple[Candidate, ...]) -> str:
             f"{100 * said['mfu']:.1f}" if said["mfu"] is not None else "",
             bytes_text(one.peak_bytes),
         )
-    console = Console(width=140, no_color=True, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    return captured.get().rstrip()
+    return table_text(table)

@@ -14,9 +14,10 @@ from jax.extend import core
 
 from spanax.errors import SpanaxError
 from spanax.trace.axes import Axes, Axis, aligned, discover, table
+from spanax.trace.gradients import recording
 from spanax.trace.graph import from_jaxpr
 from spanax.trace.policies import AS_WRITTEN, known_policy
-from spanax.trace.step import train_step_of, with_extra
+from spanax.trace.step import as_metrics, train_step_of, with_extra
 from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf, Variables, make, take_apart
 
@@ -50,6 +51,7 @@ class Program:
     remat: str
     microbatches: int
     _retrace: Callable[[str | None, int], "Program"] = field(repr=False)
+    _recorded: Callable[..., "Program"] = field(repr=False)
 
     @property
     def axes(self) -> list[Axis]:
@@ -94,7 +96,9 @@ class Program:
             evaluation = replace(evaluation, axes=evaluation.axes.renamed(shared))
         leaves, batch = _with_axes(step, self.leaves, self.batch)
         retrace = cache(lambda policy, microbatches: self._retrace(policy, microbatches).rename(names))
-        return replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch, _retrace=retrace)
+        recorded = lambda **asked: self._recorded(**asked).rename(names)  # noqa: E731
+        named = replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch)
+        return replace(named, _retrace=retrace, _recorded=recorded)
 
     def with_remat(self, policy: str | None) -> "Program":
         """The same program with another policy of what the backward pass keeps; traced once for each.
@@ -126,8 +130,18 @@ class Program:
         Raises:
           SpanaxError: they do not divide the batch, or the program has a train step of its own.
         """
-        policy = None if self.remat == AS_WRITTEN else self.remat
-        return self._retrace(policy, microbatches)
+        return self._retrace(self._policy, microbatches)
+
+    def with_gradients(self) -> "Program":
+        """The same program with more state: the gradients that its optimizer was given in the last step.
+
+        They are leaves of the optimizer; `gradients.PREFIX` and the parameter's path make up theirs.
+        """
+        return self._recorded(remat=self._policy, microbatches=self.microbatches)
+
+    @property
+    def _policy(self) -> str | None:
+        return None if self.remat == AS_WRITTEN else self.remat
 
 
 def trace(
@@ -190,8 +204,8 @@ def trace(
 
     def run_step(step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
         model, nnx_optimizer = variables.merge(values)
-        metrics = _as_metrics(step(model, nnx_optimizer, batch))
-        return _checked(variables, variables.split(model, nnx_optimizer)), metrics
+        metrics = as_metrics(step(model, nnx_optimizer, batch))
+        return variables.split(model, nnx_optimizer), metrics
 
     def run_loss(values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
         model, _ = variables.merge(values)
@@ -199,6 +213,10 @@ def trace(
         scalar, extra = with_extra(loss(model, batch))  # type: ignore[misc]
         return [], {"loss": scalar} | extra
 
+    recorded = partial(
+        trace, build=build, optimizer=recording(optimizer), batch=batch,
+        loss=loss, train_step=train_step, compute_dtype=compute_dtype, clip_norm=clip_norm,
+    )  # fmt: skip
     trace_evaluation = cache(lambda: _traced(run_loss, state, batch, variables, batch_leaves))
 
     @cache
@@ -211,7 +229,9 @@ def trace(
             evaluation = replace(evaluation, axes=axes)
         named = _with_axes(traced, variables.leaves, batch_leaves)
         name = AS_WRITTEN if policy is None else policy
-        return Program(*named, traced, evaluation, init, variables, batch_treedef, name, microbatches, retrace)
+        return Program(
+            *named, traced, evaluation, init, variables, batch_treedef, name, microbatches, retrace, recorded
+        )
 
     return retrace(remat, microbatches)
 
@@ -295,20 +315,3 @@ def _batch_leaves(batch: Any) -> tuple[tuple[Leaf, ...], Any]:
         raise SpanaxError("the batch has no arrays.", fix="a dict of arrays, examples along dim 0 of each")
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") or "batch"  # noqa: E731
     return tuple(Leaf(name(path), leaf.shape, leaf.dtype, "batch") for path, leaf in found), treedef
-
-
-def _as_metrics(returned: Any) -> dict[str, Any]:
-    if returned is None:
-        return {}
-    return dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
-
-
-def _checked(variables: Variables, values: list[Any]) -> list[Any]:
-    for leaf, value in zip(variables.leaves, values, strict=True):
-        if value.shape != leaf.shape or value.dtype != leaf.dtype:
-            raise SpanaxError(
-                f"the train step turned `{leaf.path}` from {leaf.dtype}{list(leaf.shape)} "
-                f"into {value.dtype}{list(value.shape)}.",
-                fix="keep the shape and dtype of every variable, for example with .astype(...)",
-            )
-    return values

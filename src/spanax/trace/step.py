@@ -1,6 +1,6 @@
 """The train step that Spanax writes for those who bring only a loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -62,6 +62,13 @@ def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:
             fix="return loss.mean(), or (loss.mean(), {'name': metric})",
         )
     return scalar, dict(extra)
+
+
+def as_metrics(returned: Any) -> dict[str, Any]:
+    """What a train step returned as a dict, whether it came so, alone or not at all."""
+    if returned is None:
+        return {}
+    return dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
 
 
 def _accumulate(gradient: Any, params: Any, rest: Any, batch: Any, count: int) -> tuple[Any, Any, Any, Any]:

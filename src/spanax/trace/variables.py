@@ -61,7 +61,7 @@ class Variables:
         """The values of a model and optimizer after a step, in the order of the leaves.
 
         Raises:
-          SpanaxError: the step changed what the model consists of.
+          SpanaxError: the step changed what the model consists of, or a variable's shape or dtype.
         """
         nnx.pop(model, nnx.Intermediate)  # what `sow` left behind is not state
         _, state = nnx.split((model, optimizer))
@@ -74,7 +74,15 @@ class Variables:
                 where=f"{len(before)} arrays before the step, {len(after)} after",
                 fix="create every variable in the model's __init__, or use nnx.Intermediate for what is thrown away",
             )
-        return jax.tree.leaves(state)
+        values = jax.tree.leaves(state)
+        for leaf, value in zip(self.leaves, values, strict=True):
+            if value.shape != leaf.shape or value.dtype != leaf.dtype:
+                raise SpanaxError(
+                    f"the train step turned `{leaf.path}` from {leaf.dtype}{list(leaf.shape)} "
+                    f"into {value.dtype}{list(value.shape)}.",
+                    fix="keep the shape and dtype of every variable, for example with .astype(...)",
+                )
+        return values
 
 
 def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[nnx.Module, nnx.Optimizer]:

@@ -1,0 +1,220 @@
+"""Compare: every legal layout run on the devices present, in turn, beside what was predicted of it."""
+
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from spanax.check.examples import made_up
+from spanax.errors import SpanaxError
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.candidate import Candidate, Search, plan_of
+from spanax.plan.plan import Plan
+from spanax.plan.search import search
+from spanax.run.run import Run, assert_placed, start
+from spanax.trace.program import Program
+from spanax.units import bytes_text
+
+Moved = Mapping[str, Mapping[str, int]]
+"""Bytes of collectives by mesh axes and kind, as `collectives_of` predicts them."""
+
+EVERY = 1_000_000
+
+WARM_UP = 1
+"""Steps that are not counted: the first one of a program."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One layout, as predicted and as it ran.
+
+    Attributes:
+      candidate: the layout with its price.
+      state_bytes: what its plan says one device holds between steps.
+      seconds: of each step that was counted.
+      ratio: how many times as long as the fastest layout it takes: the median of the steps taken in turn.
+      compiled_state_bytes: what XLA's program takes in of the state and the batch, on one device.
+      compiled_peak_bytes: that, and the temporaries beside it; on simulated devices those of XLA for the CPU.
+      moved: bytes of the compiled program's collectives; None where nobody read it.
+    """
+
+    candidate: Candidate
+    state_bytes: int
+    seconds: tuple[float, ...]
+    ratio: float
+    compiled_state_bytes: int
+    compiled_peak_bytes: int
+    moved: Moved | None
+
+    @property
+    def step_seconds(self) -> float:
+        """The median of its steps."""
+        return statistics.median(self.seconds)
+
+
+def layouts(program: Program, here: Cluster, *, mesh: MeshShape | None = None, top: int | None = None) -> Search:
+    """Every layout that can be run of a program as it was traced, priced: no stages, the batch in one.
+
+    Raises:
+      SpanaxError: none can, or there is no such mesh.
+    """
+    found = search(
+        program, here, remat=(program.remat,), pipeline=False, mesh=mesh, microbatches=1, top=top or EVERY
+    )  # fmt: skip
+    if not found.candidates:
+        raise SpanaxError(
+            f"no layout of this workload can be run on {here}" + (f" as {mesh}." if mesh else "."),
+            where=f"a batch of {found.batch_size}; "
+            + "; ".join(f"left out {count}: {reason}" for reason, count in sorted(found.rejected.items())),
+            fix="another --mesh or --batch",
+        )
+    return found
+
+
+def compare(
+    found: Search,
+    *,
+    steps: int = 10,
+    devices: Sequence[Any] | None = None,
+    seed: int = 0,
+    moved: Callable[[Any, MeshShape], Moved] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> tuple[Compared, ...]:
+    """Run every candidate of a search, each step of all of them before the next; the fastest first.
+
+    They are born with the same numbers and see the same batch. The order is another in each round, so that what slows
+    the machine down for a while slows all of them down alike.
+
+    Args:
+      found: what `layouts` returned.
+      steps: how many are counted of each.
+      devices: the devices; all of this process by default.
+      seed: of the parameters, the batch and the order.
+      moved: reads the collectives of a compiled program on a mesh.
+      tell: takes a line on how far it is.
+
+    Raises:
+      SpanaxError: no steps, or not all of the layouts can be held at once.
+
+    Example:
+      >>> import optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> rows = compare(layouts(program, spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of("fsdp=8")), steps=2)
+      >>> sorted(row.candidate.layout for row in rows), rows[0].ratio
+      (['fsdp'], 1.0)
+    """
+    if steps < 1:
+        raise SpanaxError(f"--steps is {steps}; it takes a whole number from 1.", fix="--steps 10")
+    program = next(iter(found.programs.values()))
+    plans = [plan_of(found, one) for one in found.candidates]
+    _check_held(plans)
+    batch = made_up(program, seed)
+    runs, compiled = _brought_up(program, plans, devices, seed, tell)
+    taken: list[list[float]] = [[] for _ in runs]
+    order = list(range(len(runs)))
+    for step in range(WARM_UP + steps):
+        tell(f"step {step + 1} of {WARM_UP + steps}, the first {WARM_UP} uncounted")
+        random.Random(seed + step).shuffle(order)
+        for at in order:
+            took = _step_seconds(runs[at], batch)
+            if step >= WARM_UP:
+                taken[at].append(took)
+    best = min(range(len(runs)), key=lambda at: statistics.median(taken[at]))
+    rows = []
+    for at, one in enumerate(found.candidates):
+        memory = compiled[at].memory_analysis()
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(taken[at], taken[best], strict=True))
+        rows.append(
+            Compared(
+                candidate=one,
+                state_bytes=plans[at].state_bytes(),
+                seconds=tuple(taken[at]),
+                ratio=ratio,
+                compiled_state_bytes=memory.argument_size_in_bytes,
+                compiled_peak_bytes=_peak_bytes(memory),
+                moved=None if moved is None else moved(compiled[at], plans[at].mesh),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (row.ratio, row.step_seconds)))
+
+
+def _brought_up(
+    program: Program,
+    plans: Sequence[Plan],
+    devices: Sequence[Any] | None,
+    seed: int,
+    tell: Callable[[str], None],
+) -> tuple[list[Run], list[Any]]:
+    """A run of each plan, from the numbers of the first one at birth, and its compiled step."""
+    runs: list[Run] = []
+    compiled = []
+    born: list[Any] = []
+    for number, plan in enumerate(plans, 1):
+        tell(f"compiling {number} of {len(plans)}: {plan.layout.name} on {plan.mesh}")
+        if not runs:
+            run = start(program, plan, seed=seed, devices=devices)
+            born = [array.copy() for array in run.state]
+        else:
+            mesh = plan.mesh.build(devices)
+            pairs = zip(born, plan.leaves, strict=True)
+            # A copy: where both lie alike, the step of one would take the other's array away.
+            run = Run(program, plan, mesh, [jax.device_put(a, leaf.sharding(mesh)).copy() for a, leaf in pairs])
+            assert_placed(plan, run.state, mesh)
+        compiled.append(run.compile())
+        runs.append(run)
+    return runs, compiled
+
+
+def _step_seconds(run: Run, batch: Any) -> float:
+    began = time.perf_counter()
+    jax.block_until_ready(run.step(batch))
+    jax.block_until_ready(run.state)
+    return time.perf_counter() - began
+
+
+def _peak_bytes(memory: Any) -> int:
+    """What one device holds of a step's arguments, results and temporaries; what is given away counts once."""
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(held + memory.temp_size_in_bytes)
+
+
+def _check_held(plans: Sequence[Plan]) -> None:
+    """Simulated devices share the host's memory, and all of the layouts are there at once."""
+    if jax.devices()[0].platform != "cpu":
+        return
+    needed = sum(plan.mesh.size * plan.state_bytes() for plan in plans)
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    if needed > free / 2:
+        raise SpanaxError(
+            f"{len(plans)} layouts hold {bytes_text(needed)} at once, and {bytes_text(free)} are free.",
+            fix=f"--top {max(1, int(len(plans) * free / 2 / needed))}, or one --mesh",
+        )
+
+
+def distance(rows: Sequence[Compared]) -> float:
+    """How many times as long as the fastest the planner's choice takes: the first by its own price."""
+    return min(rows, key=lambda row: row.candidate.step_seconds).ratio
+
+
+def rank_correlation(rows: Sequence[Compared]) -> float:
+    """Spearman's: 1 where the predicted order is the measured one, -1 where it is the other way round.
+
+    Source: Spearman, 1904: the correlation of the ranks.
+    """
+    if len(rows) < 2:
+        return 1.0
+    priced, measured = [row.candidate.step_seconds for row in rows], [row.ratio for row in rows]
+    return float(np.corrcoef(np.argsort(np.argsort(priced)), np.argsort(np.argsort(measured)))[0, 1])

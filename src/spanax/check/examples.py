@@ -1,0 +1,92 @@
+"""Examples: batches made up for a program that brings no data: normal numbers, and indices that exist."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from spanax.trace.graph import Body, Graph, Op
+from spanax.trace.primitives import ELEMENTWISE
+from spanax.trace.program import Program
+from spanax.trace.roles import MOVEMENT
+
+FOLLOWED = ELEMENTWISE | MOVEMENT | {"concatenate", "convert_element_type", "slice", "dynamic_slice"}
+"""Operations through which an index goes on to what it is looked up in."""
+
+
+def made_up(program: Program, seed: int) -> Any:
+    """A batch of made-up numbers; the same ones for the same seed.
+
+    Floats are normal. Integers lie below the size of the smallest table they are looked up in, and below that of the
+    smallest range they are compared with; where neither is found, they are 0 or 1.
+
+    Example:
+      >>> import optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Embed(64, 16, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 4), "int32"),
+      ...     loss=lambda model, tokens: (model(tokens) ** 2).mean(),
+      ... )
+      >>> batch = made_up(program, 0)
+      >>> batch.shape, bool(batch.max() < 64), bool(batch.max() > 32)
+      ((8, 4), True, True)
+    """
+    rng = np.random.default_rng(seed)
+    bounds = index_bounds(program)
+    arrays = []
+    for leaf in program.batch:
+        dtype = np.dtype(leaf.dtype)
+        if np.issubdtype(dtype, np.integer):
+            arrays.append(rng.integers(0, bounds[leaf.path], leaf.shape).astype(dtype))
+        elif dtype == np.bool_:
+            arrays.append(rng.integers(0, 2, leaf.shape).astype(dtype))
+        else:
+            arrays.append(rng.standard_normal(leaf.shape).astype(dtype))
+    return jax.tree.unflatten(program.batch_treedef, arrays)
+
+
+def index_bounds(program: Program) -> dict[str, int]:
+    """The smallest size that the integers of each batch leaf are an index of, by path; 2 where none is seen."""
+    graph = program.step.graph
+    inputs = graph.body.inputs[len(program.leaves) :]
+    found = {}
+    for leaf, value in zip(program.batch, inputs, strict=True):
+        if jax.dtypes.issubdtype(leaf.dtype, np.integer):
+            sizes: list[int] = []
+            _follow(graph, graph.body, {value}, {}, sizes)
+            found[leaf.path] = min(sizes, default=2)
+    return found
+
+
+def _follow(graph: Graph, body: Body, indices: set[int], ranges: dict[int, int], sizes: list[int]) -> None:
+    """Collect the sizes that values of `indices` select from; both grow with what is computed from them alike."""
+    for op in body.ops:
+        if op.name == "iota":
+            ranges[op.outputs[0]] = op.params["shape"][op.params["dimension"]]
+        sizes += _sizes(graph, op, indices, ranges)
+        if op.bodies:
+            for outer, inner in graph.wires(op).inputs:
+                if outer in indices:
+                    indices.add(inner)
+            for inside in op.bodies:
+                _follow(graph, inside, indices, ranges, sizes)
+            continue
+        is_integer = all(jax.dtypes.issubdtype(graph.avals[value].dtype, np.integer) for value in op.outputs)
+        if op.name in FOLLOWED and is_integer:
+            indices.update(op.outputs if indices.intersection(op.inputs) else ())
+            of = [ranges[value] for value in op.inputs if value in ranges]
+            ranges.update(dict.fromkeys(op.outputs, of[0]) if of and not indices.intersection(op.inputs) else {})
+
+
+def _sizes(graph: Graph, op: Op, indices: set[int], ranges: Mapping[int, int]) -> list[int]:
+    if op.name in ("gather", "scatter-add", "scatter_add", "scatter") and op.inputs[1] in indices:
+        numbers = op.params["dimension_numbers"]
+        dims = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
+        # An index along a dim that is batched over counts up by itself; only what is looked up is bounded.
+        return [graph.shape(op.inputs[0])[dim] for dim in dims]
+    if op.name in ("eq", "ne") and indices.intersection(op.inputs):
+        return [ranges[value] for value in op.inputs if value in ranges]
+    return []

@@ -1,0 +1,145 @@
+"""Placed: where every array lies, device by device: as a plan says, or as the checkpoints of a run were saved."""
+
+import base64
+import itertools
+import json
+import urllib.parse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spanax.errors import DataError
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.plan import Placement, Plan
+from spanax.plan.resolve import Spec
+from spanax.run import manifest
+from spanax.run.folder import CHECKPOINTS, PLAN
+
+SAVED = Path(manifest.ARRAYS, "state", "_sharding")
+"""Where Orbax writes down how each array lay on its devices."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of an array, and the devices that hold it; devices count along the mesh, the last axis fastest.
+
+    `start` and `stop` are those of each dim.
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """All arrays of a plan or run.
+
+    Attributes:
+      plan: the plan, with the specs that were found.
+      origin: `plan`, or `checkpoint N`.
+      elsewhere: arrays that were saved otherwise than planned, each with both specs.
+    """
+
+    plan: Plan
+    origin: str
+    elsewhere: tuple[tuple[str, Spec, Spec], ...] = ()
+
+
+def placed(path: Path) -> Placed:
+    """What a plan file says, or how the newest finished checkpoint of a run folder was saved. No device is touched.
+
+    Raises:
+      DataError: it is neither.
+    """
+    if path.is_file():
+        return Placed(Plan.load(path), "plan")
+    if not path.is_dir():
+        raise DataError(f"there is no plan or run '{path}'.", fix="a plan file, or a run folder")
+    steps = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    finished = manifest.finished(steps)
+    if not finished:
+        if (path / PLAN).is_file():
+            return Placed(Plan.load(path / PLAN), "plan")
+        raise DataError(f"'{path}' is no run: it has neither plan nor checkpoint.", fix="a plan file, or a run folder")
+    step, folder = max(finished)
+    plan, specs = Plan.load(folder / manifest.PLAN), _saved_specs(folder / SAVED)
+    leaves, elsewhere = [], []
+    for leaf in plan.leaves:
+        # JAX leaves out what is whole at the end of a spec.
+        saved = specs.get(leaf.path, leaf.spec)
+        spec = (*saved, *((),) * (len(leaf.shape) - len(saved)))
+        if spec != leaf.spec:
+            elsewhere.append((leaf.path, leaf.spec, spec))
+        leaves.append(_moved(leaf, spec, plan.mesh))
+    return Placed(replace(plan, leaves=tuple(leaves)), f"checkpoint {step}", tuple(elsewhere))
+
+
+def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:
+    """The parts of an array in order of their place, each with all devices that hold a copy of it.
+
+    Example:
+      >>> leaf = Placement("w", (4, 6), "float32", "param", (None, None), ((), ("model",)), (4, 3), 48, "")
+      >>> for shard in shards(leaf, MeshShape.of("data=2,model=2")):
+      ...     print(shard.start, shard.stop, shard.devices)
+      (0, 0) (4, 3) (0, 2)
+      (0, 3) (4, 6) (1, 3)
+    """
+    names = mesh.names
+    found: dict[tuple[int, ...], list[int]] = {}
+    for device, at in enumerate(itertools.product(*(range(size) for _, size in mesh.axes))):
+        place = dict(zip(names, at, strict=True))
+        parts = []
+        for by in leaf.spec:
+            part = 0
+            for axis in by:
+                part = part * dict(mesh.axes)[axis] + place[axis]
+            parts.append(part)
+        found.setdefault(tuple(parts), []).append(device)
+    return [
+        Shard(
+            tuple(part * size for part, size in zip(parts, leaf.local_shape, strict=True)),
+            tuple((part + 1) * size for part, size in zip(parts, leaf.local_shape, strict=True)),
+            tuple(devices),
+        )
+        for parts, devices in sorted(found.items())
+    ]
+
+
+def copies(leaf: Placement, mesh: MeshShape) -> int:
+    """How many devices hold the same part of an array."""
+    return mesh.size // mesh.ways([axis for by in leaf.spec for axis in by])
+
+
+def _moved(leaf: Placement, spec: Spec, mesh: MeshShape) -> Placement:
+    """A leaf under another spec."""
+    if spec == leaf.spec:
+        return leaf
+    ways = mesh.ways([axis for by in leaf.spec for axis in by])
+    local = tuple(size // mesh.ways(by) for size, by in zip(leaf.shape, spec, strict=True))
+    num_bytes = leaf.local_bytes * ways // mesh.ways([axis for by in spec for axis in by])
+    return replace(leaf, spec=spec, local_shape=local, local_bytes=num_bytes)
+
+
+def _saved_specs(path: Path) -> dict[str, Spec]:
+    """The specs of a checkpoint's arrays by path, as far as they were written down.
+
+    Raises:
+      DataError: the file makes no sense.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = {}
+        for key, text in json.loads(path.read_text()).items():
+            saved = json.loads(text)
+            if saved.get("sharding_type") == "NamedSharding":
+                name = urllib.parse.unquote(base64.b64decode(key).decode())
+                found[name] = tuple(_axes(by) for by in saved["partition_spec"])
+        return found
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"'{path}' makes no sense.", where=f"{type(error).__name__}: {error}") from None
+
+
+def _axes(by: Any) -> tuple[str, ...]:
+    return () if by is None else (by,) if isinstance(by, str) else tuple(by)

@@ -1,0 +1,135 @@
+"""`spanax compare` answered: measured next to predicted, best first, in text and as plain values."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+from spanax.check.compare import Compared, Moved, compare, distance, layouts, rank_correlation
+from spanax.errors import SpanaxError, nearest
+from spanax.hardware.cluster import cluster, local
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.candidate import Candidate, Search, collectives_of
+from spanax.run.config import DTYPES
+from spanax.show.plans import candidate_json
+from spanax.show.requests import CompareCommand
+from spanax.show.tables import table_text
+from spanax.trace.workload import Workload
+from spanax.units import bytes_text
+
+Data = dict[str, Any]
+
+MEMORY_FROM = "XLA's memory analysis of the step compiled for the devices present"
+
+
+def compared(
+    load: Callable[..., Workload],
+    asked: CompareCommand,
+    devices: Sequence[Any],
+    *,
+    moved: Callable[[Any, MeshShape], Moved] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> tuple[str, Data]:
+    """What `spanax compare` prints: as text, and as the object of --json.
+
+    Args:
+      load: makes the workload, given its sizes.
+      asked: the flags.
+      devices: what it runs on.
+      moved: reads the collectives of a compiled program.
+      tell: takes a line on how far it is.
+
+    Raises:
+      SpanaxError: the request cannot be carried out.
+    """
+    _check(asked)
+    mesh = None if asked.mesh is None else MeshShape.of(asked.mesh)
+    here = local(devices) if asked.on is None else cluster(str(asked.on), len(devices))
+    sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
+    workload = load(**{name: size for name, size in sizes.items() if size is not None})
+    dtype = None if asked.dtype == "float32" else asked.dtype
+    program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps, compute_dtype=dtype)
+    found = layouts(program, here, mesh=mesh, top=asked.top)
+    rows = compare(found, steps=asked.steps, devices=devices, moved=moved, tell=tell)
+    return compared_text(found, rows), compared_json(found, rows) | {"workload": asked.workload, "steps": asked.steps}
+
+
+def compared_json(found: Search, rows: Sequence[Compared]) -> Data:
+    """The rows as plain values: what `spanax plan --json` says of each, and `measured` beside it."""
+    return {
+        "cluster": str(found.cluster),
+        "devices": found.cluster.num_devices,
+        "batch": found.batch_size,
+        "best": _place(rows[0].candidate),
+        "choice": _place(found.candidates[0]),
+        "choice_ratio": distance(rows),
+        "rank_correlation": rank_correlation(rows),
+        "memory_from": MEMORY_FROM,
+        "rows": [
+            candidate_json(found, row.candidate)
+            | {
+                "collectives": collectives_of(found, row.candidate),
+                "state_bytes": row.state_bytes,
+                "ratio": row.ratio,
+                "measured": {
+                    "step_seconds": row.step_seconds,
+                    "seconds": list(row.seconds),
+                    "state_bytes": row.compiled_state_bytes,
+                    "peak_bytes": row.compiled_peak_bytes,
+                    "collectives": None if row.moved is None else {axes: dict(of) for axes, of in row.moved.items()},
+                },
+            }
+            for row in rows
+        ],
+    }
+
+
+def compared_text(found: Search, rows: Sequence[Compared]) -> str:
+    """A row a layout, the fastest first: measured, then predicted."""
+    choice, has_moved = found.candidates[0], any(row.moved is not None for row in rows)
+    heads = ["layout", "mesh", "step s", "x best", "predicted s", "x best", "peak", "predicted"]
+    heads += ["moved", "predicted"] if has_moved else ["moved, predicted"]
+    table = Table(*heads, box=None, pad_edge=False)
+    for row in rows:
+        one = row.candidate
+        sent = [_total(row.moved)] if has_moved else []
+        table.add_row(
+            one.layout + (" *" if one is choice else ""),
+            str(one.mesh),
+            f"{row.step_seconds:.4g}",
+            f"{row.ratio:.3f}",
+            f"{one.step_seconds:.4g}",
+            f"{one.step_seconds / choice.step_seconds:.3f}",
+            bytes_text(row.compiled_peak_bytes),
+            bytes_text(one.peak_bytes),
+            *sent,
+            _total(collectives_of(found, one)),
+        )
+    best = rows[0].candidate
+    return "\n".join(
+        [
+            table_text(table),
+            "",
+            f"the planner's choice (*), {choice.layout} on {choice.mesh}, takes {distance(rows):.3f} times as long as "
+            f"the fastest, {best.layout} on {best.mesh}",
+            f"the predicted order and the measured one: rank correlation {rank_correlation(rows):.2f}",
+            f"peak: {MEMORY_FROM}; moved: bytes of results a device and step",
+        ]
+    )
+
+
+def _check(asked: CompareCommand) -> None:
+    if asked.dtype not in DTYPES:
+        raise SpanaxError(f"unknown dtype '{asked.dtype}'.", fix=nearest(asked.dtype, DTYPES))
+    for name in ("steps", "top", "devices"):
+        value = getattr(asked, name)
+        if value is not None and value < 1:
+            raise SpanaxError(f"--{name} is {value}; it takes a whole number from 1.", fix=f"--{name} 1")
+
+
+def _place(one: Candidate) -> Data:
+    return {"layout": one.layout, "mesh": dict(one.mesh.axes), "remat": one.remat, "microbatches": one.microbatches}
+
+
+def _total(moved: Moved | None) -> str:
+    return "" if moved is None else bytes_text(sum(size for kinds in moved.values() for size in kinds.values()))

@@ -1,0 +1,20 @@
+"""Tables as text."""
+
+from rich.console import Console
+from rich.table import Table
+
+
+def table_text(table: Table, width: int = 140) -> str:
+    """A table of rich as plain lines, without colours.
+
+    Example:
+      >>> table = Table("axis", "size", box=None, pad_edge=False)
+      >>> table.add_row("batch", "8")
+      >>> print(table_text(table))
+      axis   size
+      batch  8
+    """
+    console = Console(width=width, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

@@ -1,0 +1,131 @@
+"""Compare: every legal layout is run as it was priced, in turn, and each is held against its price."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import spanax
+import zoo
+from programs import zoo_program
+from spanax import cli
+from spanax.check import compare as module
+from spanax.check.compare import Compared, compare, distance, layouts, rank_correlation
+from spanax.errors import SpanaxError
+from spanax.plan.candidate import Search
+from spanax.show.comparing import compared
+from spanax.show.requests import CompareCommand
+
+ASKED = CompareCommand("mlp", mesh="fsdp=8", steps=2)
+
+MINE = """
+import jax, spanax
+from flax import nnx
+mine = spanax.Workload(
+    build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+    batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+    loss=lambda model, x: (model(x) ** 2).mean(),
+)
+"""
+
+
+def mlp(**sizes: int) -> spanax.Workload:
+    case = zoo.ZOO["mlp"]
+    return spanax.Workload(build=case.build, batch=case.batch(16), loss=case.loss, optimizer=case.optimizer)
+
+
+def found(mesh: str = "fsdp=8") -> Search:
+    return layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of(mesh))
+
+
+@pytest.fixture(scope="module")
+def answered() -> tuple[str, dict[str, Any]]:
+    read = lambda compiled, mesh: {"fsdp": {"all-gather": compiled.as_text().count("all-gather")}}  # noqa: E731
+    return compared(mlp, ASKED, jax.devices(), moved=read)
+
+
+def test_all_legal_layouts_of_a_mesh_are_run() -> None:
+    everything = layouts(zoo_program("mlp"), spanax.cluster("cpu:8"))
+    assert all(one.num_stages == one.microbatches == 1 for one in everything.candidates)
+    assert {one.layout for one in found().candidates} == {"fsdp", "zero1", "zero2"}
+    assert {one.mesh for one in everything.candidates} > {one.mesh for one in found().candidates}
+    assert len({(one.layout, one.mesh) for one in everything.candidates}) == len(everything.candidates)
+    assert len(layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), top=3).candidates) == 3
+
+
+def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
+    data = json.loads(json.dumps(answered[1]))
+    planned = {"layout", "mesh", "remat", "microbatches", "step_seconds", "seconds", "memory", "collectives", "mfu"}
+    measured = {"step_seconds", "seconds", "state_bytes", "peak_bytes", "collectives"}
+    assert len(data["rows"]) == 3 and {row["layout"] for row in data["rows"]} == {"fsdp", "zero1", "zero2"}
+    for row in data["rows"]:
+        assert planned <= row.keys() and measured == row["measured"].keys()
+        assert len(row["measured"]["seconds"]) == 2 and row["measured"]["collectives"]["fsdp"]["all-gather"] > 0
+        # All that goes in lies on the device: the state and the batch, exactly.
+        assert row["measured"]["state_bytes"] == row["state_bytes"] + row["memory"]["batch"]
+        assert row["measured"]["peak_bytes"] > row["measured"]["state_bytes"]
+    ratios = [row["ratio"] for row in data["rows"]]
+    assert ratios == sorted(ratios) and min(ratios) <= 1.0
+    assert data["choice_ratio"] in ratios and data["best"]["layout"] == data["rows"][0]["layout"]
+
+
+def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
+    text = answered[0]
+    assert "the planner's choice (*)" in text and "fsdp=8" in text and "moved" in text
+    assert text.splitlines()[0].startswith("layout") and sum(" * " in line for line in text.splitlines()) == 1
+
+
+def test_a_layout_that_is_slow_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is the run's own: a step that waits is seen to wait, in every round."""
+    slow, times = "zero1", iter(range(10**6))
+
+    def took(run: spanax.Run, batch: Any) -> float:
+        run.step(batch)
+        return 10.0 + next(times) % 2 if run.plan.layout.name == slow else 1.0 + next(times) % 2 / 10
+
+    monkeypatch.setattr(module, "_step_seconds", took)
+    rows = compare(found(), steps=3)
+    assert rows[-1].candidate.layout == slow and rows[-1].ratio > 8
+    assert all(len(row.seconds) == 3 for row in rows)
+
+
+def test_every_layout_takes_every_step_from_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: dict[str, list[float]] = {}
+
+    def took(run: spanax.Run, batch: Any) -> float:
+        losses.setdefault(run.plan.layout.name, []).append(float(run.step(batch)["loss"]))
+        return 1.0
+
+    monkeypatch.setattr(module, "_step_seconds", took)
+    compare(found(), steps=2)
+    assert {name: len(values) for name, values in losses.items()} == dict.fromkeys(losses, 2 + module.WARM_UP)
+    first, *others = losses.values()
+    assert all(other == pytest.approx(first, rel=1e-5) for other in others) and first[0] > first[-1]
+
+
+def row(priced: float, ratio: float) -> Compared:
+    candidate = dataclasses.replace(found().candidates[0], step_seconds=priced)
+    return Compared(candidate, 0, (ratio,), ratio, 0, 0, None)
+
+
+def test_the_choice_and_the_order_are_judged() -> None:
+    assert distance([row(1, 1.2), row(2, 1.0)]) == 1.2
+    assert rank_correlation([row(1, 1), row(2, 2), row(3, 5)]) == pytest.approx(1)
+    assert rank_correlation([row(1, 9), row(2, 2), row(3, 1)]) == pytest.approx(-1)
+
+
+def test_too_much_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = found()
+    monkeypatch.setattr(module.os, "sysconf", lambda name: 200)
+    with pytest.raises(SpanaxError, match=r"3 layouts hold .* at once(.|\n)*--top 1"):
+        compare(searched, steps=1)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    cli.main(["compare", f"{tmp_path}/mine.py:mine", "--mesh", "data=8", "--steps", "1"])
+    out, err = capsys.readouterr()
+    assert "data=8" in out and "compiling 1 of 1: data on data=8" in err

@@ -1,0 +1,168 @@
+"""Inspect: what is drawn is what lies there: of a plan without a device, and of a run as it was saved."""
+
+import json
+import xml.etree.ElementTree as xml
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import spanax
+from programs import zoo_program
+from spanax import cli
+from spanax.check.annotated import annotated_program
+from spanax.check.placed import copies, placed, shards
+from spanax.errors import DataError, SpanaxError
+from spanax.show.drawing import devices_text, grid, svg
+
+MINE = """
+import jax, spanax
+from flax import nnx
+
+def mine(batch_size=8, embed_dim=16):
+    return spanax.Workload(
+        build=lambda rngs: nnx.Linear(embed_dim, 32, rngs=rngs),
+        batch=jax.ShapeDtypeStruct((batch_size, embed_dim), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        source=[],
+    )
+"""
+LAYOUTS = [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2"), ("hsdp", "data=2,fsdp=4"), ("data", "data=8")]
+
+
+def planned(layout: str, mesh: str, name: str = "mlp") -> spanax.Plan:
+    cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
+    return spanax.plan(zoo_program(name), cluster, layout=layout, mesh=mesh)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    spanax.start(zoo_program("mlp"), planned("fsdp+tensor", "fsdp=4,model=2")).save(folder / "checkpoints").wait()
+    return folder
+
+
+@pytest.mark.parametrize(("layout", "mesh"), LAYOUTS)
+def test_the_parts_are_those_of_real_arrays(layout: str, mesh: str) -> None:
+    """JAX's own map of devices to slices says the same, array by array."""
+    plan = planned(layout, mesh)
+    devices = plan.mesh.build()
+    order = {device: at for at, device in enumerate(devices.devices.flat)}
+    for leaf in plan.leaves + plan.batch:
+        wanted: dict[Any, set[int]] = {}
+        for device, index in leaf.sharding(devices).devices_indices_map(leaf.shape).items():
+            bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)]
+            wanted.setdefault(tuple(bounds), set()).add(order[device])
+        found = {tuple(zip(one.start, one.stop, strict=True)): set(one.devices) for one in shards(leaf, plan.mesh)}
+        assert found == wanted, leaf.path
+        assert {len(devices) for devices in wanted.values()} == {copies(leaf, plan.mesh)}
+
+
+def test_a_grid_shows_every_part_once_or_says_what_it_leaves_out() -> None:
+    for layout, mesh in LAYOUTS:
+        plan = planned(layout, mesh)
+        for leaf in plan.leaves:
+            found = grid(leaf, plan.mesh)
+            cells = [cell for row in found.cells for cell in row]
+            assert len(set(map(len, found.cells))) == 1
+            assert found.left_out or len(cells) == len(shards(leaf, plan.mesh))
+
+
+def test_a_checkpoint_says_how_it_really_was_saved(saved: Path) -> None:
+    found, plan = placed(saved), planned("fsdp+tensor", "fsdp=4,model=2")
+    assert found.origin == "checkpoint 0" and found.plan == plan and found.elsewhere == ()
+    text = saved / "checkpoints" / "0" / "arrays" / "state" / "_sharding"
+    assert text.is_file(), "the newest Orbax writes down elsewhere how arrays lay"
+
+
+def test_what_was_saved_otherwise_than_planned_is_said(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from shutil import copytree
+
+    copytree(saved, tmp_path / "run")
+    other = planned("data+tensor", "data=4,model=2")
+    plan = planned("fsdp+tensor", "fsdp=4,model=2")
+    leaf = next(leaf for leaf in plan.leaves if leaf.path == "mid.kernel")
+    changed = json.loads(plan.to_json())
+    at = next(i for i, one in enumerate(changed["leaves"]) if one["path"] == "mid.kernel")
+    changed["leaves"][at]["spec"] = [list(by) for by in other["mid.kernel"].spec]
+    (tmp_path / "run" / "checkpoints" / "0" / "plan.json").write_text(json.dumps(changed))
+    found = placed(tmp_path / "run")
+    assert [path for path, *_ in found.elsewhere] == ["mid.kernel"] and found.plan["mid.kernel"].spec == leaf.spec
+    cli.main(["inspect", str(tmp_path / "run")])
+    assert "ELSEWHERE mid.kernel: planned" in capsys.readouterr().out
+
+
+def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned("hsdp", "data=2,fsdp=4")
+    plan.save(tmp_path / "plan.json")
+    cli.main(["inspect", str(tmp_path / "plan.json"), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["bytes_per_device"]["param"] == plan.state_bytes("param") and data["from"] == "plan"
+    assert {one["copies"] for one in data["copied"]} == {2}
+    cli.main(["inspect", str(tmp_path / "plan.json")])
+    out = capsys.readouterr().out
+    assert "arrays lie on several devices" in out and "up.kernel" in out and "0,4" in out
+
+
+def test_one_array_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned("fsdp+tensor", "fsdp=4,model=2").save(tmp_path / "plan.json")
+    args = ["inspect", str(tmp_path / "plan.json"), "--leaf", "mid.kernel"]
+    cli.main([*args, "--svg", str(tmp_path / "a.svg")])
+    out = capsys.readouterr().out
+    assert "down" in out and "across" in out and "each part once" in out
+    assert [line.split()[1::2] for line in out.splitlines() if line.startswith("│")][0] == ["0", "2", "4", "6"]
+    drawing = xml.fromstring((tmp_path / "a.svg").read_text())
+    assert sum(part.tag.endswith("rect") for part in drawing) == 8
+    cli.main([*args, "--json"])
+    assert len(json.loads(capsys.readouterr().out)["leaf"]["shards"]) == 8
+
+
+def test_a_name_cannot_break_out_of_the_svg() -> None:
+    import dataclasses
+
+    leaf = dataclasses.replace(planned("fsdp", "fsdp=8")["up.kernel"], path="<script>")
+    assert "<script>" not in svg([leaf], spanax.MeshShape.of("fsdp=8"), "a & b")
+
+
+def test_device_numbers_are_short() -> None:
+    assert devices_text(range(8)) == "0-7" and devices_text([3]) == "3" and devices_text([0, 1]) == "0,1"
+    assert devices_text([0, 1, 4, 5, 8, 9, 12, 13, 16, 17]) == "0,1,4,5,... (10)"
+
+
+def test_the_program_names_its_arrays_and_their_shardings() -> None:
+    plan = planned("fsdp+tensor", "fsdp=4,model=2")
+    text = annotated_program(zoo_program("mlp"), plan, jax.devices())
+    assert 'loc("mid.kernel")' in text and "sdy.sharding" in text and "state[" not in text
+    assert [line for line in text.splitlines() if line.startswith("// mid.kernel")][0].endswith("stored over fsdp")
+
+
+def test_the_program_of_a_plan_file_and_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    cli.main(["plan", "mine.py:mine", "--on", "cpu:8", "--batch", "16", "--layout", "fsdp", "--out", "plan.json"])
+    cli.main(["inspect", "plan.json", "--hlo", "a.mlir", "--workload", "mine.py:mine"])
+    assert "tensor<16x16xf32>" in Path("a.mlir").read_text()
+    Path("run").mkdir()
+    Path("run/plan.json").write_text(Path("plan.json").read_text())
+    Path("run/config.toml").write_text('workload = "mine.py:mine"\nbatch = 16\nsteps = 3\nlr = 0.1\n')
+    cli.main(["inspect", "run", "--hlo", "b.mlir"])
+    assert "tensor<16x16xf32>" in Path("b.mlir").read_text()
+
+
+def test_what_is_neither_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no plan or run"):
+        placed(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="neither plan nor checkpoint"):
+        placed(tmp_path)
+    np.save(tmp_path / "a.npy", np.zeros(3))
+    with pytest.raises(DataError, match="cannot read the plan|no plan file"):
+        placed(tmp_path / "a.npy")
+    planned("fsdp", "fsdp=8").save(tmp_path / "plan.json")
+    with pytest.raises(SystemExit):
+        cli.main(["inspect", str(tmp_path / "plan.json"), "--hlo", str(tmp_path / "x")])
+    with pytest.raises(SpanaxError, match="no leaf"):
+        placed(tmp_path / "plan.json").plan["nothing"]
