@@ -1,5 +1,6 @@
 """docs/errata.md: what it says is right is computed here, formula by formula and layout by layout."""
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -12,8 +13,37 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
+from spanax.models.workloads import load
 from spanax.plan.bubble import bubble_over_ideal, num_in_flight
+from spanax.plan.candidate import collectives_of
+from spanax.plan.search import search
+from spanax.trace.program import Program
+
+NODES = {64: "a100-80gb:8x8", 1024: "a100-80gb:128x8"}
+"""What GPT-3 is priced on, by how many devices a formula asks for."""
+
+
+@functools.cache
+def gpt3(batch_size: int) -> Program:
+    return load("gpt3-175b", batch_size=batch_size).trace(learning_rate=1e-4, num_steps=10, compute_dtype=jnp.bfloat16)
+
+
+@functools.cache
+def gpt3_on(layout: str, mesh: str, remat: str = "full", stages: int = 1, microbatches: int = 1) -> dict[str, float]:
+    """What one device holds (GiB) and gathers (GB) of GPT-3 175B, an example a device and microbatch."""
+    shape = MeshShape.of(mesh)
+    devices = shape.size * stages
+    found = search(
+        gpt3(devices), cluster(NODES[devices]), layout=layout, mesh=shape, remat=(remat,), microbatches=microbatches,
+        pipeline=stages > 1, top=1000,
+    )  # fmt: skip
+    one = next(one for one in (*found.candidates, *found.nearest) if one.num_stages == stages)
+    held = {name: size / 2**30 for name, size in one.memory.items()}
+    gathered = sum(kinds.get("all-gather", 0) for kinds in collectives_of(found, one).values()) / 1e9
+    return held | {"all": one.peak_bytes / 2**30, "gathered": gathered}
+
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errata.md"
 FORMULA = re.compile(r"`([^`]+)` = (\d[\d,]*(?:\.\d+)?)")
@@ -25,7 +55,7 @@ def test_there_are_formulas() -> None:
 
 @pytest.mark.parametrize("formula, said", FORMULA.findall(PAGE.read_text()))
 def test_a_formula_gives_what_the_page_says(formula: str, said: str) -> None:
-    found = eval(formula, {"bubble_over_ideal": bubble_over_ideal, "num_in_flight": num_in_flight})
+    found = eval(formula, {"bubble_over_ideal": bubble_over_ideal, "num_in_flight": num_in_flight, "gpt3_on": gpt3_on})
     digits = len(said.partition(".")[2])
     assert f"{found:.{digits}f}" == said
 
