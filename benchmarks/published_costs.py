@@ -27,7 +27,7 @@ from spanax.plan.terms import Terms, tally
 DISPATCH_SECONDS = 79e-6
 """On the host, for each kernel of the fused program, where PyTorch runs op by op. Source: --fit, as `Assumptions`."""
 
-LOSS_PASSES = 3.23
+LOSS_PASSES = 2.9
 """How often PyTorch, op by op, goes over the logits where a fused loss goes once. Source: --fit, as `Assumptions`."""
 
 PART_SECONDS = 15e-6
