@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+import spanax
 from spanax import cli
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
@@ -43,6 +44,10 @@ def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
         assert sum(one["seconds"].values()) == pytest.approx(one["step_seconds"])
         assert sum(size for name, size in one["memory"].items() if name != "peak") == one["memory"]["peak"]
         assert 0 < one["mfu"] <= one["hfu"] < 1
+        assert one["tokens_per_second"] == pytest.approx(16 * 64 / one["step_seconds"])
+    plan = spanax.plan(load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=9), spanax.cluster("cpu:1"))
+    assert found["best"]["checkpoint_bytes"] == plan.state_bytes()
+    assert found["best"]["restore_bytes"] < plan.state_bytes()
 
 
 def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
@@ -43,6 +45,11 @@ class Candidate:
     def peak_bytes(self) -> int:
         """Bytes at the fullest moment."""
         return sum(self.memory.values())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that are there between steps, and all that a restored checkpoint takes."""
+        return sum(self.memory[name] for name in ("parameters", "optimizer", "other state"))
 
     @property
     def num_devices(self) -> int:
@@ -94,6 +101,18 @@ class Search:
     def peak_flops(self) -> float:
         """Peak FLOPs a second of one device in the dtype of most of the arithmetic; 0 where it is not known."""
         return self.cluster.chip.peak_flops.get(self.dtype, 0.0)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the state on all devices together, each number once: what a checkpoint holds."""
+        return sum(leaf.num_bytes for leaf in next(iter(self.programs.values())).leaves)
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Tokens in a batch: of a batch of rows of whole numbers; None of any other."""
+        first = next(iter(self.programs.values())).batch[0]
+        is_rows = len(first.shape) == 2 and np.issubdtype(first.dtype, np.integer)
+        return self.batch_size * first.shape[1] if is_rows else None
 
     @property
     def best(self) -> Candidate | None:

@@ -150,7 +150,7 @@ def _extras(load: Callable[..., Workload], asked: Request, found: Search, machin
         text += [f"note: {line}" for line in lines]
         data["warnings"] = lines
     if asked.tokens is not None:
-        per_step = _tokens_per_step(found)
+        per_step = float(found.tokens_per_step or found.batch_size)
         whole = budget(found, per_step, asked.tokens, hours=asked.budget_hours, save_seconds=asked.save_seconds)
         data["budget"] = asdict(whole) | {"budget_hours": asked.budget_hours}
         enough = {None: "", True: ", within the budget", False: ", OVER the budget"}[whole.within]
@@ -159,13 +159,6 @@ def _extras(load: Callable[..., Workload], asked: Request, found: Search, machin
             f"save every {whole.checkpoint_seconds / 60:.0f} minutes"
         )
     return text, data
-
-
-def _tokens_per_step(found: Search) -> float:
-    program = next(iter(found.programs.values()))
-    leaf = program.batch[0]
-    per_example = leaf.shape[1] if len(leaf.shape) == 2 else 1
-    return float(found.batch_size * per_example)
 
 
 def _max(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tuple[str, Data]:

@@ -24,6 +24,8 @@ def candidate_json(found: Search, one: Candidate) -> dict[str, Any]:
         "remat": one.remat,
         "microbatches": one.microbatches,
         "step_seconds": one.step_seconds,
+        "examples_per_second": found.batch_size / one.step_seconds,
+        "tokens_per_second": found.tokens_per_step / one.step_seconds if found.tokens_per_step else None,
         "seconds": one.seconds,
         "memory": one.memory | {"peak": one.peak_bytes},
         "mfu": found.model_flops / peak if peak else None,
@@ -46,6 +48,8 @@ def search_json(found: Search, top: int) -> dict[str, Any]:
                 "optimizer": list(made.layout.stored_optimizer),
             },
             "collectives": collectives_of(found, best),
+            "checkpoint_bytes": found.checkpoint_bytes,
+            "restore_bytes": best.state_bytes,
             "rule": rule(found, best),
             "flop_convention": FLOP_CONVENTION,
         }
@@ -94,10 +98,12 @@ def _best_lines(found: Search, best: Candidate) -> list[str]:
     held = sorted(best.memory.items(), key=lambda item: -item[1])
     mfu = f", MFU {100 * said['mfu']:.1f} %, HFU {100 * said['hfu']:.1f} %" if said["mfu"] is not None else ""
     stages = f", {best.num_stages} stages ({best.schedule})" if best.num_stages > 1 else ""
+    tokens, examples = said["tokens_per_second"], said["examples_per_second"]
+    speed = f"{tokens:,.0f} tokens/s" if tokens else f"{examples:,.0f} examples/s"
     return [
         f"{best.layout} on {found.cluster} ({best.mesh}{stages}), remat {best.remat}, "
         f"{best.microbatches} microbatch{'es' if best.microbatches > 1 else ''}",
-        f"  step    {best.step_seconds:.4g} s{mfu}; {best.bottleneck}",
+        f"  step    {best.step_seconds:.4g} s, {speed}{mfu}; {best.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in spent if seconds > 0),
         f"  memory  {bytes_text(best.peak_bytes)} a device"
         + (f" of {bytes_text(limit)} usable, {100 * RESERVE:.0f} % kept free" if limit else ""),
@@ -111,6 +117,8 @@ def _best_lines(found: Search, best: Candidate) -> list[str]:
             )
             or "nothing"
         ),
+        f"  saved   {bytes_text(found.checkpoint_bytes)} a checkpoint; to restore one takes "
+        f"{bytes_text(best.state_bytes)} a device",
         f"  rule    {rule(found, best)}",
         f"  MFU is {FLOP_CONVENTION}" if mfu else "",
     ]
