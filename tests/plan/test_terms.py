@@ -128,6 +128,19 @@ def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, k
     assert total > 0 and total == pytest.approx(predicted("gpt", layout, "fsdp=8")[kind, "fsdp"])
 
 
+def test_what_is_done_once_a_step_does_not_grow_with_microbatches() -> None:
+    for layout, kind in (("zero1", "all-gather"), ("data", "all-reduce")):
+        program, plan = planned("gpt", layout, "data=8" if layout == "data" else "fsdp=8")
+        found = terms.tally(laid.Laid(resolver_of(program, plan), program.step))
+        one, four = found.moved_bytes(plan.mesh), found.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
+        axes = plan.mesh.names[0]
+        assert four[kind, axes] == pytest.approx(one[kind, axes], rel=1e-3)
+    program, plan = planned("gpt", "fsdp", "fsdp=8")
+    found = terms.tally(laid.Laid(resolver_of(program, plan), program.step))
+    one, four = found.moved_bytes(plan.mesh), found.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
+    assert four["all-gather", "fsdp"] == pytest.approx(4 * one["all-gather", "fsdp"], rel=0.05)
+
+
 def test_a_reader_of_hlo_that_reads() -> None:
     """The bytes above are held against what this reads: its own examples are run here."""
     found = doctest.testmod(hlo_bytes)

@@ -57,8 +57,8 @@ class Assumptions:
 
     Source: `python benchmarks/plan_accuracy.py --fit`: every second row of the vTrain, llm-foundry and MaxText files.
     They are fitted as well with 0 to 300 `first_products`; `xla/service/gpu/model/default_matmul_perf_table.txtpb`
-    (openxla/xla @336bb15, B200) and ResNet-50 on A100 (NVIDIA DeepLearningExamples) decide. What was fitted to nothing
-    is left out: that gathers of weights and sums of gradients hide behind computation.
+    (openxla/xla @336bb15, B200) wants 250 to 400 of small matmuls. What was fitted to nothing is left out: that gathers
+    of weights and sums of gradients hide behind computation.
     """
 
     idle_rounds: float = 0.483

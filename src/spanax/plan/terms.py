@@ -105,12 +105,14 @@ class Terms:
         Args:
           mesh: sizes of the mesh axes inside a stage.
           scale: the batch of one microbatch over the traced batch.
-          num_microbatches: what is done for each; gradients are summed once.
-          num_stages: of a pipeline, each of which has its part of the layers.
+          num_microbatches: what is done for each; gradients are summed and weights updated once.
+          num_stages: of a pipeline, each of which has its part of the layers and of the update.
         """
         found, moves = defaultdict[tuple[str, str], float](float), self.moves
-        is_once = moves.of_weights & (moves.kind == KINDS.index("all-reduce"))
-        runs = moves.runs * np.where(is_once, 1, num_microbatches) / np.where(moves.in_layers, num_stages, 1)
+        is_update = moves.phase == Phase.UPDATE
+        is_once = is_update | (moves.of_weights & (moves.kind == KINDS.index("all-reduce")))
+        in_stages = moves.in_layers | is_update
+        runs = moves.runs * np.where(is_once, 1, num_microbatches) / np.where(in_stages, num_stages, 1)
         num_bytes = moves.num_bytes * np.where(moves.batched, scale, 1.0) * runs
         for row, at in enumerate(moves.kind):
             over, kept = (
