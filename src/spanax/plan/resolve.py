@@ -72,7 +72,8 @@ class Resolver:
     def stored(self, labels: Labels, shape: Sequence[int], kind: str) -> tuple[Spec, str]:
         """The spec of an array where it is kept, and the reason.
 
-        Beyond its computed spec it is split over the layout's stored axes, on the dim that is largest then. The
+        Beyond its computed spec it is split over the layout's stored axes, on the largest dim that is whole till then:
+        a sum over one mesh axis that splits a dim together with another cannot be scattered at once. The
         choice follows the classes, not the positions: a gradient that comes transposed is split alike.
         """
         spec = self.computed(labels, shape)
@@ -83,7 +84,7 @@ class Resolver:
         ways = self.mesh.ways(axes)
         local = [size // self.mesh.ways(by) for size, by in zip(shape, spec, strict=True)]
         order = [
-            (self.reluctance(label), -local[dim], label if label is not None else -1, dim)
+            (self.reluctance(label), bool(spec[dim]), -local[dim], label if label is not None else -1, dim)
             for dim, label in enumerate(labels)
             if local[dim] % ways == 0
         ]

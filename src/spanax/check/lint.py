@@ -1,0 +1,110 @@
+"""Lint: what is wrong with a plan, rule by rule, each with a code that stays."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from spanax.check.checked import Checked
+from spanax.check.finding import Finding, Severity, gravest_first
+from spanax.check.report import Report
+from spanax.check.rules import arrays, compiled, meshes, models, prices
+from spanax.check.rules.said import Said
+from spanax.errors import SpanaxError, nearest
+from spanax.hardware.cluster import Cluster
+from spanax.plan.plan import Plan
+from spanax.trace.program import Program
+
+WAIVER = re.compile(r"#\s*spanax:\s*allow\s+(SPX\d+)(?:\s+([^\s#]+))?")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that can be wrong: its code, how much it weighs, and the function that looks for it.
+
+    The function's docstring says when it speaks; `why` what it costs.
+    """
+
+    code: str
+    severity: Severity
+    find: Callable[[Checked], Iterable[Said]]
+    why: str
+
+
+RULES = (
+    Rule("SPX001", Severity.WARNING, arrays.left_whole, "Every device holds all of it, and updates all of it."),
+    Rule("SPX002", Severity.ERROR, meshes.idle_axis, "Devices are paid for and add nothing."),
+    Rule("SPX003", Severity.WARNING, compiled.repeated_work, "Arithmetic that others do as well."),
+    Rule("SPX004", Severity.WARNING, arrays.optimizer_unlike_parameter,
+         "The optimizer is the larger part of the state: split parameters alone save little."),
+    Rule("SPX005", Severity.WARNING, arrays.never_matched, "What was asked for is not what runs."),
+    Rule("SPX006", Severity.WARNING, arrays.does_not_divide, "What does not divide stays whole."),
+    Rule("SPX007", Severity.WARNING, meshes.few_microbatches, "Stages wait for the first microbatch to come."),
+    Rule("SPX008", Severity.WARNING, meshes.slow_links, "The devices wait for the network."),
+    Rule("SPX009", Severity.INFO, prices.data_parallel_faster, "Splitting a state that fits moves bytes for nothing."),
+    Rule("SPX010", Severity.INFO, prices.hsdp_missed, "Weights cross slow links that need not."),
+    Rule("SPX011", Severity.INFO, prices.pipeline_not_needed, "A bubble, where splitting the state is enough."),
+    Rule("SPX013", Severity.INFO, models.written_out, "Compile time grows with every layer."),
+    Rule("SPX014", Severity.WARNING, prices.short_of_memory, "It may stop at the first step, or after hours."),
+    Rule("SPX015", Severity.WARNING, prices.state_forgotten, "Adam holds two more numbers for each parameter."),
+    Rule("SPX016", Severity.WARNING, compiled.unplanned_activations, "The compiler moves what no layout asked for."),
+    Rule("SPX017", Severity.WARNING, models.wide_matmuls, "The matrix units are made for bfloat16."),
+    Rule("SPX020", Severity.ERROR, meshes.batch_and_weights, "One of both is gathered at every use."),
+)  # fmt: skip
+"""Every rule, by code."""
+
+
+def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None = None) -> list[Finding]:
+    """What every rule says of a plan, the gravest first. Rules on compiled programs need a report.
+
+    Args:
+      program: what `spanax.trace` returned.
+      plan: what `spanax.plan` returned for it.
+      cluster: the devices it was planned for.
+      report: what `spanax.check` said of it.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(1024, 1024, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((4096, 1024), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> machine = spanax.cluster("h100:8")
+      >>> [one.code for one in lint(program, spanax.plan(program, machine, layout="data"), machine)]
+      ['SPX017']
+    """
+    checked = Checked(program, plan, cluster, report)
+    return gravest_first(_finding(rule, said) for rule in RULES for said in rule.find(checked))
+
+
+def _finding(rule: Rule, said: Said) -> Finding:
+    severity = Severity.ERROR if said.is_error else rule.severity
+    return Finding(rule.code, severity, said.path, said.message, said.fix, said.num_bytes)
+
+
+def waived(findings: Sequence[Finding], text: str) -> list[Finding]:
+    """The findings without those that a comment allows: `# spanax: allow SPX001 embed`; without a path, all of a code.
+
+    Args:
+      findings: what `lint` returned.
+      text: the source of the workload.
+
+    Raises:
+      SpanaxError: a comment allows a code that does not exist.
+
+    Example:
+      >>> found = [Finding("SPX001", Severity.WARNING, "embed", "it lies whole.")]
+      >>> waived(found, "# spanax: allow SPX001 embed"), len(waived(found, "# spanax: allow SPX001 head"))
+      ([], 1)
+    """
+    known = [rule.code for rule in RULES]
+    allowed = set(WAIVER.findall(text))
+    for code, _ in sorted(allowed):
+        if code not in known:
+            raise SpanaxError(f"a comment allows {code}, and there is no such rule.", fix=nearest(code, known))
+    return [one for one in findings if not {(one.code, ""), (one.code, one.path)} & allowed]

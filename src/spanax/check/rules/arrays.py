@@ -1,0 +1,96 @@
+"""Rules on single arrays: what lies whole, what does not divide, what was wished for and did not come."""
+
+from collections.abc import Iterator
+
+from spanax.check.checked import Checked
+from spanax.check.rules.said import Said
+from spanax.plan.plan import Placement
+
+LARGE = 0.01
+"""The share of a device's bytes of one kind from which on an array counts."""
+
+
+def left_whole(checked: Checked) -> Iterator[Said]:
+    """An array is whole on every device, and the layout stores its kind split."""
+    for leaf in checked.plan.leaves:
+        asked = checked.plan.layout.stored(leaf.kind)
+        is_whole = leaf.local_shape == leaf.shape and checked.ways(asked) > 1
+        if is_whole and leaf.local_bytes >= _large(checked, leaf.kind):
+            yield Said(
+                leaf.path,
+                f"`{leaf.path}` {list(leaf.shape)} lies whole on all {checked.plan.mesh.size} devices: "
+                f"{leaf.reason or 'nothing splits it'}.",
+                _padding(leaf, checked.ways(asked), "+".join(asked)),
+                leaf.local_bytes,
+            )
+
+
+def does_not_divide(checked: Checked) -> Iterator[Said]:
+    """A mesh axis does not split a dim that it was meant to split, for it does not divide it."""
+    largest: dict[str, Placement] = {}
+    for leaf in checked.plan.leaves:
+        for reason in leaf.reason.split("; "):
+            if "does not divide" in reason and leaf.local_bytes > getattr(largest.get(reason), "local_bytes", -1):
+                largest[reason] = leaf
+    for reason, leaf in largest.items():
+        if leaf.local_bytes >= _large(checked, leaf.kind):
+            fix = "a size that divides, or a smaller mesh axis"
+            yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
+
+
+def optimizer_unlike_parameter(checked: Checked) -> Iterator[Said]:
+    """The optimizer's copy of a parameter takes more of a device than the parameter's own share would."""
+    params = {leaf.path: leaf for leaf in checked.plan.leaves if leaf.kind == "param"}
+    for leaf in checked.plan.leaves:
+        param = next((params[path] for path in params if leaf.path.endswith(f".{path}")), None)
+        if leaf.kind != "optimizer" or param is None or param.shape != leaf.shape:
+            continue
+        share = leaf.local_bytes / max(1, _whole_bytes(leaf))
+        if share > param.local_bytes / max(1, _whole_bytes(param)) and leaf.local_bytes >= _large(checked, leaf.kind):
+            yield Said(
+                leaf.path,
+                f"`{leaf.path}` is stored {leaf.partition_spec}, and its parameter {param.partition_spec}.",
+                f"stored_optimizer={checked.plan.layout.stored_params!r} in the layout",
+                leaf.local_bytes,
+            )
+
+
+def never_matched(checked: Checked) -> Iterator[Said]:
+    """A pin, or a name that the model's author wrote, splits nothing."""
+    everything = (*checked.plan.leaves, *checked.plan.batch)
+    for name, wanted in checked.plan.pins:
+        dims = [by for leaf in everything for axis, by in zip(leaf.axes, leaf.spec, strict=True) if axis == name]
+        for axis in wanted:
+            if checked.ways((axis,)) > 1 and dims and not any(axis in by for by in dims):
+                yield Said(
+                    name, f"'{name}' is pinned to '{axis}', and no array is split so.",
+                    f"another axis than '{axis}', or no pin",
+                )  # fmt: skip
+    known = {*checked.plan.mesh.names, *(axis for leaf in everything for axis in leaf.axes if axis)}
+    odd: dict[str, str] = {}
+    for annotated in checked.program.leaves:
+        for entry in annotated.annotation or ():
+            for axis in (entry,) if isinstance(entry, str) else entry or ():
+                if axis not in known:
+                    odd.setdefault(axis, annotated.path)
+    for axis, path in odd.items():
+        yield Said(path, f"`{path}` is annotated with '{axis}', which is no axis of the mesh and of no dim.",
+                   f"a name of {', '.join(sorted(known))}")  # fmt: skip
+
+
+def _large(checked: Checked, kind: str) -> float:
+    return LARGE * checked.plan.state_bytes(kind)
+
+
+def _whole_bytes(leaf: Placement) -> int:
+    parts = 1
+    for size, local in zip(leaf.shape, leaf.local_shape, strict=True):
+        parts *= size // max(1, local)
+    return leaf.local_bytes * parts
+
+
+def _padding(leaf: Placement, ways: int, axes: str) -> str:
+    if not leaf.shape:
+        return ""
+    size = max(leaf.shape)
+    return f"{-(-size // ways) * ways} instead of {size} divides {axes} ({ways} ways)"

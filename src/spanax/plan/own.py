@@ -1,0 +1,85 @@
+"""Own: the price of a plan that somebody already has, as the search would have given it."""
+
+import math
+
+import numpy as np
+
+from spanax.hardware.cluster import Cluster
+from spanax.plan.bubble import num_in_flight
+from spanax.plan.candidate import Candidate
+from spanax.plan.cost import Assumptions, Grid, price
+from spanax.plan.laid import Laid
+from spanax.plan.memory import held, state_of, walk
+from spanax.plan.place import check_made_for, resolver_of
+from spanax.plan.plan import Plan
+from spanax.plan.terms import tally
+from spanax.trace.program import Program
+
+
+def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumptions | None = None) -> Candidate:
+    """A plan with its price, whatever its axes are called.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(1024, 1024, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((4096, 1024), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> machine = spanax.cluster("a100:8")
+      >>> found = spanax.search(program, machine, remat=("none",), microbatches=1)
+      >>> own = candidate_of(program.with_remat("none"), spanax.plan(program, machine), machine)
+      >>> own.step_seconds == found.best.step_seconds, own.memory == found.best.memory
+      (True, True)
+    """
+    laid, grid, schedule = _laid(program, plan), _grid(program, plan), plan.schedule
+    flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
+    memory = held(
+        state_of(laid.resolver),
+        walk(laid),
+        grid.sizes,
+        num_stages=grid.num_stages,
+        num_microbatches=grid.num_microbatches,
+        in_flight=np.where(grid.num_stages > 1, flying, 1),
+        scale=grid.scale,
+        fused_attention=(given or Assumptions()).fused_attention,
+    )
+    costs = price(tally(laid), cluster, grid, given)
+    stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
+    storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
+    return Candidate(
+        layout=plan.layout.name,
+        storing=storing,
+        sequence=plan.layout.sequence_axis is not None,
+        mesh=plan.mesh,
+        num_stages=schedule.num_stages,
+        schedule=schedule.pipeline,
+        num_chunks=schedule.num_chunks,
+        remat=laid.resolver.program.remat,
+        microbatches=int(grid.num_microbatches[0]),
+        step_seconds=float(costs.step_seconds[0]),
+        seconds={name: float(values[0]) for name, values in costs.terms.items()},
+        memory={name: math.ceil(values[0]) for name, values in memory.groups.items()},
+        flops=float(costs.flops[0]),
+    )
+
+
+def _laid(program: Program, plan: Plan) -> Laid:
+    """One microbatch of the step that would run, laid out."""
+    check_made_for(program, plan)
+    remat = plan.schedule.remat
+    variant = program if remat in (None, program.remat) else program.with_remat(remat)
+    variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
+    return Laid(resolver_of(program, plan).of(variant), variant.step)
+
+
+def _grid(program: Program, plan: Plan) -> Grid:
+    schedule, one = plan.schedule, np.ones(1, int)
+    count = max(schedule.microbatches, program.microbatches)
+    sizes = np.asarray([[size] for _, size in plan.mesh.axes])
+    return Grid(sizes, one * schedule.num_stages, one * count, one / count, schedule.pipeline, schedule.num_chunks)
