@@ -101,7 +101,7 @@ def measure(only: str) -> Iterator[Cell]:
 def percent(error: float | None) -> str:
     if error is None:
         return ""
-    return "only predicted" if error == float("inf") else f"{100 * error:+.1f} %"
+    return "only predicted" if error > 100 else f"{100 * error:+.1f} %"
 
 
 def row(cell: Cell) -> str:
