@@ -1,6 +1,12 @@
 """HLO programs, as small as they can be, each with one thing that a naive reader gets wrong."""
 
-HEAD = "HloModule m, num_partitions=8\nadd {\n a = f32[] parameter(0)\n b = f32[] parameter(1)\n ROOT c = f32[] add(a, b)\n}\n"
+HEAD = """HloModule m, num_partitions=8
+add {
+ a = f32[] parameter(0)
+ b = f32[] parameter(1)
+ ROOT c = f32[] add(a, b)
+}
+"""
 
 
 def entry(*lines: str, before: str = "") -> str:
@@ -63,7 +69,8 @@ WRAPPED = entry(
     "r = f32[4] async-done(s)",
     before="""wrapped {
  p = f32[32] parameter(0)
- ROOT r = f32[4] reduce-scatter(p), channel_id=1, use_global_device_ids=true, replica_groups=[1,8]<=[8], dimensions={0}, to_apply=add
+ ROOT r = f32[4] reduce-scatter(p), channel_id=1, use_global_device_ids=true, """
+    """replica_groups=[1,8]<=[8], dimensions={0}, to_apply=add
 }
 """,
 )

@@ -1,4 +1,4 @@
-"""Programs as the compilers for TPUs and GPUs write them, stored so that they can be read where those are not installed.
+"""Programs as the compilers for TPUs and GPUs write them, stored to be read where those are not installed.
 
 Write them anew, where libtpu or the CUDA plugin is installed: python tests/stored.py
 """

@@ -107,7 +107,7 @@ class CheckCommand:
       plan: a plan file instead of a layout.
       level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler; else the highest.
       timeout: seconds that a compiler may take.
-      codegen: let a TPU's compiler go on to machine code; minutes, and no other figures.
+      codegen: let the compiler go on to machine code; minutes, and no other figures.
       cache: whether an earlier report on the same program is taken.
       collectives: list every collective: who moves what, over which axis, because of which line.
       explain_collective: say all that is known of one collective, by its number in that list.

@@ -11,9 +11,10 @@ import pytest
 import programs
 import spanax
 from spanax.check import check as checking
-from spanax.check import kept
+from spanax.check import kept, target
 from spanax.check.abstract import is_possible
 from spanax.check.compile import compile_for
+from spanax.check.padding import padded_bytes
 from spanax.check.predicted import predicted
 from spanax.check.program import lower
 from spanax.check.report import Report
@@ -83,6 +84,26 @@ def test_a_tpu_pads_the_state() -> None:
     machine = spanax.cluster("v5e:2x4")
     plan = spanax.plan(program, machine, layout="fsdp")
     assert spanax.check(program, plan, machine, level=0).compiled.state_bytes > plan.state_bytes()
+
+
+@pytest.mark.parametrize(
+    "shape, num_bytes",
+    [
+        ((12, 48), 8192),
+        ((12, 12, 64, 48), 3538944),
+        ((12, 3, 12, 4), 73728),
+        ((12, 48, 3, 12, 64), 10616832),
+        ((12, 192, 768), 7077888),
+        ((12, 768, 192), 7077888),
+        ((50257, 48), 9658368),
+        ((48,), 512),
+        ((2, 1024), 8192),
+        ((), 512),
+    ],
+)
+def test_padding_is_that_of_the_arguments_of_a_program_for_v5e(shape: tuple[int, ...], num_bytes: int) -> None:
+    """GPT-2 stored over 16 chips, as libtpu 0.0.51 lays its arguments out."""
+    assert padded_bytes(shape, 4, "tpu") == num_bytes
 
 
 def test_gathers_name_the_users_line_and_the_tensor() -> None:
@@ -164,6 +185,13 @@ def test_a_missing_compiler_says_the_one_install_line(on: str, line: str, monkey
     with pytest.raises(SpanaxError) as error:
         spanax.check(program, plan, machine, level=3)
     assert line in str(error.value) and checking.highest_level(machine) == 2
+
+
+def test_a_plugin_of_another_version_is_named_with_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    monkeypatch.setattr(target, "cuda_folder", lambda: "/cuda")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.12.0" if name == "jaxlib" else "0.11.0")
+    assert missing("cuda") == "pip install jax-cuda12-plugin==0.12.0 jax-cuda12-pjrt==0.12.0"
 
 
 def test_a_chip_without_a_known_compiler_is_refused() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import hlo_programs
 import spanax
 import stored
 from spanax.check.flops import program_flops
@@ -104,3 +105,21 @@ def test_text_is_read_as_the_serialized_program_is() -> None:
     written = _hlo.HloModule.from_serialized_hlo_module_proto(message).to_string()
     mesh = spanax.MeshShape.of(case.mesh)
     assert totals(collectives(read_text(written), mesh)) == totals(found("v5e:2x4"))
+
+
+CONVOLUTION = "window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"r = f32[2,8,8,16] convolution(x, w), {CONVOLUTION}",
+        f'c = (f32[2,8,8,16], u8[0]) custom-call(x, w), {CONVOLUTION}, custom_call_target="__cudnn$convForward"',
+        f'c = (f32[2,8,8,4], u8[0]) custom-call(y, w), {CONVOLUTION}, custom_call_target="__cudnn$convBackwardInput"',
+        f'c = (f32[3,3,4,16], u8[0]) custom-call(x, y), {CONVOLUTION}, custom_call_target="__cudnn$convBackwardFilter"',
+    ],
+)
+def test_a_convolution_and_its_gradients_take_as_many_flops(line: str) -> None:
+    arrays = ("x = f32[2,8,8,4] parameter(0)", "w = f32[3,3,4,16] parameter(1)", "y = f32[2,8,8,16] parameter(2)")
+    inside = (3 * 8 - 2) ** 2  # of 3 positions for each of 8 results, one lies outside at either end
+    assert program_flops(read_text(hlo_programs.entry(*arrays, line))) == 2 * 2 * 16 * 4 * inside

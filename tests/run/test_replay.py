@@ -263,3 +263,15 @@ def test_gradients_left_to_the_compiler_are_seen() -> None:
     plan = spanax.plan(program(), spanax.cluster("cpu:8"), layout="zero1", mesh="fsdp=8")
     wanted = spanax.plan(program(), spanax.cluster("cpu:8"), layout="data", mesh="fsdp=8")
     assert misplaced(gradients(plan, constrained=False), wanted)
+
+
+def test_operations_keep_the_line_and_the_name_they_were_traced_with() -> None:
+    """Else every operation of a compiled step would come from the replay."""
+    import programs
+    import spanax
+    from spanax.check.program import lower
+
+    program = programs.zoo_program("mlp")
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp")
+    text = lower(program, plan, "cpu").module.operation.get_asm(enable_debug_info=True)
+    assert "zoo.py" in text and "transpose(jvp(" in text

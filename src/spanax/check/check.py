@@ -66,7 +66,7 @@ def check(
         3: the compiler of the cluster's own chips (TPU: `spanax[tpu]`, NVIDIA: `spanax[cuda12]`; seconds).
       timeout: seconds that a compiler may take.
       flags: options for the compiler beyond its defaults.
-      codegen: let a TPU's compiler go on to machine code, which takes 20 times as long and changes no figure.
+      codegen: let the compiler go on to machine code, which takes up to 20 times as long and changes no figure.
       cache: whether a report on the same program, devices, flags and versions is taken from an earlier check.
 
     Raises:

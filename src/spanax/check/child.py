@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 PASS = "spmd-partitioning"
-EARLY = {"cpu": f"*after_{PASS}*.hlo.pb", "tpu": "*.jit_step.*after_optimizations_after_buffer_assignment.hlo.pb"}
+EARLY = {
+    "cpu": f"*after_{PASS}*.hlo.pb",
+    "tpu": "*.jit_step.*after_optimizations_after_buffer_assignment.hlo.pb",
+    "cuda": "*.jit_step.*_gpu_after_optimizations.hlo.pb",
+}
 """What a compiler dumps of a program last before it makes machine code, or (CPU) before it is made one for a CPU."""
 
 POLL_SECONDS = 0.2
@@ -56,7 +60,7 @@ def _compiled(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
     flags = {
         "xla_dump_to": str(folder / "dump"),
         "xla_dump_hlo_as_proto": True,
-        "xla_dump_hlo_as_text": request["platform"] == "tpu",
+        "xla_dump_hlo_as_text": request["platform"] != "cpu",
         **({"xla_dump_hlo_pass_re": PASS} if request["platform"] == "cpu" else {}),
         **request["flags"],
     }
@@ -79,7 +83,7 @@ def _compiled(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         (folder / "compiled.pb").write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
         return {"memory": _memory(executable.get_compiled_memory_stats())}
 
-    early = None if request["platform"] == "cuda" or request["is_whole"] else EARLY[request["platform"]]
+    early = None if request["is_whole"] else EARLY[request["platform"]]
     return told | (compiled() if early is None else _until(folder, early, compiled))
 
 

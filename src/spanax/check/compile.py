@@ -125,11 +125,9 @@ def _run(folder: Path, target: Target, timeout: float) -> None:
 def _answered(folder: Path, target: Target) -> Compiled:
     answer = json.loads((folder / "answer.json").read_text())
     error, version = answer.get("error", ""), answer["platform_version"]
-    report = next(iter((folder / "dump").glob("*.jit_step.*memory-usage-report.txt")), None)
     if not error:
-        memory = answer["memory"]
-        if report is not None:
-            memory = {"assigned": _assigned(report)} | memory
+        assigned = next(iter((folder / "dump").glob("*.jit_step.*buffer-assignment.txt")), None)
+        memory = answer["memory"] | (_assigned(assigned) if assigned is not None else {})
         return Compiled((folder / "compiled.pb").read_bytes(), memory, version)
     told = OUT_OF_MEMORY.search(error)
     if told is None:
@@ -138,15 +136,21 @@ def _answered(folder: Path, target: Target) -> Compiled:
             where=f"its log: {folder / 'log.txt'}",
         )
     needed, limit = (int(float(told[at]) * POWERS[told[at + 1]]) for at in (1, 3))
+    report = next(iter((folder / "dump").glob("*.jit_step.*memory-usage-report.txt")), None)
     return Compiled(b"", {}, version, needed, limit, _buffers(report))
 
 
-def _assigned(report: Path) -> int:
-    """Bytes of the main memory that libtpu's report has assigned, arguments and results included."""
-    told = re.search(r"color=0\)\nTotal bytes: (\d+)", report.read_text())
-    if told is None:
-        raise CompilerError("the compiler's report of its memory cannot be read.", where=str(report))
-    return int(told[1])
+def _assigned(dumped: Path) -> dict[str, int]:
+    """Bytes of a chip's main memory by what they are for, as the compiler has assigned them.
+
+    What is local to a thread, and other memories (those with a color), are left out.
+    """
+    found = {"arguments": 0, "temporaries": 0, "other": 0}
+    for size, what in re.findall(r"^allocation \d+: size (\d+),(.*)$", dumped.read_text(), flags=re.MULTILINE):
+        if "thread-local" not in what and " color " not in what:
+            kind = "arguments" if " parameter " in what else "temporaries" if "temp" in what else "other"
+            found[kind] += int(size)
+    return found | {"assigned": sum(found.values())}
 
 
 def _buffers(report: Path | None) -> tuple[Buffer, ...]:

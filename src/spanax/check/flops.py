@@ -13,6 +13,8 @@ from spanax.check.trips import Value, Values, trips
 from spanax.check.wire import Fields, fields, messages, number, numbers, raw, signed
 
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
+CONVOLUTION = "__cudnn$conv"
+"""Source: XLA's names for what it gives to cuBLAS and cuDNN, openxla/xla xla/service/gpu/cublas_cudnn.cc."""
 
 
 def program_flops(module: Module) -> float:
@@ -47,7 +49,7 @@ def _flops(module: Module, computation: Computation, parameters: list[Value], kn
         elif one.opcode == "dot":
             dims = fields(raw(one.fields, 30))
             total += _matmul(computation, one, numbers(dims, 1))
-        elif one.opcode == "convolution":
+        elif one.opcode == "convolution" or one.target.startswith(CONVOLUTION):
             total += _convolution(computation, one)
         elif one.opcode == "custom-call" and one.target in GEMMS:
             total += _gemm(computation, one)
@@ -72,17 +74,22 @@ def _convolution(computation: Computation, one: Instruction) -> float:
     """Products of results with those positions of the window that lie in the input, not in its rim or between.
 
     TPU programs write matmuls as convolutions; a batch dim is then a dilated window, of which each result meets one
-    position.
+    position. What a GPU's library does as the gradient of one has the dims of the convolution that it belongs to.
     """
-    lhs, rhs = (computation.instructions[operand].shape.dims for operand in one.operands[:2])
+    first, second = (computation.instructions[operand].shape.dims for operand in one.operands[:2])
+    result = one.shape.parts[0].dims if one.shape.parts else one.shape.dims
+    lhs, rhs, out = first, second, result
+    if one.target == "__cudnn$convBackwardInput":
+        lhs, out = result, first
+    elif one.target == "__cudnn$convBackwardFilter":
+        rhs, out = result, second
     names = fields(raw(one.fields, 16))
     places = zip(numbers(names, 11), numbers(names, 6), numbers(names, 12), strict=True)
     window = messages(fields(raw(one.fields, 15)), 1)
     met = 1
     for dim, (at_lhs, at_rhs, at_out) in zip(window, places, strict=True):
-        met *= _met(fields(dim), lhs[at_lhs], rhs[at_rhs], one.shape.dims[at_out])
-    out = one.shape.dims[number(names, 9)] * one.shape.dims[number(names, 10)]
-    return 2.0 * out * rhs[number(names, 3)] * met
+        met *= _met(fields(dim), lhs[at_lhs], rhs[at_rhs], out[at_out])
+    return 2.0 * out[number(names, 9)] * out[number(names, 10)] * rhs[number(names, 3)] * met
 
 
 def _met(dim: Fields, size: int, window: int, out: int) -> int:

@@ -163,7 +163,7 @@ def read_module(data: bytes) -> Module:
       DataError: the bytes are neither.
     """
     message = fields(data)
-    if 3 not in message and 1 in message:
+    if 6 not in message and 1 in message:  # no entry: a program with its buffers around it
         message = fields(raw(message, 1))
     computations = {one.id: one for one in map(_computation, messages(message, 3))}
     return Module(text(message, 1), computations[number(message, 6)], computations, _frames(raw(message, 17)))

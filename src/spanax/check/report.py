@@ -57,10 +57,15 @@ class Report:
       buffers: the largest arrays, where it does not fit.
       versions: of everything that had a part in it.
       flags: what the compiler was told beyond its defaults.
-      is_whole: whether a TPU's compiler went on to machine code.
+      is_whole: whether the compiler went on to machine code.
       program_hash: SHA-256 of the lowered program.
       seconds: how long it took, or took when it was kept.
       is_kept: whether it was read from the cache.
+
+    Example:
+      >>> told = Report(3, "v5e:4x4", "fsdp", "fsdp=16", True, "the compiler", Figures(98, 75), Figures(98, 150))
+      >>> told.by, told.errors, Report.from_json(told.to_json()) == told
+      ('compiler', {'state_bytes': 0.0, 'peak_bytes': -0.5}, True)
     """
 
     level: int

@@ -2,6 +2,7 @@
 
 import importlib.util
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 from spanax.check.gpu import GPUS, target_text
@@ -74,15 +75,17 @@ def simulated(num_devices: int) -> Target:
 def missing(platform: str) -> str:
     """What must be installed before a platform's compiler can be asked, as one line; empty where all is there.
 
-    A CUDA plugin without ptxas and libdevice dies while it compiles, so they are looked for too.
+    A CUDA plugin without ptxas and libdevice dies while it compiles, so they are looked for too; and one of another
+    version than JAX's own is not loaded.
     """
     if platform == "tpu":
-        there = importlib.util.find_spec("libtpu") is not None
-    elif platform == "cuda":
-        there = importlib.util.find_spec("jax_cuda12_plugin") is not None and cuda_folder() is not None
-    else:
-        there = True
-    return "" if there else INSTALL[platform]
+        return "" if importlib.util.find_spec("libtpu") is not None else INSTALL["tpu"]
+    if platform != "cuda":
+        return ""
+    if importlib.util.find_spec("jax_cuda12_plugin") is None or cuda_folder() is None:
+        return INSTALL["cuda"]
+    wanted, have = metadata.version("jaxlib"), metadata.version("jax-cuda12-plugin")
+    return "" if wanted == have else f"pip install jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted}"
 
 
 def cuda_folder() -> str | None:
