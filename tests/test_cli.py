@@ -17,8 +17,8 @@ GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 FLAGS = {
     "train": {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
-        "dtype", "remat", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "config",
-        "json",
+        "dtype", "remat", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "profile",
+        "config",        "json",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
@@ -83,6 +83,8 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),
     "unknown dtype": (["train", "--dtype", "float23"], 2, "did you mean 'float32'"),
     "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
+    "a profile of no steps": (["train", "--profile", "20:10"], 2, "takes the first and the last step"),
+    "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),
     "resume from nowhere": (["train", "--resume"], 2, "--resume needs the run folder"),
     "missing data": (["train", "--data", "nowhere.txt"], 65, "nowhere.txt"),
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),

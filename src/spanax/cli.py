@@ -253,7 +253,11 @@ def _train(config: TrainConfig) -> None:
 
     stream = _clean_stdout() if config.json else sys.stdout
     with reporter(as_json=config.json, stream=stream) as emit:
-        train(partial(load, config.workload), config, devices(config.devices), emit)
+        done = train(partial(load, config.workload), config, devices(config.devices), emit)
+        if config.profile is not None:
+            from spanax.show.profiling import profile_event
+
+            emit(profile_event(Path(done["out"])))
 
 
 def _plan(command: PlanCommand) -> None:

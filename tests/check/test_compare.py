@@ -13,7 +13,7 @@ import zoo
 from programs import zoo_program
 from spanax import cli
 from spanax.check import compare as module
-from spanax.check.compare import Compared, compare, distance, layouts, rank_correlation
+from spanax.check.compare import Compared, compare, core_distance, distance, layouts, rank_correlation
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Search
 from spanax.show.comparing import compared
@@ -59,7 +59,7 @@ def test_all_legal_layouts_of_a_mesh_are_run() -> None:
 def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
     data = json.loads(json.dumps(answered[1]))
     planned = {"layout", "mesh", "remat", "microbatches", "step_seconds", "seconds", "memory", "collectives", "mfu"}
-    measured = {"step_seconds", "seconds", "state_bytes", "peak_bytes", "collectives"}
+    measured = {"step_seconds", "seconds", "core_seconds", "state_bytes", "peak_bytes", "collectives"}
     assert len(data["rows"]) == 3 and {row["layout"] for row in data["rows"]} == {"fsdp", "zero1", "zero2"}
     for row in data["rows"]:
         assert planned <= row.keys() and measured == row["measured"].keys()
@@ -108,11 +108,11 @@ def test_every_layout_takes_every_step_from_the_same_numbers(monkeypatch: pytest
 
 def row(priced: float, ratio: float) -> Compared:
     candidate = dataclasses.replace(found().candidates[0], step_seconds=priced)
-    return Compared(candidate, 0, (ratio,), ratio, 0, 0, None)
+    return Compared(candidate, 0, (ratio,), (2 * ratio,), ratio, 0, 0, None)
 
 
 def test_the_choice_and_the_order_are_judged() -> None:
-    assert distance([row(1, 1.2), row(2, 1.0)]) == 1.2
+    assert distance([row(1, 1.2), row(2, 1.0)]) == core_distance([row(1, 1.2), row(2, 1.0)]) == 1.2
     assert rank_correlation([row(1, 1), row(2, 2), row(3, 5)]) == pytest.approx(1)
     assert rank_correlation([row(1, 9), row(2, 2), row(3, 1)]) == pytest.approx(-1)
 

@@ -36,12 +36,24 @@ def test_on_the_devices_present(tmp_path: Path) -> None:
     assert made.num_devices == len(devices) and made.chip.shared and made.memory_bytes == cluster("cpu:8").memory_bytes
     assert made.chip.peak_flops["fp32"] > 0 and made.chip.memory_bytes_per_second and made.chip.kernel_start_seconds
     assert made.chip.inside and made.chip.inside.name == "memory"
+    assert "# start alone: " in text or made.chip.inside.start_seconds <= 1e-3, "beside work it takes longer"
     said = tomllib.loads(text)
     assert all(value.startswith("probe of 8 x cpu, jax ") for value in said["source"].values())
     assert made.chip.sources["inside.bytes_per_second"] == said["source"]["inside.rate"]
     for kind in COLLECTIVES:
         assert f"# {kind} over 8: 4 KiB: " in text and f"# {kind} over 2: 4 KiB: " in text
     assert "# matmul fp32, one device, by size: 128: " in text
+
+
+def test_on_shared_cores_a_start_is_that_beside_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    try:
+        devices = jax.devices()
+    except RuntimeError:
+        pytest.skip("JAX can start no backend here")
+    monkeypatch.setattr(probing, "start_beside_work_seconds", lambda devices, seconds: 0.25)
+    text = probe(devices, seconds=0.1)
+    made = read(text, tmp_path)
+    assert made.chip.inside and made.chip.inside.start_seconds == 0.25 and "# start alone: " in text
 
 
 def test_two_devices_have_no_pairs_to_compare() -> None:

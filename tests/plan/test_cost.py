@@ -399,3 +399,16 @@ def test_a_chip_without_bfloat16_says_so() -> None:
     with pytest.raises(SpanaxError, match="'v100-32gb' does not compute in bf16") as caught:
         search(program, spanax.cluster("v100:8"), remat=())
     assert "fp16" in str(caught.value) and len(str(caught.value).splitlines()) <= 4
+
+
+def test_the_compiler_for_the_cpu_sends_every_weight_by_itself() -> None:
+    cluster = spanax.cluster("cpu:8")
+    combining = dataclasses.replace(cluster, chip=dataclasses.replace(cluster.chip, shared=False))
+    apart, together = (
+        spanax.search(workload("gpt-nano"), on, layout="fsdp", pipeline=False, microbatches=1, remat=("none",)).best
+        for on in (cluster, combining)
+    )
+    assert apart is not None and together is not None
+    start = cluster.chip.inside.start_seconds if cluster.chip.inside else 0.0
+    name = "weights between devices"
+    assert apart.seconds[name] > together.seconds[name] + 20 * start

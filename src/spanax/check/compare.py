@@ -39,6 +39,7 @@ class Compared:
       candidate: the layout with its price.
       state_bytes: what its plan says one device holds between steps.
       seconds: of each step that was counted.
+      core_seconds: of each step, on all cores together: what this process computed, whoever else had the machine.
       ratio: how many times as long as the fastest layout it takes: the median of the steps taken in turn.
       compiled_state_bytes: what XLA's program takes in of the state and the batch, on one device.
       compiled_peak_bytes: that, and the temporaries beside it; on simulated devices those of XLA for the CPU.
@@ -48,6 +49,7 @@ class Compared:
     candidate: Candidate
     state_bytes: int
     seconds: tuple[float, ...]
+    core_seconds: tuple[float, ...]
     ratio: float
     compiled_state_bytes: int
     compiled_peak_bytes: int
@@ -57,6 +59,11 @@ class Compared:
     def step_seconds(self) -> float:
         """The median of its steps."""
         return statistics.median(self.seconds)
+
+    @property
+    def step_core_seconds(self) -> float:
+        """The median of its steps on all cores together."""
+        return statistics.median(self.core_seconds)
 
 
 def layouts(program: Program, here: Cluster, *, mesh: MeshShape | None = None, top: int | None = None) -> Search:
@@ -123,15 +130,17 @@ def compare(
     _check_held(plans)
     batch = made_up(program, seed)
     runs, compiled = _brought_up(program, plans, devices, seed, tell)
-    taken: list[list[float]] = [[] for _ in runs]
+    taken, cores = ([list[float]() for _ in runs] for _ in range(2))
     order = list(range(len(runs)))
     for step in range(WARM_UP + steps):
         tell(f"step {step + 1} of {WARM_UP + steps}, the first {WARM_UP} uncounted")
         random.Random(seed + step).shuffle(order)
         for at in order:
+            began = time.process_time()
             took = _step_seconds(runs[at], batch)
             if step >= WARM_UP:
                 taken[at].append(took)
+                cores[at].append(time.process_time() - began)
     best = min(range(len(runs)), key=lambda at: statistics.median(taken[at]))
     rows = []
     for at, one in enumerate(found.candidates):
@@ -142,6 +151,7 @@ def compare(
                 candidate=one,
                 state_bytes=plans[at].state_bytes(),
                 seconds=tuple(taken[at]),
+                core_seconds=tuple(cores[at]),
                 ratio=ratio,
                 compiled_state_bytes=memory.argument_size_in_bytes,
                 compiled_peak_bytes=_peak_bytes(memory),
@@ -207,6 +217,12 @@ def _check_held(plans: Sequence[Plan]) -> None:
 def distance(rows: Sequence[Compared]) -> float:
     """How many times as long as the fastest the planner's choice takes: the first by its own price."""
     return min(rows, key=lambda row: row.candidate.step_seconds).ratio
+
+
+def core_distance(rows: Sequence[Compared]) -> float:
+    """The same by time on all cores together: what simulated devices can be told apart by on a busy machine."""
+    choice = min(rows, key=lambda row: row.candidate.step_seconds)
+    return choice.step_core_seconds / (min(row.step_core_seconds for row in rows) or 1.0)
 
 
 def rank_correlation(rows: Sequence[Compared]) -> float:

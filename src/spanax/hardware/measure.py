@@ -20,6 +20,9 @@ JAX_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KERNELS = 64
 """How many small kernels one program starts, to see what starting one takes."""
 
+WORK_SIZE = 256
+"""The matmul beside which a collective is started: as long as what a step does between two of them."""
+
 PROGRAM_SECONDS, MAX_TIMES = 5e-3, 16
 """What is short is done so often in a program that it takes about so long, at most so many times."""
 
@@ -79,6 +82,34 @@ def collected(groups: Sequence[Sequence[Any]], limit_bytes: int, seconds: float)
             yield Collected(kind, size, num_bytes, took)
             if time.monotonic() + 8 * took * 5 * times > until:
                 break
+
+
+def start_beside_work_seconds(devices: Sequence[Any], seconds: float) -> float:
+    """Seconds that a small all_reduce adds to a matmul before it, all devices at work at once.
+
+    Devices that share cores are done with the matmul one after the other, and the first waits for the last: a
+    collective of nothing but collectives before it does not show that.
+    """
+    import jax
+    import numpy as np
+    from jax import lax
+    from jax.sharding import Mesh, PartitionSpec
+
+    values, call_seconds = _on_each(devices, (WORK_SIZE, WORK_SIZE), "float32"), dispatch_seconds(devices)
+    mesh, spec = Mesh(np.array(devices), ("x",)), PartitionSpec("x")
+
+    def mapped(program: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+    def took(add: Callable[[Any], Any]) -> float:
+        def body(x: Any) -> Any:
+            x = x @ x
+            return x + add(x[:, :1, :1])
+
+        until = time.monotonic() + seconds / 2
+        return program_seconds(body, values, MAX_TIMES, until=until, call_seconds=call_seconds, mapped=mapped)
+
+    return took(lambda x: lax.psum(x, "x")) - took(lambda x: x)
 
 
 def dispatch_seconds(devices: Sequence[Any]) -> float:

@@ -18,6 +18,7 @@ from spanax.hardware.measure import (
     kernel_start_seconds,
     matmul_rates,
     memory_rate,
+    start_beside_work_seconds,
 )
 from spanax.hardware.mesh import MeshShape
 from spanax.units import bytes_text, quantity_text
@@ -87,9 +88,10 @@ def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str
         found = [
             point
             for part in grouped
-            for point in collected(part, _limit(here), seconds * 0.55 / len(groups) / len(grouped))
+            for point in collected(part, _limit(here), seconds * 0.45 / len(groups) / len(grouped))
         ]
-        lines += ["", f"[{name}]", *_link(here, name, found, node)]
+        beside = start_beside_work_seconds(devices, seconds * 0.1) if here.chip.shared else 0.0
+        lines += ["", f"[{name}]", *_link(here, name, found, node, beside)]
     return "\n".join([*lines, "", "[source]", *_sources(lines, source)]) + "\n"
 
 
@@ -150,7 +152,7 @@ def _memory(devices: Sequence[Any], here: Cluster, node: int, seconds: float) ->
     yield f'memory_share = "{quantity_text(rate / (sheet or 1.0), "share")}"'
 
 
-def _link(here: Cluster, name: str, points: Sequence[Collected], node: int) -> Iterator[str]:
+def _link(here: Cluster, name: str, points: Sequence[Collected], node: int, beside_work: float) -> Iterator[str]:
     for kind in dict.fromkeys(point.kind for point in points):
         for size in dict.fromkeys(point.size for point in points):
             mine = [point for point in points if (point.kind, point.size) == (kind, size)]
@@ -171,7 +173,9 @@ def _link(here: Cluster, name: str, points: Sequence[Collected], node: int) -> I
     if known is not None and known.in_switch_share:
         adding = _largest_rate(points, fit, known.in_switch_devices or 2)
         yield f'in_switch_share = "{quantity_text(min(adding / fit.bytes_per_second, 1.99), "share")}"'
-    for key, value in {"latency": fit.latency_seconds, "start": fit.start_seconds}.items():
+    if beside_work:
+        yield f"# start alone: {quantity_text(max(fit.start_seconds, 1e-9), 'seconds')}; beside work:"
+    for key, value in {"latency": fit.latency_seconds, "start": max(fit.start_seconds, beside_work)}.items():
         yield f'{key} = "{quantity_text(min(max(value, 1e-9), 1.0), "seconds")}"'
 
 

@@ -264,13 +264,14 @@ def _moved(
 ) -> tuple[dict[tuple[Any, ...], Array], Array]:
     """Seconds by (phase, in the layers, of weights), for one microbatch; and those of gradients summed once a step.
 
-    What is gathered or scattered of the weights at one place goes in one message, as compilers combine it.
+    What is gathered or scattered of the weights at one place goes in one message, as compilers combine it; that for the
+    CPU does not.
     """
     moves = terms.moves
     num_bytes = moves.num_bytes[:, None] * np.where(moves.batched[:, None], grid.scale, 1.0) / ways[moves.kept]
     found: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
     once = np.zeros(grid.scale.shape)
-    for rows, runs in _messages(moves, terms.num_layers):
+    for rows, runs in _messages(moves, terms.num_layers, links.links.combines):
         at = rows[0]
         total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
         seconds = runs * links.seconds(int(moves.kind[at]), int(moves.over[at]), total, given)
@@ -283,17 +284,17 @@ def _moved(
     return found, once
 
 
-def _messages(moves: Moves, num_layers: int) -> list[tuple[Array, float]]:
+def _messages(moves: Moves, num_layers: int, combines: bool) -> list[tuple[Array, float]]:
     """Rows that go together, and how often."""
     together: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for row in range(len(moves.kind)):
         place = (moves.kind[row], moves.over[row], moves.phase[row], moves.in_layers[row])
-        together[place if moves.of_weights[row] else (row,)].append(row)
+        together[place if combines and moves.of_weights[row] else (row,)].append(row)
     return [
         (
             np.asarray(rows),
             float(num_layers)
-            if moves.of_weights[rows[0]] and moves.in_layers[rows[0]]
+            if combines and moves.of_weights[rows[0]] and moves.in_layers[rows[0]]
             else float(moves.runs[rows].max()),
         )
         for rows in together.values()
@@ -332,6 +333,7 @@ class Links:
         self.where = where.reshape(-1)
         names = ("pipe", *axes)
         self._cluster, self._axes = cluster, axes
+        self.combines = not cluster.chip.shared
         self._meshes = [MeshShape(tuple(zip(names, column, strict=True))) for column in self._columns]
         self._known: dict[int, dict[str, Array]] = {}
 

@@ -39,6 +39,7 @@ class TrainConfig:
       eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.
       eval_batches: how many batches one evaluation takes.
       log_every: steps between lines.
+      profile: trace the steps from A to B, as A:B, and say what their time goes to.
       config: a TOML file with any of these settings; flags win over it.
       json: write JSON lines, and nothing else, to standard output.
     """
@@ -64,12 +65,14 @@ class TrainConfig:
     eval_every: int = 0
     eval_batches: int = 20
     log_every: int = 1
+    profile: str | None = None
     config: str | None = None
     json: bool = False
 
     def record(self) -> dict[str, Any]:
         """The settings that make up the run, without where it lies and how it was called."""
-        return {key: value for key, value in asdict(self).items() if key not in ("out", "resume", "config", "json")}
+        how = ("out", "resume", "profile", "config", "json")
+        return {key: value for key, value in asdict(self).items() if key not in how}
 
 
 DTYPES = ("float32", "bfloat16")
@@ -112,8 +115,31 @@ def check(config: TrainConfig) -> TrainConfig:
     if config.dtype not in DTYPES:
         raise SpanaxError(f"unknown dtype '{config.dtype}'.", fix=nearest(config.dtype, DTYPES))
     known_policy(config.remat)
+    profiled_steps(config)
     if config.resume and config.out is None:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
     if config.plan is not None and (config.layout is not None or config.mesh is not None):
         raise SpanaxError("--plan already says layout and mesh.", fix="leave --layout and --mesh out")
     return config
+
+
+def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:
+    """The first and last step to be traced, if any.
+
+    Raises:
+      SpanaxError: they are no such steps, or not of this run.
+    """
+    if config.profile is None:
+        return None
+    first, _, last = config.profile.partition(":")
+    is_number = first.isdigit() and last.isdigit()
+    if not is_number or not 1 <= int(first) <= int(last):
+        raise SpanaxError(
+            f"--profile is '{config.profile}'; it takes the first and the last step.", fix="--profile 10:20"
+        )
+    if config.steps is not None and int(last) > config.steps:
+        raise SpanaxError(
+            f"--profile {config.profile} goes beyond the last step, {config.steps}.",
+            fix=f"--profile {max(1, config.steps - 10)}:{config.steps}",
+        )
+    return int(first), int(last)

@@ -17,6 +17,7 @@ from spanax.run.bigram import bigram_loss
 from spanax.run.checkpoint import Pending
 from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
+from spanax.run.profile import INPUT, STEP, Profile, marked
 from spanax.run.run import Run
 from spanax.trace.program import Program
 
@@ -33,6 +34,7 @@ class Loop:
     Attributes:
       held_out: opens the held-out batches, or returns None where there are none.
       tell: takes every event.
+      profile: traces some of the steps.
     """
 
     run: Run
@@ -41,6 +43,7 @@ class Loop:
     config: TrainConfig
     checkpoints: Path
     tell: Callable[[Event], None]
+    profile: Profile | None = None
     _seconds: list[float] = field(default_factory=list)
     _loss: float | None = None
     _evaluated: Event = field(default_factory=dict)
@@ -50,12 +53,18 @@ class Loop:
     def run_to_end(self) -> Event:
         """Take the steps that are left, evaluate and save when due, and return the `done` event."""
         steps = self.config.steps or 0
+        if self.profile is not None:
+            self.profile.prepare(self.run)
         began = self._clock = time.perf_counter()
         waited = self.data.wait_seconds
         # Metrics are fetched once the next step is under way, so that the devices never wait for them.
         behind: deque[tuple[int, dict[str, Any]]] = deque()
         while self.run.num_steps < steps:
-            metrics = self.run.step(self._next_batch())
+            if self.profile is not None:
+                self.profile.before(self.run)
+            batch = self._next_batch()
+            with marked(STEP):
+                metrics = self.run.step(batch)
             step = self.run.num_steps
             behind.append((step, metrics))
             evaluates, saves = (
@@ -64,6 +73,8 @@ class Loop:
             )
             while len(behind) > (0 if self.run.is_simulated or evaluates or saves else 1):
                 self._report(*behind.popleft())
+            if self.profile is not None:
+                self.profile.after(self.run)
             if evaluates:
                 self._evaluate()
             if saves:
@@ -90,7 +101,8 @@ class Loop:
         }
 
     def _next_batch(self) -> Any:
-        batch = next(self.data, None)
+        with marked(INPUT):
+            batch = next(self.data, None)
         if batch is None:
             raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
         return batch

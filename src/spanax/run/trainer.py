@@ -18,9 +18,11 @@ from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
 from spanax.run import folder as run_folder
 from spanax.run import manifest
-from spanax.run.config import TrainConfig
+from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data import Batches, batches
 from spanax.run.loop import Event, Loop
+from spanax.run.profile import FOLDER as PROFILE
+from spanax.run.profile import Profile
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.tokens import load_tokens
@@ -47,6 +49,8 @@ def train(
         stack.enter_context(run_folder.claimed(folder, resume=config.resume))
         planned = None if config.plan is None else _planned(config, len(devices))
         workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
+        steps = profiled_steps(config)
+        profile = None if steps is None else Profile(*steps, folder / PROFILE)
         plan = planned or make_plan(program, local(devices), layout=config.layout, mesh=config.mesh)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
@@ -64,7 +68,7 @@ def train(
 
         tell(_start_event(run, config, folder))
         held_out = partial(_held_out, read, config, workload)
-        loop = Loop(run, data, held_out, config, folder / run_folder.CHECKPOINTS, tell)
+        loop = Loop(run, data, held_out, config, folder / run_folder.CHECKPOINTS, tell, profile)
         done = loop.run_to_end() | {"out": str(folder)}
         tell(done)
         return done

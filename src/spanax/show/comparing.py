@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from spanax.check.compare import Compared, Moved, compare, distance, layouts, rank_correlation
+from spanax.check.compare import Compared, Moved, compare, core_distance, distance, layouts, rank_correlation
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import cluster, local
 from spanax.hardware.mesh import MeshShape
@@ -63,6 +63,7 @@ def compared_json(found: Search, rows: Sequence[Compared]) -> Data:
         "best": _place(rows[0].candidate),
         "choice": _place(found.candidates[0]),
         "choice_ratio": distance(rows),
+        "choice_core_ratio": core_distance(rows) if found.cluster.chip.shared else None,
         "rank_correlation": rank_correlation(rows),
         "memory_from": MEMORY_FROM,
         "rows": [
@@ -74,6 +75,7 @@ def compared_json(found: Search, rows: Sequence[Compared]) -> Data:
                 "measured": {
                     "step_seconds": row.step_seconds,
                     "seconds": list(row.seconds),
+                    "core_seconds": list(row.core_seconds),
                     "state_bytes": row.compiled_state_bytes,
                     "peak_bytes": row.compiled_peak_bytes,
                     "collectives": None if row.moved is None else {axes: dict(of) for axes, of in row.moved.items()},
@@ -87,7 +89,9 @@ def compared_json(found: Search, rows: Sequence[Compared]) -> Data:
 def compared_text(found: Search, rows: Sequence[Compared]) -> str:
     """A row a layout, the fastest first: measured, then predicted."""
     choice, has_moved = found.candidates[0], any(row.moved is not None for row in rows)
-    heads = ["layout", "mesh", "step s", "x best", "predicted s", "x best", "peak", "predicted"]
+    is_shared = found.cluster.chip.shared
+    heads = ["layout", "mesh", "step s", "x best", *["core s"] * is_shared, "predicted s", "x best"]
+    heads += ["peak", "predicted"]
     heads += ["moved", "predicted"] if has_moved else ["moved, predicted"]
     table = Table(*heads, box=None, pad_edge=False)
     for row in rows:
@@ -98,6 +102,7 @@ def compared_text(found: Search, rows: Sequence[Compared]) -> str:
             str(one.mesh),
             f"{row.step_seconds:.4g}",
             f"{row.ratio:.3f}",
+            *[f"{row.step_core_seconds:.4g}"] * is_shared,
             f"{one.step_seconds:.4g}",
             f"{one.step_seconds / choice.step_seconds:.3f}",
             bytes_text(row.compiled_peak_bytes),
@@ -106,13 +111,15 @@ def compared_text(found: Search, rows: Sequence[Compared]) -> str:
             _total(collectives_of(found, one)),
         )
     best = rows[0].candidate
+    by_cores = f"; by core seconds {core_distance(rows):.3f} times" if is_shared else ""
     return "\n".join(
         [
             table_text(table),
             "",
             f"the planner's choice (*), {choice.layout} on {choice.mesh}, takes {distance(rows):.3f} times as long as "
-            f"the fastest, {best.layout} on {best.mesh}",
+            f"the fastest, {best.layout} on {best.mesh}{by_cores}",
             f"the predicted order and the measured one: rank correlation {rank_correlation(rows):.2f}",
+            *["core s: on all cores together, whoever else has the machine"] * is_shared,
             f"peak: {MEMORY_FROM}; moved: bytes of results a device and step",
         ]
     )

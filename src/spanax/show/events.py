@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from spanax.show.profile_text import profile_text
 from spanax.units import bytes_text, count_text
 
 Event = dict[str, Any]
@@ -59,6 +60,8 @@ def line(event: Event) -> str:
         return f"WARNING: {event['message']}"
     if kind == "done":
         return _done_line(event)
+    if kind == "profile":
+        return profile_text(event)
     return ""
 
 
