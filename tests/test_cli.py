@@ -23,7 +23,8 @@ FLAGS = {
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches", "plan",
-        "level", "timeout", "codegen", "cache", "collectives", "explain_collective", "out", "json",
+        "level", "timeout", "codegen", "cache", "collectives", "explain_collective", "parity", "steps",
+        "fail_on", "out", "json",
     },
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",

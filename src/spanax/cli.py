@@ -111,6 +111,9 @@ class CheckCommand:
       cache: whether an earlier report on the same program is taken.
       collectives: list every collective: who moves what, over which axis, because of which line.
       explain_collective: say all that is known of one collective, by its number in that list.
+      parity: take the same steps in this layout and on one device, simulated, and compare the numbers.
+      steps: how many steps for --parity.
+      fail_on: exit 1 if a rule finds something as grave as this: error, warning or info.
       out: write the certificate to this file.
       json: print one JSON object.
     """
@@ -133,6 +136,9 @@ class CheckCommand:
     cache: bool = True
     collectives: bool = False
     explain_collective: int | None = None
+    parity: bool = False
+    steps: int = 3
+    fail_on: Literal["error", "warning", "info"] | None = None
     out: Path | None = None
     json: bool = False
 
@@ -287,6 +293,11 @@ def _check(command: CheckCommand) -> None:
     fields = {field.name: getattr(command, field.name) for field in dataclasses.fields(Request)}
     text, data = answer(partial(load, command.workload), Request(**fields))
     print(json.dumps(data) if command.json else text)
+    grave = ("error", "warning", "info")
+    if command.fail_on and any(
+        grave.index(one["severity"]) <= grave.index(command.fail_on) for one in data["findings"]
+    ):
+        sys.exit(1)
 
 
 def _probe(command: ProbeCommand) -> None:

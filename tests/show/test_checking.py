@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from spanax import cli
@@ -113,3 +114,48 @@ def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) 
     cli.main(["check", "gpt-nano", "--on", "cpu:8", "--batch", "16", "--layout", "fsdp", "--level", "0", "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["compiled"]["state_bytes"] == found["predicted"]["state_bytes"]
+
+
+def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from spanax.models.workloads import load\nworkload = load('gpt-nano')\n")
+    ask_mine = partial(ask, workload=f"{file}:workload", on="h100:8", level=0, dtype="float32", layout="data")
+    text, data = ask_mine()
+    (found,) = [one for one in data["findings"] if one["code"] == "SPX017"]
+    assert set(found) == {"code", "severity", "path", "message", "fix", "bytes"} and "SPX017 warning:" in text
+    file.write_text(file.read_text() + "# spanax: allow SPX017\n")
+    assert "SPX017" not in [one["code"] for one in ask_mine()[1]["findings"]]
+    file.write_text(file.read_text() + "# spanax: allow SPX999\n")
+    with pytest.raises(SpanaxError, match="SPX999, and there is no such rule"):
+        ask_mine()
+
+
+def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "check",
+        "gpt-nano",
+        "--on",
+        "h100:8",
+        "--layout",
+        "data",
+        "--level",
+        "0",
+        "--dtype",
+        "float32",
+        "--json",
+    ]
+    cli.main(command)
+    cli.main([*command, "--fail-on", "error"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command, "--fail-on", "warning"])
+    assert stopped.value.code == 1
+    assert "SPX017" in capsys.readouterr().out
+
+
+def test_parity_is_in_the_answer() -> None:
+    try:
+        jax.devices()
+    except RuntimeError:
+        pytest.skip("JAX can start no backend here")
+    text, data = ask(parity=True, steps=1, level=0)
+    assert data["parity"]["passes"] and data["parity"]["loss"] < 1e-5 and "the same numbers" in text

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ from rich.table import Table
 from spanax.check.check import check
 from spanax.check.compile import TIMEOUT_SECONDS
 from spanax.check.hlo import Collective
+from spanax.check.lint import lint, waived
+from spanax.check.parity import Parity
 from spanax.check.report import Figures, Report
+from spanax.check.shrink import parity_of
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.choose import plan
 from spanax.plan.plan import Plan, Schedule
+from spanax.run.simulate import DEFAULT_SIMULATED, simulate
+from spanax.show.parity import parity_text
 from spanax.trace.policies import known_policy
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
@@ -47,6 +53,8 @@ class Request:
     cache: bool = True
     collectives: bool = False
     explain_collective: int | None = None
+    parity: bool = False
+    steps: int = 3
     out: Path | None = None
 
 
@@ -65,6 +73,8 @@ def answer(load: Callable[..., Workload], asked: Request) -> tuple[str, Data]:
     given = Plan.load(asked.plan) if asked.plan is not None else None
     program = _traced(load, asked, machine, given)
     made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=_schedule(asked))
+    text = _source(asked.workload)
+    waived([], text)  # a code that does not exist is told before anything is compiled
     report = check(
         program,
         made,
@@ -76,28 +86,58 @@ def answer(load: Callable[..., Workload], asked: Request) -> tuple[str, Data]:
     )
     if asked.out is not None:
         report.save(asked.out)
-    lines = [report_text(report)]
+    findings = waived(lint(program, made, machine, report), text)
+    lines, data = [report_text(report)], report_json(report) | {"findings": [one.to_json() for one in findings]}
+    lines += ["", *map(str, findings)] if findings else ["nothing is wrong with it, as far as the rules see"]
     if asked.collectives:
         lines += ["", collectives_text(report.collectives)]
     if asked.explain_collective is not None:
         lines += ["", explained(report.collectives, asked.explain_collective)]
+    if asked.parity:
+        found = _parity(load, asked, machine, given, program, made)
+        lines, data = [*lines, "", parity_text(found)], data | {"parity": found.to_json()}
     if asked.out is not None:
         lines += ["", f"the certificate is in {asked.out}"]
-    return "\n".join(lines), report_json(report)
+    return "\n".join(lines), data
 
 
-def _schedule(asked: Request) -> Schedule:
+def _schedule(asked: Request) -> Schedule | None:
+    if asked.layout is None and asked.mesh is None and asked.remat is None and asked.microbatches == 1:
+        return None
     return Schedule(remat=known_policy(asked.remat), microbatches=asked.microbatches)
+
+
+def _source(workload: str) -> str:
+    """The text of the file that a workload is in, where comments may allow what rules find; empty without one."""
+    path = Path(workload.partition(":")[0])
+    return path.read_text() if path.suffix == ".py" and path.is_file() else ""
+
+
+def _parity(
+    load: Callable[..., Workload], asked: Request, machine: Cluster, given: Plan | None, program: Program, made: Plan
+) -> Parity:
+    """The same steps as planned and on one device, on as many simulated devices as there are cores for."""
+    devices = simulate(min(made.mesh.size, DEFAULT_SIMULATED))
+    trace = partial(_trace, dtype=_compute_dtype(asked, machine, given))
+    return parity_of(load, trace, program, made, steps=asked.steps, devices=devices)
 
 
 def _traced(load: Callable[..., Workload], asked: Request, machine: Cluster, given: Plan | None) -> Program:
     """The program as it will run: in the plan's dtype, or in bfloat16 where the chip has it."""
     sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
+    return _trace(workload, _compute_dtype(asked, machine, given))
+
+
+def _trace(workload: Workload, dtype: str | None) -> Program:
+    return workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=dtype)
+
+
+def _compute_dtype(asked: Request, machine: Cluster, given: Plan | None) -> str | None:
     dtype = given.schedule.compute_dtype if given is not None else asked.dtype
     if given is None and dtype is None and "bf16" in machine.chip.peak_flops and not machine.chip.shared:
-        dtype = "bfloat16"
-    return workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=None if dtype == "float32" else dtype)
+        return "bfloat16"
+    return None if dtype == "float32" else dtype
 
 
 def report_json(report: Report) -> Data:
