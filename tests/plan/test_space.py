@@ -17,7 +17,7 @@ from spanax.plan.laid import Laid
 from spanax.plan.memory import held, state_of, walk
 from spanax.plan.partition import as_masks, union
 from spanax.plan.resolve import Resolver, resolve
-from spanax.plan.space import AXES, BATCH, IDLE, UNEVEN, Family, families, layout_on, mesh_of
+from spanax.plan.space import AXES, BATCH, IDLE, UNEVEN, UNSTORED, Family, families, layout_on, mesh_of
 from spanax.plan.terms import tally
 from spanax.trace.program import Program
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_is_counted_by_reason() -> None:
     )
     rejected = Counter()
     found = families(program, spanax.cluster("cpu:8"), 8, rejected)
-    assert found and set(rejected) <= {IDLE, UNEVEN} and rejected
+    assert found and set(rejected) <= {IDLE, UNEVEN, UNSTORED} and rejected
 
 
 def test_an_annotation_that_does_not_divide_is_a_reason() -> None:
@@ -163,3 +163,19 @@ def test_an_annotation_that_does_not_divide_is_a_reason() -> None:
     found = families(program, spanax.cluster("cpu:8"), 8, rejected)
     assert {int(size) for family in found for size in family.sizes[1]} == {1, 2, 4}
     assert rejected[UNEVEN] == 3
+
+
+def test_nothing_is_stored_split_where_there_is_nothing_to_store_split() -> None:
+    program = spanax.trace(
+        build=lambda rngs: nnx.Linear(16, 32, rngs=rngs), optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((8, 16), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    rejected = Counter[str]()
+    found = families(program, spanax.cluster("cpu:8"), 8, rejected)
+    assert {family.storing for family in found} == {"fsdp"} and rejected[UNSTORED] > 0
+    odd = spanax.trace(
+        build=lambda rngs: nnx.Linear(15, 31, rngs=rngs), optimizer=optax.adam(0.1),
+        batch=jax.ShapeDtypeStruct((8, 15), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    found = families(odd, spanax.cluster("cpu:8"), 8, Counter())
+    assert found and all((family.sizes[1] == 1).all() for family in found)

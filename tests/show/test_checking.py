@@ -157,5 +157,5 @@ def test_parity_is_in_the_answer() -> None:
         jax.devices()
     except RuntimeError:
         pytest.skip("JAX can start no backend here")
-    text, data = ask(parity=True, steps=1, level=0)
+    text, data = ask(parity=True, steps=1, level=0, layers=1)
     assert data["parity"]["passes"] and data["parity"]["loss"] < 1e-5 and "the same numbers" in text

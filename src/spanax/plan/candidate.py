@@ -81,7 +81,7 @@ class Search:
       ... )
       >>> found = spanax.search(program, spanax.cluster("a100:8"), layout="data")
       >>> found.best.layout, found.best.mesh, sorted(found.rejected)
-      ('data', data=8, ['another layout or mesh was asked for'])
+      ('data', data=8, ['another layout or mesh was asked for', 'nothing could be stored split'])
     """
 
     cluster: Cluster

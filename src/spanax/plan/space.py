@@ -25,6 +25,7 @@ STORING = {"fsdp": ("param", "gradient", "optimizer")} | STORED
 BATCH = "the batch does not divide the axes that split it"
 IDLE = "a mesh axis has nothing to split"
 UNEVEN = "a size does not divide"
+UNSTORED = "nothing could be stored split"
 UNPINNED = "an axis is pinned to a mesh axis that is not there"
 
 Key = dict[str, frozenset[tuple[int, int]]]
@@ -63,12 +64,16 @@ def families(
     meshes = list(_meshes(program, cluster.num_devices))
     keys: dict[tuple[object, ...], Key | str] = {}
     found = []
+    optimizer = any(leaf.kind == "optimizer" and leaf.shape for leaf in program.leaves)
     for storing in STORING:
         for sequence in (False, True):
             way, groups = _Way(program, storing, sequence, pins or {}), Groups()
             for stages, *sizes in meshes:
                 of = dict(zip(AXES, sizes, strict=True))
                 if (storing != "fsdp" and of["fsdp"] == 1) or (sequence and of["model"] == 1):
+                    continue
+                if storing != "fsdp" and not optimizer:
+                    rejected[UNSTORED] += 1
                     continue
                 if batch_size % (of["data"] * of["fsdp"] * of["expert"]):
                     rejected[BATCH] += 1
@@ -79,7 +84,7 @@ def families(
                     rejected[key] += 1
                 else:
                     _join(groups, key, (stages, *sizes))
-            found += [family for key, rows in groups for family in _stored_alike(way, key, rows)]
+            found += [family for key, rows in groups for family in _stored_alike(way, key, rows, rejected)]
     return found
 
 
@@ -155,13 +160,19 @@ def _join(groups: Groups, key: Key, row: Row) -> None:
     groups.append((dict(key), [row]))
 
 
-def _stored_alike(way: _Way, key: Key, rows: Sequence[Row]) -> list[Family]:
+def _stored_alike(way: _Way, key: Key, rows: Sequence[Row], rejected: Counter[str]) -> list[Family]:
     """Meshes of one group, apart where a leaf finds a dim to be stored split along on one and not on another."""
     found = []
     for resolver, members in _represented(way, key, rows):
         flags = _storable(resolver, np.asarray(members, int).T[1:])
         for flag in np.unique(flags, axis=1).T:
             alike = [row for row, of in zip(members, flags.T, strict=True) if (of == flag).all()]
+            if not flag.any():
+                idle = [row for row in alike if row[1 + AXES.index("fsdp")] > 1]
+                rejected[UNSTORED] += len(idle)
+                alike = [row for row in alike if row not in idle]
+            if not alike:
+                continue
             for one, same in _represented(way, key, alike, flag):
                 table = np.asarray(same, int).T
                 found.append(Family(way.storing, way.sequence, one, table[1:], table[0]))
