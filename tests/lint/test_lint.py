@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from flax import nnx
 
 import spanax
 from spanax.check.finding import Finding, Severity
-from spanax.check.lint import RULES, lint, waived
+from spanax.check.lint import RULES, lint, rules_page, waived
 from spanax.check.report import Figures, Report
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
@@ -195,3 +197,10 @@ def test_a_comment_allows_one() -> None:
     assert waived(found, "# spanax: allow SPX001 head") == found
     with pytest.raises(SpanaxError, match="a comment allows SPX901, and there is no such rule"):
         waived(found, "# spanax: allow SPX901")
+
+
+def test_the_page_is_that_of_the_rules() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "lint.md"
+    if os.environ.get("SPANAX_GOLDEN") == "update":
+        page.write_text(rules_page())
+    assert page.read_text() == rules_page()

@@ -17,6 +17,14 @@ from spanax.trace.program import Program
 WAIVER = re.compile(r"#\s*spanax:\s*allow\s+(SPX\d+)(?:\s+([^\s#]+))?")
 
 
+PAGE_HEAD = """# Lint: what `spanax check` says of a plan
+
+Every finding names the array or axis, its bytes on one device, and the nearest thing that works. `--fail-on warning`
+exits 1 where one is as grave. In the file of a workload `# spanax: allow SPX001 embed` allows one; without a path it
+allows all of that code. This page is written from the rules: `make golden`.
+"""
+
+
 @dataclass(frozen=True)
 class Rule:
     """One thing that can be wrong: its code, how much it weighs, and the function that looks for it.
@@ -108,3 +116,14 @@ def waived(findings: Sequence[Finding], text: str) -> list[Finding]:
         if code not in known:
             raise SpanaxError(f"a comment allows {code}, and there is no such rule.", fix=nearest(code, known))
     return [one for one in findings if not {(one.code, ""), (one.code, one.path)} & allowed]
+
+
+def rules_page() -> str:
+    """The page of all rules, in Markdown: code, severity, what each looks for and what it costs."""
+    parts = [PAGE_HEAD]
+    for rule in RULES:
+        says = " ".join((rule.find.__doc__ or "").split())
+        parts.append(
+            f"## {rule.code}: {rule.find.__name__.replace('_', ' ')}\n\n*{rule.severity.value}.* {says} {rule.why}\n"
+        )
+    return "\n".join(parts)
