@@ -130,8 +130,6 @@ def test_a_scan_compiled_here_counts_its_body() -> None:
     row = (16 // 2) * 32 * 4  # gathered in each round, and once more for the result
     assert sorted((one.runs, one.bytes_once) for one in found) == [(1, row), (5, row)]
     assert totals(found) == {"model": {"all-gather": 6 * row}}
-    [inside] = [one for one in found if one.runs == 5]
-    assert inside.source.startswith(f"{__file__}:") and "while/body" in inside.op_name
 
 
 def test_lines_of_libraries_are_passed_over() -> None:
