@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 import pytest
 
 import spanax
@@ -54,6 +55,15 @@ def test_all_legal_layouts_of_a_mesh_are_run() -> None:
     assert {one.mesh for one in everything.candidates} > {one.mesh for one in found().candidates}
     assert len({(one.layout, one.mesh) for one in everything.candidates}) == len(everything.candidates)
     assert len(layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), top=3).candidates) == 3
+
+
+def test_a_layout_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
+    program = spanax.trace(
+        build=zoo.ZOO["mlp"].build, optimizer=optax.sgd(0.1), batch=zoo.VECTORS(16), loss=zoo.squared_error
+    )
+    here = layouts(program, spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of("fsdp=8"))
+    assert "zero1" not in {one.layout for one in here.candidates} and here.candidates
+    assert any("zero1 would store nothing split" in reason for reason in here.rejected)
 
 
 def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:

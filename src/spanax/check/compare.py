@@ -4,8 +4,9 @@ import os
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -82,7 +83,16 @@ def layouts(program: Program, here: Cluster, *, mesh: MeshShape | None = None, t
             + "; ".join(f"left out {count}: {reason}" for reason, count in sorted(found.rejected.items())),
             fix="another --mesh or --batch",
         )
-    return found
+    legal, rejected = [], Counter(found.rejected)
+    for one in found.candidates:
+        try:
+            plan_of(found, one)
+        except SpanaxError as error:
+            # A price needs no array to be stored split: zero1 of an optimizer that has none.
+            rejected[str(error).splitlines()[0]] += 1
+        else:
+            legal.append(one)
+    return replace(found, candidates=tuple(legal), rejected=dict(rejected))
 
 
 def compare(
