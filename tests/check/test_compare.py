@@ -44,8 +44,7 @@ def found(mesh: str = "fsdp=8") -> Search:
 
 @pytest.fixture(scope="module")
 def answered() -> tuple[str, dict[str, Any]]:
-    read = lambda compiled, mesh: {"fsdp": {"all-gather": compiled.as_text().count("all-gather")}}  # noqa: E731
-    return compared(mlp, ASKED, jax.devices(), moved=read)
+    return compared(mlp, ASKED, jax.devices())
 
 
 def test_all_legal_layouts_of_a_mesh_are_run() -> None:
@@ -63,7 +62,7 @@ def test_a_layout_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
     )
     here = layouts(program, spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of("fsdp=8"))
     assert "zero1" not in {one.layout for one in here.candidates} and here.candidates
-    assert any("zero1 would store nothing split" in reason for reason in here.rejected)
+    assert here.rejected["nothing could be stored split"] > 0
 
 
 def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:

@@ -61,7 +61,7 @@ def test_a_run_is_traced_and_summarised(tmp_path: Path, capsys: pytest.CaptureFi
     assert (data["steps"], data["devices"]) == (3, 8)
     assert sum(data["seconds"].values()) == pytest.approx(data["step_seconds"])
     assert all(seconds >= 0 for seconds in data["seconds"].values()) and data["seconds"]["communication"] > 0
-    assert data["communication"].keys() <= {"all-gather", "all-reduce", "reduce-scatter", "collective-permute"}
+    assert data["communication"].keys() == {"fsdp"}
     events = [json.loads(line)["event"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert events.count("step") == 6
     assert "profile" not in (run / "config.toml").read_text()
@@ -69,16 +69,11 @@ def test_a_run_is_traced_and_summarised(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_axes_are_read_from_the_program_beside_the_trace(tmp_path: Path) -> None:
     run = train(tmp_path)
-    seen = []
-
-    def axes_of(module: bytes, mesh: Any) -> dict[str, str]:
-        seen.append((len(module), str(mesh)))
-        return {f"all-reduce{end}": "fsdp" for end in ["", *(f".{n}" for n in range(200))]}
-
-    event = profile_event(run, axes_of)
-    assert seen[0][0] == (run / "profile" / PROGRAM).stat().st_size > 1000 and seen[0][1] == "fsdp=8"
+    event = profile_event(run)
     assert event["event"] == "profile" and "fsdp" in event["communication"]
     assert "all-reduce" not in event["communication"]
+    (run / "profile" / PROGRAM).unlink()
+    assert "fsdp" not in profile_event(run)["communication"]
 
 
 def test_waiting_for_data_is_seen(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ def compared(
     asked: CompareCommand,
     devices: Sequence[Any],
     *,
-    moved: Callable[[Any, MeshShape], Moved] | None = None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> tuple[str, Data]:
     """What `spanax compare` prints: as text, and as the object of --json.
@@ -36,7 +35,6 @@ def compared(
       load: makes the workload, given its sizes.
       asked: the flags.
       devices: what it runs on.
-      moved: reads the collectives of a compiled program.
       tell: takes a line on how far it is.
 
     Raises:
@@ -50,7 +48,7 @@ def compared(
     dtype = None if asked.dtype == "float32" else asked.dtype
     program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps, compute_dtype=dtype)
     found = layouts(program, here, mesh=mesh, top=asked.top)
-    rows = compare(found, steps=asked.steps, devices=devices, moved=moved, tell=tell)
+    rows = compare(found, steps=asked.steps, devices=devices, tell=tell)
     return compared_text(found, rows), compared_json(found, rows) | {"workload": asked.workload, "steps": asked.steps}
 
 
@@ -78,7 +76,7 @@ def compared_json(found: Search, rows: Sequence[Compared]) -> Data:
                     "core_seconds": list(row.core_seconds),
                     "state_bytes": row.compiled_state_bytes,
                     "peak_bytes": row.compiled_peak_bytes,
-                    "collectives": None if row.moved is None else {axes: dict(of) for axes, of in row.moved.items()},
+                    "collectives": {axes: dict(of) for axes, of in row.moved.items()},
                 },
             }
             for row in rows
@@ -88,15 +86,13 @@ def compared_json(found: Search, rows: Sequence[Compared]) -> Data:
 
 def compared_text(found: Search, rows: Sequence[Compared]) -> str:
     """A row a layout, the fastest first: measured, then predicted."""
-    choice, has_moved = found.candidates[0], any(row.moved is not None for row in rows)
+    choice = found.candidates[0]
     is_shared = found.cluster.chip.shared
     heads = ["layout", "mesh", "step s", "x best", *["core s"] * is_shared, "predicted s", "x best"]
-    heads += ["peak", "predicted"]
-    heads += ["moved", "predicted"] if has_moved else ["moved, predicted"]
+    heads += ["peak", "predicted", "moved", "predicted"]
     table = Table(*heads, box=None, pad_edge=False)
     for row in rows:
         one = row.candidate
-        sent = [_total(row.moved)] if has_moved else []
         table.add_row(
             one.layout + (" *" if one is choice else ""),
             str(one.mesh),
@@ -107,7 +103,7 @@ def compared_text(found: Search, rows: Sequence[Compared]) -> str:
             f"{one.step_seconds / choice.step_seconds:.3f}",
             bytes_text(row.compiled_peak_bytes),
             bytes_text(one.peak_bytes),
-            *sent,
+            _total(row.moved),
             _total(collectives_of(found, one)),
         )
     best = rows[0].candidate
@@ -138,5 +134,5 @@ def _place(one: Candidate) -> Data:
     return {"layout": one.layout, "mesh": dict(one.mesh.axes), "remat": one.remat, "microbatches": one.microbatches}
 
 
-def _total(moved: Moved | None) -> str:
-    return "" if moved is None else bytes_text(sum(size for kinds in moved.values() for size in kinds.values()))
+def _total(moved: Moved) -> str:
+    return bytes_text(sum(size for kinds in moved.values() for size in kinds.values()))
