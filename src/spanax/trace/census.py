@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from spanax.trace.fusion import FUSED, REDUCTIONS, accesses
 from spanax.trace.graph import Body, Graph, Op
@@ -187,14 +188,24 @@ def contraction_flops(graph: Graph, op: Op) -> int:
     out = graph.shape(op.outputs[0])
     if op.name == "conv_general_dilated":
         numbers = op.params["dimension_numbers"]
-        window = math.prod(rhs[dim] for dim in numbers.rhs_spec[2:])
-        # A dilated input is mostly zeros, which no kernel multiplies.
-        holes = math.prod(op.params["lhs_dilation"])
-        return 2 * math.prod(out) * window * rhs[numbers.rhs_spec[1]] // holes
+        out_batch, out_channels, *_ = numbers.out_spec
+        return 2 * out[out_batch] * out[out_channels] * rhs[numbers.rhs_spec[1]] * _window_products(op, lhs, rhs, out)
     summed, _ = contraction_dims(op)
     if op.name == "ragged_dot_general" and len(out) > len(lhs):
         return 2 * math.prod(lhs) * out[-1]
     return 2 * math.prod(out) * math.prod(lhs[dim] for dim, _ in summed)
+
+
+def _window_products(op: Op, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
+    """Pairs of a place in the result and one in the window that meet a number of the input: no padding, and no hole."""
+    numbers, params, pairs = op.params["dimension_numbers"], op.params, 1
+    for at, dims in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)):
+        size, window, places = lhs[dims[0]], rhs[dims[1]], out[dims[2]]
+        apart = params["lhs_dilation"][at]
+        starts = np.arange(places) * params["window_strides"][at] - params["padding"][at][0]
+        meets = starts[:, None] + np.arange(window) * params["rhs_dilation"][at]
+        pairs *= int(((meets >= 0) & (meets <= (size - 1) * apart) & (meets % apart == 0)).sum())
+    return pairs
 
 
 def _visit(traced: "Traced", body: Body, runs: int, in_layers: bool) -> Any:
