@@ -79,7 +79,11 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "mesh of another size": (["train", "--mesh", "data=4"], 2, "takes 4 devices, and the cluster has 8"),
     "mesh that is no mesh": (["train", "--mesh", "4x2"], 2, "cannot read '4x2'"),
     "mesh of nothing": (["train", "--mesh", "data=0"], 2, "whole number from 1"),
-    "batch that does not divide": (["train", "--batch", "30"], 2, "'batch' of size 30 does not divide 8 ways"),
+    "batch that does not divide": (
+        ["train", "--batch", "30", "--layout", "data"],
+        2,
+        "'batch' of size 30 does not divide 8 ways",
+    ),
     "no steps": (["train", "--steps", "0"], 2, "--steps is 0"),
     "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),
     "unknown dtype": (["train", "--dtype", "float23"], 2, "did you mean 'float32'"),
