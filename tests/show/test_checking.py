@@ -13,9 +13,10 @@ from spanax import cli
 from spanax.check.report import Buffer, Figures, Report
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
-from spanax.show.checking import Request, answer, collectives_text, explained, report_text
+from spanax.show.checking import answer, collectives_text, explained, report_text
+from spanax.show.requests import CheckCommand
 
-SMALL = Request("gpt-nano", "cpu:8", batch=16, layout="fsdp", level=2)
+SMALL = CheckCommand("gpt-nano", "cpu:8", batch=16, layout="fsdp", level=2)
 
 
 @pytest.fixture(autouse=True)
@@ -84,10 +85,10 @@ def test_the_certificate_is_written(tmp_path: Path) -> None:
 
 
 def test_a_plan_file_is_checked(tmp_path: Path) -> None:
-    from spanax.show.planning import Request as PlanRequest
     from spanax.show.planning import answer as plan_answer
+    from spanax.show.requests import PlanCommand
 
-    planned = PlanRequest("gpt-nano", "cpu:8", batch=16, out=tmp_path / "p.json", remat="full")
+    planned = PlanCommand("gpt-nano", "cpu:8", batch=16, out=tmp_path / "p.json", remat="full")
     plan_answer(partial(load, "gpt-nano"), planned)
     text, data = ask(layout=None, plan=tmp_path / "p.json", level=0)
     assert data["layout"] in text and data["predicted"]["state_bytes"] > 0

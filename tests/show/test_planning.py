@@ -14,9 +14,10 @@ from spanax import cli
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.plan import Plan
-from spanax.show.planning import Request, answer
+from spanax.show.planning import answer
+from spanax.show.requests import PlanCommand
 
-SMALL = Request("gpt-nano", "cpu:8", batch=16)
+SMALL = PlanCommand("gpt-nano", "cpu:8", batch=16)
 
 
 def ask(**changes: Any) -> tuple[str, dict[str, Any]]:

@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
 from spanax.check.report import Report
 from spanax.hardware.cluster import Cluster
-from spanax.plan.candidate import RESERVE, Candidate, Search
+from spanax.plan.candidate import Candidate, Search
 from spanax.plan.own import candidate_of
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
@@ -35,12 +33,6 @@ class Checked:
             self.program, self.cluster, remat=(self.own.remat,), top=100_000, pipeline=False,
             pins={name: to or None for name, to in self.plan.pins},
         )  # fmt: skip
-
-    @cached_property
-    def limit_bytes(self) -> float:
-        """Bytes that one device may hold, what is kept free taken off; infinite where nobody knows."""
-        known = self.cluster.memory_bytes
-        return np.inf if known is None else known * (1 - RESERVE)
 
     def ways(self, axes: tuple[str, ...]) -> int:
         """How many parts something split over mesh axes has."""

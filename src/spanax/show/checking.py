@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 
 from spanax.check.check import check
-from spanax.check.compile import TIMEOUT_SECONDS
 from spanax.check.hlo import Collective
 from spanax.check.lint import lint, waived
 from spanax.check.parity import Parity
@@ -23,6 +22,7 @@ from spanax.plan.choose import plan
 from spanax.plan.plan import Plan, Schedule
 from spanax.run.simulate import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
+from spanax.show.requests import CheckCommand
 from spanax.trace.policies import known_policy
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
@@ -31,34 +31,7 @@ from spanax.units import bytes_text
 Data = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked of `spanax check`; every field is the flag of that name."""
-
-    workload: str
-    on: str
-    batch: int | None = None
-    seq: int | None = None
-    layers: int | None = None
-    embed: int | None = None
-    dtype: str | None = None
-    layout: str | None = None
-    mesh: str | None = None
-    remat: str | None = None
-    microbatches: int = 1
-    plan: Path | None = None
-    level: int | None = None
-    timeout: float = TIMEOUT_SECONDS
-    codegen: bool = False
-    cache: bool = True
-    collectives: bool = False
-    explain_collective: int | None = None
-    parity: bool = False
-    steps: int = 3
-    out: Path | None = None
-
-
-def answer(load: Callable[..., Workload], asked: Request) -> tuple[str, Data]:
+def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Data]:
     """What `spanax check` prints: as text, and as the object of --json.
 
     Raises:
@@ -101,7 +74,7 @@ def answer(load: Callable[..., Workload], asked: Request) -> tuple[str, Data]:
     return "\n".join(lines), data
 
 
-def _schedule(asked: Request) -> Schedule | None:
+def _schedule(asked: CheckCommand) -> Schedule | None:
     if asked.layout is None and asked.mesh is None and asked.remat is None and asked.microbatches == 1:
         return None
     return Schedule(remat=known_policy(asked.remat), microbatches=asked.microbatches)
@@ -114,7 +87,12 @@ def _source(workload: str) -> str:
 
 
 def _parity(
-    load: Callable[..., Workload], asked: Request, machine: Cluster, given: Plan | None, program: Program, made: Plan
+    load: Callable[..., Workload],
+    asked: CheckCommand,
+    machine: Cluster,
+    given: Plan | None,
+    program: Program,
+    made: Plan,
 ) -> Parity:
     """The same steps as planned and on one device, on as many simulated devices as there are cores for."""
     devices = simulate(min(made.mesh.size, DEFAULT_SIMULATED))
@@ -122,7 +100,7 @@ def _parity(
     return parity_of(load, trace, program, made, steps=asked.steps, devices=devices)
 
 
-def _traced(load: Callable[..., Workload], asked: Request, machine: Cluster, given: Plan | None) -> Program:
+def _traced(load: Callable[..., Workload], asked: CheckCommand, machine: Cluster, given: Plan | None) -> Program:
     """The program as it will run: in the plan's dtype, or in bfloat16 where the chip has it."""
     sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
@@ -133,7 +111,7 @@ def _trace(workload: Workload, dtype: str | None) -> Program:
     return workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=dtype)
 
 
-def _compute_dtype(asked: Request, machine: Cluster, given: Plan | None) -> str | None:
+def _compute_dtype(asked: CheckCommand, machine: Cluster, given: Plan | None) -> str | None:
     dtype = given.schedule.compute_dtype if given is not None else asked.dtype
     if given is None and dtype is None and "bf16" in machine.chip.peak_flops and not machine.chip.shared:
         return "bfloat16"

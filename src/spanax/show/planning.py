@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from spanax.plan.plan import Plan
 from spanax.plan.search import REMAT, search
 from spanax.plan.whatif import budget, fewest_devices, largest
 from spanax.show.plans import candidate_json, search_json, search_text
+from spanax.show.requests import PlanCommand
 from spanax.trace.policies import known_policy
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
@@ -24,33 +25,7 @@ Data = dict[str, Any]
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked of `spanax plan`; every field is the flag of that name."""
-
-    workload: str
-    on: str
-    batch: int | None = None
-    seq: int | None = None
-    layers: int | None = None
-    embed: int | None = None
-    dtype: str | None = None
-    layout: str | None = None
-    mesh: str | None = None
-    remat: str | None = None
-    pipeline: bool | None = None
-    top: int = 10
-    out: Path | None = None
-    explain: str | None = None
-    max: str | None = None
-    min: str | None = None
-    target_mfu: float | None = None
-    tokens: float | None = None
-    budget_hours: float | None = None
-    save_seconds: float = 60.0
-
-
-def answer(load: Callable[..., Workload], asked: Request) -> tuple[str, Data]:
+def answer(load: Callable[..., Workload], asked: PlanCommand) -> tuple[str, Data]:
     """What `spanax plan` prints: as text, and as the object of --json.
 
     Raises:
@@ -77,7 +52,7 @@ def compare(first: Path, second: Path) -> list[str]:
     return Plan.load(first).diff(Plan.load(second)) or ["the plans are the same"]
 
 
-def _check(asked: Request) -> None:
+def _check(asked: PlanCommand) -> None:
     if not asked.workload:
         raise SpanaxError("spanax plan needs a workload.", fix="spanax plan gpt2 --on a100-80gb:8")
     if not asked.on:
@@ -95,7 +70,7 @@ def _check(asked: Request) -> None:
         raise SpanaxError("--budget-hours needs --tokens: how much is to be trained.", fix="--tokens 300e9")
 
 
-def _search(load: Callable[..., Workload], asked: Request, machine: Cluster) -> Search:
+def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> Search:
     sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
     began = time.perf_counter()
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
@@ -116,7 +91,7 @@ def _search(load: Callable[..., Workload], asked: Request, machine: Cluster) -> 
     return replace(found, trace_seconds=traced + found.trace_seconds)
 
 
-def _dtype(asked: Request, machine: Cluster) -> str | None:
+def _dtype(asked: PlanCommand, machine: Cluster) -> str | None:
     if asked.dtype is not None:
         return None if asked.dtype == "float32" else asked.dtype
     if machine.chip.shared:
@@ -124,7 +99,9 @@ def _dtype(asked: Request, machine: Cluster) -> str | None:
     return "bfloat16" if "bf16" in machine.chip.peak_flops else "float16" if "fp16" in machine.chip.peak_flops else None
 
 
-def _extras(load: Callable[..., Workload], asked: Request, found: Search, machine: Cluster) -> tuple[list[str], Data]:
+def _extras(
+    load: Callable[..., Workload], asked: PlanCommand, found: Search, machine: Cluster
+) -> tuple[list[str], Data]:
     """The plan file, one array explained, the user's own layout against the best, and a whole training."""
     best = found.best
     assert best is not None
@@ -161,7 +138,7 @@ def _extras(load: Callable[..., Workload], asked: Request, found: Search, machin
     return text, data
 
 
-def _max(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tuple[str, Data]:
+def _max(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:
     name = asked.max or ""
     step = {"batch": 1, "seq": 128, "layers": 1, "embed": 128}[name]
 
@@ -185,7 +162,7 @@ def _max(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tup
     return _answered(text, size, name, best, asked)
 
 
-def _min(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tuple[str, Data]:
+def _min(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:
     found = fewest_devices(lambda there: _search(load, asked, there), machine)
     if found is None:
         raise SpanaxError(
@@ -196,18 +173,18 @@ def _min(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tup
     return _answered(text, count, "devices", found, asked)
 
 
-def _resized(asked: Request, name: str, size: int) -> Request:
+def _resized(asked: PlanCommand, name: str, size: int) -> PlanCommand:
     sizes: dict[str, Any] = {name: size}
     return replace(asked, **sizes)
 
 
-def _answered(text: str, size: int, name: str, found: Search, asked: Request) -> tuple[str, Data]:
+def _answered(text: str, size: int, name: str, found: Search, asked: PlanCommand) -> tuple[str, Data]:
     """A size as the answer, with the search that it comes from."""
     data = {"answer": size, "of": name} | search_json(found, asked.top)
     return f"{text}:\n{search_text(found, 1)}", data
 
 
-def _target_mfu(load: Callable[..., Workload], asked: Request, machine: Cluster) -> tuple[str, Data]:
+def _target_mfu(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:
     target = asked.target_mfu or 0.0
     size = asked.batch or machine.num_devices
     best_seen = 0.0

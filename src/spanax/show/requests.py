@@ -2,8 +2,117 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tyro.conf import Positional
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """Price every layout of a workload on devices you have or plan to rent, and say which is best and why.
+
+    Attributes:
+      workload: a name, or file.py:name.
+      on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml.
+      batch: examples in a step.
+      seq: tokens in an example.
+      layers: as many layers instead of the workload's own.
+      embed: as wide instead of the workload's own.
+      dtype: what is computed in; bfloat16 where the chip has it, if left out.
+      layout: price this layout only, and hold it against the best.
+      mesh: price this mesh only, that of one stage; see layout.
+      remat: price this policy only: none, dots, full, offload.
+      pipeline: whether layers may be divided into stages; left out: not on simulated devices.
+      top: how many candidates to list.
+      out: write the best plan to this file, for spanax train --plan.
+      explain: show one array: where it lies, why, and what moves for it.
+      diff: hold two plan files against each other, and plan nothing.
+      max: the largest batch, seq, layers or embed that fits.
+      min: devices: the fewest on which it fits.
+      target_mfu: the smallest batch that reaches this MFU, in percent.
+      tokens: tokens to train on in all: says hours and device-hours.
+      budget_hours: whether that many hours are enough.
+      save_seconds: seconds that a checkpoint takes; for how often to save.
+      json: print one JSON object.
+    """
+
+    workload: Positional[str] = ""
+    on: str = ""
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    embed: int | None = None
+    dtype: str | None = None
+    layout: str | None = None
+    mesh: str | None = None
+    remat: str | None = None
+    pipeline: bool | None = None
+    top: int = 10
+    out: Path | None = None
+    explain: str | None = None
+    diff: tuple[Path, Path] | None = None
+    max: Literal["batch", "seq", "layers", "embed"] | None = None
+    min: Literal["devices"] | None = None
+    target_mfu: float | None = None
+    tokens: float | None = None
+    budget_hours: float | None = None
+    save_seconds: float = 60.0
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class CheckCommand:
+    """Hold a layout against XLA without the devices: bytes, FLOPs and collectives, predicted beside compiled.
+
+    Attributes:
+      workload: a name, or file.py:name.
+      on: the devices: v5e:4x4, v5p:8x8x8, h100:8x8, cpu:8.
+      batch: examples in a step.
+      seq: tokens in an example.
+      layers: as many layers instead of the workload's own.
+      embed: as wide instead of the workload's own.
+      dtype: what is computed in; bfloat16 where the chip has it, if left out.
+      layout: the layout; what the mesh's names mean if left out; without both, the fastest that fits.
+      mesh: axis sizes, slowest first.
+      remat: what the backward pass keeps: none, dots, full, offload.
+      microbatches: parts of the batch over which gradients are added up.
+      plan: a plan file instead of a layout.
+      level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler; else the highest.
+      timeout: seconds that a compiler may take.
+      codegen: let the compiler go on to machine code; minutes, and no other figures.
+      cache: whether an earlier report on the same program is taken.
+      collectives: list every collective: who moves what, over which axis, because of which line.
+      explain_collective: say all that is known of one collective, by its number in that list.
+      parity: take the same steps in this layout and on one device, simulated, and compare the numbers.
+      steps: how many steps for --parity.
+      fail_on: exit 1 if a rule finds something as grave as this: error, warning or info.
+      out: write the certificate to this file.
+      json: print one JSON object.
+    """
+
+    workload: Positional[str] = ""
+    on: str = ""
+    batch: int | None = None
+    seq: int | None = None
+    layers: int | None = None
+    embed: int | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    layout: str | None = None
+    mesh: str | None = None
+    remat: str | None = None
+    microbatches: int = 1
+    plan: Path | None = None
+    level: Literal[0, 1, 2, 3] | None = None
+    timeout: float = 900.0
+    codegen: bool = False
+    cache: bool = True
+    collectives: bool = False
+    explain_collective: int | None = None
+    parity: bool = False
+    steps: int = 3
+    fail_on: Literal["error", "warning", "info"] | None = None
+    out: Path | None = None
+    json: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES
 MOST_BUBBLE = 0.10
 """The share of a step that a pipeline may wait."""
 
-BATCH_AXES = ("data", "fsdp", "expert")
-
 
 def idle_axis(checked: Checked) -> Iterator[Said]:
     """A mesh axis splits no array and no part of the batch: all along it do the same."""
