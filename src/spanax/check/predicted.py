@@ -5,7 +5,7 @@ import numpy as np
 from spanax.check.report import Figures
 from spanax.plan.cost import ways_table
 from spanax.plan.laid import Laid
-from spanax.plan.memory import held, state_of, walk
+from spanax.plan.own import memory_of
 from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.terms import tally
@@ -42,23 +42,5 @@ def predicted(program: Program, plan: Plan) -> Figures:
     collectives: dict[str, dict[str, int]] = {}
     for (kind, axes), num_bytes in sorted(terms.moved_bytes(plan.mesh).items()):
         collectives.setdefault(axes, {})[kind] = round(num_bytes)
-    return Figures(plan.state_bytes(), _peak_bytes(program, plan, sizes), flops, collectives)
-
-
-def _peak_bytes(program: Program, plan: Plan, sizes: np.ndarray) -> int:
-    """As the search has it: one microbatch walked, and gradients added up beside it where there are several."""
-    planned = as_planned(program, plan)
-    microbatches = max(plan.schedule.microbatches, planned.microbatches)
-    once = planned.with_microbatches(1) if microbatches > 1 else planned
-    resolver = resolver_of(program, plan).of(once)
-    one = np.ones(1)
-    found = held(
-        state_of(resolver),
-        walk(Laid(resolver, once.step)),
-        sizes,
-        num_stages=one,
-        num_microbatches=one * microbatches,
-        in_flight=one,
-        scale=one / microbatches,
-    )
-    return round(float(found.peak_bytes[0]))
+    peak_bytes = round(float(memory_of(program, plan).peak_bytes[0]))
+    return Figures(plan.state_bytes(), peak_bytes, flops, collectives)

@@ -3,9 +3,6 @@
 from spanax.plan.candidate import Candidate, Search
 from spanax.units import bytes_text
 
-FEW_TOKENS = 2500
-"""Examples' tokens a device below which sharded weights cannot hide. Source: jax-ml/scaling-book, training: C / W."""
-
 
 def rule(found: Search, one: Candidate) -> str:
     """Why a layout is as it is, in the words of the decision guide.

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from spanax.plan.cost import ways_table
+from spanax.plan.bubble import num_in_flight
+from spanax.plan.cost import Grid, ways_table
 from spanax.plan.laid import Laid
 from spanax.plan.partition import as_masks, union
 from spanax.plan.resolve import Constraint, Resolver
@@ -122,6 +123,21 @@ def held(
         groups[name] = peak[at]
     groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, of_kind["gradient"], 0.0)
     return Held(groups, sum(groups.values()))
+
+
+def held_on(state: State, level: Level, grid: Grid, *, fused_attention: bool = False) -> Held:
+    """Bytes that one device holds on every mesh of a grid, a stage of a pipeline as its schedule has it."""
+    flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
+    return held(
+        state,
+        level,
+        grid.sizes,
+        num_stages=grid.num_stages,
+        num_microbatches=grid.num_microbatches,
+        in_flight=np.where(grid.num_stages > 1, flying, 1),
+        scale=grid.scale,
+        fused_attention=fused_attention,
+    )
 
 
 def _peak(level: Level, columns: "_Columns") -> Array:

@@ -5,11 +5,10 @@ import math
 import numpy as np
 
 from spanax.hardware.cluster import Cluster
-from spanax.plan.bubble import num_in_flight
 from spanax.plan.candidate import Candidate
 from spanax.plan.cost import Assumptions, Grid, price
 from spanax.plan.laid import Laid
-from spanax.plan.memory import held, state_of, walk
+from spanax.plan.memory import Held, held_on, state_of, walk
 from spanax.plan.place import check_made_for, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.terms import tally
@@ -38,17 +37,7 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
       (True, True)
     """
     laid, grid, schedule = _laid(program, plan), _grid(program, plan), plan.schedule
-    flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
-    memory = held(
-        state_of(laid.resolver),
-        walk(laid),
-        grid.sizes,
-        num_stages=grid.num_stages,
-        num_microbatches=grid.num_microbatches,
-        in_flight=np.where(grid.num_stages > 1, flying, 1),
-        scale=grid.scale,
-        fused_attention=(given or Assumptions()).fused_attention,
-    )
+    memory = _held(laid, grid, given or Assumptions())
     costs = price(tally(laid), cluster, grid, given)
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
@@ -67,6 +56,19 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
         memory={name: math.ceil(values[0]) for name, values in memory.groups.items()},
         flops=float(costs.flops[0]),
     )
+
+
+def memory_of(program: Program, plan: Plan) -> Held:
+    """What one device holds under a plan at the fullest moment, by group; arrays of one entry.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+    """
+    return _held(_laid(program, plan), _grid(program, plan), Assumptions())
+
+
+def _held(laid: Laid, grid: Grid, given: Assumptions) -> Held:
+    return held_on(state_of(laid.resolver), walk(laid), grid, fused_attention=given.fused_attention)
 
 
 def _laid(program: Program, plan: Plan) -> Laid:

@@ -13,11 +13,10 @@ from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins, check_pinned
-from spanax.plan.bubble import num_in_flight
 from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.cost import Assumptions, Costs, Grid, Links, price
 from spanax.plan.laid import Known, Laid
-from spanax.plan.memory import Held, State, held, state_of, walk
+from spanax.plan.memory import Held, State, held_on, state_of, walk
 from spanax.plan.presets import PRESETS
 from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
 from spanax.plan.terms import Terms, tally
@@ -189,17 +188,7 @@ def _price_family(
     """Every mesh of a family under every schedule."""
     terms, level, found = tally(laid), walk(laid), list[_Priced]()
     for grid in grids:
-        flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
-        memory = held(
-            state,
-            level,
-            grid.sizes,
-            num_stages=grid.num_stages,
-            num_microbatches=grid.num_microbatches,
-            in_flight=np.where(grid.num_stages > 1, flying, 1),
-            scale=grid.scale,
-            fused_attention=given.fused_attention,
-        )
+        memory = held_on(state, level, grid, fused_attention=given.fused_attention)
         costs = price(terms, cluster, grid, given, links)
         found.append(_Priced(family, laid.resolver.program.remat, terms, grid, memory, costs))
     return found
