@@ -16,7 +16,7 @@ from spanax.check.module import Module, read_module
 from spanax.check.padding import padded_bytes
 from spanax.check.predicted import predicted
 from spanax.check.program import lower
-from spanax.check.report import Buffer, Figures, Report
+from spanax.check.report import Figures, Report
 from spanax.check.target import Target, missing, platform_of, simulated, target_of
 from spanax.check.tensors import with_tensors
 from spanax.errors import SpanaxError
@@ -191,7 +191,7 @@ def _with_answer(report: Report, plan: Plan, target: Target, answer: Compiled) -
             fits_by="the compiler",
             compiled=Figures(peak_bytes=answer.needed_bytes),
             limit_bytes=answer.limit_bytes,
-            buffers=tuple(Buffer(one.num_bytes, one.shapes, _paths(one.shapes, plan)) for one in answer.buffers),
+            buffers=tuple(replace(one, paths=_paths(one.shapes, plan)) for one in answer.buffers),
         )
     module = read_module(answer.module)
     found = with_tensors(collectives(module, plan.mesh), plan)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.program import Lowered
+from spanax.check.report import Buffer
 from spanax.check.target import Target, missing
 from spanax.errors import CompilerError, SpanaxError
 from spanax.hardware.mesh import MeshShape
@@ -25,21 +26,13 @@ OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.
 POWERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """One of the largest allocations of a program that does not fit: its bytes, and the shapes that share it."""
-
-    num_bytes: int
-    shapes: str
-
-
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """What a compiler said of a program.
 
-      `module` is XLA's serialized program, empty where none was made; `memory` its own count of bytes on one device
-    (`assigned`: of its main memory in all);
-      `needed_bytes` and `limit_bytes` are set where it does not fit, and then `buffers` holds the largest, as told.
+    `module` is XLA's serialized program, empty where none was made; `memory` its own count of bytes on one device
+    (`assigned`: of its main memory in all). `needed_bytes` and `limit_bytes` are set where it does not fit, and then
+    `buffers` holds the largest, as told: their paths are not known yet.
     """
 
     module: bytes

@@ -88,13 +88,19 @@ def _options(size: int, left: list[tuple[int, int]]) -> Iterator[dict[int, int]]
         yield {}
     elif left:
         (dim, length), rest = left[0], left[1:]
-        for factor in _divisors(math.gcd(size, length)):
+        for factor in divisors(math.gcd(size, length)):
             for option in _options(size // factor, rest):
                 yield {dim: factor} | option if factor > 1 else option
 
 
 @functools.cache
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
+    """The whole numbers that divide a number, the smallest first.
+
+    Example:
+      >>> divisors(12)
+      (1, 2, 3, 4, 6, 12)
+    """
     return tuple(factor for factor in range(1, number + 1) if number % factor == 0)
 
 

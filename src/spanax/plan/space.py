@@ -10,6 +10,7 @@ import numpy as np
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
+from spanax.hardware.torus import divisors
 from spanax.plan.assign import Pins
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
@@ -113,14 +114,14 @@ def _meshes(program: Program, num_devices: int) -> Iterator[tuple[int, ...]]:
         "context": math.gcd(*(axis.ways for axis in program.axes if axis.name == "seq")) if "seq" in names else 1,
         "model": num_devices if any(name in names for name in TENSOR_AXES + LAST_RESORT_AXES) else 1,
     }
-    for stages in _divisors(num_devices):
+    for stages in divisors(num_devices):
         if stages > 1 and (not num_layers or num_layers % stages):
             continue
-        for data in _divisors(num_devices // stages):
-            for fsdp in _divisors(num_devices // stages // data):
+        for data in divisors(num_devices // stages):
+            for fsdp in divisors(num_devices // stages // data):
                 left = num_devices // stages // data // fsdp
-                for expert in _divisors(left):
-                    for context in _divisors(left // expert):
+                for expert in divisors(left):
+                    for context in divisors(left // expert):
                         model = left // expert // context
                         if may["expert"] % expert == 0 and may["context"] % context == 0 and may["model"] % model == 0:
                             yield stages, data, fsdp, expert, context, model
@@ -225,7 +226,3 @@ def _storable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
             for limit in sorted(set(order))
         ]
     return np.asarray([row for several in rows.values() for row in several], bool).reshape(-1, sizes.shape[1])
-
-
-def _divisors(number: int) -> list[int]:
-    return [k for k in range(1, number + 1) if number % k == 0]

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from spanax.check.check import check
@@ -23,6 +22,7 @@ from spanax.plan.plan import Plan, Schedule
 from spanax.run.simulate import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
 from spanax.show.requests import CheckCommand
+from spanax.show.tables import table_text
 from spanax.trace.policies import known_policy
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
@@ -164,7 +164,7 @@ def _figures(report: Report) -> str:
     table = Table("a device, a step", "predicted (plan)", f"compiled ({report.by})", "error", box=None, pad_edge=False)
     for row in _rows(report):
         table.add_row(*row)
-    return _drawn(table)
+    return table_text(table, width=160)
 
 
 def _rows(report: Report) -> list[tuple[str, str, str, str]]:
@@ -212,7 +212,7 @@ def collectives_text(found: Sequence[Collective]) -> str:
         shape = one.shapes if len(one.shapes) < 32 else f"{one.shapes[:28]} ..."
         place = _short(one.source)
         table.add_row(str(at), one.kind, one.axes, shape, str(one.runs), bytes_text(one.num_bytes), serves, place)
-    return _drawn(table)
+    return table_text(table, width=160)
 
 
 def explained(found: Sequence[Collective], number: int) -> str:
@@ -251,10 +251,3 @@ def _code(source: str) -> str:
 def _short(source: str) -> str:
     path, _, line = source.rpartition(":")
     return f"{'/'.join(Path(path).parts[-2:])}:{line}" if path else ""
-
-
-def _drawn(table: Table) -> str:
-    console = Console(width=160, no_color=True, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
