@@ -124,7 +124,7 @@ def _held(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
         raise Skipped("the planner refuses it: " + re.sub(r"\d+", "N", str(error).splitlines()[0])) from error
     one = np.ones(1)
     ways = np.asarray([[mesh.size]], float)
-    level = walk(Laid(resolver, program.step))
+    level = walk(Laid(resolver, program.step), is_tpu=True)
     return by_name(
         held(state_of(resolver), level, ways, num_stages=one, num_microbatches=one, in_flight=one, scale=one).groups, 0
     )

@@ -110,7 +110,7 @@ def test_last_reads() -> None:
     first, second = (made_by(graph, "dot_general", at) for at in (0, 1))
     names = [op.name for op in graph.body.ops]
     assert names == ["dot_general", "sin", "exp", "dot_general"]
-    last = found.last_reads
+    last = found.last_reads(graph.body.ops)
     assert (last[x], last[w]) == (0, 3)
     # Read by `sin`, but needed until the kernel that ends with `exp` is through.
     assert last[first] == 2
@@ -121,7 +121,7 @@ def test_last_reads() -> None:
 def test_a_view_holds_what_it_shows() -> None:
     graph, found = kept(lambda x, w: (lambda v: (jnp.sin(x), v @ w))(x.T), (4, 8), (4, 4))
     names = [op.name for op in graph.body.ops]
-    assert found.last_reads[graph.body.inputs[0]] == len(names) - 1 == names.index("dot_general")
+    assert found.last_reads(graph.body.ops)[graph.body.inputs[0]] == len(names) - 1 == names.index("dot_general")
 
 
 def test_every_body_has_a_plan_and_what_it_keeps_is_there() -> None:

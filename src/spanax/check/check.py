@@ -118,7 +118,7 @@ def highest_level(cluster: Cluster) -> int:
 
 def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Report:
     """What shapes alone tell: exact bytes of the state, as they lie in this chip's memory."""
-    told = predicted(program, plan)
+    told = predicted(program, plan, cluster)
     platform = platform_of(cluster)
     state = sum(_padded(leaf, platform) for leaf in plan.leaves)
     limit = cluster.memory_bytes

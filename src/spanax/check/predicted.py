@@ -3,6 +3,7 @@
 import numpy as np
 
 from spanax.check.report import Figures
+from spanax.hardware.cluster import Cluster
 from spanax.plan.cost import ways_table
 from spanax.plan.laid import Laid
 from spanax.plan.own import memory_of
@@ -12,7 +13,7 @@ from spanax.plan.terms import tally
 from spanax.trace.program import Program
 
 
-def predicted(program: Program, plan: Plan) -> Figures:
+def predicted(program: Program, plan: Plan, cluster: Cluster) -> Figures:
     """State, peak, FLOPs and collectives of one device in one step, as the plan has them. No layout is padded.
 
     Raises:
@@ -27,7 +28,8 @@ def predicted(program: Program, plan: Plan) -> Figures:
       ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> told = predicted(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="data"))
+      >>> machine = spanax.cluster("cpu:8")
+      >>> told = predicted(program, spanax.plan(program, machine, layout="data"), machine)
       >>> told.state_bytes == 16 * 32 * 4 + 4, told.flops == 2 * 2 * 1 * 16 * 32
       (True, True)
       >>> told.collectives["data"]["all-reduce"] >= 16 * 32 * 4
@@ -42,5 +44,5 @@ def predicted(program: Program, plan: Plan) -> Figures:
     collectives: dict[str, dict[str, int]] = {}
     for (kind, axes), num_bytes in sorted(terms.moved_bytes(plan.mesh).items()):
         collectives.setdefault(axes, {})[kind] = round(num_bytes)
-    peak_bytes = round(float(memory_of(program, plan).peak_bytes[0]))
+    peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
     return Figures(plan.state_bytes(), peak_bytes, flops, collectives)

@@ -17,7 +17,8 @@ from spanax.plan.laid import Laid
 from spanax.plan.partition import as_masks, union
 from spanax.plan.resolve import Constraint, Resolver
 from spanax.trace.axes import CONTRACTIONS
-from spanax.trace.graph import Body
+from spanax.trace.graph import Body, Op
+from spanax.trace.lifetimes import Lifetimes
 
 Array = np.ndarray
 
@@ -84,9 +85,10 @@ def state_of(resolver: Resolver) -> State:
     )
 
 
-def walk(laid: Laid) -> Level:
-    """The fullest moments of a program under a layout."""
-    return _level(laid, laid.traced.graph.body)
+def walk(laid: Laid, *, is_tpu: bool = False) -> Level:
+    """The fullest moments of a program under a layout, as a TPU's compiler or those of others have them."""
+    lifetimes = laid.traced.tpu_lifetimes if is_tpu else laid.traced.lifetimes
+    return _level(laid, lifetimes, laid.traced.graph.body)
 
 
 def held(
@@ -186,12 +188,13 @@ class _Columns:
         return self._known[column]
 
 
-def _level(laid: Laid, body: Body) -> Level:
+def _level(laid: Laid, lifetimes: Mapping[Body, Lifetimes], body: Body) -> Level:
     """The moments of a body at which more may be held than at any other."""
-    alive, num_ops = laid.traced.lifetimes[body], len(body.ops)
+    alive, ops = lifetimes[body], laid.traced.order[body]
+    num_ops = len(ops)
     columns: dict[Column, int] = {}
     of_group = [columns.setdefault(_column(laid, value), len(columns)) for value in alive.values]
-    spans = [*_gathered(laid, body), *_summed(laid, body)]
+    spans = [*_gathered(laid, ops), *_summed(laid, ops)]
     of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
     first = np.concatenate([alive.first, np.asarray([span.first for span in spans], int)])
     last = np.concatenate([alive.last, np.asarray([span.last for span in spans], int)])
@@ -201,7 +204,7 @@ def _level(laid: Laid, body: Body) -> Level:
     changes = np.bincount(first * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
     changes -= np.bincount((last + 1) * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
     held = changes.reshape(num_ops + 2, num_columns).cumsum(0)
-    inside = {at: tuple(_level(laid, one) for one in op.bodies) for at, op in enumerate(body.ops) if op.bodies}
+    inside = {at: tuple(_level(laid, lifetimes, one) for one in op.bodies) for at, op in enumerate(ops) if op.bodies}
     # What is held only grows until something ends.
     full = _fullest(held, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
     moments = [*full, *inside]
@@ -218,10 +221,10 @@ class Span:
     num_bytes: float
 
 
-def _gathered(laid: Laid, body: Body) -> Iterator[Span]:
+def _gathered(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
     """Stored weights as they are used, from where each is first gathered to where it is last used so."""
     spans: dict[tuple[int, Constraint], list[int]] = {}
-    for at, op in enumerate(body.ops):
+    for at, op in enumerate(ops):
         use = None if op.bodies or op in laid.traced.inert else laid.division(op).use
         for value, asked in zip(op.inputs, use.inputs, strict=True) if use is not None else ():
             if asked is not None:
@@ -231,14 +234,18 @@ def _gathered(laid: Laid, body: Body) -> Iterator[Span]:
         yield Span(first, last, (split, *_column(laid, value)[1:-1], WEIGHTS), laid.num_bytes(value))
 
 
-def _summed(laid: Laid, body: Body) -> Iterator[Span]:
-    """Sums that are whole on every device before each keeps its part: the gradient of a stored weight."""
-    for at, op in enumerate(body.ops):
+def _summed(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
+    """Sums that are whole on every device before each keeps its part: the gradient of a stored weight.
+
+    They are exchanged after the loops that follow, which do not need them.
+    """
+    last_loop = max((at for at, op in enumerate(ops) if op.bodies), default=0)
+    for at, op in enumerate(ops):
         split = laid.division(op).split if op.name in CONTRACTIONS else None
         for shift in split.shifts if split else ():
             if shift.kind == "reduce-scatter":
                 (value,) = op.outputs
-                yield Span(at, at, (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
+                yield Span(at, max(at, last_loop), (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
 
 
 def _column(laid: Laid, value: int) -> Column:

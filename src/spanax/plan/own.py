@@ -37,7 +37,7 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
       (True, True)
     """
     laid, grid, schedule = _laid(program, plan), _grid(program, plan), plan.schedule
-    memory = _held(laid, grid, given or Assumptions())
+    memory = _held(laid, grid, cluster, given or Assumptions())
     costs = price(tally(laid), cluster, grid, given)
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
@@ -58,17 +58,19 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
     )
 
 
-def memory_of(program: Program, plan: Plan) -> Held:
+def memory_of(program: Program, plan: Plan, cluster: Cluster) -> Held:
     """What one device holds under a plan at the fullest moment, by group; arrays of one entry.
 
     Raises:
       SpanaxError: the plan was made for another program.
     """
-    return _held(_laid(program, plan), _grid(program, plan), Assumptions())
+    return _held(_laid(program, plan), _grid(program, plan), cluster, Assumptions())
 
 
-def _held(laid: Laid, grid: Grid, given: Assumptions) -> Held:
-    return held_on(state_of(laid.resolver), walk(laid), grid, fused_attention=given.fused_attention)
+def _held(laid: Laid, grid: Grid, cluster: Cluster, given: Assumptions) -> Held:
+    return held_on(
+        state_of(laid.resolver), walk(laid, is_tpu=cluster.is_torus), grid, fused_attention=given.fused_attention
+    )
 
 
 def _laid(program: Program, plan: Plan) -> Laid:

@@ -5,9 +5,8 @@ loop, a lookup is a kernel of its own. The result is the same for every layout.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from spanax.trace.graph import Body, Graph, Op
 from spanax.trace.primitives import ELEMENTWISE
@@ -99,18 +98,20 @@ class Kept:
                     if sum(map(size, self.sources(value))) > size(value):
                         self._keep(value)
 
-    @cached_property
-    def last_reads(self) -> dict[int, int]:
-        """The last operation that needs each kept value; a fused kernel reads all when its last one is done."""
+    def last_reads(self, ops: Sequence[Op]) -> dict[int, int]:
+        """Of the body's operations in some order the last that needs each kept value.
+
+        A fused kernel reads all when its last one is done.
+        """
         last: dict[int, int] = {}
-        for at, op in enumerate(self._body.ops):
+        for at, op in enumerate(ops):
             for value in op.inputs:
                 last[self.of(value)] = at
             for value in op.outputs:
                 for source in self.sources(value) if value in self.written else ():
                     last[source] = at
         for value in self._body.outputs:
-            last[self.of(value)] = len(self._body.ops)
+            last[self.of(value)] = len(ops)
         return last
 
     def of(self, value: int) -> int:

@@ -10,6 +10,7 @@ from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, lay
 from spanax.trace.fusion import Kept, memory_plan
 from spanax.trace.graph import Body, Graph, Op
 from spanax.trace.lifetimes import Lifetimes, lifetimes
+from spanax.trace.order import order
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.roles import MOVEMENT, Role, roles
 
@@ -56,9 +57,19 @@ class Traced:
         return memory_plan(self.graph)
 
     @cached_property
+    def order(self) -> dict[Body, tuple[Op, ...]]:
+        """For every body, its operations in the order in which they run."""
+        return order(self)
+
+    @cached_property
     def lifetimes(self) -> dict[Body, Lifetimes]:
         """For every body, from where to where its values are held."""
-        return lifetimes(self)
+        return lifetimes(self, in_matmuls=False)
+
+    @cached_property
+    def tpu_lifetimes(self) -> dict[Body, Lifetimes]:
+        """The same, where the compiler makes what matmuls read inside of them."""
+        return lifetimes(self, in_matmuls=True)
 
     @cached_property
     def inert(self) -> frozenset[Op]:
