@@ -119,8 +119,9 @@ def two_layers() -> Program:
 
 
 def test_the_peak_of_two_layers_by_hand() -> None:
-    """On a TPU it is where the last gradient is made, of what went into `relu` and the gradient that came, masked on the
-    way; where matmuls read what lies in memory, it is where that is masked."""
+    """On a TPU it is where the last gradient is made, of what went into `relu` and the gradient that came, masked on
+    the way; where matmuls read what lies in memory, it is where that is masked.
+    """
     found = groups(two_layers(), is_tpu=True)
     elsewhere = groups(two_layers())
     assert (elsewhere["activations"], elsewhere["gradients"]) == (4 * 3 * 64 * 128 + 4, 4 * 128 * 16)

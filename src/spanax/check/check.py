@@ -118,7 +118,8 @@ def highest_level(cluster: Cluster) -> int:
 
 def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Report:
     """What shapes alone tell: exact bytes of the state, as they lie in this chip's memory."""
-    told = predicted(program, plan, cluster)
+    # Levels 1 and 2 read the program right after the partitioner, where nothing has been joined yet.
+    told = predicted(program, plan, cluster, adds_first=cluster.adds_first and level in (0, 3))
     platform = platform_of(cluster)
     state = sum(_padded(leaf, platform) for leaf in plan.leaves)
     limit = cluster.memory_bytes

@@ -13,8 +13,11 @@ from spanax.plan.terms import tally
 from spanax.trace.program import Program
 
 
-def predicted(program: Program, plan: Plan, cluster: Cluster) -> Figures:
+def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
     """State, peak, FLOPs and collectives of one device in one step, as the plan has them. No layout is padded.
+
+    `adds_first`: sums over devices that are added to each other are one, as in a final program for chips that have such
+    a compiler (`Cluster.adds_first`).
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
@@ -37,7 +40,7 @@ def predicted(program: Program, plan: Plan, cluster: Cluster) -> Figures:
     """
     planned = as_planned(program, plan)
     resolver = resolver_of(program, plan).of(planned)
-    terms = tally(Laid(resolver, planned.step))
+    terms = tally(Laid(resolver, planned.step), adds_first=adds_first)
     sizes = np.asarray([[size] for _, size in plan.mesh.axes], float)
     works = terms.works
     flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0]).sum())

@@ -38,6 +38,11 @@ class Cluster:
         return f"{self.file or self.chip.name}:{shape}{slices}"
 
     @property
+    def adds_first(self) -> bool:
+        """Whether XLA for these chips adds sums over devices before it sums them; for CPUs it does not."""
+        return not self.chip.shared
+
+    @property
     def is_torus(self) -> bool:
         """Whether its devices are joined line by line, not through a switch."""
         return self.chip.inside is not None and self.chip.inside.kind == "torus"

@@ -167,7 +167,8 @@ def collectives_of(found: Search, one: Candidate, path: str | None = None) -> di
     only = None
     if path is not None:
         only = versions(program.step, [leaf.path for leaf in program.leaves].index(path))
-    moved = tally(Laid(resolve(program, layout, mesh, found.pins), program.step), only).moved_bytes(
+    laid = Laid(resolve(program, layout, mesh, found.pins), program.step)
+    moved = tally(laid, only, adds_first=found.cluster.adds_first).moved_bytes(
         mesh,
         scale=found.batch_size / program.batch[0].shape[0] / one.microbatches,
         num_microbatches=one.microbatches,

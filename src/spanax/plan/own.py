@@ -38,7 +38,7 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
     """
     laid, grid, schedule = _laid(program, plan), _grid(program, plan), plan.schedule
     memory = _held(laid, grid, cluster, given or Assumptions())
-    costs = price(tally(laid), cluster, grid, given)
+    costs = price(tally(laid, adds_first=cluster.adds_first), cluster, grid, given)
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
     return Candidate(

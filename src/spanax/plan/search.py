@@ -186,7 +186,8 @@ def _price_family(
     family: Family, state: State, laid: Laid, grids: Sequence[Grid], cluster: Cluster, links: Links, given: Assumptions
 ) -> list[_Priced]:
     """Every mesh of a family under every schedule."""
-    terms, level, found = tally(laid), walk(laid, is_tpu=cluster.is_torus), list[_Priced]()
+    terms, level = tally(laid, adds_first=cluster.adds_first), walk(laid, is_tpu=cluster.is_torus)
+    found = list[_Priced]()
     for grid in grids:
         memory = held_on(state, level, grid, fused_attention=given.fused_attention)
         costs = price(terms, cluster, grid, given, links)

@@ -4,9 +4,10 @@ A term is a global size and the mesh axes that divide it. One walk over a progra
 terms of a layout; every mesh on which the layout resolves alike is then priced from them, thousands at a time.
 """
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from spanax.plan.partition import Shift, Split, transition, union
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
 from spanax.trace.graph import Op
+from spanax.trace.meeting import Meeting, Tree
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 """The collectives, in the order in which `Moves.kind` counts them."""
@@ -125,18 +127,22 @@ class Terms:
         return dict(found)
 
 
-def tally(laid: Laid, only: frozenset[int] | None = None) -> Terms:
+def tally(laid: Laid, only: frozenset[int] | None = None, *, adds_first: bool = False) -> Terms:
     """The terms of a layout on a program: one walk over its kinds of operations.
 
     Args:
       laid: the program's step under the layout.
       only: count the collectives of these values alone, as those of one leaf (`spanax.trace.versions`).
+      adds_first: whether the compiler adds sums over devices before it has summed them, and sums once: those for TPUs
+        and GPUs do, XLA's for CPUs does not. Source: the programs of docs/check.md.
     """
     traced, found = laid.traced, _Tally(laid, only)
     for kind in traced.census:
         if kind.op not in traced.inert:
             found.add(kind)
     found.add_ends()
+    for meeting in traced.meetings if adds_first else ():
+        found.join(meeting)
     carry, num_layers = traced.layer_carry
     num_bytes = 0 if carry is None else laid.num_bytes(carry)
     return Terms(laid.resolver.mesh.names, found.works(), _touches(laid), found.moves(), num_bytes, num_layers)
@@ -188,6 +194,28 @@ class _Tally:
         for old, new in zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True):
             shifts = transition(new, self.laid.masks(new), self.laid.masks(old), is_operand=False)
             self._move(self._of(new, 1), Phase.UPDATE, False, shifts)
+
+    def join(self, meeting: Meeting) -> None:
+        """Take back the sums over devices of results that are added to others which are summed alike."""
+        leaves, saved = itertools.count(), list[tuple[int, Kind, Shift]]()
+        self._summed(meeting.tree, leaves, saved)
+        for at, kind, shift in saved:
+            runs = sum(self._of(values[at], runs) for values, runs in meeting.met)
+            self._move(-runs, kind.phase, kind.in_layers, [shift])
+
+    def _summed(
+        self, tree: Tree, leaves: Iterator[int], saved: list[tuple[int, Kind, Shift]]
+    ) -> tuple[int, Kind, Shift] | None:
+        """The sum over devices that a result needs, if that is one; `saved` are those that it has taken along."""
+        if isinstance(tree, Kind):
+            at, split = next(leaves), self.laid.division(tree.op).split
+            sums = [one for one in split.shifts if one.kind == "all-reduce"] if split else []
+            return (at, tree, sums[0]) if len(sums) == 1 else None
+        left, right = (self._summed(one, leaves, saved) for one in tree)
+        if left is None or right is None or (left[2].over, left[2].kept) != (right[2].over, right[2].kept):
+            return None
+        saved.append(right)
+        return left
 
     def _of(self, value: int, runs: int) -> int:
         return runs if self._only is None or value in self._only else 0

@@ -60,9 +60,10 @@ def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Con
 def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     """What moves around a contraction, said to the compiler as it is priced.
 
-    Of operands that one mesh axis splits along dims that do not meet, one is gathered: left to itself, XLA may gather
-    the larger. A sum over an axis that is to split a dim together with others comes before the split: asked for both
-    at once, XLA gathers the others.
+    Of operands that one mesh axis splits along dims that do not meet, one is gathered, and where a dim that is summed
+    is split on one side, the other takes its part: left to itself, XLA may gather the larger, or both. A sum over an
+    axis that is to split a dim together with others comes before the split: asked for both at once, XLA gathers the
+    others.
     """
     use = _gathered(op, constraints) or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
     values = (*op.inputs[:2], op.outputs[0])
@@ -73,10 +74,9 @@ def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequenc
         bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
         masks = [as_masks(spec, bits) for spec in specs]
         split = partition(traced.graph, traced.axes.classes, op, masks[:2], masks[2:])
-        for side in (0, 1):
-            gathered = union(masks[side]) & ~union(split.operands[side])
-            if gathered:
-                taken[side] = Constraint(_without(specs[side], _named(gathered, bits)))
+        if split.operands != tuple(masks[:2]):
+            for side in (0, 1):
+                taken[side] = Constraint(_taken(specs[side], split.operands[side], bits))
         summed = _named(union([shift.over for shift in split.shifts if shift.kind == "reduce-scatter"]), bits)
         if any(len(by) > 1 and summed.intersection(by) for by in specs[2]):
             given[0] = Constraint(_without(specs[2], summed))
@@ -195,6 +195,15 @@ def _ways_to_look_up(
         moved = (2 + is_split) * row_size / ways([*parts, *batch])
         known.append((lies.spec, stored, moved + (ways([*batch]) > 1) * table_size / ways([*parts])))
     return known
+
+
+def _taken(spec: Spec, masks: Sequence[int], bits: Mapping[str, int]) -> Spec:
+    """A spec with the axes that masks say: those that it has in its order, and then the others in the mesh's."""
+    named = [_named(mask, bits) for mask in masks]
+    return tuple(
+        (*(axis for axis in by if axis in names), *(axis for axis in bits if axis in names and axis not in by))
+        for by, names in zip(spec, named, strict=True)
+    )
 
 
 def _named(mask: int, bits: Mapping[str, int]) -> set[str]:

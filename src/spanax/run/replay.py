@@ -69,8 +69,9 @@ def replay(
             outs = _bind(op, ins, inner)
         if use is not None:
             outs = [constrain(array, wanted) for array, wanted in zip(outs, use.outputs, strict=True)]
-        # Elementwise, with an operand of the result's shape and split: the compiler carries that over.
-        is_plain = op.name in ELEMENTWISE and use is None
+        # Elementwise, with an operand of the result's shape and split: the compiler carries that over. Not over another
+        # dtype: it would move the wider.
+        is_plain = op.name in ELEMENTWISE - {"convert_element_type"} and use is None
         carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         found = []
         for value, out in zip(op.outputs, outs, strict=True):

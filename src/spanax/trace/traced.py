@@ -10,6 +10,7 @@ from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, lay
 from spanax.trace.fusion import Kept, memory_plan
 from spanax.trace.graph import Body, Graph, Op
 from spanax.trace.lifetimes import Lifetimes, lifetimes
+from spanax.trace.meeting import Meeting, meetings
 from spanax.trace.order import order
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.roles import MOVEMENT, Role, roles
@@ -40,6 +41,11 @@ class Traced:
     def alike(self) -> dict[Op, Op]:
         """For every operation, the one that stands for its kind."""
         return {op: kind.op for kind in self.census for op, _ in kind.ops}
+
+    @cached_property
+    def meetings(self) -> list[Meeting]:
+        """Results that are added to each other and read by nothing else."""
+        return meetings(self)
 
     @cached_property
     def memory_traffic(self) -> Traffic:
