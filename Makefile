@@ -31,9 +31,9 @@ $(STAMP): pyproject.toml constraints/py311.txt constraints/py312.txt
 train: $(STAMP)
 	$(BIN)/spanax train gpt-nano $(ARGS)
 
-# Two processes: one alone leaves a core idle while it traces. A file stays in one, with what it has compiled.
+# Two processes: one alone leaves a core idle while it traces. Each begins with half, and takes from the other at the end.
 test: lint types doctest
-	$(PYTEST) -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) -n 2 --dist worksteal $(ARGS)
 
 check: lint types
 	JAX_PLATFORMS=none_such $(PYTEST) $(PLANNING) $(ARGS)

@@ -166,3 +166,23 @@ BETWEEN_SLICES = entry(
     "d = (bf16[8,16], token[]) recv-done(r), channel_id=1, is_host_transfer=true",
 )
 """What the runtime sums between slices: the program only receives it."""
+
+
+def chained(*, adds: bool) -> str:
+    """Permutes from an empty sum both ways around a ring, with parts added between them; or sent on as they came."""
+    on, back = "{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", "{{0,3},{1,0},{2,1},{3,2},{4,7},{5,4},{6,5},{7,6}}"
+    between = "add({0}, p)" if adds else "negate({0})"
+    return entry(
+        "p = f32[4] parameter(0)",
+        "zero = f32[] constant(0)",
+        "empty = f32[4] broadcast(zero), dimensions={}",
+        f"on1 = f32[4] collective-permute(empty), channel_id=1, source_target_pairs={on}",
+        f"back1 = f32[4] collective-permute(empty), channel_id=2, source_target_pairs={back}",
+        f"on1p = f32[4] {between.format('on1')}",
+        f"back1p = f32[4] {between.format('back1')}",
+        f"on2 = f32[4] collective-permute(on1p), channel_id=3, source_target_pairs={on}",
+        f"back2 = f32[4] collective-permute(back1p), channel_id=4, source_target_pairs={back}",
+        f"on2p = f32[4] {between.format('on2')}",
+        f"on3 = f32[4] collective-permute(on2p), channel_id=5, source_target_pairs={on}",
+        "sum = f32[4] add(on3, back2)",
+    )

@@ -97,8 +97,19 @@ def test_a_count_that_the_program_says_is_taken() -> None:
         (text.sliced("same"), "all-reduce", 128),
         (text.windowed("ag"), "all-gather", 64),
         (text.windowed("rs"), "reduce-scatter", 16),
+        (text.chained(adds=True), "reduce-scatter", 16),
     ],
-    ids=["started", "wrapped", "cloned", "variadic", "sliced", "sliced elsewhere", "gather loop", "scatter loop"],
+    ids=[
+        "started",
+        "wrapped",
+        "cloned",
+        "variadic",
+        "sliced",
+        "sliced elsewhere",
+        "gather loop",
+        "scatter loop",
+        "scatter unrolled",
+    ],
 )
 def test_what_a_compiler_hides_is_told_as_what_it_is(program: str, kind: str, num_bytes: int) -> None:
     [one] = of(program)
@@ -108,6 +119,10 @@ def test_what_a_compiler_hides_is_told_as_what_it_is(program: str, kind: str, nu
 def test_a_loop_of_permutes_is_that_of_its_ring() -> None:
     [one] = of(text.windowed("ag"), SQUARE)
     assert (one.axes, one.group_size, one.written) == ("model", 4, "permutes around a matmul")
+
+
+def test_a_chain_of_permutes_without_sums_is_permutes() -> None:
+    assert [one.kind for one in of(text.chained(adds=False), SQUARE)] == ["collective-permute"] * 5
 
 
 def test_what_moves_between_slices_goes_over_the_slowest_axis() -> None:

@@ -229,7 +229,7 @@ def test_the_plans_figures_are_the_searchs() -> None:
     program = programs.workload("gpt-nano", batch_size=32)
     found = spanax.search(program, MACHINE, layout="fsdp", mesh=spanax.MeshShape.of("fsdp=8"), microbatches=1)
     for one in found.candidates:
-        told = predicted(program, plan_of(found, one))
+        told = predicted(program, plan_of(found, one), MACHINE)
         assert told.flops == pytest.approx(one.flops)
         # The search resolves a layout once for a family of meshes, and may take another moment for the fullest.
         assert told.peak_bytes == pytest.approx(one.peak_bytes, rel=0.05)

@@ -45,7 +45,7 @@ def test_flops_are_those_of_the_plan_to_the_last(on: str) -> None:
     # Six matmuls of 64 x 256 x 1024 a layer, less the gradient of the batch; over all devices.
     assert program_flops(module(on)) == LAYERS * 6 * 2 * 64 * MATRIX / 8
     case = BY_NAME[on]
-    assert predicted(program(), case.plan(program())).flops == program_flops(module(on))
+    assert predicted(program(), case.plan(program()), case.cluster).flops == program_flops(module(on))
 
 
 @pytest.mark.parametrize("on", BY_NAME)

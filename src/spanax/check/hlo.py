@@ -14,6 +14,7 @@ from spanax.check.module import Computation, Instruction, Module, Shape, read_mo
 from spanax.check.scatter import scattered
 from spanax.check.source import user_line
 from spanax.check.trips import Value, Values, trips
+from spanax.check.unrolled import unrolled
 from spanax.check.wire import fields, messages, raw, text
 from spanax.hardware.mesh import MeshShape
 
@@ -128,11 +129,14 @@ class _Walk:
 
     def _visit(self, computation: Computation, runs: int, is_counted: bool, parameters: list[Value]) -> None:
         values = Values(self.module, computation, parameters, None)
+        chained = unrolled(computation)
         for one in computation.instructions.values():
             opcode = one.opcode.removesuffix("-start")
             if one.opcode.endswith(("-done", "-update")):
                 continue
-            if opcode in KINDS:
+            if one.id in chained:
+                self._add_chained(one, chained[one.id], runs, is_counted)
+            elif opcode in KINDS:
                 self._add(computation, one, opcode, runs, is_counted)
             elif one.opcode == "recv":
                 self._add_received(one, runs, is_counted)
@@ -192,6 +196,14 @@ class _Walk:
             self._append(one, kind, num_bytes, result, groups, runs, is_counted, written)
             return
         self._append(one, kind, result.num_bytes, result, groups, runs, is_counted, written)
+
+    def _add_chained(self, one: Instruction, count: int, runs: int, is_counted: bool) -> None:
+        """Reduce-scatters of one shape that a chain of permutes stands for, told at the first of them."""
+        ring, part = _connected(groups_of(one)), _result(one)
+        for _ in range(count):
+            self._append(
+                one, "reduce-scatter", part.num_bytes, part, ring, runs, is_counted, "permutes around a matmul"
+            )
 
     def _add_received(self, one: Instruction, runs: int, is_counted: bool) -> None:
         """What comes from another slice: a collective that the runtime carries out, and the program only receives."""
