@@ -36,12 +36,16 @@ class Use:
     Attributes:
       inputs: the constraint each operand is brought to for it; None: as it lies.
       outputs: the constraint each result is in right after it; None: its own.
-      is_local: whether it runs shard by shard, each device on its part of the leading dims.
+      is_local: whether it runs shard by shard, each device on its part of what `inputs` split.
+      summed: the mesh axes over which the results of shards are then added up.
+      parts: into how many the groups of a convolution are divided.
     """
 
     inputs: tuple[Constraint | None, ...]
     outputs: tuple[Constraint | None, ...]
     is_local: bool = False
+    summed: tuple[str, ...] = ()
+    parts: int = 1
 
 
 def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | None]) -> dict[Op, Use]:
@@ -53,8 +57,58 @@ def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | 
 def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     """How one operation takes its operands, if otherwise than they lie."""
     if op.name in CONTRACTIONS:
-        return _contracted(resolver, traced, op, constraints)
+        return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
     return _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _gathered(op, constraints)
+
+
+def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+    """A convolution in groups: every device computes its part of the batch and of the groups, and nothing moves.
+
+    XLA's partitioner gathers the batch for it. The gradient of its kernel it adds up too often where the mesh has more
+    axes than those of the batch, without a word, and it dies where channels are split (jaxlib 0.10.2 and 0.12.0.1:
+    tests/run/test_grouped.py).
+    """
+    dims = _group_dims(op)
+    if dims is None:
+        return None
+    batch_dims, channel_dims, num_groups = dims
+    values = (*op.inputs[:2], op.outputs[0])
+    whole = [((),) * len(traced.graph.shape(value)) for value in values]
+    lies = [constraints[value] or Constraint(spec) for value, spec in zip(values, whole, strict=True)]
+    specs = [one.spec if one.used is None else one.used for one in lies]
+    batch = _shared(specs, batch_dims)
+    split = tuple(axis for axis in _shared(specs, channel_dims) if axis not in batch)
+    if num_groups % resolver.mesh.ways(split):
+        split = ()
+    by_dim = [{at: batch, of: split} for at, of in zip(batch_dims, channel_dims, strict=True)]
+    taken = [
+        Constraint(tuple(by.get(dim, ()) for dim in range(len(spec)))) for by, spec in zip(by_dim, whole, strict=True)
+    ]
+    return Use(
+        inputs=tuple(taken[:2]),
+        outputs=(taken[2],),
+        is_local=bool(batch or split),
+        summed=batch if batch_dims[2] < 0 else (),
+        parts=resolver.mesh.ways(split),
+    )
+
+
+def _shared(specs: Sequence[Spec], dims: Sequence[int]) -> tuple[str, ...]:
+    """The axes that split a dim of every spec; -1 is no dim of one."""
+    split = [spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim >= 0]
+    return tuple(axis for axis in split[0] if all(axis in by for by in split))
+
+
+def _group_dims(op: Op) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """The dims of the batch (-1: none) and of the channels in groups, of operands and result; and how many groups."""
+    if op.name != "conv_general_dilated":
+        return None
+    (lhs_n, lhs_c, *_), (rhs_o, rhs_i, *_), (out_n, out_c, *_) = op.params["dimension_numbers"]
+    if op.params["feature_group_count"] > 1:
+        return (lhs_n, -1, out_n), (lhs_c, rhs_o, out_c), op.params["feature_group_count"]
+    if op.params["batch_group_count"] > 1:
+        return (lhs_c, rhs_i, -1), (lhs_n, rhs_o, out_c), op.params["batch_group_count"]
+    return None
 
 
 def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
@@ -76,7 +130,11 @@ def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequenc
         split = partition(traced.graph, traced.axes.classes, op, masks[:2], masks[2:])
         if split.operands != tuple(masks[:2]):
             for side in (0, 1):
-                taken[side] = Constraint(_taken(specs[side], split.operands[side], bits))
+                spec = _taken(specs[side], split.operands[side], bits)
+                sizes = zip(traced.graph.shape(op.inputs[side]), spec, strict=True)
+                # The channels of a convolution's group are fewer than those that it meets, and may not divide.
+                if all(size % resolver.mesh.ways(by) == 0 for size, by in sizes):
+                    taken[side] = Constraint(spec)
         summed = _named(union([shift.over for shift in split.shifts if shift.kind == "reduce-scatter"]), bits)
         if any(len(by) > 1 and summed.intersection(by) for by in specs[2]):
             given[0] = Constraint(_without(specs[2], summed))

@@ -19,6 +19,9 @@ from spanax.trace.primitives import ELEMENTWISE
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
 DROPPED = frozenset({"sharding_constraint"})
 
+GROUPS = ("feature_group_count", "batch_group_count")
+"""Of a convolution, what a device has a part of."""
+
 
 def replay(
     graph: Graph, constraints: Sequence[Constraint | None], uses: Mapping[Op, Use], mesh: Mesh
@@ -111,10 +114,13 @@ def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any]) -> list[An
         tuple(PartitionSpec() if wanted is None else _partition_spec(wanted) for wanted in group)
         for group in (use.inputs, use.outputs)
     ]
-    local = jax.shard_map(
-        lambda *parts: tuple(op.bind(parts)), mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
-    )
-    return list(local(*ins))
+    divided = [name for name in GROUPS if op.params.get(name, 1) > 1]
+
+    def part(*parts: Any) -> tuple[Any, ...]:
+        outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in divided}))
+        return jax.lax.psum(outs, use.summed) if use.summed else outs
+
+    return list(jax.shard_map(part, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*ins))
 
 
 def _partition_spec(constraint: Constraint) -> PartitionSpec:
