@@ -14,7 +14,7 @@ import numpy as np
 from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from spanax.hardware.links import ALONE, AxisLink, axis_link
+from spanax.hardware.links import AxisLink, axis_link, within
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.bubble import step_seconds
 from spanax.plan.terms import Moves, Terms, Touches, Works
@@ -100,7 +100,7 @@ class Costs:
 
 
 def price(
-    terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, links: "Links | None" = None
+    terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, links: "LinksAt | None" = None
 ) -> Costs:
     """What a step costs on every mesh of a grid.
 
@@ -110,8 +110,7 @@ def price(
     given = given or Assumptions()
     terms = repeated(terms, given.gathers_again) if given.repeats_forward else terms
     chip, ways = cluster.chip, ways_table(grid.sizes)
-    table = links or Links(cluster, terms.axes, np.vstack([grid.num_stages[None], grid.sizes]))
-    at = table.at(grid)
+    at = links or Links(cluster, terms.axes, np.vstack([grid.num_stages[None], grid.sizes])).at(grid)
     parts = _computed(terms, ways, grid.scale, chip, given)
     moved, once = _moved(terms, ways, at, grid, given)
     stages, count = grid.num_stages, grid.num_microbatches
@@ -328,29 +327,41 @@ class Links:
     """
 
     def __init__(self, cluster: Cluster, axes: Sequence[str], meshes: Array):
-        unique, where = np.unique(meshes.astype(int), axis=1, return_inverse=True)
-        self._columns = {tuple(column): at for at, column in enumerate(unique.T.tolist())}
-        self.where = where.reshape(-1)
-        names = ("pipe", *axes)
-        self._cluster, self._axes = cluster, axes
+        self._cluster, self._names = cluster, ("pipe", *axes)
         self.combines = not cluster.chip.shared
-        self._meshes = [MeshShape(tuple(zip(names, column, strict=True))) for column in self._columns]
+        self._each_size = [np.unique(sizes) for sizes in meshes.astype(int)]
+        self._codes, first = np.unique(self._code(meshes), return_index=True)
+        self._sizes = meshes.astype(int)[:, first]
+        sharing = np.stack(within(list(self._sizes), cluster.devices_per_node))
+        _, self._within = np.unique(sharing, axis=1, return_inverse=True)
         self._known: dict[int, dict[str, Array]] = {}
 
     def at(self, grid: Grid) -> "LinksAt":
         """The links of a grid's candidates."""
-        columns = np.vstack([grid.num_stages[None], grid.sizes]).astype(int).T.tolist()
-        where = np.asarray([self._columns[tuple(column)] for column in columns], int)
+        where = np.searchsorted(self._codes, self._code(np.vstack([grid.num_stages[None], grid.sizes])))
         return LinksAt(self, where, {})
 
     def arrays(self, over: int) -> dict[str, Array]:
         """What joins groups over a set of axes, as a mask; over the stages of a pipeline if it is negative."""
         if over not in self._known:
-            named = ["pipe"] if over < 0 else [axis for at, axis in enumerate(self._axes) if over >> at & 1]
-            found = [ALONE if mesh.ways(named) == 1 else axis_link(self._cluster, mesh, named) for mesh in self._meshes]
+            chosen = [0] if over < 0 else [at for at in range(1, len(self._names)) if over >> (at - 1) & 1]
+            kinds = np.vstack([self._sizes[chosen].prod(0), self._within.reshape(-1)])
+            _, first, where = np.unique(kinds, axis=1, return_index=True, return_inverse=True)
+            found = [self._link(self._sizes[:, at].tolist(), chosen) for at in first]
             fields = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
-            self._known[over] = {name: np.asarray([getattr(link, name) for link in found], float) for name in fields}
+            self._known[over] = {
+                name: np.asarray([getattr(link, name) for link in found], float)[where.reshape(-1)] for name in fields
+            }
         return self._known[over]
+
+    def _link(self, sizes: Sequence[int], chosen: Sequence[int]) -> AxisLink:
+        mesh = MeshShape(tuple(zip(self._names, sizes, strict=True)))
+        return axis_link(self._cluster, mesh, [self._names[at] for at in chosen])
+
+    def _code(self, meshes: Array) -> Array:
+        """One number a mesh."""
+        places = [np.searchsorted(each, sizes) for each, sizes in zip(self._each_size, meshes, strict=True)]
+        return np.ravel_multi_index(places, [len(each) for each in self._each_size])
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins, check_pinned
 from spanax.plan.candidate import RESERVE, Candidate, Search
-from spanax.plan.cost import Assumptions, Costs, Grid, Links, price
+from spanax.plan.cost import Assumptions, Costs, Grid, Links, LinksAt, price
 from spanax.plan.laid import Known, Laid
 from spanax.plan.memory import Held, State, held_on, state_of, walk
 from spanax.plan.presets import PRESETS
@@ -94,17 +94,18 @@ def search(
         )
     space = [_asked(family, layout, mesh, pipeline, rejected) for family in space]
     links = Links(cluster, AXES, np.hstack([np.vstack([one.num_stages[None], one.sizes]) for one in space]))
+    num_layers = program.step.layer_carry[1]
+    grids = [_grids(family, links, batch_size, traced_batch, microbatches, num_layers) for family in space]
     states = [state_of(family.resolver) for family in space]
     found, programs, tracing = list[_Priced](), dict[str, Program](), 0.0
     began_tracing = time.perf_counter()
     for name, variant in _programs(program, remat):
         tracing += time.perf_counter() - began_tracing
         programs[name], known = variant, Known()
-        for family, state in zip(space, states, strict=True):
-            laid = Laid(family.resolver.of(variant), variant.step, known)
-            grids = _grids(family, batch_size, traced_batch, microbatches, variant.step.layer_carry[1])
-            if grids:
-                found += _price_family(family, state, laid, grids, cluster, links, given)
+        for family, state, on in zip(space, states, grids, strict=True):
+            if on:
+                laid = Laid(family.resolver.of(variant), variant.step, known)
+                found += _price_family(family, state, laid, on, cluster, given)
         began_tracing = time.perf_counter()
     best, nearest = _ranked(found, cluster.memory_bytes, top, rejected)
     return Search(
@@ -183,19 +184,26 @@ def _asked(
 
 
 def _price_family(
-    family: Family, state: State, laid: Laid, grids: Sequence[Grid], cluster: Cluster, links: Links, given: Assumptions
+    family: Family,
+    state: State,
+    laid: Laid,
+    grids: Sequence[tuple[Grid, LinksAt]],
+    cluster: Cluster,
+    given: Assumptions,
 ) -> list[_Priced]:
     """Every mesh of a family under every schedule."""
     terms, level, found = tally(laid), walk(laid), list[_Priced]()
-    for grid in grids:
+    for grid, links in grids:
         memory = held_on(state, level, grid, fused_attention=given.fused_attention)
         costs = price(terms, cluster, grid, given, links)
         found.append(_Priced(family, laid.resolver.program.remat, terms, grid, memory, costs))
     return found
 
 
-def _grids(family: Family, batch_size: int, traced_batch: int, microbatches: int | None, num_layers: int) -> list[Grid]:
-    """Every mesh of a family with every number of microbatches it may take, by schedule."""
+def _grids(
+    family: Family, links: Links, batch_size: int, traced_batch: int, microbatches: int | None, num_layers: int
+) -> list[tuple[Grid, LinksAt]]:
+    """Every mesh of a family with every number of microbatches it may take, and its links; by schedule."""
     ways = family.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0)
     found = []
     for schedule in SCHEDULES:
@@ -211,7 +219,8 @@ def _grids(family: Family, batch_size: int, traced_batch: int, microbatches: int
             columns, counts = np.asarray(pairs).T
             scale = batch_size / counts / traced_batch
             sizes, stages = family.sizes[:, columns], family.num_stages[columns]
-            found.append(Grid(sizes, stages, counts, scale, schedule, num_chunks))
+            grid = Grid(sizes, stages, counts, scale, schedule, num_chunks)
+            found.append((grid, links.at(grid)))
     return found
 
 
