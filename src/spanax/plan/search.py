@@ -169,6 +169,8 @@ def _asked(
     family: Family, layout: str | None, mesh: MeshShape | None, pipeline: bool, rejected: Counter[str]
 ) -> Family:
     """A family with those of its meshes that were asked for."""
+    if layout is None and mesh is None and pipeline:
+        return family
     wanted = None if mesh is None else {(axis, size) for axis, size in mesh.axes if size > 1}
     kept = []
     for at, (sizes, stages) in enumerate(zip(family.sizes.T.tolist(), family.num_stages, strict=True)):
