@@ -71,10 +71,10 @@ def state_of(resolver: Resolver) -> State:
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
         labels = axes.classes[value]
         spec, _ = resolver.placed(leaf, labels)
-        is_stacked = any(axes.names.get(label) == "layers" for label in labels if label is not None)
+        is_stacked = not program.step.layer_labels.isdisjoint(labels)
         rows.append((leaf.kind, leaf.num_bytes, union(as_masks(spec, bits)), is_stacked))
         if leaf.kind == "param":
-            spec, _ = resolver.stored(labels, leaf.shape, "gradient")
+            spec = resolver.stored(resolver.computed(labels, leaf.shape), labels, leaf.shape, "gradient")
             rows.append(("gradient", leaf.num_bytes, union(as_masks(spec, bits)), is_stacked))
     return State(
         kind=tuple(row[0] for row in rows),
@@ -245,7 +245,7 @@ def _column(laid: Laid, value: int) -> Column:
     """Where a value counts as it lies."""
     traced, labels = laid.traced, laid.traced.roles[value].labels
     is_batched = laid.is_batched(value)
-    is_stacked = any(traced.axes.names.get(label) == "layers" for label in labels if label is not None)
+    is_stacked = not traced.layer_labels.isdisjoint(labels)
     group = ACTIVATIONS if is_batched or not labels else GRADIENTS
     return union(laid.masks(value)), is_batched, is_stacked, traced.is_score(labels), group
 

@@ -1,13 +1,13 @@
 """Origins: which inputs every value of a graph depends on, and which values depend on it."""
 
 from collections.abc import Mapping, Sequence
-from enum import IntFlag
+from enum import IntEnum
 
 from spanax.trace.graph import Body, Graph
 
 
-class Origin(IntFlag):
-    """What a value was computed from; several at once."""
+class Origin(IntEnum):
+    """What a value was computed from; several at once are their sum."""
 
     NONE = 0
     BATCH = 1
