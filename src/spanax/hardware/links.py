@@ -90,7 +90,7 @@ def within(sizes: Sequence[Any], node: int) -> list[Any]:
     Over the same axes, groups of one size whose meshes agree in this are joined alike.
 
     Example:
-      >>> within((4, 4, 4), 8)
+      >>> [int(each) for each in within((4, 4, 4), 8)]
       [1, 2, 4]
     """
     found, stride = list[Any](), 1

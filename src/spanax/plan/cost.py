@@ -14,9 +14,8 @@ import numpy as np
 from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from spanax.hardware.links import AxisLink, axis_link, within
-from spanax.hardware.mesh import MeshShape
 from spanax.plan.bubble import step_seconds
+from spanax.plan.linked import Links
 from spanax.plan.terms import Moves, Terms, Touches, Works
 from spanax.trace.census import Phase
 
@@ -100,7 +99,7 @@ class Costs:
 
 
 def price(
-    terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, links: "LinksAt | None" = None
+    terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, table: "TableAt | None" = None
 ) -> Costs:
     """What a step costs on every mesh of a grid.
 
@@ -109,9 +108,9 @@ def price(
     """
     given = given or Assumptions()
     terms = repeated(terms, given.gathers_again) if given.repeats_forward else terms
-    chip, ways = cluster.chip, ways_table(grid.sizes)
-    at = links or Links(cluster, terms.axes, np.vstack([grid.num_stages[None], grid.sizes])).at(grid)
-    parts = _computed(terms, ways, grid.scale, chip, given)
+    ways = ways_table(grid.sizes)
+    at = table or Table(cluster, terms.axes, [grid], given).at(grid)
+    parts = _computed(terms, ways, at, grid, given)
     moved, once = _moved(terms, ways, at, grid, given)
     stages, count = grid.num_stages, grid.num_microbatches
     layers, around = (_sum(parts, moved, inside) for inside in (True, False))
@@ -206,11 +205,13 @@ def touch_seconds(touches: Touches, ways: Array, scale: Array, chip: Chip, given
     return kept * num_bytes / _memory_rate(chip)
 
 
-def _computed(terms: Terms, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> dict[tuple[Any, ...], Array]:
+def _computed(
+    terms: Terms, ways: Array, table: "TableAt", grid: Grid, given: Assumptions
+) -> dict[tuple[Any, ...], Array]:
     """Seconds by (phase, in the layers, what they go to), for one microbatch."""
-    works, touches = terms.works, terms.touches
-    matmuls = matmul_seconds(works, ways, scale, chip, given) * works.runs[:, None]
-    touched = touch_seconds(touches, ways, scale, chip, given)
+    works, touches, chip = terms.works, terms.touches, table.table.chip
+    matmuls = table.matmul_seconds(works) * works.runs[:, None]
+    touched = touch_seconds(touches, ways, grid.scale, chip, given)
     found: dict[tuple[Any, ...], Array] = {}
     for phase in Phase:
         for inside in (False, True):
@@ -259,7 +260,7 @@ def _wait_for_host(
 
 
 def _moved(
-    terms: Terms, ways: Array, links: "LinksAt", grid: Grid, given: Assumptions
+    terms: Terms, ways: Array, table: "TableAt", grid: Grid, given: Assumptions
 ) -> tuple[dict[tuple[Any, ...], Array], Array]:
     """Seconds by (phase, in the layers, of weights), for one microbatch; and those of gradients summed once a step.
 
@@ -270,10 +271,10 @@ def _moved(
     num_bytes = moves.num_bytes[:, None] * np.where(moves.batched[:, None], grid.scale, 1.0) / ways[moves.kept]
     found: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
     once = np.zeros(grid.scale.shape)
-    for rows, runs in _messages(moves, terms.num_layers, links.links.combines):
+    for rows, runs in _messages(moves, terms.num_layers, not table.table.chip.shared):
         at = rows[0]
         total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
-        seconds = runs * links.seconds(int(moves.kind[at]), int(moves.over[at]), total, given)
+        seconds = runs * table.seconds(int(moves.kind[at]), int(moves.over[at]), total, given)
         inside, phase = bool(moves.in_layers[at]), Phase(int(moves.phase[at]))
         of_weights, is_sum = bool(moves.of_weights[at]), bool(moves.kind[at] == 1)
         if of_weights and is_sum and phase != Phase.FORWARD:
@@ -317,65 +318,65 @@ def _memory_rate(chip: Chip) -> float:
     return (chip.memory_bytes_per_second or np.inf) * chip.memory_share
 
 
-class Links:
-    """The links of every set of mesh axes on many meshes, as arrays; worked out once for each set.
+class Table:
+    """What is the same for many layouts, worked out once: what joins the devices, and how long a matmul takes.
 
     Args:
       cluster: the machine.
       axes: names of the mesh axes inside a stage, in order.
-      meshes: a column for each mesh: the number of stages, then the size of each axis.
+      grids: all that will be priced.
+      given: what no data sheet says.
     """
 
-    def __init__(self, cluster: Cluster, axes: Sequence[str], meshes: Array):
-        self._cluster, self._names = cluster, ("pipe", *axes)
-        self.combines = not cluster.chip.shared
-        self._each_size = [np.unique(sizes) for sizes in meshes.astype(int)]
-        self._codes, first = np.unique(self._code(meshes), return_index=True)
-        self._sizes = meshes.astype(int)[:, first]
-        sharing = np.stack(within(list(self._sizes), cluster.devices_per_node))
-        _, self._within = np.unique(sharing, axis=1, return_inverse=True)
-        self._known: dict[int, dict[str, Array]] = {}
+    def __init__(self, cluster: Cluster, axes: Sequence[str], grids: Sequence[Grid], given: Assumptions):
+        candidates = np.hstack([np.zeros((len(axes) + 2, 0)), *map(_columns, grids)])
+        self._each = [np.unique(row) for row in candidates]
+        self._codes, first = np.unique(self._code(candidates), return_index=True)
+        meshes, self._scale = candidates[:-1, first], candidates[-1, first]
+        self.links = Links(cluster, axes, meshes.astype(int))
+        self._ways, self.chip, self._given = ways_table(meshes[1:]), cluster.chip, given
+        self._matmuls: dict[tuple[Any, ...], Array] = {}
 
-    def at(self, grid: Grid) -> "LinksAt":
-        """The links of a grid's candidates."""
-        where = np.searchsorted(self._codes, self._code(np.vstack([grid.num_stages[None], grid.sizes])))
-        return LinksAt(self, where, {})
+    def at(self, grid: Grid) -> "TableAt":
+        """The part of a grid's candidates."""
+        return TableAt(self, np.searchsorted(self._codes, self._code(_columns(grid))), {})
 
-    def arrays(self, over: int) -> dict[str, Array]:
-        """What joins groups over a set of axes, as a mask; over the stages of a pipeline if it is negative."""
-        if over not in self._known:
-            chosen = [0] if over < 0 else [at for at in range(1, len(self._names)) if over >> (at - 1) & 1]
-            kinds = np.vstack([self._sizes[chosen].prod(0), self._within.reshape(-1)])
-            _, first, where = np.unique(kinds, axis=1, return_index=True, return_inverse=True)
-            found = [self._link(self._sizes[:, at].tolist(), chosen) for at in first]
-            fields = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
-            self._known[over] = {
-                name: np.asarray([getattr(link, name) for link in found], float)[where.reshape(-1)] for name in fields
-            }
-        return self._known[over]
+    def matmul_seconds(self, works: Works) -> list[Array]:
+        """Seconds of one run of each matmul: an array of all candidates for each."""
+        keys = works.keys
+        new = [row for row, key in enumerate(keys) if key not in self._matmuls]
+        found = matmul_seconds(works.some(new), self._ways, self._scale, self.chip, self._given)
+        self._matmuls |= {keys[row]: seconds for row, seconds in zip(new, found, strict=True)}
+        return [self._matmuls[key] for key in keys]
 
-    def _link(self, sizes: Sequence[int], chosen: Sequence[int]) -> AxisLink:
-        mesh = MeshShape(tuple(zip(self._names, sizes, strict=True)))
-        return axis_link(self._cluster, mesh, [self._names[at] for at in chosen])
+    def _code(self, candidates: Array) -> Array:
+        """One number a candidate."""
+        places = [np.searchsorted(each, row) for each, row in zip(self._each, candidates, strict=True)]
+        return np.ravel_multi_index(places, [len(each) for each in self._each])
 
-    def _code(self, meshes: Array) -> Array:
-        """One number a mesh."""
-        places = [np.searchsorted(each, sizes) for each, sizes in zip(self._each_size, meshes, strict=True)]
-        return np.ravel_multi_index(places, [len(each) for each in self._each_size])
+
+def _columns(grid: Grid) -> Array:
+    """What tells candidates apart, whatever the schedule: stages, sizes and scale."""
+    return np.vstack([grid.num_stages[None], grid.sizes, grid.scale[None]])
 
 
 @dataclass(frozen=True, eq=False)
-class LinksAt:
-    """The links of candidates, by where their meshes stand among all."""
+class TableAt:
+    """A table for some candidates, by where they stand among all."""
 
-    links: Links
+    table: Table
     where: Array
     known: dict[int, dict[str, Array]]
+
+    def matmul_seconds(self, works: Works) -> Array:
+        """Seconds of one run of each matmul; one row a matmul, one column a candidate."""
+        found = [seconds[self.where] for seconds in self.table.matmul_seconds(works)]
+        return np.stack(found) if found else np.zeros((0, self.where.size))
 
     def arrays(self, over: int) -> dict[str, Array]:
         """What joins groups over a set of axes, candidate by candidate."""
         if over not in self.known:
-            self.known[over] = {name: values[self.where] for name, values in self.links.arrays(over).items()}
+            self.known[over] = {name: values[self.where] for name, values in self.table.links.arrays(over).items()}
         return self.known[over]
 
     def seconds(self, kind: int, over: int, num_bytes: Array, given: Assumptions) -> Array:

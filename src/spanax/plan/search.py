@@ -14,7 +14,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins, check_pinned
 from spanax.plan.candidate import RESERVE, Candidate, Search
-from spanax.plan.cost import Assumptions, Costs, Grid, Links, LinksAt, price
+from spanax.plan.cost import Assumptions, Costs, Grid, Table, TableAt, price
 from spanax.plan.laid import Known, Laid
 from spanax.plan.memory import Held, State, held_on, state_of, walk
 from spanax.plan.presets import PRESETS
@@ -93,19 +93,20 @@ def search(
             fix=f"a batch of {-(-batch_size // cluster.num_devices) * cluster.num_devices}",
         )
     space = [_asked(family, layout, mesh, pipeline, rejected) for family in space]
-    links = Links(cluster, AXES, np.hstack([np.vstack([one.num_stages[None], one.sizes]) for one in space]))
     num_layers = program.step.layer_carry[1]
-    grids = [_grids(family, links, batch_size, traced_batch, microbatches, num_layers) for family in space]
+    grids = [_grids(family, batch_size, traced_batch, microbatches, num_layers) for family in space]
+    table = Table(cluster, AXES, [grid for several in grids for grid in several], given)
+    tables = [[table.at(grid) for grid in several] for several in grids]
     states = [state_of(family.resolver) for family in space]
     found, programs, tracing = list[_Priced](), dict[str, Program](), 0.0
     began_tracing = time.perf_counter()
     for name, variant in _programs(program, remat):
         tracing += time.perf_counter() - began_tracing
         programs[name], known = variant, Known()
-        for family, state, on in zip(space, states, grids, strict=True):
-            if on:
+        for family, state, several, at in zip(space, states, grids, tables, strict=True):
+            if several:
                 laid = Laid(family.resolver.of(variant), variant.step, known)
-                found += _price_family(family, state, laid, on, cluster, given)
+                found += _price_family(family, state, laid, several, at, cluster, given)
         began_tracing = time.perf_counter()
     best, nearest = _ranked(found, cluster.memory_bytes, top, rejected)
     return Search(
@@ -189,23 +190,22 @@ def _price_family(
     family: Family,
     state: State,
     laid: Laid,
-    grids: Sequence[tuple[Grid, LinksAt]],
+    grids: Sequence[Grid],
+    tables: Sequence[TableAt],
     cluster: Cluster,
     given: Assumptions,
 ) -> list[_Priced]:
     """Every mesh of a family under every schedule."""
     terms, level, found = tally(laid), walk(laid), list[_Priced]()
-    for grid, links in grids:
+    for grid, table in zip(grids, tables, strict=True):
         memory = held_on(state, level, grid, fused_attention=given.fused_attention)
-        costs = price(terms, cluster, grid, given, links)
+        costs = price(terms, cluster, grid, given, table)
         found.append(_Priced(family, laid.resolver.program.remat, terms, grid, memory, costs))
     return found
 
 
-def _grids(
-    family: Family, links: Links, batch_size: int, traced_batch: int, microbatches: int | None, num_layers: int
-) -> list[tuple[Grid, LinksAt]]:
-    """Every mesh of a family with every number of microbatches it may take, and its links; by schedule."""
+def _grids(family: Family, batch_size: int, traced_batch: int, microbatches: int | None, num_layers: int) -> list[Grid]:
+    """Every mesh of a family with every number of microbatches it may take, by schedule."""
     ways = family.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0)
     found = []
     for schedule in SCHEDULES:
@@ -221,8 +221,7 @@ def _grids(
             columns, counts = np.asarray(pairs).T
             scale = batch_size / counts / traced_batch
             sizes, stages = family.sizes[:, columns], family.num_stages[columns]
-            grid = Grid(sizes, stages, counts, scale, schedule, num_chunks)
-            found.append((grid, links.at(grid)))
+            found.append(Grid(sizes, stages, counts, scale, schedule, num_chunks))
     return found
 
 

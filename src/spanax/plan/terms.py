@@ -7,7 +7,7 @@ terms of a layout; every mesh on which the layout resolves alike is then priced 
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,18 @@ class Works:
     phase: np.ndarray
     in_layers: np.ndarray
     scores: np.ndarray
+
+    @property
+    def keys(self) -> list[tuple[Any, ...]]:
+        """All of each row but when and how often it runs: equal ones take equally long."""
+        sizes = (self.flops, self.work, self.sizes, self.splits, self.batched)
+        table = np.column_stack([*sizes, self.num_bytes, self.bytes_splits, self.bytes_batched, self.scores])
+        return list(zip(self.dtypes, map(tuple, table.tolist()), strict=True))
+
+    def some(self, rows: Sequence[int]) -> "Works":
+        """Some of the rows."""
+        chosen = np.asarray(rows, int)
+        return Works(**{one.name: np.asarray(getattr(self, one.name))[chosen] for one in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
