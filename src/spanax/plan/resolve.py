@@ -176,7 +176,7 @@ class Constraints(Sequence[Constraint | None]):
     def __init__(self, resolver: Resolver, traced: Traced):
         self._resolver = resolver
         self._traced = traced
-        self._known: dict[Role, Constraint | None] = {}
+        self._known: dict[int, Constraint | None] = {}
 
     def __len__(self) -> int:
         return len(self._traced.axes.classes)
@@ -190,10 +190,10 @@ class Constraints(Sequence[Constraint | None]):
             return [self[at] for at in range(*value.indices(len(self)))]
         if value >= len(self):
             raise IndexError(value)
-        role = self._traced.roles[value]
-        if role not in self._known:
-            self._known[role] = self._resolver.constraint(role)
-        return self._known[role]
+        role = self._traced.roles[value]  # equal ones are one object
+        if id(role) not in self._known:
+            self._known[id(role)] = self._resolver.constraint(role)
+        return self._known[id(role)]
 
 
 def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Resolver:

@@ -1,6 +1,5 @@
 """Traced: one function as a graph with its axes, and what is known of it before any layout is."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -94,9 +93,11 @@ class Traced:
                 by_name.setdefault(axes.names[label], []).append(label)
         return by_name
 
-    def is_score(self, labels: Sequence[int | None]) -> bool:
-        """Whether values of these labels, or one layer of them, are attention scores."""
-        return label_key([one for one in labels if one not in self.layer_labels]) in self.score_keys
+    @cached_property
+    def score_labels(self) -> frozenset[tuple[int | None, ...]]:
+        """The labels of values that are attention scores, or those of several layers."""
+        keys = {labels: [one for one in labels if one not in self.layer_labels] for labels in set(self.axes.classes)}
+        return frozenset(labels for labels, of_one in keys.items() if label_key(of_one) in self.score_keys)
 
     @cached_property
     def layer_carry(self) -> tuple[int | None, int]:
