@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -251,24 +250,9 @@ def _ranked(
 
 def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
     one, at = found[int(row[0])], int(row[1])
-    family, grid = one.family, one.grid
-    sizes = [int(size) for size in grid.sizes[:, at]]
-    mesh = mesh_of(sizes)
-    return Candidate(
-        layout=layout_on(family.storing, family.sequence, mesh).name,
-        storing=family.storing,
-        sequence=family.sequence,
-        mesh=mesh,
-        num_stages=int(grid.num_stages[at]),
-        schedule=grid.schedule,
-        num_chunks=grid.num_chunks,
-        remat=one.remat,
-        microbatches=int(grid.num_microbatches[at]),
-        step_seconds=float(one.costs.step_seconds[at]),
-        seconds={name: float(values[at]) for name, values in one.costs.terms.items()},
-        memory={name: math.ceil(values[at]) for name, values in one.memory.groups.items()},
-        flops=float(one.costs.flops[at]),
-    )
+    mesh = mesh_of(one.grid.sizes[:, at].tolist())
+    layout = layout_on(one.family.storing, one.family.sequence, mesh)
+    return Candidate.of(layout, one.family.storing, mesh, one.remat, one.grid, one.costs, one.memory, at)
 
 
 def _dtype(found: Sequence[_Priced]) -> str:
