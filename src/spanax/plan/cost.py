@@ -271,12 +271,12 @@ def _moved(
     num_bytes = moves.num_bytes[:, None] * np.where(moves.batched[:, None], grid.scale, 1.0) / ways[moves.kept]
     found: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
     once = np.zeros(grid.scale.shape)
-    for rows, runs in _messages(moves, terms.num_layers, not table.table.chip.shared):
-        at = rows[0]
+    combines = not table.table.chip.shared
+    for (kind, over, phase, inside, of_weights, _), rows in _messages(moves, combines).items():
+        runs = terms.num_layers if combines and of_weights and inside else moves.runs[rows].max()
         total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
-        seconds = runs * table.seconds(int(moves.kind[at]), int(moves.over[at]), total, given)
-        inside, phase = bool(moves.in_layers[at]), Phase(int(moves.phase[at]))
-        of_weights, is_sum = bool(moves.of_weights[at]), bool(moves.kind[at] == 1)
+        seconds = runs * table.seconds(kind, over, total, given)
+        is_sum = kind == 1
         if of_weights and is_sum and phase != Phase.FORWARD:
             once = once + seconds / (grid.num_stages if inside else 1)
         else:  # what is summed on the way to the loss is the loss, or a mean of the batch
@@ -284,21 +284,13 @@ def _moved(
     return found, once
 
 
-def _messages(moves: Moves, num_layers: int, combines: bool) -> list[tuple[Array, float]]:
-    """Rows that go together, and how often."""
+def _messages(moves: Moves, combines: bool) -> dict[tuple[Any, ...], list[int]]:
+    """Rows that go together, by (kind, over, phase, in the layers, of weights), and the row of what goes alone."""
     together: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for row in range(len(moves.kind)):
-        place = (moves.kind[row], moves.over[row], moves.phase[row], moves.in_layers[row])
-        together[place if combines and moves.of_weights[row] else (row,)].append(row)
-    return [
-        (
-            np.asarray(rows),
-            float(num_layers)
-            if combines and moves.of_weights[rows[0]] and moves.in_layers[rows[0]]
-            else float(moves.runs[rows].max()),
-        )
-        for rows in together.values()
-    ]
+    places = (moves.kind, moves.over, moves.phase, moves.in_layers, moves.of_weights)
+    for row, place in enumerate(zip(*(column.tolist() for column in places), strict=True)):
+        together[*place, None if combines and place[-1] else row].append(row)
+    return together
 
 
 def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool) -> dict[str, Array]:
