@@ -17,7 +17,7 @@ from programs import array, small_gpt, workload, zoo_program
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
-from spanax.plan.cost import TILE, Assumptions, Costs, Grid, Links, matmul_seconds, price, ways_table
+from spanax.plan.cost import TILE, Assumptions, Costs, Grid, Table, matmul_seconds, price, ways_table
 from spanax.plan.laid import Laid
 from spanax.plan.place import resolver_of
 from spanax.plan.search import Candidate, search
@@ -302,13 +302,23 @@ def test_many_meshes_at_once_cost_what_each_costs_alone(name: str, layout: str, 
             assert values[0] == pytest.approx(together.terms[key][at], rel=1e-12)
 
 
-def test_links_made_once_are_those_made_for_each_grid() -> None:
+def test_a_table_made_once_is_that_made_for_each_grid() -> None:
     found, cluster = terms(small_gpt(), "fsdp+tensor", "fsdp=2,model=2"), spanax.cluster("a100:2x8")
     two, four = grid((8, 2), (4, 4)), grid((4, 2), (2, 4), stages=2, microbatches=4, scale=0.25)
-    meshes = [np.vstack([one.num_stages[None], one.sizes]) for one in (two, four)]
-    links = Links(cluster, found.axes, np.hstack(meshes))
+    table = Table(cluster, found.axes, [two, four], Assumptions())
     for one in (two, four):
-        assert (price(found, cluster, one, links=links).step_seconds == price(found, cluster, one).step_seconds).all()
+        together = price(found, cluster, one, table=table.at(one))
+        assert (together.step_seconds == price(found, cluster, one).step_seconds).all()
+
+
+def test_a_table_takes_a_matmul_apart_from_what_differs_in_one_number() -> None:
+    cluster, alone = spanax.cluster("a100:8"), grid((8,))
+    shapes = [(4096, 4096, 4096), (4096, 4096, 2048), (4096, 4096, 4096)]
+    table = Table(cluster, ("data",), [alone], Assumptions()).at(alone)
+    found = [float(table.matmul_seconds(one_matmul(*shape))[0, 0]) for shape in shapes]
+    assert found[0] == found[2] > 1.5 * found[1]
+    narrow = one_matmul(4096, 4096, 4096, dtype="fp32")
+    assert table.matmul_seconds(narrow)[0, 0] > 1.5 * found[0]
 
 
 # Pipelines

@@ -242,6 +242,22 @@ def test_one_device() -> None:
     assert all(one.seconds["gradient sync"] == one.seconds["weights between devices"] == 0 for one in found.candidates)
 
 
+def test_a_program_without_a_matmul() -> None:
+    program = spanax.trace(
+        build=lambda rngs: nnx.LayerNorm(64, rngs=rngs),
+        optimizer=optax.sgd(0.1),
+        batch=array(64, 64),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )
+    best = search(program, spanax.cluster("a100:8")).best
+    assert best is not None and best.seconds["matmuls"] == 0 < best.seconds["memory"]
+
+
+def test_where_no_mesh_takes_the_microbatches_nothing_is_priced() -> None:
+    found = search(workload("gpt-nano"), spanax.cluster("cpu:8"), microbatches=3)
+    assert found.best is None and found.layouts_priced == 0
+
+
 def test_a_step_of_the_users_own() -> None:
     def train_step(model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
         loss, grads = nnx.value_and_grad(zoo.squared_error)(model, batch)

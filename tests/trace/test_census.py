@@ -134,7 +134,7 @@ def test_what_carries_the_layers_is_found() -> None:
 
 def test_attention_scores_are_told_from_all_else() -> None:
     step = small_gpt().step
-    shapes = {step.graph.shape(value) for value, labels in enumerate(step.axes.classes) if step.is_score(labels)}
+    shapes = {step.graph.shape(value) for value, labels in enumerate(step.axes.classes) if labels in step.score_labels}
     assert {(B, 8, T, T), (L, B, 8, T, T)} <= shapes
     assert all(shape[-4:] in ((B, 8, T, T), (B, T, 8, T)) for shape in shapes)
 

@@ -7,6 +7,9 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.chip import Chip, Link
@@ -45,7 +48,7 @@ ALONE = AxisLink(1, math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0, "one 
 
 
 def axis_link(cluster: Cluster, mesh: MeshShape, axes: str | Sequence[str]) -> AxisLink:
-    """What a collective over one mesh axis, or over several at once, runs over. Cheap: called for every layout.
+    """What a collective over one mesh axis, or over several at once, runs over.
 
     Behind a switch, with stride s (the product of the later sizes), size n and nodes of D devices: inside a node if
     s n <= D, between nodes if s >= D, and else a ring through all of them at the lower of the rate inside and that of
@@ -81,19 +84,34 @@ def axis_link(cluster: Cluster, mesh: MeshShape, axes: str | Sequence[str]) -> A
     return _axis_link(cluster, tuple(size for _, size in mesh.axes), positions)
 
 
-@functools.lru_cache(maxsize=65536)
+def within(sizes: Sequence[Any], node: int) -> list[Any]:
+    """How many devices along each axis share a node (or slice) of so many; sizes may be arrays, an entry a mesh.
+
+    Over the same axes, groups of one size whose meshes agree in this are joined alike.
+
+    Example:
+      >>> [int(each) for each in within((4, 4, 4), 8)]
+      [1, 2, 4]
+    """
+    found, stride = list[Any](), 1
+    for size in reversed(sizes):
+        found.insert(0, np.clip(node // stride, 1, size))
+        stride = stride * size
+    return found
+
+
 def _axis_link(cluster: Cluster, sizes: tuple[int, ...], positions: tuple[int, ...]) -> AxisLink:
     size = math.prod(sizes[position] for position in positions)
     if size == 1:
         return ALONE
     chip, node = cluster.chip, cluster.devices_per_node
-    within = _within(sizes, node)
-    members = math.prod(within[position] for position in positions)
+    inside_node = tuple(map(int, within(sizes, node)))
+    members = math.prod(inside_node[position] for position in positions)
     if members == 1:
         return _switched(_known(chip, chip.between, "between nodes"), size)
     link = _known(chip, chip.inside, "between devices")
     if link.kind == "torus":
-        placed = _placed(cluster, within)
+        placed = _placed(cluster, inside_node)
         parts = [part for position in positions for part in placed[position]]
         inside = _torus(chip, link, members, joined(parts, cluster.shape, link.wraps(cluster.shape)))
     else:
@@ -101,15 +119,6 @@ def _axis_link(cluster: Cluster, sizes: tuple[int, ...], positions: tuple[int, .
     if members == size:
         return inside
     return _mixed(inside, _known(chip, chip.between, "between nodes"), size)
-
-
-def _within(sizes: tuple[int, ...], node: int) -> tuple[int, ...]:
-    """How many devices along each axis share a node (or slice)."""
-    within, stride = [], 1
-    for size in reversed(sizes):
-        within.append(max(1, min(size, node // stride)))
-        stride *= size
-    return tuple(reversed(within))
 
 
 def _switched(link: Link, size: int) -> AxisLink:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from spanax.errors import SpanaxError
@@ -62,8 +63,11 @@ class MeshShape:
 
     def ways(self, axes: Sequence[str]) -> int:
         """How many parts a dim split over `axes` has; an axis the mesh lacks counts as 1."""
-        sizes = dict(self.axes)
-        return math.prod(sizes.get(axis, 1) for axis in axes)
+        return math.prod([self._sizes.get(axis, 1) for axis in axes])
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
 
     def build(self, devices: Sequence[Any] | None = None) -> "Mesh":
         """The real mesh, over the first `size` of `devices` (all local ones by default).

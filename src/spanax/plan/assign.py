@@ -25,6 +25,8 @@ def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Lay
     Raises:
       SpanaxError: no such axis in the program, or no such mesh axis.
     """
+    if not pins:
+        return layout
     check_pinned(program, pins)
     computed = dict(layout.computed)
     for name, wanted in pins.items():

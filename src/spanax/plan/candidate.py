@@ -8,7 +8,10 @@ import numpy as np
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
+from spanax.plan.cost import Costs, Grid
 from spanax.plan.laid import Laid
+from spanax.plan.layout import Layout
+from spanax.plan.memory import Held
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.resolve import resolve
@@ -40,6 +43,27 @@ class Candidate:
     seconds: dict[str, float]
     memory: dict[str, int]
     flops: float
+
+    @staticmethod
+    def of(
+        layout: Layout, storing: str, mesh: MeshShape, remat: str, grid: Grid, costs: Costs, memory: Held, at: int = 0
+    ) -> "Candidate":
+        """One entry of a grid that was priced."""
+        return Candidate(
+            layout=layout.name,
+            storing=storing,
+            sequence=layout.sequence_axis is not None,
+            mesh=mesh,
+            num_stages=int(grid.num_stages[at]),
+            schedule=grid.schedule,
+            num_chunks=grid.num_chunks,
+            remat=remat,
+            microbatches=int(grid.num_microbatches[at]),
+            step_seconds=float(costs.step_seconds[at]),
+            seconds={name: float(values[at]) for name, values in costs.terms.items()},
+            memory={name: math.ceil(values[at]) for name, values in memory.groups.items()},
+            flops=float(costs.flops[at]),
+        )
 
     @property
     def peak_bytes(self) -> int:

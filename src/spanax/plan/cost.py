@@ -14,9 +14,8 @@ import numpy as np
 from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
-from spanax.hardware.links import ALONE, AxisLink, axis_link
-from spanax.hardware.mesh import MeshShape
 from spanax.plan.bubble import step_seconds
+from spanax.plan.linked import Links
 from spanax.plan.terms import Moves, Terms, Touches, Works
 from spanax.trace.census import Phase
 
@@ -100,7 +99,7 @@ class Costs:
 
 
 def price(
-    terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, links: "Links | None" = None
+    terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, table: "TableAt | None" = None
 ) -> Costs:
     """What a step costs on every mesh of a grid.
 
@@ -109,10 +108,9 @@ def price(
     """
     given = given or Assumptions()
     terms = repeated(terms, given.gathers_again) if given.repeats_forward else terms
-    chip, ways = cluster.chip, ways_table(grid.sizes)
-    table = links or Links(cluster, terms.axes, np.vstack([grid.num_stages[None], grid.sizes]))
-    at = table.at(grid)
-    parts = _computed(terms, ways, grid.scale, chip, given)
+    ways = ways_table(grid.sizes)
+    at = table or Table(cluster, terms.axes, [grid], given).at(grid)
+    parts = _computed(terms, ways, at, grid, given)
     moved, once = _moved(terms, ways, at, grid, given)
     stages, count = grid.num_stages, grid.num_microbatches
     layers, around = (_sum(parts, moved, inside) for inside in (True, False))
@@ -207,11 +205,13 @@ def touch_seconds(touches: Touches, ways: Array, scale: Array, chip: Chip, given
     return kept * num_bytes / _memory_rate(chip)
 
 
-def _computed(terms: Terms, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> dict[tuple[Any, ...], Array]:
+def _computed(
+    terms: Terms, ways: Array, table: "TableAt", grid: Grid, given: Assumptions
+) -> dict[tuple[Any, ...], Array]:
     """Seconds by (phase, in the layers, what they go to), for one microbatch."""
-    works, touches = terms.works, terms.touches
-    matmuls = matmul_seconds(works, ways, scale, chip, given) * works.runs[:, None]
-    touched = touch_seconds(touches, ways, scale, chip, given)
+    works, touches, chip = terms.works, terms.touches, table.table.chip
+    matmuls = table.matmul_seconds(works) * works.runs[:, None]
+    touched = touch_seconds(touches, ways, grid.scale, chip, given)
     found: dict[tuple[Any, ...], Array] = {}
     for phase in Phase:
         for inside in (False, True):
@@ -260,7 +260,7 @@ def _wait_for_host(
 
 
 def _moved(
-    terms: Terms, ways: Array, links: "LinksAt", grid: Grid, given: Assumptions
+    terms: Terms, ways: Array, table: "TableAt", grid: Grid, given: Assumptions
 ) -> tuple[dict[tuple[Any, ...], Array], Array]:
     """Seconds by (phase, in the layers, of weights), for one microbatch; and those of gradients summed once a step.
 
@@ -271,12 +271,12 @@ def _moved(
     num_bytes = moves.num_bytes[:, None] * np.where(moves.batched[:, None], grid.scale, 1.0) / ways[moves.kept]
     found: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
     once = np.zeros(grid.scale.shape)
-    for rows, runs in _messages(moves, terms.num_layers, links.links.combines):
-        at = rows[0]
+    combines = not table.table.chip.shared
+    for (kind, over, phase, inside, of_weights, _), rows in _messages(moves, combines).items():
+        runs = terms.num_layers if combines and of_weights and inside else moves.runs[rows].max()
         total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
-        seconds = runs * links.seconds(int(moves.kind[at]), int(moves.over[at]), total, given)
-        inside, phase = bool(moves.in_layers[at]), Phase(int(moves.phase[at]))
-        of_weights, is_sum = bool(moves.of_weights[at]), bool(moves.kind[at] == 1)
+        seconds = runs * table.seconds(kind, over, total, given)
+        is_sum = kind == 1
         if of_weights and is_sum and phase != Phase.FORWARD:
             once = once + seconds / (grid.num_stages if inside else 1)
         else:  # what is summed on the way to the loss is the loss, or a mean of the batch
@@ -284,21 +284,13 @@ def _moved(
     return found, once
 
 
-def _messages(moves: Moves, num_layers: int, combines: bool) -> list[tuple[Array, float]]:
-    """Rows that go together, and how often."""
+def _messages(moves: Moves, combines: bool) -> dict[tuple[Any, ...], list[int]]:
+    """Rows that go together, by (kind, over, phase, in the layers, of weights), and the row of what goes alone."""
     together: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for row in range(len(moves.kind)):
-        place = (moves.kind[row], moves.over[row], moves.phase[row], moves.in_layers[row])
-        together[place if combines and moves.of_weights[row] else (row,)].append(row)
-    return [
-        (
-            np.asarray(rows),
-            float(num_layers)
-            if combines and moves.of_weights[rows[0]] and moves.in_layers[rows[0]]
-            else float(moves.runs[rows].max()),
-        )
-        for rows in together.values()
-    ]
+    places = (moves.kind, moves.over, moves.phase, moves.in_layers, moves.of_weights)
+    for row, place in enumerate(zip(*(column.tolist() for column in places), strict=True)):
+        together[*place, None if combines and place[-1] else row].append(row)
+    return together
 
 
 def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool) -> dict[str, Array]:
@@ -318,53 +310,65 @@ def _memory_rate(chip: Chip) -> float:
     return (chip.memory_bytes_per_second or np.inf) * chip.memory_share
 
 
-class Links:
-    """The links of every set of mesh axes on many meshes, as arrays; worked out once for each set.
+class Table:
+    """What is the same for many layouts, worked out once: what joins the devices, and how long a matmul takes.
 
     Args:
       cluster: the machine.
       axes: names of the mesh axes inside a stage, in order.
-      meshes: a column for each mesh: the number of stages, then the size of each axis.
+      grids: all that will be priced.
+      given: what no data sheet says.
     """
 
-    def __init__(self, cluster: Cluster, axes: Sequence[str], meshes: Array):
-        unique, where = np.unique(meshes.astype(int), axis=1, return_inverse=True)
-        self._columns = {tuple(column): at for at, column in enumerate(unique.T.tolist())}
-        self.where = where.reshape(-1)
-        names = ("pipe", *axes)
-        self._cluster, self._axes = cluster, axes
-        self.combines = not cluster.chip.shared
-        self._meshes = [MeshShape(tuple(zip(names, column, strict=True))) for column in self._columns]
-        self._known: dict[int, dict[str, Array]] = {}
+    def __init__(self, cluster: Cluster, axes: Sequence[str], grids: Sequence[Grid], given: Assumptions):
+        candidates = np.hstack([np.zeros((len(axes) + 2, 0)), *map(_columns, grids)])
+        self._each = [np.unique(row) for row in candidates]
+        self._codes, first = np.unique(self._code(candidates), return_index=True)
+        meshes, self._scale = candidates[:-1, first], candidates[-1, first]
+        self.links = Links(cluster, axes, meshes.astype(int))
+        self._ways, self.chip, self._given = ways_table(meshes[1:]), cluster.chip, given
+        self._matmuls: dict[tuple[Any, ...], Array] = {}
 
-    def at(self, grid: Grid) -> "LinksAt":
-        """The links of a grid's candidates."""
-        columns = np.vstack([grid.num_stages[None], grid.sizes]).astype(int).T.tolist()
-        where = np.asarray([self._columns[tuple(column)] for column in columns], int)
-        return LinksAt(self, where, {})
+    def at(self, grid: Grid) -> "TableAt":
+        """The part of a grid's candidates."""
+        return TableAt(self, np.searchsorted(self._codes, self._code(_columns(grid))), {})
 
-    def arrays(self, over: int) -> dict[str, Array]:
-        """What joins groups over a set of axes, as a mask; over the stages of a pipeline if it is negative."""
-        if over not in self._known:
-            named = ["pipe"] if over < 0 else [axis for at, axis in enumerate(self._axes) if over >> at & 1]
-            found = [ALONE if mesh.ways(named) == 1 else axis_link(self._cluster, mesh, named) for mesh in self._meshes]
-            fields = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
-            self._known[over] = {name: np.asarray([getattr(link, name) for link in found], float) for name in fields}
-        return self._known[over]
+    def matmul_seconds(self, works: Works) -> list[Array]:
+        """Seconds of one run of each matmul: an array of all candidates for each."""
+        keys = works.keys
+        new = [row for row, key in enumerate(keys) if key not in self._matmuls]
+        found = matmul_seconds(works.some(new), self._ways, self._scale, self.chip, self._given)
+        self._matmuls |= {keys[row]: seconds for row, seconds in zip(new, found, strict=True)}
+        return [self._matmuls[key] for key in keys]
+
+    def _code(self, candidates: Array) -> Array:
+        """One number a candidate."""
+        places = [np.searchsorted(each, row) for each, row in zip(self._each, candidates, strict=True)]
+        return np.ravel_multi_index(places, [len(each) for each in self._each])
+
+
+def _columns(grid: Grid) -> Array:
+    """What tells candidates apart, whatever the schedule: stages, sizes and scale."""
+    return np.vstack([grid.num_stages[None], grid.sizes, grid.scale[None]])
 
 
 @dataclass(frozen=True, eq=False)
-class LinksAt:
-    """The links of candidates, by where their meshes stand among all."""
+class TableAt:
+    """A table for some candidates, by where they stand among all."""
 
-    links: Links
+    table: Table
     where: Array
     known: dict[int, dict[str, Array]]
+
+    def matmul_seconds(self, works: Works) -> Array:
+        """Seconds of one run of each matmul; one row a matmul, one column a candidate."""
+        found = [seconds[self.where] for seconds in self.table.matmul_seconds(works)]
+        return np.stack(found) if found else np.zeros((0, self.where.size))
 
     def arrays(self, over: int) -> dict[str, Array]:
         """What joins groups over a set of axes, candidate by candidate."""
         if over not in self.known:
-            self.known[over] = {name: values[self.where] for name, values in self.links.arrays(over).items()}
+            self.known[over] = {name: values[self.where] for name, values in self.table.links.arrays(over).items()}
         return self.known[over]
 
     def seconds(self, kind: int, over: int, num_bytes: Array, given: Assumptions) -> Array:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spanax.plan.partition import Masks, Shift, Split, as_masks, partition, transition, union
 from spanax.plan.resolve import Constraint, Resolver
@@ -11,7 +12,7 @@ from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.traced import Traced
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Division:
     """What happens to one operation: how it takes its operands, and how it is divided with all that moves for it.
 
@@ -26,11 +27,13 @@ class Division:
 class Known:
     """What layouts of one function over the same mesh axes have in common, so that it is worked out once for all.
 
-    `numbers` counts the ways in which values lie; `divisions` are known by the operation and how its values lie.
+    `numbers` counts the ways in which values lie; `divisions` are known by the operation and how its values lie, and
+    `matmuls` by their division: what a row of `Works` says but for when it runs and how often.
     """
 
     numbers: dict[Constraint | None, int] = field(default_factory=dict)
     divisions: dict[tuple[object, ...], Division] = field(default_factory=dict)
+    matmuls: dict[Division, tuple[Any, ...]] = field(default_factory=dict)
 
 
 class Laid:
@@ -45,7 +48,7 @@ class Laid:
     def __init__(self, resolver: Resolver, traced: Traced, known: Known | None = None):
         self.resolver, self.traced = resolver, traced
         self.constraints = resolver.constraints(traced)
-        self._known = known or Known()
+        self.known = known or Known()
         self._bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
         self._lies: dict[int, tuple[int, Masks]] = {}
         self._divisions: dict[Op, Division] = {}
@@ -75,15 +78,15 @@ class Laid:
         if op not in self._divisions:
             lies = tuple(self._lying(value)[0] for value in (*op.inputs, *op.outputs))
             key = (op, lies, self.resolver.mesh if op.name in LOOKUPS else None)
-            if key not in self._known.divisions:
-                self._known.divisions[key] = self._divide(op)
-            self._divisions[op] = self._known.divisions[key]
+            if key not in self.known.divisions:
+                self.known.divisions[key] = self._divide(op)
+            self._divisions[op] = self.known.divisions[key]
         return self._divisions[op]
 
     def _lying(self, value: int) -> tuple[int, Masks]:
         role = id(self.traced.roles[value])
         if role not in self._lies:
-            constraint, numbers = self.constraints[value], self._known.numbers
+            constraint, numbers = self.constraints[value], self.known.numbers
             number = numbers.setdefault(constraint, len(numbers))
             self._lies[role] = number, self.masks_of(value, constraint)
         return self._lies[role]

@@ -5,6 +5,7 @@ around it. What lives only inside a fused kernel is held nowhere. As with costs,
 of mesh axes, so that one walk serves every mesh on which a layout resolves alike.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class Level:
 class State:
     """Leaves of the state and the batch: kind, global bytes, the axes that split them, if they are stacked by layer.
 
-    Beside each parameter its gradient, as it is stored where several are added up.
+    Those that lie alike are one. Beside each parameter its gradient, as it is stored where several are added up.
     """
 
     kind: tuple[str, ...]
@@ -68,21 +69,17 @@ def state_of(resolver: Resolver) -> State:
     """Where the leaves of the state and of the batch lie, as the plan's placements have them."""
     program, bits = resolver.program, {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
     axes = program.step.axes
-    rows = []
+    rows: dict[tuple[str, int, bool], int] = defaultdict(int)
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
         labels = axes.classes[value]
         spec, _ = resolver.placed(leaf, labels)
-        is_stacked = any(axes.names.get(label) == "layers" for label in labels if label is not None)
-        rows.append((leaf.kind, leaf.num_bytes, union(as_masks(spec, bits)), is_stacked))
+        is_stacked = not program.step.layer_labels.isdisjoint(labels)
+        rows[leaf.kind, union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
         if leaf.kind == "param":
-            spec, _ = resolver.stored(labels, leaf.shape, "gradient")
-            rows.append(("gradient", leaf.num_bytes, union(as_masks(spec, bits)), is_stacked))
-    return State(
-        kind=tuple(row[0] for row in rows),
-        num_bytes=np.asarray([row[1] for row in rows], float),
-        split=np.asarray([row[2] for row in rows], int),
-        stacked=np.asarray([row[3] for row in rows], bool),
-    )
+            spec = resolver.stored(resolver.computed(labels, leaf.shape), labels, leaf.shape, "gradient")
+            rows["gradient", union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
+    kinds, splits, stacked = zip(*rows, strict=True)
+    return State(kinds, np.asarray([*rows.values()], float), np.asarray(splits, int), np.asarray(stacked, bool))
 
 
 def walk(laid: Laid, *, is_tpu: bool = False) -> Level:
@@ -252,9 +249,9 @@ def _column(laid: Laid, value: int) -> Column:
     """Where a value counts as it lies."""
     traced, labels = laid.traced, laid.traced.roles[value].labels
     is_batched = laid.is_batched(value)
-    is_stacked = any(traced.axes.names.get(label) == "layers" for label in labels if label is not None)
+    is_stacked = not traced.layer_labels.isdisjoint(labels)
     group = ACTIVATIONS if is_batched or not labels else GRADIENTS
-    return union(laid.masks(value)), is_batched, is_stacked, traced.is_score(labels), group
+    return union(laid.masks(value)), is_batched, is_stacked, labels in traced.score_labels, group
 
 
 def _fullest(held: Array, rows: Array) -> list[int]:

@@ -1,7 +1,5 @@
 """Own: the price of a plan that somebody already has, as the search would have given it."""
 
-import math
-
 import numpy as np
 
 from spanax.hardware.cluster import Cluster
@@ -36,26 +34,12 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
       >>> own.step_seconds == found.best.step_seconds, own.memory == found.best.memory
       (True, True)
     """
-    laid, grid, schedule = _laid(program, plan), _grid(program, plan), plan.schedule
+    laid, grid = _laid(program, plan), _grid(program, plan)
     memory = _held(laid, grid, cluster, given or Assumptions())
     costs = price(tally(laid, adds_first=cluster.adds_first), cluster, grid, given)
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
-    return Candidate(
-        layout=plan.layout.name,
-        storing=storing,
-        sequence=plan.layout.sequence_axis is not None,
-        mesh=plan.mesh,
-        num_stages=schedule.num_stages,
-        schedule=schedule.pipeline,
-        num_chunks=schedule.num_chunks,
-        remat=laid.resolver.program.remat,
-        microbatches=int(grid.num_microbatches[0]),
-        step_seconds=float(costs.step_seconds[0]),
-        seconds={name: float(values[0]) for name, values in costs.terms.items()},
-        memory={name: math.ceil(values[0]) for name, values in memory.groups.items()},
-        flops=float(costs.flops[0]),
-    )
+    return Candidate.of(plan.layout, storing, plan.mesh, laid.resolver.program.remat, grid, costs, memory)
 
 
 def memory_of(program: Program, plan: Plan, cluster: Cluster) -> Held:

@@ -66,6 +66,8 @@ def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> 
 
     Dims are gathered one after the other, the last first.
     """
+    if before == after:
+        return []
     had, wanted = union(before), union(after)
     kept, exchanged = 0, 0
     for old, new in zip(before, after, strict=True):

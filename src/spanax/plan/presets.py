@@ -36,6 +36,9 @@ STORED: dict[str, tuple[str, ...]] = {
 }
 """What the ZeRO stages below three store split; every other preset with `fsdp` stores all of it."""
 
+BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED}
+"""The presets by what they are made of."""
+
 
 def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False) -> Layout:
     """The preset of a name on a mesh, whatever the mesh axes are called.
@@ -85,9 +88,8 @@ def layout_for(mesh: MeshShape) -> Layout:
 def layout_of(mesh: MeshShape, stored: Sequence[str]) -> Layout:
     """The layout of a mesh of canonical axes that keeps these kinds of arrays split over `fsdp`."""
     roles = {axis: axis for axis, size in mesh.axes if axis in MEANING and size > 1}
-    by_axes = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED}
     words = {"data": "data", "fsdp": "fsdp", "model": "tensor", "context": "context", "expert": "expert"}
-    name = by_axes.get(frozenset(roles)) or "+".join(words[axis] for axis in MEANING if axis in roles) or "data"
+    name = BY_AXES.get(frozenset(roles)) or "+".join(words[axis] for axis in MEANING if axis in roles) or "data"
     return _layout(name, roles, stored)
 
 

@@ -5,13 +5,13 @@ The plan's placements, the constraints of the step that runs, and the prices all
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import overload
 
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Assignment, Pins, assign, pinned
 from spanax.plan.layout import Layout
+from spanax.trace.census import label_key
 from spanax.trace.origins import Origin
 from spanax.trace.program import Program
 from spanax.trace.roles import Role
@@ -56,52 +56,46 @@ class Resolver:
         """The spec of a value while it is computed with: each mesh axis on the first dim of its list."""
         split: list[tuple[str, ...]] = [()] * len(shape)
         for axis, ranks in self.assignment.ranks.items():
-            candidates = [
-                (ranks[label], dim)
-                for dim, label in enumerate(labels)
-                if label is not None
-                and label in ranks
-                and dim not in whole
-                and shape[dim] % self.mesh.ways((*split[dim], axis)) == 0
-            ]
-            if candidates:
-                _, dim = min(candidates)
-                split[dim] = (*split[dim], axis)
+            candidates = [(ranks[at], dim) for dim, at in enumerate(labels) if at is not None and at in ranks]
+            for _, dim in sorted(candidates):
+                if dim not in whole and shape[dim] % self.mesh.ways((*split[dim], axis)) == 0:
+                    split[dim] = (*split[dim], axis)
+                    break
         return tuple(split)
 
-    def stored(self, labels: Labels, shape: Sequence[int], kind: str) -> tuple[Spec, str]:
-        """The spec of an array where it is kept, and the reason.
+    def stored(self, used: Spec, labels: Labels, shape: Sequence[int], kind: str) -> Spec:
+        """The spec of an array where it is kept.
 
-        Beyond its computed spec it is split over the layout's stored axes, on the largest dim that is whole till then:
-        a sum over one mesh axis that splits a dim together with another cannot be scattered at once. The
+        Beyond its computed spec, `used`, it is split over the layout's stored axes, on the largest dim that is whole
+        till then: a sum over one mesh axis that splits a dim together with another cannot be scattered at once. The
         choice follows the classes, not the positions: a gradient that comes transposed is split alike.
         """
-        spec = self.computed(labels, shape)
-        used = {axis for axes in spec for axis in axes}
-        axes = tuple(a for a in self.layout.stored(kind) if self.mesh.ways([a]) > 1 and a not in used)
-        if not axes or not shape:
-            return spec, self._why(labels, shape, spec)
+        axes = self._stored_axes(used, kind)
+        if not axes:
+            return used
         ways = self.mesh.ways(axes)
-        local = [size // self.mesh.ways(by) for size, by in zip(shape, spec, strict=True)]
+        local = [size // self.mesh.ways(by) for size, by in zip(shape, used, strict=True)]
         order = [
-            (self.reluctance(label), bool(spec[dim]), -local[dim], label if label is not None else -1, dim)
+            (self.reluctance(label), bool(used[dim]), -local[dim], label if label is not None else -1, dim)
             for dim, label in enumerate(labels)
             if local[dim] % ways == 0
         ]
-        if not order:
-            sizes = "x".join(map(str, shape))
-            return spec, f"stored whole: no dim of {sizes} divides {'+'.join(axes)} ({ways} ways)"
-        dim = min(order)[-1]
-        spec = tuple((*by, *axes) if at == dim else by for at, by in enumerate(spec))
-        return spec, self._why(labels, shape, spec, f"stored over {'+'.join(axes)}")
+        dim = min(order)[-1] if order else None
+        return tuple((*by, *axes) if at == dim else by for at, by in enumerate(used))
+
+    def _stored_axes(self, used: Spec, kind: str) -> tuple[str, ...]:
+        """The mesh axes over which an array is to be split where it is kept, beyond those that split it already."""
+        taken = {axis for by in used for axis in by}
+        return tuple(a for a in self.layout.stored(kind) if self.mesh.ways([a]) > 1 and a not in taken)
 
     def reluctance(self, label: int | None) -> tuple[bool, bool]:
         """What comes after other classes when an array is stored: what is scanned, and what is looked up."""
-        return label in self._scanned, label in self._looked_up
+        step = self.program.step
+        return label in step.layer_labels, label in step.looked_up
 
     def kind(self, leaf: Leaf, labels: Labels) -> str:
         """As which kind a leaf is stored: other state shaped like a parameter (an average of it) goes with it."""
-        return "param" if leaf.kind == "other" and _key(labels) in self._leaf_keys else leaf.kind
+        return "param" if leaf.kind == "other" and label_key(labels) in self.program.param_keys else leaf.kind
 
     def placed(self, leaf: Leaf, labels: Labels) -> tuple[Spec, str]:
         """The spec of a leaf of the state or the batch between steps, and the reason.
@@ -112,9 +106,14 @@ class Resolver:
         written = annotated(leaf, self.mesh)
         if written is not None:
             return written, "as the model's author annotated it"
-        if leaf.kind == "batch":
-            return self.computed(labels, leaf.shape), ""
-        return self.stored(labels, leaf.shape, self.kind(leaf, labels))
+        used, kind = self.computed(labels, leaf.shape), self.kind(leaf, labels)
+        if kind == "batch":
+            return used, ""
+        spec, axes = self.stored(used, labels, leaf.shape, kind), self._stored_axes(used, kind)
+        if leaf.shape and axes and spec == used:
+            sizes, ways = "x".join(map(str, leaf.shape)), self.mesh.ways(axes)
+            return spec, f"stored whole: no dim of {sizes} divides {'+'.join(axes)} ({ways} ways)"
+        return spec, self._why(labels, spec, f"stored over {'+'.join(axes)}" if spec != used else "")
 
     def constraints(self, traced: Traced) -> "Constraints":
         """The constraint of every value of a traced function, by its number; None: left to the compiler."""
@@ -127,44 +126,16 @@ class Resolver:
             return Constraint(self.computed(labels, shape, role.whole))
         if not any(label is not None for label in labels):
             return None
-        is_weight = _key(labels) in self._leaf_keys
+        is_weight, used = label_key(labels) in self.program.param_keys, self.computed(labels, shape)
         if role.is_computed and (is_weight or origin & Origin.BATCH):
-            return Constraint(self.computed(labels, shape))
+            return Constraint(used)
         if is_weight:
             kind = "optimizer" if origin & Origin.OPTIMIZER else "gradient" if origin & Origin.BATCH else "param"
-            spec, used = self.stored(labels, shape, kind)[0], self.computed(labels, shape)
+            spec = self.stored(used, labels, shape, kind)
             return Constraint(spec, used=None if used == spec else used)
-        spec = self.computed(labels, shape)
-        return Constraint(spec, is_open=True) if any(spec) else None
+        return Constraint(used, is_open=True) if any(used) else None
 
-    @cached_property
-    def _scanned(self) -> frozenset[int]:
-        names = self.program.step.axes.names
-        return frozenset(label for label, name in names.items() if name == "layers")
-
-    @cached_property
-    def _looked_up(self) -> frozenset[int | None]:
-        """The classes along which tables are looked up: split along another, a table answers where it lies."""
-        axes = self.program.step.axes
-        return frozenset(
-            axes.classes[op.inputs[0]][dim]
-            for op in self.program.step.graph.ops()
-            if op.name == "gather" and not axes.origins[op.inputs[0]] & Origin.BATCH
-            for dim in op.params["dimension_numbers"].start_index_map
-        )
-
-    @cached_property
-    def _leaf_keys(self) -> frozenset[tuple[int, ...]]:
-        """The classes of every parameter, whole and as one layer of a scan sees it."""
-        keys = set()
-        for leaf, value in zip(self.program.leaves, self.program.step.graph.body.inputs, strict=False):
-            if leaf.kind == "param":
-                labels = self.program.step.axes.classes[value]
-                keys.add(_key(labels))
-                keys.add(_key(tuple(label for label in labels if label not in self._scanned)))
-        return frozenset(keys - {()})
-
-    def _why(self, labels: Labels, shape: Sequence[int], spec: Spec, extra: str = "") -> str:
+    def _why(self, labels: Labels, spec: Spec, extra: str) -> str:
         names = self.program.step.axes.names
         parts = []
         for label, by in zip(labels, spec, strict=True):
@@ -205,7 +176,7 @@ class Constraints(Sequence[Constraint | None]):
     def __init__(self, resolver: Resolver, traced: Traced):
         self._resolver = resolver
         self._traced = traced
-        self._known: dict[Role, Constraint | None] = {}
+        self._known: dict[int, Constraint | None] = {}
 
     def __len__(self) -> int:
         return len(self._traced.axes.classes)
@@ -219,10 +190,10 @@ class Constraints(Sequence[Constraint | None]):
             return [self[at] for at in range(*value.indices(len(self)))]
         if value >= len(self):
             raise IndexError(value)
-        role = self._traced.roles[value]
-        if role not in self._known:
-            self._known[role] = self._resolver.constraint(role)
-        return self._known[role]
+        role = self._traced.roles[value]  # equal ones are one object
+        if id(role) not in self._known:
+            self._known[id(role)] = self._resolver.constraint(role)
+        return self._known[id(role)]
 
 
 def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Resolver:
@@ -233,7 +204,3 @@ def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Re
     """
     layout = pinned(layout, pins, program, mesh)
     return Resolver(program, layout, mesh, assign(program, layout, mesh, pins))
-
-
-def _key(labels: Sequence[int | None]) -> tuple[int, ...]:
-    return tuple(sorted(label for label in labels if label is not None))

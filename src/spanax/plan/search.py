@@ -1,10 +1,10 @@
 """Search: every layout of a program on a cluster, priced; the best one, and why the others are not."""
 
+import contextlib
 import functools
-import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,9 +14,9 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins, check_pinned
 from spanax.plan.candidate import RESERVE, Candidate, Search
-from spanax.plan.cost import Assumptions, Costs, Grid, Links, price
+from spanax.plan.cost import Assumptions, Costs, Grid, Table, price
 from spanax.plan.laid import Known, Laid
-from spanax.plan.memory import Held, State, held_on, state_of, walk
+from spanax.plan.memory import Held, held_on, state_of, walk
 from spanax.plan.presets import PRESETS
 from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
 from spanax.plan.terms import Terms, tally
@@ -85,7 +85,11 @@ def search(
     check_pinned(program, pins or ())
     given = assumptions or Assumptions()
     rejected: Counter[str] = Counter()
-    space = families(program, cluster, batch_size, rejected, pins)
+    began_tracing = time.perf_counter()
+    programs = _programs(program, remat)
+    tracing = time.perf_counter() - began_tracing
+    first = next(iter(programs.values()))
+    space = families(first, cluster, batch_size, rejected, pins)
     if not space:
         raise SpanaxError(
             f"no layout divides a batch of {batch_size} among {cluster.num_devices} devices.",
@@ -93,19 +97,9 @@ def search(
             fix=f"a batch of {-(-batch_size // cluster.num_devices) * cluster.num_devices}",
         )
     space = [_asked(family, layout, mesh, pipeline, rejected) for family in space]
-    links = Links(cluster, AXES, np.hstack([np.vstack([one.num_stages[None], one.sizes]) for one in space]))
-    states = [state_of(family.resolver) for family in space]
-    found, programs, tracing = list[_Priced](), dict[str, Program](), 0.0
-    began_tracing = time.perf_counter()
-    for name, variant in _programs(program, remat):
-        tracing += time.perf_counter() - began_tracing
-        programs[name], known = variant, Known()
-        for family, state in zip(space, states, strict=True):
-            laid = Laid(family.resolver.of(variant), variant.step, known)
-            grids = _grids(family, batch_size, traced_batch, microbatches, variant.step.layer_carry[1])
-            if grids:
-                found += _price_family(family, state, laid, grids, cluster, links, given)
-        began_tracing = time.perf_counter()
+    num_layers = first.step.layer_carry[1]
+    grids = [_grids(family, batch_size, traced_batch, microbatches, num_layers) for family in space]
+    found = _price(programs.values(), space, grids, cluster, given)
     best, nearest = _ranked(found, cluster.memory_bytes, top, rejected)
     return Search(
         cluster=cluster,
@@ -150,24 +144,21 @@ class _Priced:
     costs: Costs
 
 
-def _programs(program: Program, remat: Sequence[str]) -> Iterator[tuple[str, Program]]:
+def _programs(program: Program, remat: Sequence[str]) -> dict[str, Program]:
     """The program under each policy, in one microbatch; as it is written where it cannot be traced otherwise."""
-    is_any = False
+    found = {}
     for name in remat:
-        try:
-            variant = program.with_remat(name).with_microbatches(1)
-        except SpanaxError:
-            continue
-        is_any = True
-        yield name, variant
-    if not is_any:
-        yield program.remat, program
+        with contextlib.suppress(SpanaxError):
+            found[name] = program.with_remat(name).with_microbatches(1)
+    return found or {program.remat: program}
 
 
 def _asked(
     family: Family, layout: str | None, mesh: MeshShape | None, pipeline: bool, rejected: Counter[str]
 ) -> Family:
     """A family with those of its meshes that were asked for."""
+    if layout is None and mesh is None and pipeline:
+        return family
     wanted = None if mesh is None else {(axis, size) for axis, size in mesh.axes if size > 1}
     kept = []
     for at, (sizes, stages) in enumerate(zip(family.sizes.T.tolist(), family.num_stages, strict=True)):
@@ -182,16 +173,28 @@ def _asked(
     return replace(family, sizes=family.sizes[:, kept], num_stages=family.num_stages[kept])
 
 
-def _price_family(
-    family: Family, state: State, laid: Laid, grids: Sequence[Grid], cluster: Cluster, links: Links, given: Assumptions
+def _price(
+    programs: Iterable[Program],
+    space: Sequence[Family],
+    grids: Sequence[list[Grid]],
+    cluster: Cluster,
+    given: Assumptions,
 ) -> list[_Priced]:
-    """Every mesh of a family under every schedule."""
-    terms, level = tally(laid, adds_first=cluster.adds_first), walk(laid, is_tpu=cluster.is_torus)
-    found = list[_Priced]()
-    for grid in grids:
-        memory = held_on(state, level, grid, fused_attention=given.fused_attention)
-        costs = price(terms, cluster, grid, given, links)
-        found.append(_Priced(family, laid.resolver.program.remat, terms, grid, memory, costs))
+    """Every mesh of every family under every policy and schedule."""
+    table, found = Table(cluster, AXES, sum(grids, []), given), list[_Priced]()
+    places = [[(grid, table.at(grid)) for grid in several] for several in grids]
+    states = [state_of(family.resolver) for family in space]
+    for program in programs:
+        known = Known()
+        for family, state, several in zip(space, states, places, strict=True):
+            if not several:
+                continue
+            laid = Laid(family.resolver.of(program), program.step, known)
+            terms, level = tally(laid, adds_first=cluster.adds_first), walk(laid, is_tpu=cluster.is_torus)
+            for grid, at in several:
+                memory = held_on(state, level, grid, fused_attention=given.fused_attention)
+                costs = price(terms, cluster, grid, given, at)
+                found.append(_Priced(family, program.remat, terms, grid, memory, costs))
     return found
 
 
@@ -247,24 +250,9 @@ def _ranked(
 
 def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
     one, at = found[int(row[0])], int(row[1])
-    family, grid = one.family, one.grid
-    sizes = [int(size) for size in grid.sizes[:, at]]
-    mesh = mesh_of(sizes)
-    return Candidate(
-        layout=layout_on(family.storing, family.sequence, mesh).name,
-        storing=family.storing,
-        sequence=family.sequence,
-        mesh=mesh,
-        num_stages=int(grid.num_stages[at]),
-        schedule=grid.schedule,
-        num_chunks=grid.num_chunks,
-        remat=one.remat,
-        microbatches=int(grid.num_microbatches[at]),
-        step_seconds=float(one.costs.step_seconds[at]),
-        seconds={name: float(values[at]) for name, values in one.costs.terms.items()},
-        memory={name: math.ceil(values[at]) for name, values in one.memory.groups.items()},
-        flops=float(one.costs.flops[at]),
-    )
+    mesh = mesh_of(one.grid.sizes[:, at].tolist())
+    layout = layout_on(one.family.storing, one.family.sequence, mesh)
+    return Candidate.of(layout, one.family.storing, mesh, one.remat, one.grid, one.costs, one.memory, at)
 
 
 def _dtype(found: Sequence[_Priced]) -> str:

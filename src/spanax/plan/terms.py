@@ -8,7 +8,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,18 @@ class Works:
     phase: np.ndarray
     in_layers: np.ndarray
     scores: np.ndarray
+
+    @property
+    def keys(self) -> list[tuple[Any, ...]]:
+        """All of each row but when and how often it runs: equal ones take equally long."""
+        sizes = (self.flops, self.work, self.sizes, self.splits, self.batched)
+        table = np.column_stack([*sizes, self.num_bytes, self.bytes_splits, self.bytes_batched, self.scores])
+        return list(zip(self.dtypes, map(tuple, table.tolist()), strict=True))
+
+    def some(self, rows: Sequence[int]) -> "Works":
+        """Some of the rows."""
+        chosen = np.asarray(rows, int)
+        return Works(**{one.name: np.asarray(getattr(self, one.name))[chosen] for one in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,14 +175,15 @@ class _Tally:
         if op.bodies:
             self._add_wires(kind)
             return
-        split = laid.division(op).split
-        if split is None:
-            return
-        for shift in split.shifts:
+        division = laid.division(op)
+        for shift in division.split.shifts if division.split else ():
             is_counted = shift.is_operand or self._only is not None
             self._move(self._runs(kind, shift) if is_counted else kind.runs, kind.phase, kind.in_layers, [shift])
-        if op.name in CONTRACTIONS:
-            self._work(kind, split)
+        if op.name in CONTRACTIONS and division.split:
+            known = laid.known.matmuls
+            if division not in known:
+                known[division] = _matmul(laid, op, division.split)
+            self._works.append((*known[division], kind.runs, int(kind.phase), kind.in_layers))
 
     def _add_wires(self, kind: Kind) -> None:
         """Where a value is split otherwise outside of a loop than inside, or after a round than before."""
@@ -252,50 +265,9 @@ class _Tally:
             )
             self._moves[key] += runs
 
-    def _work(self, kind: Kind, split: Split) -> None:
-        op, graph = kind.op, self.traced.graph
-        summed, passed = contraction_dims(op)
-        lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
-        shape, labels = graph.shape(out), self.traced.axes.classes[out]
-        groups: list[list[tuple[float, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
-        grows = self.traced.batch_labels
-        taken = set()
-        for a, b, at in passed:
-            taken.add(at)
-            where = 3 if a >= 0 and b >= 0 else 0 if a >= 0 else 1
-            groups[where].append((shape[at], split.result[at], labels[at] in grows))
-        for a, _ in summed:
-            label = self.traced.axes.classes[lhs][a]
-            groups[2].append((graph.shape(lhs)[a], split.operands[0][a], label in grows))
-        flops = contraction_flops(graph, op)
-        if op.name == "conv_general_dilated":
-            _as_matmul(op, groups, shape, split, flops)
-        sizes = [math.prod(size for size, _, _ in group) for group in groups]
-        splits = [union([mask for _, mask, _ in group]) for group in groups]
-        batched = next((at for at, group in enumerate(groups) if any(grow for _, _, grow in group)), -1)
-        values = (lhs, rhs, out)
-        used = (*split.operands[:2], split.result)
-        self._works.append(
-            (
-                flops,
-                split.work,
-                sizes,
-                splits,
-                batched,
-                [self.laid.num_bytes(value) for value in values],
-                [union(masks) for masks in used],
-                [self.laid.is_batched(value) for value in values],
-                _dtype_name(graph.avals[lhs].dtype),
-                kind.runs,
-                int(kind.phase),
-                kind.in_layers,
-                [self.traced.is_score(self.traced.roles[value].labels) for value in values],
-            )
-        )
-
     def works(self) -> Works:
         """The contractions, as arrays."""
-        flops, work, sizes, splits, batched, num_bytes, bytes_splits, grows, dtypes, runs, phase, inside, scores = (
+        flops, work, sizes, splits, batched, num_bytes, bytes_splits, grows, dtypes, scores, runs, phase, inside = (
             _columns(self._works, 13)
         )
         return Works(
@@ -331,6 +303,38 @@ class _Tally:
         )
 
 
+def _matmul(laid: Laid, op: Op, split: Split) -> tuple[Any, ...]:
+    """A row of `Works` but for when it runs and how often."""
+    traced, graph = laid.traced, laid.traced.graph
+    summed, passed = contraction_dims(op)
+    lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
+    shape, labels = graph.shape(out), traced.axes.classes[out]
+    groups: list[list[tuple[float, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
+    grows = traced.batch_labels
+    for a, b, at in passed:
+        where = 3 if a >= 0 and b >= 0 else 0 if a >= 0 else 1
+        groups[where].append((shape[at], split.result[at], labels[at] in grows))
+    for a, _ in summed:
+        label = traced.axes.classes[lhs][a]
+        groups[2].append((graph.shape(lhs)[a], split.operands[0][a], label in grows))
+    flops = contraction_flops(graph, op)
+    if op.name == "conv_general_dilated":
+        _as_matmul(op, groups, shape, split, flops)
+    values = (lhs, rhs, out)
+    return (
+        flops,
+        split.work,
+        [math.prod(size for size, _, _ in group) for group in groups],
+        [union([mask for _, mask, _ in group]) for group in groups],
+        next((at for at, group in enumerate(groups) if any(grow for _, _, grow in group)), -1),
+        [laid.num_bytes(value) for value in values],
+        [union(masks) for masks in (*split.operands[:2], split.result)],
+        [laid.is_batched(value) for value in values],
+        _dtype_name(graph.avals[lhs].dtype),
+        [traced.roles[value].labels in traced.score_labels for value in values],
+    )
+
+
 def _as_matmul(
     op: Op, groups: list[list[tuple[float, int, bool]]], shape: Sequence[int], split: Split, flops: int
 ) -> None:
@@ -354,7 +358,7 @@ def _touches(laid: Laid) -> Touches:
     rows: dict[tuple[Any, ...], float] = defaultdict(float)
     traced = laid.traced
     for value, phase, in_layers, times in traced.memory_traffic.touched:
-        is_score = traced.is_score(traced.roles[value].labels)
+        is_score = traced.roles[value].labels in traced.score_labels
         rows[union(laid.masks(value)), laid.is_batched(value), phase, in_layers, is_score] += times * laid.num_bytes(
             value
         )

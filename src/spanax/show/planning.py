@@ -40,7 +40,8 @@ def answer(load: Callable[..., Workload], asked: PlanCommand) -> tuple[str, Data
     if asked.min is not None:
         return _min(load, asked, machine)
     found = _search(load, asked, machine)
-    text, data = search_text(found, asked.top), search_json(found, asked.top)
+    data = search_json(found, asked.top)
+    text = search_text(found, data, asked.top)
     if found.best is not None:
         extra_text, extra = _extras(load, asked, found, machine)
         text, data = "\n".join([text, *extra_text]), data | extra
@@ -180,8 +181,8 @@ def _resized(asked: PlanCommand, name: str, size: int) -> PlanCommand:
 
 def _answered(text: str, size: int, name: str, found: Search, asked: PlanCommand) -> tuple[str, Data]:
     """A size as the answer, with the search that it comes from."""
-    data = {"answer": size, "of": name} | search_json(found, asked.top)
-    return f"{text}:\n{search_text(found, 1)}", data
+    said = search_json(found, asked.top)
+    return f"{text}:\n{search_text(found, said, 1)}", {"answer": size, "of": name} | said
 
 
 def _target_mfu(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:

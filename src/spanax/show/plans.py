@@ -70,14 +70,14 @@ def search_json(found: Search, top: int) -> dict[str, Any]:
     }
 
 
-def search_text(found: Search, top: int) -> str:
-    """The best layout with its reasons, the ranked table, and what was left out."""
+def search_text(found: Search, said: dict[str, Any], top: int) -> str:
+    """The best layout with its reasons, the ranked table, and what was left out; `said` is the search as JSON."""
     lines = []
     best = found.best
     if best is None:
         lines.append(f"nothing fits on {found.cluster}: {shortfall(found)}.")
     else:
-        lines += _best_lines(found, best)
+        lines += _best_lines(found, best, said["best"])
     rows = found.candidates[:top] or found.nearest
     if rows:
         lines += ["", "ranked:" if best else "needs least:", _table(found, rows)]
@@ -91,8 +91,7 @@ def search_text(found: Search, top: int) -> str:
     return "\n".join(lines)
 
 
-def _best_lines(found: Search, best: Candidate) -> list[str]:
-    said = candidate_json(found, best)
+def _best_lines(found: Search, best: Candidate, said: dict[str, Any]) -> list[str]:
     limit = found.cluster.memory_bytes
     spent = sorted(best.seconds.items(), key=lambda item: -item[1])
     held = sorted(best.memory.items(), key=lambda item: -item[1])
@@ -112,14 +111,14 @@ def _best_lines(found: Search, best: Candidate) -> list[str]:
         + (
             ", ".join(
                 f"{kind} over {axis} {size / 1e9:.3g} GB"
-                for axis, kinds in collectives_of(found, best).items()
+                for axis, kinds in said["collectives"].items()
                 for kind, size in kinds.items()
             )
             or "nothing"
         ),
         f"  saved   {bytes_text(found.checkpoint_bytes)} a checkpoint; to restore one takes "
         f"{bytes_text(best.state_bytes)} a device",
-        f"  rule    {rule(found, best)}",
+        f"  rule    {said['rule']}",
         f"  MFU is {FLOP_CONVENTION}" if mfu else "",
     ]
 

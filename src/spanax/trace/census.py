@@ -102,7 +102,7 @@ def traffic(traced: "Traced") -> Traffic:
             phase = phase_of_values(traced, [access.value], forward)
             if not in_layers and not traced.batch_labels.intersection(labels):
                 phase = Phase.UPDATE  # nothing of the batch is left in it: once a step, however many microbatches
-            staged = in_layers or any(traced.axes.names.get(label) == "layers" for label in labels if label is not None)
+            staged = in_layers or not traced.layer_labels.isdisjoint(labels)
             role = (id(traced.roles[access.value]), getattr(graph.avals[access.value], "dtype", None))
             row = rows.setdefault((role, phase, staged), [access.value, int(phase), staged, 0.0])
             row[3] += runs * (access.writes + access.reads)
@@ -222,7 +222,7 @@ def is_layers(traced: "Traced", op: Op) -> bool:
     if op.name != "scan":
         return False
     scanned = {label for value in (*op.inputs, *op.outputs) for label in traced.axes.classes[value][:1]}
-    return any(traced.axes.names.get(label) == "layers" for label in scanned if label is not None)
+    return not traced.layer_labels.isdisjoint(scanned)
 
 
 def inert_ops(traced: "Traced") -> frozenset[Op]:

@@ -1,13 +1,13 @@
 """Origins: which inputs every value of a graph depends on, and which values depend on it."""
 
 from collections.abc import Mapping, Sequence
-from enum import IntFlag
+from enum import IntEnum
 
 from spanax.trace.graph import Body, Graph
 
 
-class Origin(IntFlag):
-    """What a value was computed from; several at once."""
+class Origin(IntEnum):
+    """What a value was computed from; several at once are their sum."""
 
     NONE = 0
     BATCH = 1
@@ -24,7 +24,7 @@ def origins(graph: Graph, inputs: Mapping[int, Origin]) -> list[int]:
       >>> graph = from_jaxpr(jax.make_jaxpr(lambda w, x: (w * 2, w * x))(1.0, 2.0))
       >>> w, x = graph.body.inputs
       >>> found = origins(graph, {w: Origin.PARAM, x: Origin.BATCH})
-      >>> [Origin(found[value]) == Origin.PARAM for value in graph.body.outputs]
+      >>> [found[value] == Origin.PARAM for value in graph.body.outputs]
       [True, False]
     """
     found = [0] * len(graph.avals)

@@ -14,6 +14,7 @@ from jax.extend import core
 
 from spanax.errors import SpanaxError
 from spanax.trace.axes import Axes, Axis, aligned, discover, table
+from spanax.trace.census import label_key
 from spanax.trace.gradients import recording
 from spanax.trace.graph import from_jaxpr
 from spanax.trace.policies import AS_WRITTEN, known_policy
@@ -76,6 +77,14 @@ class Program:
             for label in {label for label in labels if label is not None}:
                 found.setdefault(label, []).append((path, labels))
         return found
+
+    @cached_property
+    def param_keys(self) -> frozenset[tuple[int, ...]]:
+        """The classes of every parameter, whole and as one layer of a scan sees it."""
+        found = set()
+        for labels in {labels for rows in self.params_by_class.values() for _, labels in rows}:
+            found |= {label_key(labels), label_key([one for one in labels if one not in self.step.layer_labels])}
+        return frozenset(found - {()})
 
     @property
     def num_params(self) -> int:

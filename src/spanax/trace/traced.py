@@ -1,6 +1,5 @@
 """Traced: one function as a graph with its axes, and what is known of it before any layout is."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +11,7 @@ from spanax.trace.graph import Body, Graph, Op
 from spanax.trace.lifetimes import Lifetimes, lifetimes
 from spanax.trace.meeting import Meeting, meetings
 from spanax.trace.order import order
+from spanax.trace.origins import Origin
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.roles import MOVEMENT, Role, roles
 
@@ -110,15 +110,31 @@ class Traced:
                 by_name.setdefault(axes.names[label], []).append(label)
         return by_name
 
-    def is_score(self, labels: Sequence[int | None]) -> bool:
-        """Whether values of these labels, or one layer of them, are attention scores."""
-        names = self.axes.names
-        return label_key([one for one in labels if one is None or names.get(one) != "layers"]) in self.score_keys
+    @cached_property
+    def score_labels(self) -> frozenset[tuple[int | None, ...]]:
+        """The labels of values that are attention scores, or those of several layers."""
+        keys = {labels: [one for one in labels if one not in self.layer_labels] for labels in set(self.axes.classes)}
+        return frozenset(labels for labels, of_one in keys.items() if label_key(of_one) in self.score_keys)
 
     @cached_property
     def layer_carry(self) -> tuple[int | None, int]:
         """The largest value that goes from one layer to the next, and how many layers there are."""
         return layer_carry(self)
+
+    @cached_property
+    def layer_labels(self) -> frozenset[int | None]:
+        """The classes of dims along which layers are stacked."""
+        return frozenset(label for label, name in self.axes.names.items() if name == "layers")
+
+    @cached_property
+    def looked_up(self) -> frozenset[int | None]:
+        """The classes along which tables are looked up: split along another, a table answers where it lies."""
+        return frozenset(
+            self.axes.classes[op.inputs[0]][dim]
+            for op in self.graph.ops()
+            if op.name == "gather" and not self.axes.origins[op.inputs[0]] & Origin.BATCH
+            for dim in op.params["dimension_numbers"].start_index_map
+        )
 
     @cached_property
     def batch_labels(self) -> frozenset[int | None]:

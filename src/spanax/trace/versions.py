@@ -64,4 +64,4 @@ def _key(traced: "Traced", value: int) -> tuple[int, ...]:
     labels = [label for label in traced.axes.classes[value] if label is not None]
     if not traced.batch_labels.isdisjoint(labels):
         return ()
-    return tuple(sorted(label for label in labels if traced.axes.names.get(label) != "layers"))
+    return tuple(sorted(label for label in labels if label not in traced.layer_labels))
