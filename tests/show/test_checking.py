@@ -131,6 +131,13 @@ def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
         ask_mine()
 
 
+def test_a_step_with_its_inputs_sharded_alone_is_told_apart() -> None:
+    text, data = ask(inputs_only=True)
+    assert text.startswith("fsdp, inputs only on cpu:8") and data["inputs_only"]
+    assert {"SPX012", "SPX016"} & {one["code"] for one in data["findings"]}
+    assert not {"SPX012", "SPX016"} & {one["code"] for one in ask()[1]["findings"]}
+
+
 def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:
     command = [
         "check",

@@ -51,6 +51,7 @@ RULES = (
     Rule("SPX009", Severity.INFO, prices.data_parallel_faster, "Splitting a state that fits moves bytes for nothing."),
     Rule("SPX010", Severity.INFO, prices.hsdp_missed, "Weights cross slow links that need not."),
     Rule("SPX011", Severity.INFO, prices.pipeline_not_needed, "A bubble, where splitting the state is enough."),
+    Rule("SPX012", Severity.WARNING, compiled.made_whole, "Every device receives and holds all of it."),
     Rule("SPX013", Severity.INFO, models.written_out, "Compile time grows with every layer."),
     Rule("SPX014", Severity.WARNING, prices.short_of_memory, "It may stop at the first step, or after hours."),
     Rule("SPX015", Severity.WARNING, prices.state_forgotten, "Adam holds two more numbers for each parameter."),

@@ -55,6 +55,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
         level=asked.level,
         timeout=asked.timeout,
         codegen=asked.codegen,
+        inputs_only=asked.inputs_only,
         cache=asked.cache,
     )
     if asked.out is not None:
@@ -128,7 +129,8 @@ def report_json(report: Report) -> Data:
 
 def report_text(report: Report) -> str:
     """The verdict, and predicted beside compiled, each with what produced it."""
-    head = f"{report.layout} on {report.target} ({report.mesh}), level {report.level} ({report.by}): "
+    how = ", inputs only" if report.inputs_only else ""
+    head = f"{report.layout}{how} on {report.target} ({report.mesh}), level {report.level} ({report.by}): "
     lines = [head + _verdict(report), "", _figures(report)]
     if report.memory:
         said = ", ".join(f"{name} {bytes_text(size)}" for name, size in report.memory.items() if size)

@@ -80,6 +80,7 @@ class CheckCommand:
       level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler; else the highest.
       timeout: seconds that a compiler may take.
       codegen: let the compiler go on to machine code; minutes, and no other figures.
+      inputs_only: leave all but the state and the batch to the compiler, as a jit with in_shardings does.
       cache: whether an earlier report on the same program is taken.
       collectives: list every collective: who moves what, over which axis, because of which line.
       explain_collective: say all that is known of one collective, by its number in that list.
@@ -105,6 +106,7 @@ class CheckCommand:
     level: Literal[0, 1, 2, 3] | None = None
     timeout: float = 900.0
     codegen: bool = False
+    inputs_only: bool = False
     cache: bool = True
     collectives: bool = False
     explain_collective: int | None = None
