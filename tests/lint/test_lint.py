@@ -15,7 +15,7 @@ from flax import nnx
 
 import spanax
 from spanax.check.finding import Finding, Severity
-from spanax.check.lint import RULES, lint, rules_page, waived
+from spanax.check.lint import PROFILE_RULES, RULES, lint, rules_page, waived
 from spanax.check.report import Figures, Report
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
@@ -182,8 +182,9 @@ def test_nothing_is_said_of_what_is_right(name: str) -> None:
 
 
 def test_every_rule_is_seeded_and_explained() -> None:
-    assert len({rule.code for rule in RULES}) == len(RULES)
-    for rule in RULES:
+    rules = (*RULES, *PROFILE_RULES)
+    assert len({rule.code for rule in rules}) == len(rules)
+    for rule in rules:
         assert rule.find.__doc__ and rule.why.endswith(".")
 
 

@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from spanax.check.checked import Checked
 from spanax.check.finding import Finding, Severity, gravest_first
+from spanax.check.profile import Profiled
 from spanax.check.report import Report
-from spanax.check.rules import arrays, compiled, meshes, models, prices
+from spanax.check.rules import arrays, compiled, meshes, models, prices, profiles
 from spanax.check.rules.said import Said
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
@@ -25,20 +27,24 @@ allows all of that code. This page is written from the rules: `make golden`.
 """
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Rule:
+class Rule(Generic[T]):
     """One thing that can be wrong: its code, how much it weighs, and the function that looks for it.
 
-    The function's docstring says when it speaks; `why` what it costs.
+    It looks at a plan (`Checked`) or a profile (`Profiled`). The function's docstring says when it speaks; `why` what
+    it costs.
     """
 
     code: str
     severity: Severity
-    find: Callable[[Checked], Iterable[Said]]
+    find: Callable[[T], Iterable[Said]]
     why: str
 
 
-RULES = (
+RULES: tuple[Rule[Checked], ...] = (
     Rule("SPX001", Severity.WARNING, arrays.left_whole, "Every device holds all of it, and updates all of it."),
     Rule("SPX002", Severity.ERROR, meshes.idle_axis, "Devices are paid for and add nothing."),
     Rule("SPX003", Severity.WARNING, compiled.repeated_work, "Arithmetic that others do as well."),
@@ -59,7 +65,13 @@ RULES = (
     Rule("SPX017", Severity.WARNING, models.wide_matmuls, "The matrix units are made for bfloat16."),
     Rule("SPX020", Severity.ERROR, meshes.batch_and_weights, "One of both is gathered at every use."),
 )  # fmt: skip
-"""Every rule, by code."""
+"""Every rule on a plan, by code."""
+
+PROFILE_RULES: tuple[Rule[Profiled], ...] = (
+    Rule("SPX018", Severity.WARNING, profiles.host_bound, "Faster devices would change nothing."),
+    Rule("SPX019", Severity.WARNING, profiles.input_bound, "The devices are paid for while they wait."),
+)
+"""Every rule on a profile, by code."""
 
 
 def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None = None) -> list[Finding]:
@@ -91,7 +103,18 @@ def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None =
     return gravest_first(_finding(rule, said) for rule in RULES for said in rule.find(checked))
 
 
-def _finding(rule: Rule, said: Said) -> Finding:
+def lint_profile(found: Profiled) -> list[Finding]:
+    """What every rule says of a profile, the gravest first.
+
+    Example:
+      >>> watched = Profiled(10, 8, 1.0, 0.4, 0.1, {}, 0.5, 0.0, 0.0, {})
+      >>> [one.message for one in lint_profile(watched)]
+      ['50 % of a step of 1 s is waiting for a batch: 0.5 s.']
+    """
+    return gravest_first(_finding(rule, said) for rule in PROFILE_RULES for said in rule.find(found))
+
+
+def _finding(rule: Rule[Checked] | Rule[Profiled], said: Said) -> Finding:
     severity = Severity.ERROR if said.is_error else rule.severity
     return Finding(rule.code, severity, said.path, said.message, said.fix, said.num_bytes)
 
@@ -111,7 +134,7 @@ def waived(findings: Sequence[Finding], text: str) -> list[Finding]:
       >>> waived(found, "# spanax: allow SPX001 embed"), len(waived(found, "# spanax: allow SPX001 head"))
       ([], 1)
     """
-    known = [rule.code for rule in RULES]
+    known = [rule.code for rule in _all_rules()]
     allowed = set(WAIVER.findall(text))
     for code, _ in sorted(allowed):
         if code not in known:
@@ -122,9 +145,13 @@ def waived(findings: Sequence[Finding], text: str) -> list[Finding]:
 def rules_page() -> str:
     """The page of all rules, in Markdown: code, severity, what each looks for and what it costs."""
     parts = [PAGE_HEAD]
-    for rule in RULES:
+    for rule in _all_rules():
         says = " ".join((rule.find.__doc__ or "").split())
         parts.append(
             f"## {rule.code}: {rule.find.__name__.replace('_', ' ')}\n\n*{rule.severity.value}.* {says} {rule.why}\n"
         )
     return "\n".join(parts)
+
+
+def _all_rules() -> list[Rule[Checked] | Rule[Profiled]]:
+    return sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code)

@@ -10,9 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from spanax.check.check import check
+from spanax.check.finding import gravest_first
 from spanax.check.hlo import Collective
-from spanax.check.lint import lint, waived
+from spanax.check.lint import lint, lint_profile, waived
 from spanax.check.parity import Parity
+from spanax.check.profile import read_profile
 from spanax.check.report import Figures, Report
 from spanax.check.shrink import parity_of
 from spanax.errors import SpanaxError
@@ -48,6 +50,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=_schedule(asked))
     text = _source(asked.workload)
     waived([], text)  # a code that does not exist is told before anything is compiled
+    watched = lint_profile(read_profile(asked.profiled)) if asked.profiled is not None else []
     report = check(
         program,
         made,
@@ -60,7 +63,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     )
     if asked.out is not None:
         report.save(asked.out)
-    findings = waived(lint(program, made, machine, report), text)
+    findings = waived(gravest_first([*lint(program, made, machine, report), *watched]), text)
     lines, data = [report_text(report)], report_json(report) | {"findings": [one.to_json() for one in findings]}
     lines += ["", *map(str, findings)] if findings else ["nothing is wrong with it, as far as the rules see"]
     if asked.collectives:

@@ -84,6 +84,7 @@ class CheckCommand:
       cache: whether an earlier report on the same program is taken.
       collectives: list every collective: who moves what, over which axis, because of which line.
       explain_collective: say all that is known of one collective, by its number in that list.
+      profiled: a run folder with a profile of it: says what its steps waited for, too.
       parity: take the same steps in this layout and on one device, simulated, and compare the numbers.
       steps: how many steps for --parity.
       fail_on: exit 1 if a rule finds something as grave as this: error, warning or info.
@@ -110,6 +111,7 @@ class CheckCommand:
     cache: bool = True
     collectives: bool = False
     explain_collective: int | None = None
+    profiled: Path | None = None
     parity: bool = False
     steps: int = 3
     fail_on: Literal["error", "warning", "info"] | None = None
