@@ -83,6 +83,9 @@ def test_waiting_for_data_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert data["seconds"]["input wait"] > 0.5 * data["step_seconds"]
     assert "SPX019" in [one["code"] for one in profile_event(run)["findings"]]
     assert "SPX019 warning" in capsys.readouterr().out
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("# spanax: allow SPX019\n")
+    assert "SPX019" not in [one["code"] for one in profile_event(run)["findings"]]
 
 
 def op(name: str, start: float, end: float) -> tuple[str, float, float]:

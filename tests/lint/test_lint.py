@@ -200,6 +200,19 @@ def test_a_comment_allows_one() -> None:
         waived(found, "# spanax: allow SPX901")
 
 
+def test_a_plan_allows_the_same() -> None:
+    found = [
+        Finding("SPX001", Severity.WARNING, "embed", "it lies whole."),
+        Finding("SPX013", Severity.INFO, "", "no."),
+    ]
+    assert [one.code for one in waived(found, "", ["SPX001 embed"])] == ["SPX013"]
+    assert waived(found, "# spanax: allow SPX013", ["SPX001"]) == []
+    assert waived(found, "", ["SPX001 head"]) == found
+    for unknown in ("SPX901", "SPX901 embed", "embed", ""):
+        with pytest.raises(SpanaxError, match="the plan allows .*, and there is no such rule"):
+            waived(found, "", [unknown])
+
+
 def test_the_page_is_that_of_the_rules() -> None:
     page = Path(__file__).resolve().parents[2] / "docs" / "lint.md"
     if os.environ.get("SPANAX_GOLDEN") == "update":

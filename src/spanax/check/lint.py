@@ -23,7 +23,8 @@ PAGE_HEAD = """# Lint: what `spanax check` says of a plan
 
 Every finding names the array or axis, its bytes on one device, and the nearest thing that works. `--fail-on warning`
 exits 1 where one is as grave. In the file of a workload `# spanax: allow SPX001 embed` allows one; without a path it
-allows all of that code. This page is written from the rules: `make golden`.
+allows all of that code. In a plan file, `"allow": ["SPX001 embed"]` says the same. This page is written from the rules:
+`make golden`.
 """
 
 
@@ -119,26 +120,34 @@ def _finding(rule: Rule[Checked] | Rule[Profiled], said: Said) -> Finding:
     return Finding(rule.code, severity, said.path, said.message, said.fix, said.num_bytes)
 
 
-def waived(findings: Sequence[Finding], text: str) -> list[Finding]:
-    """The findings without those that a comment allows: `# spanax: allow SPX001 embed`; without a path, all of a code.
+def waived(findings: Sequence[Finding], text: str, allow: Sequence[str] = ()) -> list[Finding]:
+    """The findings without those that a comment or the plan allows.
+
+    A comment is `# spanax: allow SPX001 embed`; without a path it allows all of that code.
 
     Args:
       findings: what `lint` returned.
       text: the source of the workload.
+      allow: what the plan allows, `SPX001 embed` or `SPX001` each.
 
     Raises:
-      SpanaxError: a comment allows a code that does not exist.
+      SpanaxError: a code that does not exist is allowed.
 
     Example:
       >>> found = [Finding("SPX001", Severity.WARNING, "embed", "it lies whole.")]
       >>> waived(found, "# spanax: allow SPX001 embed"), len(waived(found, "# spanax: allow SPX001 head"))
       ([], 1)
+      >>> waived(found, "", ["SPX001"])
+      []
     """
     known = [rule.code for rule in _all_rules()]
-    allowed = set(WAIVER.findall(text))
-    for code, _ in sorted(allowed):
-        if code not in known:
-            raise SpanaxError(f"a comment allows {code}, and there is no such rule.", fix=nearest(code, known))
+    by_comment = WAIVER.findall(text)
+    by_plan = [(code, path.strip()) for code, _, path in (one.strip().partition(" ") for one in allow)]
+    for who, codes in (("a comment", by_comment), ("the plan", by_plan)):
+        for code, _ in sorted(codes):
+            if code not in known:
+                raise SpanaxError(f"{who} allows {code}, and there is no such rule.", fix=nearest(code, known))
+    allowed = {*by_comment, *by_plan}
     return [one for one in findings if not {(one.code, ""), (one.code, one.path)} & allowed]
 
 

@@ -6,7 +6,7 @@ from spanax.check.profile import Profiled
 from spanax.check.rules.said import Said
 
 HOST_SHARE = 0.20
-"""The share of a step in which a device may run nothing and wait for no batch. `gpt-nano` on simulated devices: 0.09."""
+"""The share of a step in which a device may run nothing and wait for no batch. `gpt-nano`, simulated devices: 0.09."""
 
 INPUT_SHARE = 0.05
 """The share of a step that may be waiting for a batch: batches are read ahead, so it is nothing where data is fast."""
