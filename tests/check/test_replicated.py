@@ -2,18 +2,23 @@
 
 import dataclasses
 import functools
+import gzip
 from pathlib import Path
 
 import pytest
 
 import programs
 import spanax
+import stored
 from spanax.check.finding import Finding
-from spanax.check.hlo import Collective
+from spanax.check.flops import program_flops
+from spanax.check.hlo import Collective, collectives, totals
 from spanax.check.lint import lint
-from spanax.check.predicted import gathered_bytes
+from spanax.check.module import read_module
+from spanax.check.predicted import gathered_bytes, predicted
 from spanax.check.replicated import Replicated, replicated
 from spanax.check.report import Figures, Report
+from spanax.check.tensors import with_tensors
 
 MACHINE = spanax.cluster("cpu:8")
 
@@ -118,3 +123,15 @@ def test_inputs_only_is_another_program_for_the_cache(tmp_path: Path, monkeypatc
     first = spanax.check(program, plan, MACHINE, level=2)
     second = spanax.check(program, plan, MACHINE, level=2, inputs_only=True)
     assert not second.is_kept and second.program_hash != first.program_hash == report.program_hash
+
+
+@pytest.mark.parametrize("case", stored.CASES, ids=lambda case: case.on)
+def test_what_compilers_for_chips_make_of_a_plan_is_no_finding(case: stored.Case) -> None:
+    program = stored.program()
+    plan, module = case.plan(program), read_module(gzip.decompress(case.path.read_bytes()))
+    moves = with_tensors(collectives(module, plan.mesh), plan)
+    figures = Figures(flops=program_flops(module), collectives=totals(moves))
+    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", predicted(program, plan), figures,
+                    collectives=moves)  # fmt: skip
+    codes = {one.code for one in lint(program, plan, case.cluster, report)}
+    assert moves and not codes & {"SPX003", "SPX012", "SPX016"}
