@@ -26,7 +26,7 @@ BEST = [
     ("gpt-nano", "a100:8"), ("gpt-nano", "v5e:2x4"), ("gpt-nano", "cpu:8"), ("gpt2", "a100:2x8"),
     ("gpt2", "v5p:2x2x2"), ("gpt2-medium", "v5e:2x4:2"), ("llama-nano", "v5p:2x2x2"),
     ("llama-nano", "cpu:8"), ("moe-nano", "h100:8"), ("moe-nano", "v5p:2x2x2"), ("vit-nano", "a100:8"),
-    ("resnet-nano", "v5e:2x4"), ("resnet-nano", "cpu:8"),
+    ("resnet-nano", "v5e:2x2:2"), ("resnet-nano", "cpu:8"), ("vit-nano", "cpu:8"),
 ]  # fmt: skip
 """The planner's own choice for a model on devices."""
 

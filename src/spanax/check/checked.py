@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from spanax.check.report import Report
 from spanax.errors import SpanaxError
@@ -39,6 +40,16 @@ class Checked:
         except SpanaxError:  # none of the layouts with names keeps the pins, or divides the batch
             return ()
         return found.candidates
+
+    @cached_property
+    def own_among_others(self) -> Candidate:
+        """The plan's price as the search has it, which prices meshes by the family; else the plan's own."""
+
+        def key(one: Candidate) -> tuple[Any, ...]:
+            sizes = tuple((axis, size) for axis, size in one.mesh.axes if size > 1)
+            return one.layout, one.storing, sizes, one.num_stages, one.remat, one.microbatches
+
+        return next((one for one in self.others if key(one) == key(self.own)), self.own)
 
     def ways(self, axes: tuple[str, ...]) -> int:
         """How many parts something split over mesh axes has."""

@@ -1,5 +1,7 @@
 """Rules on single arrays: what lies whole, what does not divide, what was wished for and did not come."""
 
+import math
+import re
 from collections.abc import Iterator
 
 from spanax.check.checked import Checked
@@ -10,6 +12,12 @@ from spanax.trace.names import STRENGTH
 
 LARGE = 0.01
 """The share of a device's bytes of one kind from which on an array counts."""
+
+PADDED = 0.125
+"""By how much a size may grow to divide."""
+
+MISSED = 0.05
+"""The share of them from which on it counts that a size does not divide; all arrays with that dim together."""
 
 
 def left_whole(checked: Checked) -> Iterator[Said]:
@@ -28,20 +36,31 @@ def left_whole(checked: Checked) -> Iterator[Said]:
 
 
 def does_not_divide(checked: Checked) -> Iterator[Said]:
-    """A mesh axis does not split a dim that it was meant to split, for it does not divide it."""
-    largest: dict[str, Placement] = {}
+    """A mesh axis does not split a dim that it was meant to split, in arrays that count; a size near it would do."""
+    by_reason: dict[tuple[str, str], list[Placement]] = {}
     for leaf in checked.plan.leaves:
         for reason in leaf.reason.split("; "):
-            if (
-                "does not divide" in reason
-                and not _is_served(checked, leaf, reason.partition(" ")[0])
-                and leaf.local_bytes > getattr(largest.get(reason), "local_bytes", -1)
-            ):
-                largest[reason] = leaf
-    for reason, leaf in largest.items():
-        if leaf.local_bytes >= _large(checked, leaf.kind):
-            fix = "a size that divides, or a smaller mesh axis"
-            yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
+            if "does not divide" in reason and not _is_served(checked, leaf, reason.partition(" ")[0]):
+                by_reason.setdefault((leaf.kind, reason), []).append(leaf)
+    seen = set[str]()
+    for (kind, reason), leaves in by_reason.items():
+        if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= MISSED * checked.plan.state_bytes(kind):
+            seen.add(reason)
+            leaf = max(leaves, key=lambda one: one.local_bytes)
+            if fix := _dividing(reason):
+                yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
+
+
+def _dividing(reason: str) -> str:
+    """The nearest that works: a little more, or fewer ways; empty where it takes much more, as of three colours."""
+    told = re.match(r"(\w+) \((\d+)\) does not divide (\d+) ways", reason)
+    if told is None:
+        return "a size that divides, or a smaller mesh axis"
+    name, size, ways = told[1], int(told[2]), int(told[3])
+    more, fewer = -(-size // ways) * ways, math.gcd(size, ways)
+    near = [f"{name} {more}"] if more <= (1 + PADDED) * size else []
+    near += [f"{fewer} ways"] if fewer > 1 else []
+    return ", or ".join(near)
 
 
 def _is_served(checked: Checked, leaf: Placement, name: str) -> bool:
