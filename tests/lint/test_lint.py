@@ -59,6 +59,20 @@ def test_recall_and_false_alarms(capsys: pytest.CaptureFixture[str]) -> None:
     assert recall >= LEAST_RECALL and not alarms, (set(MISTAKES) - set(found), alarms)
 
 
+@pytest.mark.parametrize(
+    "name, fix",
+    [
+        ("a vocabulary of 50,257 over 4", "vocab 50260"),
+        ("12 heads over 8", "4 ways"),
+        ("25 heads over 2", "heads 26"),
+        ("8 keys and values over 16", "8 ways"),
+    ],
+)
+def test_what_does_not_divide_is_told_with_the_nearest_that_does(name: str, fix: str) -> None:
+    about = MISTAKES[name].about
+    assert [one.fix for one in said(name) if one.code == "SPX006" and about in one.message] == [fix]
+
+
 REFUSED = {
     "a batch that does not divide": (
         ("gpt2", 12), "a100:8", {"layout": "fsdp"}, "'batch' of size 12 does not divide 8",
