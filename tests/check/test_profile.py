@@ -76,10 +76,16 @@ def test_axes_are_read_from_the_program_beside_the_trace(tmp_path: Path) -> None
     assert "fsdp" not in profile_event(run)["communication"]
 
 
-def test_waiting_for_data_is_seen(tmp_path: Path) -> None:
+def test_waiting_for_data_is_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Batches are read ahead; they are waited for once each takes much longer than a step.
-    data = read(train(tmp_path, wait=0.3))
+    run = train(tmp_path, wait=0.3)
+    data = read(run)
     assert data["seconds"]["input wait"] > 0.5 * data["step_seconds"]
+    assert "SPX019" in [one["code"] for one in profile_event(run)["findings"]]
+    assert "SPX019 warning" in capsys.readouterr().out
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("# spanax: allow SPX019\n")
+    assert "SPX019" not in [one["code"] for one in profile_event(run)["findings"]]
 
 
 def op(name: str, start: float, end: float) -> tuple[str, float, float]:

@@ -16,7 +16,7 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.errors import SpanaxError
+from spanax.errors import DataError, SpanaxError
 from spanax.plan.candidate import plan_of
 from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
@@ -127,6 +127,17 @@ def test_a_plan_reads_back_equal(which: tuple[str, str | None, str], tmp_path: P
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan and hash(loaded) == hash(plan)
     assert loaded.diff(plan) == []
+
+
+def test_a_plan_keeps_what_it_allows() -> None:
+    plain = planned(*LAYOUTS[0])
+    assert '"allow"' not in plain.to_json()
+    plan = dataclasses.replace(plain, allow=("SPX001 embed", "SPX013"))
+    assert Plan.from_json(plan.to_json()) == plan and plan.diff(plain)
+    for wrong in ("SPX001", [1], {"SPX001": "embed"}):
+        written = json.dumps(json.loads(plan.to_json()) | {"allow": wrong})
+        with pytest.raises(DataError, match="'allow' is no list of texts"):
+            Plan.from_json(written)
 
 
 @pytest.mark.parametrize("which", LAYOUTS, ids=IDS)

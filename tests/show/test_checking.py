@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import pytest
 
+import spanax
 from spanax import cli
 from spanax.check.report import Buffer, Figures, Report
 from spanax.errors import SpanaxError
@@ -129,6 +130,28 @@ def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "# spanax: allow SPX999\n")
     with pytest.raises(SpanaxError, match="SPX999, and there is no such rule"):
         ask_mine()
+
+
+def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
+    plan = spanax.plan(
+        load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=100),
+        spanax.cluster("h100:8"),
+        layout="data",
+    )
+    ask_planned = partial(ask, on="h100:8", level=0, dtype="float32", layout=None, plan=tmp_path / "p.json")
+    for allow, is_said in ((), True), (("SPX017",), False), (("SPX017 embed",), True):
+        dataclasses.replace(plan, allow=allow).save(tmp_path / "p.json")
+        assert ("SPX017" in [one["code"] for one in ask_planned()[1]["findings"]]) == is_said
+    dataclasses.replace(plan, allow=("SPX999",)).save(tmp_path / "p.json")
+    with pytest.raises(SpanaxError, match="the plan allows SPX999, and there is no such rule"):
+        ask_planned()
+
+
+def test_a_step_with_its_inputs_sharded_alone_is_told_apart() -> None:
+    text, data = ask(inputs_only=True)
+    assert text.startswith("fsdp, inputs only on cpu:8") and data["inputs_only"]
+    assert {"SPX012", "SPX016"} & {one["code"] for one in data["findings"]}
+    assert not {"SPX012", "SPX016"} & {one["code"] for one in ask()[1]["findings"]}
 
 
 def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:

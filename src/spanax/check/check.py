@@ -16,6 +16,7 @@ from spanax.check.module import Module, read_module
 from spanax.check.padding import padded_bytes
 from spanax.check.predicted import predicted
 from spanax.check.program import lower
+from spanax.check.replicated import replicated
 from spanax.check.report import Figures, Report
 from spanax.check.target import Target, missing, platform_of, simulated, target_of
 from spanax.check.tensors import with_tensors
@@ -51,6 +52,7 @@ def check(
     timeout: float = TIMEOUT_SECONDS,
     flags: Mapping[str, str] | None = None,
     codegen: bool = False,
+    inputs_only: bool = False,
     cache: bool = True,
 ) -> Report:
     """Hold a plan against XLA. No array is allocated, and none of the cluster's devices is needed.
@@ -67,6 +69,8 @@ def check(
       timeout: seconds that a compiler may take.
       flags: options for the compiler beyond its defaults.
       codegen: let the compiler go on to machine code, which takes up to 20 times as long and changes no figure.
+      inputs_only: split the state and the batch as planned, and leave all between to the compiler, as a `jax.jit`
+        with `in_shardings` does: what that moves beyond the plan is what the plan gains.
       cache: whether a report on the same program, devices, flags and versions is taken from an earlier check.
 
     Raises:
@@ -96,7 +100,8 @@ def check(
         )
     chosen = highest_level(cluster) if level is None else level
     began = time.perf_counter()
-    report = replace(_static(program, plan, cluster, chosen), flags=dict(flags or {}), is_whole=codegen)
+    report = _static(program, plan, cluster, chosen)
+    report = replace(report, flags=dict(flags or {}), is_whole=codegen, inputs_only=inputs_only)
     if chosen == 1:
         report = _by_passes(program, plan, report)
     elif chosen in (2, 3):
@@ -146,7 +151,7 @@ def _by_passes(program: Program, plan: Plan, report: Report) -> Report:
     """Level 1: what the partitioner's passes make of the step, in this process."""
     if not is_possible():
         raise SpanaxError("this jaxlib does not have the partitioner's passes.", where="level 1", fix="level 2 or 3")
-    lowered = lower(program, plan, "cpu")
+    lowered = lower(program, plan, "cpu", inputs_only=report.inputs_only)
     found = with_tensors(abstract_collectives(lowered.module, plan.mesh), plan)
     figures = replace(report.compiled, collectives=totals(found))
     return replace(report, program_hash=lowered.digest, compiled=figures, collectives=found)
@@ -159,7 +164,7 @@ def _by_compiler(
     target = _target(cluster, report.level)
     if line := missing(target.platform):
         raise SpanaxError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=line)
-    lowered = lower(program, plan, target.platform)
+    lowered = lower(program, plan, target.platform, inputs_only=report.inputs_only)
     report = replace(report, program_hash=lowered.digest)
     said = {"flags": report.flags, "is_whole": report.is_whole, "versions": report.versions}
     key = kept.key_of(program=lowered.digest, plan=plan.to_json(), target=target, level=report.level, **said)
@@ -193,10 +198,12 @@ def _with_answer(report: Report, plan: Plan, target: Target, answer: Compiled) -
             compiled=Figures(peak_bytes=answer.needed_bytes),
             limit_bytes=answer.limit_bytes,
             buffers=tuple(replace(one, paths=_paths(one.shapes, plan)) for one in answer.buffers),
+            replicated=replicated(answer.log),
         )
     module = read_module(answer.module)
     found = with_tensors(collectives(module, plan.mesh), plan)
     figures = Figures(flops=program_flops(module), collectives=totals(found))
+    report = replace(report, replicated=replicated(answer.log, module))
     if report.level == 2:
         return replace(report, compiled=replace(figures, state_bytes=_state_bytes(module, plan)), collectives=found)
     memory = answer.memory

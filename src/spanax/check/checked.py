@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from spanax.check.report import Report
+from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
-from spanax.plan.candidate import Candidate, Search
+from spanax.plan.candidate import Candidate
 from spanax.plan.own import candidate_of
+from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
 from spanax.trace.program import Program
@@ -27,16 +30,41 @@ class Checked:
         return candidate_of(self.program, self.plan, self.cluster)
 
     @cached_property
-    def others(self) -> Search:
-        """Everything else that could be done on these devices, without stages and with the plan's own remat."""
-        return search(
-            self.program, self.cluster, remat=(self.own.remat,), top=100_000, pipeline=False,
-            pins={name: to or None for name, to in self.plan.pins},
-        )  # fmt: skip
+    def others(self) -> tuple[Candidate, ...]:
+        """All else that fits on these devices, the fastest first; without stages and with the plan's own remat."""
+        try:
+            found = search(
+                self.program, self.cluster, remat=(self.own.remat,), top=100_000, pipeline=False,
+                pins={name: to or None for name, to in self.plan.pins},
+            )  # fmt: skip
+        except SpanaxError:  # none of the layouts with names keeps the pins, or divides the batch
+            return ()
+        return found.candidates
+
+    @cached_property
+    def own_among_others(self) -> Candidate:
+        """The plan's price as the search has it, which prices meshes by the family; else the plan's own."""
+
+        def key(one: Candidate) -> tuple[Any, ...]:
+            sizes = tuple((axis, size) for axis, size in one.mesh.axes if size > 1)
+            return one.layout, one.storing, sizes, one.num_stages, one.remat, one.microbatches
+
+        return next((one for one in self.others if key(one) == key(self.own)), self.own)
 
     def ways(self, axes: tuple[str, ...]) -> int:
         """How many parts something split over mesh axes has."""
         return self.plan.mesh.ways(axes)
+
+    def names_for(self, axis: str) -> tuple[str, ...]:
+        """The named axes that a mesh axis is to split, pins first."""
+        pinned = tuple(name for name, to in self.plan.pins if axis in to)
+        moved = {name for name, _ in self.plan.pins}
+        return pinned + tuple(name for name in self.plan.layout.splits(axis) if name not in moved)
+
+    def splits_sequence(self, axis: str) -> bool:
+        """Whether a mesh axis splits a sequence of the program."""
+        classes = resolver_of(self.program, self.plan).assignment.ranks.get(axis, {})
+        return any(label in classes for label in self.program.step.labels_by_name.get("seq", ()))
 
     def spans_nodes(self, axis: str) -> bool:
         """Whether a group along a mesh axis reaches beyond the fast domain; the last axis has neighbours in it."""

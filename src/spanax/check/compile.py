@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Compiled:
 
     `module` is XLA's serialized program, empty where none was made; `memory` its own count of bytes on one device
     (`assigned`: of its main memory in all). `needed_bytes` and `limit_bytes` are set where it does not fit, and then
-    `buffers` holds the largest, as told: their paths are not known yet.
+    `buffers` holds the largest, as told: their paths are not known yet. `log` is what it wrote meanwhile.
     """
 
     module: bytes
@@ -41,6 +41,7 @@ class Compiled:
     needed_bytes: int | None = None
     limit_bytes: int | None = None
     buffers: tuple[Buffer, ...] = ()
+    log: str = ""
 
 
 def compile_for(
@@ -63,8 +64,8 @@ def compile_for(
     folder = Path(tempfile.mkdtemp(prefix="spanax-check-"))
     try:
         _ask(folder, target, lowered, mesh, dict(flags or {}), is_whole)
-        _run(folder, target, timeout)
-        found = _answered(folder, target)
+        log = _run(folder, target, timeout)
+        found = replace(_answered(folder, target), log=log)
     except CompilerError:
         shutil.rmtree(folder / "dump", ignore_errors=True)
         raise
@@ -90,7 +91,8 @@ def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags:
     (folder / "program.mlirbc").write_bytes(lowered.code)
 
 
-def _run(folder: Path, target: Target, timeout: float) -> None:
+def _run(folder: Path, target: Target, timeout: float) -> str:
+    """Let the child work; what it wrote."""
     log = folder / "log.txt"
     command = [sys.executable, "-m", "spanax.check.child", str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -113,6 +115,7 @@ def _run(folder: Path, target: Target, timeout: float) -> None:
             where=f"its log: {log}",
             fix="a level below, or another version of the compiler",
         )
+    return log.read_text(errors="replace")
 
 
 def _answered(folder: Path, target: Target) -> Compiled:

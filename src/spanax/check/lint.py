@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from spanax.check.checked import Checked
 from spanax.check.finding import Finding, Severity, gravest_first
+from spanax.check.profile import Profiled
 from spanax.check.report import Report
-from spanax.check.rules import arrays, compiled, meshes, models, prices
+from spanax.check.rules import arrays, compiled, meshes, models, prices, profiles
 from spanax.check.rules.said import Said
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
@@ -21,24 +23,29 @@ PAGE_HEAD = """# Lint: what `spanax check` says of a plan
 
 Every finding names the array or axis, its bytes on one device, and the nearest thing that works. `--fail-on warning`
 exits 1 where one is as grave. In the file of a workload `# spanax: allow SPX001 embed` allows one; without a path it
-allows all of that code. This page is written from the rules: `make golden`.
+allows all of that code. In a plan file, `"allow": ["SPX001 embed"]` says the same. This page is written from the rules:
+`make golden`.
 """
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
-class Rule:
+class Rule(Generic[T]):
     """One thing that can be wrong: its code, how much it weighs, and the function that looks for it.
 
-    The function's docstring says when it speaks; `why` what it costs.
+    It looks at a plan (`Checked`) or a profile (`Profiled`). The function's docstring says when it speaks; `why` what
+    it costs.
     """
 
     code: str
     severity: Severity
-    find: Callable[[Checked], Iterable[Said]]
+    find: Callable[[T], Iterable[Said]]
     why: str
 
 
-RULES = (
+RULES: tuple[Rule[Checked], ...] = (
     Rule("SPX001", Severity.WARNING, arrays.left_whole, "Every device holds all of it, and updates all of it."),
     Rule("SPX002", Severity.ERROR, meshes.idle_axis, "Devices are paid for and add nothing."),
     Rule("SPX003", Severity.WARNING, compiled.repeated_work, "Arithmetic that others do as well."),
@@ -51,6 +58,7 @@ RULES = (
     Rule("SPX009", Severity.INFO, prices.data_parallel_faster, "Splitting a state that fits moves bytes for nothing."),
     Rule("SPX010", Severity.INFO, prices.hsdp_missed, "Weights cross slow links that need not."),
     Rule("SPX011", Severity.INFO, prices.pipeline_not_needed, "A bubble, where splitting the state is enough."),
+    Rule("SPX012", Severity.WARNING, compiled.made_whole, "Every device receives and holds all of it."),
     Rule("SPX013", Severity.INFO, models.written_out, "Compile time grows with every layer."),
     Rule("SPX014", Severity.WARNING, prices.short_of_memory, "It may stop at the first step, or after hours."),
     Rule("SPX015", Severity.WARNING, prices.state_forgotten, "Adam holds two more numbers for each parameter."),
@@ -58,7 +66,13 @@ RULES = (
     Rule("SPX017", Severity.WARNING, models.wide_matmuls, "The matrix units are made for bfloat16."),
     Rule("SPX020", Severity.ERROR, meshes.batch_and_weights, "One of both is gathered at every use."),
 )  # fmt: skip
-"""Every rule, by code."""
+"""Every rule on a plan, by code."""
+
+PROFILE_RULES: tuple[Rule[Profiled], ...] = (
+    Rule("SPX018", Severity.WARNING, profiles.host_bound, "Faster devices would change nothing."),
+    Rule("SPX019", Severity.WARNING, profiles.input_bound, "The devices are paid for while they wait."),
+)
+"""Every rule on a profile, by code."""
 
 
 def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None = None) -> list[Finding]:
@@ -90,40 +104,63 @@ def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None =
     return gravest_first(_finding(rule, said) for rule in RULES for said in rule.find(checked))
 
 
-def _finding(rule: Rule, said: Said) -> Finding:
+def lint_profile(found: Profiled) -> list[Finding]:
+    """What every rule says of a profile, the gravest first.
+
+    Example:
+      >>> watched = Profiled(10, 8, 1.0, 0.4, 0.1, {}, 0.5, 0.0, 0.0, {})
+      >>> [one.message for one in lint_profile(watched)]
+      ['50 % of a step of 1 s is waiting for a batch: 0.5 s.']
+    """
+    return gravest_first(_finding(rule, said) for rule in PROFILE_RULES for said in rule.find(found))
+
+
+def _finding(rule: Rule[Checked] | Rule[Profiled], said: Said) -> Finding:
     severity = Severity.ERROR if said.is_error else rule.severity
     return Finding(rule.code, severity, said.path, said.message, said.fix, said.num_bytes)
 
 
-def waived(findings: Sequence[Finding], text: str) -> list[Finding]:
-    """The findings without those that a comment allows: `# spanax: allow SPX001 embed`; without a path, all of a code.
+def waived(findings: Sequence[Finding], text: str, allow: Sequence[str] = ()) -> list[Finding]:
+    """The findings without those that a comment or the plan allows.
+
+    A comment is `# spanax: allow SPX001 embed`; without a path it allows all of that code.
 
     Args:
       findings: what `lint` returned.
       text: the source of the workload.
+      allow: what the plan allows, `SPX001 embed` or `SPX001` each.
 
     Raises:
-      SpanaxError: a comment allows a code that does not exist.
+      SpanaxError: a code that does not exist is allowed.
 
     Example:
       >>> found = [Finding("SPX001", Severity.WARNING, "embed", "it lies whole.")]
       >>> waived(found, "# spanax: allow SPX001 embed"), len(waived(found, "# spanax: allow SPX001 head"))
       ([], 1)
+      >>> waived(found, "", ["SPX001"])
+      []
     """
-    known = [rule.code for rule in RULES]
-    allowed = set(WAIVER.findall(text))
-    for code, _ in sorted(allowed):
-        if code not in known:
-            raise SpanaxError(f"a comment allows {code}, and there is no such rule.", fix=nearest(code, known))
+    known = [rule.code for rule in _all_rules()]
+    by_comment = WAIVER.findall(text)
+    by_plan = [(code, path.strip()) for code, _, path in (one.strip().partition(" ") for one in allow)]
+    for who, codes in (("a comment", by_comment), ("the plan", by_plan)):
+        for code, _ in sorted(codes):
+            if code not in known:
+                raise SpanaxError(f"{who} allows {code}, and there is no such rule.", fix=nearest(code, known))
+    allowed = {*by_comment, *by_plan}
     return [one for one in findings if not {(one.code, ""), (one.code, one.path)} & allowed]
 
 
 def rules_page() -> str:
     """The page of all rules, in Markdown: code, severity, what each looks for and what it costs."""
     parts = [PAGE_HEAD]
-    for rule in RULES:
+    for rule in _all_rules():
         says = " ".join((rule.find.__doc__ or "").split())
         parts.append(
             f"## {rule.code}: {rule.find.__name__.replace('_', ' ')}\n\n*{rule.severity.value}.* {says} {rule.why}\n"
         )
     return "\n".join(parts)
+
+
+def _all_rules() -> list[Rule[Checked] | Rule[Profiled]]:
+    return sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code)

@@ -11,6 +11,7 @@ from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.terms import tally
 from spanax.trace.program import Program
+from spanax.trace.versions import versions
 
 
 def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
@@ -49,3 +50,28 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
         collectives.setdefault(axes, {})[kind] = round(num_bytes)
     peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
     return Figures(plan.state_bytes(), peak_bytes, flops, collectives)
+
+
+def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
+    """Bytes of one device and step that the plan gathers of one parameter, by mesh axes.
+
+    Raises:
+      SpanaxError: the plan was made for another program, or cannot be run.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> gathered_bytes(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), "kernel")
+      {'fsdp': 2048}
+    """
+    planned = as_planned(program, plan)
+    leaf = [one.path for one in planned.leaves].index(path)
+    only = versions(planned.step, leaf)
+    moved = tally(Laid(resolver_of(program, plan).of(planned), planned.step), only).moved_bytes(plan.mesh)
+    return {axes: round(num_bytes) for (kind, axes), num_bytes in sorted(moved.items()) if kind == "all-gather"}

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import DataError, WriteError
-from spanax.run.profile import INPUT, STEP, TRACE, WINDOW
+from spanax.errors import DataError, WriteError, nearest
+from spanax.run.profile import FOLDER, INPUT, STEP, TRACE, WINDOW
 
 COLLECTIVE = re.compile(
     r"(?:async-)?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast|send|recv)"
@@ -23,6 +23,9 @@ CONTAINERS = re.compile(r"(while|call|conditional)([.\d]|$)")
 """Operations that last as long as those inside them."""
 
 DEVICE_PLANE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
+SUMMARY = "summary.json"
+"""The summary in the folder of a profile."""
+
 OPERATION_LINES = ("XLA Ops", "Async XLA Ops")
 
 MOST = 12
@@ -78,6 +81,53 @@ class Profiled:
             "operations": dict(self.operations),
         }
 
+    @staticmethod
+    def from_json(data: Any) -> "Profiled":
+        """The summary that `to_json` gave.
+
+        Raises:
+          DataError: it is none, or a step in it takes no time.
+
+        Example:
+          >>> told = Profiled(10, 8, 1.0, 0.4, 0.1, {"fsdp": 0.1}, 0.5, 0.0, 0.0, {})
+          >>> Profiled.from_json(told.to_json()) == told
+          True
+        """
+        try:
+            seconds = {name.replace(" ", "_"): float(value) for name, value in data["seconds"].items()}
+            by_axis, operations = (
+                {str(name): float(value) for name, value in data[key].items()}
+                for key in ("communication", "operations")
+            )
+            found = Profiled(
+                int(data["steps"]), int(data["devices"]), float(data["step_seconds"]),
+                by_axis=by_axis, operations=operations, **seconds,
+            )  # fmt: skip
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise DataError("this is no summary of a profile.", where=f"{type(error).__name__}: {error}") from None
+        if not found.step_seconds > 0:
+            raise DataError("this is no summary of a profile: a step takes no time.")
+        return found
+
+
+def read_profile(run: Path) -> Profiled:
+    """The summary that `spanax train --profile` left in a run folder.
+
+    Raises:
+      DataError: there is none, or it cannot be read.
+    """
+    path = run / FOLDER / SUMMARY
+    try:
+        return Profiled.from_json(json.loads(path.read_text()))
+    except OSError:
+        known = sorted(str(one.parents[1]) for one in run.parent.glob(f"*/{FOLDER}/{SUMMARY}"))
+        fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --out {run}"
+        raise DataError(f"there is no profile in '{run}'.", where=str(path), fix=fix) from None
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise DataError(str(error).splitlines()[0], where=str(path), fix="profile the run again") from None
+        raise DataError("this is no summary of a profile.", where=f"{path}: {error}", fix="profile it again") from None
+
 
 def profiled(folder: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> Profiled:
     """Summarise a profile folder, and keep the summary in it as summary.json.
@@ -97,7 +147,7 @@ def profiled(folder: Path, *, axes: Mapping[str, str] | None = None, module: str
     found = _read(files, module)
     summary = _summary(found, axes or {})
     try:
-        (folder / "summary.json").write_text(json.dumps(summary.to_json(), indent=1) + "\n")
+        (folder / SUMMARY).write_text(json.dumps(summary.to_json(), indent=1) + "\n")
     except OSError as error:
         raise WriteError(f"cannot write into '{folder}'.", where=str(error)) from None
     return summary

@@ -38,15 +38,17 @@ def abstract_mesh(shape: MeshShape) -> AbstractMesh:
     return AbstractMesh(tuple(size for _, size in shape.axes), shape.names, axis_types=kinds)
 
 
-def lower(program: Program, plan: Plan, platform: str) -> Lowered:
+def lower(program: Program, plan: Plan, platform: str, *, inputs_only: bool = False) -> Lowered:
     """The train step that a plan runs, lowered for `tpu`, `cuda` or `cpu`. Nothing is allocated, no device is asked.
+
+    With `inputs_only` nothing but the state and the batch has a sharding in it.
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
     """
     planned = as_planned(program, plan)
     run = Run(planned, plan, abstract_mesh(plan.mesh), state=[])  # type: ignore[arg-type]
-    module = run.lower(platform).compiler_ir()
+    module = run.lower(platform, inputs_only=inputs_only).compiler_ir()
     code = io.BytesIO()
     module.operation.write_bytecode(code)
     plain = re.sub(r" loc\(.*?\)$", "", module.operation.get_asm(enable_debug_info=False), flags=re.MULTILINE)

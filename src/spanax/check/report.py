@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo import Collective
+from spanax.check.replicated import Replicated
 from spanax.errors import DataError, WriteError
 
-VERSION = 1
+VERSION = 2
 
 LEVELS = {0: "static", 1: "partitioner, abstract", 2: "partitioner, simulated devices", 3: "compiler"}
 """What produced the compiled figures of each level."""
@@ -55,6 +56,8 @@ class Report:
       limit_bytes: what one device may hold.
       collectives: every collective of the compiled program.
       buffers: the largest arrays, where it does not fit.
+      replicated: what the partitioner said that it made whole on every device, for want of a better way.
+      inputs_only: whether only the state and the batch were split as planned, and all between left to the compiler.
       versions: of everything that had a part in it.
       flags: what the compiler was told beyond its defaults.
       is_whole: whether the compiler went on to machine code.
@@ -80,6 +83,8 @@ class Report:
     limit_bytes: int | None = None
     collectives: tuple[Collective, ...] = ()
     buffers: tuple[Buffer, ...] = ()
+    replicated: tuple[Replicated, ...] = ()
+    inputs_only: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
     is_whole: bool = False
@@ -129,6 +134,7 @@ class Report:
                 Collective(**one | {"tensors": tuple(one["tensors"])}) for one in data["collectives"]
             )
             data["buffers"] = tuple(Buffer(**one | {"paths": tuple(one["paths"])}) for one in data["buffers"])
+            data["replicated"] = tuple(Replicated(**one) for one in data["replicated"])
             return Report(**data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, DataError):

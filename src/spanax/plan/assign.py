@@ -13,10 +13,13 @@ Pins = Mapping[str, str | Sequence[str] | None]
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """For each mesh axis, the classes it splits and their rank (lowest first where a value has several)."""
+    """For each mesh axis, the classes it splits and their rank (lowest first where a value has several).
+
+    `reasons` says of a class that was offered to a mesh axis why that does not split it.
+    """
 
     ranks: Mapping[str, Mapping[int, int]]
-    reasons: Mapping[str, str]
+    reasons: Mapping[int, str]
 
 
 def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Layout:
@@ -61,7 +64,7 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
     axes = program.step.axes
     ranks: dict[str, dict[int, int]] = {}
     taken: dict[int, int] = {}
-    reasons: dict[str, str] = {}
+    reasons: dict[int, str] = {}
     # Of two classes of a name the earlier is split: its gradient ends where the model begins, one reduction less.
     labels = program.step.labels_by_name
     for axis, names in layout.computed:
@@ -75,11 +78,11 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
             for label in labels.get(name, ()):
                 ways = taken.get(label, 1) * size
                 if axes.ways[label] % ways:
-                    reasons[name] = f"{name} ({axes.ways[label]}) does not divide {ways} ways"
+                    reasons[label] = f"{name} ({axes.ways[label]}) does not divide {ways} ways"
                     if name == "batch" or pins.get(name):
                         raise _does_not_divide(program, name, axes.ways[label], ways, layout, mesh)
                 elif axis in layout.exclusive and (path := _clash(program, label, accepted)):
-                    reasons.setdefault(name, f"'{axis}' already splits another dim of {path}")
+                    reasons.setdefault(label, f"'{axis}' already splits another dim of {path}")
                 else:
                     accepted[label] = rank
                     taken[label] = ways
@@ -118,13 +121,14 @@ def _idle(
     axis: str,
     size: int,
     names: Sequence[str],
-    reasons: Mapping[str, str],
+    reasons: Mapping[int, str],
     layout: Layout,
     mesh: MeshShape,
 ) -> SpanaxError:
     known = sorted({name for leaf in (*program.leaves, *program.batch) for name in leaf.axes if name})
     needed = names if axis in layout.exclusive else names[:1]
-    tried = [reasons[name] for name in names if name in reasons]
+    labels = [label for name in names for label in program.step.labels_by_name.get(name, ())]
+    tried = dict.fromkeys(reasons[label] for label in labels if label in reasons)
     return SpanaxError(
         f"mesh axis '{axis}' ({size}) has nothing to split in this program under layout '{layout.name}'.",
         where="; ".join(tried) or f"it splits {', '.join(names)}; the program has {', '.join(known)}",

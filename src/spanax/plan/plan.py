@@ -86,7 +86,7 @@ class Plan:
 
     `leaves` are the state's placements in the program's order, `batch` those of the batch. `fingerprint` ties
     the plan to the program (paths, shapes, dtypes); `why` says which rule chose the layout, `schedule` how a step goes
-    through it.
+    through it. `allow` lists what a check is not to say of it: `SPX001 embed`, or `SPX001` for all of that code.
 
     Example:
       >>> import jax, optax, spanax
@@ -112,6 +112,7 @@ class Plan:
     batch: tuple[Placement, ...]
     why: str
     schedule: Schedule = Schedule()
+    allow: tuple[str, ...] = ()
     version: int = VERSION
 
     def state_bytes(self, kind: str | None = None) -> int:
@@ -128,6 +129,8 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text; `Plan.from_json` reads it back equal."""
         data = asdict(self) | {"mesh": dict(self.mesh.axes)}
+        if not self.allow:
+            del data["allow"]  # an older Spanax reads what does not need it
         return json.dumps(data, indent=1) + "\n"
 
     @staticmethod
@@ -145,6 +148,7 @@ class Plan:
             data["layout"] = Layout(**{key: _frozen(value) for key, value in data["layout"].items()})
             data["pins"] = _frozen(data["pins"])
             data["schedule"] = Schedule(**data.get("schedule", {}))
+            data["allow"] = _allowed(data.get("allow", []))
             for group in ("leaves", "batch"):
                 data[group] = tuple(Placement(**{k: _frozen(v) for k, v in leaf.items()}) for leaf in data[group])
             return Plan(**data)
@@ -242,6 +246,12 @@ def _spec_text(leaf: Placement) -> str:
 
 def _size(leaf: Placement) -> int:
     return math.prod(leaf.shape)
+
+
+def _allowed(written: Any) -> tuple[str, ...]:
+    if not isinstance(written, list) or not all(isinstance(one, str) for one in written):
+        raise DataError("the plan's 'allow' is no list of texts.", where=f"allow: {written}", fix='["SPX001 embed"]')
+    return tuple(written)
 
 
 def _frozen(value: Any) -> Any:

@@ -136,12 +136,10 @@ class Resolver:
         return Constraint(used, is_open=True) if any(used) else None
 
     def _why(self, labels: Labels, spec: Spec, extra: str) -> str:
-        names = self.program.step.axes.names
         parts = []
         for label, by in zip(labels, spec, strict=True):
-            name = names.get(label, "") if label is not None else ""
-            if name in self.assignment.reasons and not by:
-                parts.append(self.assignment.reasons[name])
+            if label is not None and label in self.assignment.reasons and not by:
+                parts.append(self.assignment.reasons[label])
         return "; ".join(dict.fromkeys([extra] * bool(extra) + parts))
 
 

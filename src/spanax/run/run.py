@@ -79,15 +79,17 @@ class Run:
         self._settle(metrics)
         return jax.tree.unflatten(evaluation.result, metrics)
 
-    def lower(self, platform: str | None = None) -> Any:
+    def lower(self, platform: str | None = None, *, inputs_only: bool = False) -> Any:
         """The step as JAX lowers it, without running it: `.compile()` gives XLA's program and its memory.
 
         For a `platform` (`tpu`, `cuda`, `cpu`) the mesh may be one without devices, and every array of the state and
-        the batch stays an argument, in their order.
+        the batch stays an argument, in their order. With `inputs_only` nothing between is pinned: no step that runs.
         """
         state = _abstract(self.program.leaves, self.plan.leaves, self.mesh)
         batch = _abstract(self.program.batch, self.plan.batch, self.mesh)
-        traced = self._jitted(self.program.step, is_step=True, keep_unused=platform is not None).trace(state, batch)
+        keep_unused = platform is not None
+        jitted = self._jitted(self.program.step, is_step=True, keep_unused=keep_unused, inputs_only=inputs_only)
+        traced = jitted.trace(state, batch)
         return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
     def compile(self) -> Any:
@@ -167,10 +169,13 @@ class Run:
         self._compiled[name] = self._jitted(traced, is_step=name == "step")
         return self._compiled[name]
 
-    def _jitted(self, traced: Traced, *, is_step: bool, keep_unused: bool = False) -> Any:
+    def _jitted(self, traced: Traced, *, is_step: bool, keep_unused: bool = False, inputs_only: bool = False) -> Any:
         resolver = resolver_of(self.program, self.plan)
         constraints = resolver.constraints(traced)
-        function = replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh)
+        if inputs_only:
+            function = replay(traced.graph, [None] * len(constraints), {}, self.mesh)
+        else:
+            function = replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh)
         num_leaves = len(self.program.leaves)
 
         def step(state: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:

@@ -10,9 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from spanax.check.check import check
+from spanax.check.finding import gravest_first
 from spanax.check.hlo import Collective
-from spanax.check.lint import lint, waived
+from spanax.check.lint import lint, lint_profile, waived
 from spanax.check.parity import Parity
+from spanax.check.profile import read_profile
 from spanax.check.report import Figures, Report
 from spanax.check.shrink import parity_of
 from spanax.errors import SpanaxError
@@ -22,6 +24,7 @@ from spanax.plan.plan import Plan, Schedule
 from spanax.run.simulate import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
 from spanax.show.requests import CheckCommand
+from spanax.show.source_text import source_text
 from spanax.show.tables import table_text
 from spanax.trace.policies import known_policy
 from spanax.trace.program import Program
@@ -46,8 +49,9 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     given = Plan.load(asked.plan) if asked.plan is not None else None
     program = _traced(load, asked, machine, given)
     made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=_schedule(asked))
-    text = _source(asked.workload)
-    waived([], text)  # a code that does not exist is told before anything is compiled
+    text = source_text(asked.workload)
+    waived([], text, made.allow)  # a code that does not exist is told before anything is compiled
+    watched = lint_profile(read_profile(asked.profiled)) if asked.profiled is not None else []
     report = check(
         program,
         made,
@@ -55,11 +59,12 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
         level=asked.level,
         timeout=asked.timeout,
         codegen=asked.codegen,
+        inputs_only=asked.inputs_only,
         cache=asked.cache,
     )
     if asked.out is not None:
         report.save(asked.out)
-    findings = waived(lint(program, made, machine, report), text)
+    findings = waived(gravest_first([*lint(program, made, machine, report), *watched]), text, made.allow)
     lines, data = [report_text(report)], report_json(report) | {"findings": [one.to_json() for one in findings]}
     lines += ["", *map(str, findings)] if findings else ["nothing is wrong with it, as far as the rules see"]
     if asked.collectives:
@@ -78,12 +83,6 @@ def _schedule(asked: CheckCommand) -> Schedule | None:
     if asked.layout is None and asked.mesh is None and asked.remat is None and asked.microbatches == 1:
         return None
     return Schedule(remat=known_policy(asked.remat), microbatches=asked.microbatches)
-
-
-def _source(workload: str) -> str:
-    """The text of the file that a workload is in, where comments may allow what rules find; empty without one."""
-    path = Path(workload.partition(":")[0])
-    return path.read_text() if path.suffix == ".py" and path.is_file() else ""
 
 
 def _parity(
@@ -128,7 +127,8 @@ def report_json(report: Report) -> Data:
 
 def report_text(report: Report) -> str:
     """The verdict, and predicted beside compiled, each with what produced it."""
-    head = f"{report.layout} on {report.target} ({report.mesh}), level {report.level} ({report.by}): "
+    how = ", inputs only" if report.inputs_only else ""
+    head = f"{report.layout}{how} on {report.target} ({report.mesh}), level {report.level} ({report.by}): "
     lines = [head + _verdict(report), "", _figures(report)]
     if report.memory:
         said = ", ".join(f"{name} {bytes_text(size)}" for name, size in report.memory.items() if size)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from spanax.check.finding import Finding, Severity
+
 MOST = 5
 """How many operations are listed."""
 
@@ -32,4 +34,7 @@ def profile_text(event: dict[str, Any]) -> str:
         lines.append(f"  {name:13}  {seconds:.3g} s  {100 * seconds / step:.1f} %{detail}")
     longest = list(event["operations"].items())[:MOST]
     lines.append("  longest: " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in longest))
-    return "\n".join([*lines, f"  in {event['out']}"])
+    lines.append(f"  in {event['out']}")
+    for one in event.get("findings", ()):
+        lines.append(str(Finding(one["code"], Severity(one["severity"]), one["path"], one["message"], one["fix"])))
+    return "\n".join(lines)

@@ -80,9 +80,11 @@ class CheckCommand:
       level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler; else the highest.
       timeout: seconds that a compiler may take.
       codegen: let the compiler go on to machine code; minutes, and no other figures.
+      inputs_only: leave all but the state and the batch to the compiler, as a jit with in_shardings does.
       cache: whether an earlier report on the same program is taken.
       collectives: list every collective: who moves what, over which axis, because of which line.
       explain_collective: say all that is known of one collective, by its number in that list.
+      profiled: a run folder with a profile of it: says what its steps waited for, too.
       parity: take the same steps in this layout and on one device, simulated, and compare the numbers.
       steps: how many steps for --parity.
       fail_on: exit 1 if a rule finds something as grave as this: error, warning or info.
@@ -105,9 +107,11 @@ class CheckCommand:
     level: Literal[0, 1, 2, 3] | None = None
     timeout: float = 900.0
     codegen: bool = False
+    inputs_only: bool = False
     cache: bool = True
     collectives: bool = False
     explain_collective: int | None = None
+    profiled: Path | None = None
     parity: bool = False
     steps: int = 3
     fail_on: Literal["error", "warning", "info"] | None = None

@@ -1,13 +1,23 @@
 """Rules on single arrays: what lies whole, what does not divide, what was wished for and did not come."""
 
+import math
+import re
 from collections.abc import Iterator
 
 from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
+from spanax.hardware.mesh import CANONICAL_AXES
 from spanax.plan.plan import Placement
+from spanax.trace.names import STRENGTH
 
 LARGE = 0.01
 """The share of a device's bytes of one kind from which on an array counts."""
+
+PADDED = 0.125
+"""By how much a size may grow to divide."""
+
+MISSED = 0.05
+"""The share of them from which on it counts that a size does not divide; all arrays with that dim together."""
 
 
 def left_whole(checked: Checked) -> Iterator[Said]:
@@ -26,16 +36,39 @@ def left_whole(checked: Checked) -> Iterator[Said]:
 
 
 def does_not_divide(checked: Checked) -> Iterator[Said]:
-    """A mesh axis does not split a dim that it was meant to split, for it does not divide it."""
-    largest: dict[str, Placement] = {}
+    """A mesh axis does not split a dim that it was meant to split, in arrays that count; a size near it would do."""
+    by_reason: dict[tuple[str, str], list[Placement]] = {}
     for leaf in checked.plan.leaves:
         for reason in leaf.reason.split("; "):
-            if "does not divide" in reason and leaf.local_bytes > getattr(largest.get(reason), "local_bytes", -1):
-                largest[reason] = leaf
-    for reason, leaf in largest.items():
-        if leaf.local_bytes >= _large(checked, leaf.kind):
-            fix = "a size that divides, or a smaller mesh axis"
-            yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
+            if "does not divide" in reason and not _is_served(checked, leaf, reason.partition(" ")[0]):
+                by_reason.setdefault((leaf.kind, reason), []).append(leaf)
+    seen = set[str]()
+    for (kind, reason), leaves in by_reason.items():
+        if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= MISSED * checked.plan.state_bytes(kind):
+            seen.add(reason)
+            leaf = max(leaves, key=lambda one: one.local_bytes)
+            if fix := _dividing(reason):
+                yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
+
+
+def _dividing(reason: str) -> str:
+    """The nearest that works: a little more, or fewer ways; empty where it takes much more, as of three colours."""
+    told = re.match(r"(\w+) \((\d+)\) does not divide (\d+) ways", reason)
+    if told is None:
+        return "a size that divides, or a smaller mesh axis"
+    name, size, ways = told[1], int(told[2]), int(told[3])
+    more, fewer = -(-size // ways) * ways, math.gcd(size, ways)
+    near = [f"{name} {more}"] if more <= (1 + PADDED) * size else []
+    near += [f"{fewer} ways"] if fewer > 1 else []
+    return ", or ".join(near)
+
+
+def _is_served(checked: Checked, leaf: Placement, name: str) -> bool:
+    """Whether every mesh axis that was to split a dim of a name splits another dim of the same array."""
+    wanted = {
+        axis for axis, _ in checked.plan.mesh.axes if name in checked.names_for(axis) and checked.ways((axis,)) > 1
+    }
+    return bool(wanted) and wanted <= {axis for by in leaf.spec for axis in by}
 
 
 def optimizer_unlike_parameter(checked: Checked) -> Iterator[Said]:
@@ -56,7 +89,7 @@ def optimizer_unlike_parameter(checked: Checked) -> Iterator[Said]:
 
 
 def never_matched(checked: Checked) -> Iterator[Said]:
-    """A pin, or a name that the model's author wrote, splits nothing."""
+    """A pin, the wish to split the sequence, or a name that the model's author wrote, splits nothing."""
     everything = (*checked.plan.leaves, *checked.plan.batch)
     for name, wanted in checked.plan.pins:
         dims = [by for leaf in everything for axis, by in zip(leaf.axes, leaf.spec, strict=True) if axis == name]
@@ -66,16 +99,39 @@ def never_matched(checked: Checked) -> Iterator[Said]:
                     name, f"'{name}' is pinned to '{axis}', and no array is split so.",
                     f"another axis than '{axis}', or no pin",
                 )  # fmt: skip
-    known = {*checked.plan.mesh.names, *(axis for leaf in everything for axis in leaf.axes if axis)}
+    over = checked.plan.layout.sequence_axis
+    if over is not None and checked.ways((over,)) > 1 and not checked.splits_sequence(over):
+        yield Said(
+            over, f"'{over}' ({checked.ways((over,))}) is to split the sequence too, and no sequence here divides so.",
+            "a sequence that divides, or a layout without +seq",
+        )  # fmt: skip
+    known = {*checked.plan.mesh.names, *(name for leaf in everything for name in leaf.axes if name in STRENGTH)}
+    for name, path in _unknown_names(checked).items():
+        yield Said(path, f"`{path}` is annotated with '{name}': no axis of the mesh, and nothing that is split.",
+                   f"a name of {', '.join(sorted(map(str, known)))}")  # fmt: skip
+
+
+def _unknown_names(checked: Checked) -> dict[str, str]:
+    """Names in annotations that mean nothing here, each with an array that has it.
+
+    Somebody who names one axis of a mesh means axes of a mesh by the others. A name for a dim may be anybody's own; but
+    if an array that counts has only such names, they were to do something.
+    """
+    mesh, plan = checked.plan.mesh.names, checked.plan
+    meant = {
+        *STRENGTH,
+        *(name for name, _ in plan.pins),
+        *(name for _, names in plan.layout.computed for name in names),
+    }
     odd: dict[str, str] = {}
-    for annotated in checked.program.leaves:
-        for entry in annotated.annotation or ():
-            for axis in (entry,) if isinstance(entry, str) else entry or ():
-                if axis not in known:
-                    odd.setdefault(axis, annotated.path)
-    for axis, path in odd.items():
-        yield Said(path, f"`{path}` is annotated with '{axis}', which is no axis of the mesh and of no dim.",
-                   f"a name of {', '.join(sorted(known))}")  # fmt: skip
+    for annotated, leaf in zip(checked.program.leaves, plan.leaves, strict=True):
+        entries = [(one,) if isinstance(one, str) else one or () for one in annotated.annotation or ()]
+        names = {axis for entry in entries for axis in entry}
+        of_mesh = names & {*mesh, *CANONICAL_AXES}
+        if of_mesh or (not names & meant and leaf.local_bytes >= _large(checked, leaf.kind)):
+            for axis in sorted(names - meant - {*mesh}):
+                odd.setdefault(axis, annotated.path)
+    return odd
 
 
 def _large(checked: Checked, kind: str) -> float:

@@ -5,10 +5,15 @@ from collections.abc import Iterator
 from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
 from spanax.plan.bubble import bubble_over_ideal
-from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES
 
 MOST_BUBBLE = 0.10
 """The share of a step that a pipeline may wait."""
+
+BESIDE_BATCH = ("batch", "seq", "experts")
+"""What a mesh axis may split besides the batch: what has no batch, or trades it for another split at once."""
+
+WAITED = 0.5
+"""How long activations may travel, over the computation: it waits for them. Weights travel beside it."""
 
 
 def idle_axis(checked: Checked) -> Iterator[Said]:
@@ -23,8 +28,9 @@ def idle_axis(checked: Checked) -> Iterator[Said]:
 
 def batch_and_weights(checked: Checked) -> Iterator[Said]:
     """One mesh axis is to split the batch and the weights while computing: one of them is always gathered."""
-    for axis, names in checked.plan.layout.computed:
-        both = [name for name in names if name in TENSOR_AXES + LAST_RESORT_AXES]
+    for axis in checked.plan.mesh.names:
+        names = checked.names_for(axis)
+        both = [name for name in names if name not in BESIDE_BATCH]
         if "batch" in names and both and checked.ways((axis,)) > 1:
             yield Said(
                 axis,
@@ -53,13 +59,16 @@ def few_microbatches(checked: Checked) -> Iterator[Said]:
 
 
 def slow_links(checked: Checked) -> Iterator[Said]:
-    """An axis that moves weights or activations reaches across nodes, and takes longer than the computation."""
+    """An axis reaches across nodes, and its weights take longer than the computation, or its activations half of it."""
     seconds = checked.own.seconds
     computing = seconds["matmuls"] + seconds["memory"]
-    for axis, name in (("fsdp", "weights between devices"), ("model", "activations between devices")):
+    for axis, name, share in (
+        ("fsdp", "weights between devices", 1.0),
+        ("model", "activations between devices", WAITED),
+    ):
         names = [one for one in checked.plan.mesh.names if _plays(checked, one) == axis]
         for one in names:
-            if checked.ways((one,)) > 1 and checked.spans_nodes(one) and seconds[name] > computing:
+            if checked.ways((one,)) > 1 and checked.spans_nodes(one) and seconds[name] > share * computing:
                 yield Said(
                     one,
                     f"'{one}' ({checked.ways((one,))}) spans nodes of {checked.cluster.devices_per_node}: "

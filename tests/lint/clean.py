@@ -1,0 +1,133 @@
+"""Layouts of which nothing is to be said; and near misses, of which one thing is not."""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from lint.made import (
+    Make,
+    compiled,
+    model,
+    named,
+    own_layout,
+    planned,
+    tall,
+    tight,
+    told,
+    watched,
+    wide,
+)
+from lint.mistakes import GATHER, SHORT, stages
+
+import programs
+from spanax.check.hlo import Collective
+
+BEST = [
+    ("gpt-nano", "a100:8"), ("gpt-nano", "v5e:2x4"), ("gpt-nano", "cpu:8"), ("gpt2", "a100:2x8"),
+    ("gpt2-medium", "v5e:2x4:2"), ("llama-nano", "v5p:2x2x2"), ("llama-nano", "cpu:8"), ("moe-nano", "h100:8"),
+    ("resnet-nano", "v5e:2x2:2"), ("resnet-nano", "cpu:8"), ("vit-nano", "cpu:8"),
+]  # fmt: skip
+"""The planner's own choice for a model on devices."""
+
+CLEAN: dict[str, Make] = {
+    **{f"the best for {name} on {on}": planned(model, name, on=on) for name, on in BEST},
+    "a matrix that fits, copied": planned(wide, on="a100:8", layout="data"),
+    "an MLP with float32 on a CPU": planned(wide, 1024, 1024, 4096, None, on="cpu:8", layout="data"),
+    "half of the memory": tight(wide, 0.5, on="a100:8", layout="data"),
+    "7 layers in a list": planned(tall, 7, on="a100:8", layout="data"),
+    "FSDP of what does not fit": planned(model, "gpt2-xl", on="v5e:4x4", layout="fsdp"),
+    "FSDP of Llama 3 8B on a node": planned(model, "llama3-8b", on="h100:8", layout="fsdp", sizes=SHORT),
+    "HSDP of Llama 3 8B on two nodes": planned(
+        model, "llama3-8b", on="h100:2x8", mesh="data=2,fsdp=8", layout="hsdp", sizes=SHORT
+    ),
+    "FSDP and a tensor axis inside a node": planned(
+        model, "llama3-70b", on="h100:8x8", mesh="fsdp=16,model=4", layout="fsdp+tensor", sizes=SHORT
+    ),
+    "FSDP and a tensor axis on a torus": planned(
+        model, "llama3-8b", on="v5p:2x2x2", mesh="fsdp=4,model=2", layout="fsdp+tensor", sizes=SHORT
+    ),
+    "the best for a GPT, as compiled": compiled(programs.zoo_program, "gpt"),
+    "data parallelism of a CNN, as compiled": compiled(programs.zoo_program, "cnn", layout="data"),
+    "the best for a GPT, by the partitioner's passes": compiled(programs.zoo_program, "gpt", level=1),
+}  # fmt: skip
+
+
+class Near(NamedTuple):
+    """The code that is not to be said; others may."""
+
+    code: str
+    make: Make
+
+
+PLANNED = Collective(
+    "all-gather", "fsdp", "bf16", "bf16[1024,4096]", 64 << 10, 8, 8, "all-gather.1", "jit(step)/dot_general",
+    "/home/me/model.py:31", tensors=("up.kernel",),
+)  # fmt: skip
+zoo_compiled = functools.partial(compiled, programs.zoo_program)
+
+NEAR: dict[str, Near] = {
+    "1,024 columns": Near("SPX001", planned(wide, 1024, 1024, on="a100:8", layout="fsdp")),
+    "whole, as data parallel has it": Near("SPX001", planned(wide, 1024, 1021, on="a100:8", layout="data")),
+    "an axis of one device": Near("SPX002", planned(model, "gpt2", on="v5e:2x4", mesh="x=8,y=1", layout=own_layout())),
+    "a sequence axis alone": Near("SPX002", planned(model, "gpt2", on="h100:8", mesh="data=2,context=4")),
+    "arithmetic 3 % over": Near("SPX003", told(wide, on="a100:8", layout="data", flops=1.03)),
+    "ZeRO-1": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="zero1")),
+    "all of it whole": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="data")),
+    "a pin that holds": Near(
+        "SPX005",
+        planned(model, "gpt2", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor", pin={"mlp": "model"}),
+    ),
+    "names of dims": Near("SPX005", planned(named, "embed", "mlp", on="v5e:2x4", layout="fsdp")),
+    "names of this mesh": Near(
+        "SPX005", planned(named, "fsdp", "model", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor")
+    ),
+    "names with a pin": Near("SPX005", planned(named, "dp", "tp", on="v5e:2x4", layout="tensor", pin={"tp": "model"})),
+    "sequence parallelism of 64 tokens": Near(
+        "SPX005", planned(model, "gpt-nano", on="a100:8", mesh="fsdp=2,model=4", layout="fsdp+tensor+seq")
+    ),
+    "16 heads over 8, a vocabulary that divides": Near(
+        "SPX006", planned(model, "llama3-8b", on="a100:8", layout="tensor", sizes=SHORT)
+    ),
+    "three of q, k, v beside heads that are split": Near(
+        "SPX006", planned(model, "gpt-nano", on="h100:8", layout="tensor")
+    ),
+    "32 microbatches on four stages": Near(
+        "SPX007", planned(model, "gpt2", on="a100:8", mesh="data=2", layout="data", schedule=stages(4, 32))
+    ),
+    "FSDP inside the node": Near("SPX008", planned(wide, 4096, 4096, 64, on="a100:8", layout="fsdp")),
+    "FSDP across nodes, a large batch": Near(
+        "SPX008", planned(model, "llama3-8b", on="h100:2x8", layout="fsdp", sizes=SHORT)
+    ),
+    "a tensor axis inside the node": Near(
+        "SPX008", planned(model, "gpt2-medium", on="a100:2x8", mesh="fsdp=2,model=8", layout="fsdp+tensor")
+    ),
+    "FSDP of what does not fit whole": Near("SPX009", planned(model, "gpt2-xl", on="v5e:2x4", layout="fsdp")),
+    "HSDP the right way round": Near(
+        "SPX010", planned(model, "gpt2", on="a100:2x8", mesh="data=2,fsdp=8", layout="hsdp")
+    ),
+    "FSDP on one node": Near("SPX010", planned(model, "gpt2", on="a100:8", layout="fsdp")),
+    "no stages": Near("SPX011", planned(model, "gpt2", on="a100:8", layout="fsdp")),
+    "gathers that the plan means": Near("SPX012", told(wide, on="h100:8", layout="fsdp", moved=(PLANNED,))),
+    "8 blocks in a scan": Near(
+        "SPX013", planned(model, "gpt-nano", on="v5p:2x2x2", layout="data", sizes={"num_layers": 8})
+    ),
+    "nine tenths of the memory": Near("SPX014", tight(wide, 0.9, on="a100:8", layout="data")),
+    "a compiler that needs nine tenths": Near("SPX014", told(wide, on="h100:8", layout="data", peak=0.9)),
+    "the optimizer stored split": Near("SPX015", planned(model, "gpt2-xl", on="v5e:2x4", layout="zero1")),
+    "an MLP, which the compiler lays out well": Near("SPX016", zoo_compiled("mlp", layout="fsdp", inputs_only=True)),
+    "a parameter gathered, and no activation": Near(
+        "SPX016", told(wide, on="h100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor", moved=(GATHER,))
+    ),
+    "bfloat16": Near("SPX017", planned(wide, 1024, 1024, 4096, jnp.bfloat16, on="h100:8", layout="data")),
+    "float32 where the units round it by themselves": Near(
+        "SPX017", planned(model, "gpt-nano", 64, None, on="v5e:2x4", layout="data")
+    ),
+    "a host that takes a tenth": Near("SPX018", watched(host=0.05)),
+    "batches that come in time": Near("SPX019", watched(input_wait=0.01)),
+    "batch and experts on one axis, one after the other": Near(
+        "SPX020", planned(model, "moe-nano", on="h100:8", mesh="data=1,expert=8", layout="expert")
+    ),
+    "batch and weights on axes of their own": Near(
+        "SPX020", planned(model, "gpt2-medium", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor")
+    ),
+}  # fmt: skip

@@ -1,0 +1,200 @@
+"""What the corpus is made of: programs, plans and reports, each made once in a process."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import programs
+import spanax
+from spanax.check.finding import Finding
+from spanax.check.hlo import Collective, totals
+from spanax.check.lint import lint, lint_profile
+from spanax.check.profile import Profiled
+from spanax.check.report import Figures, Report
+from spanax.models import gpt
+from spanax.models.workloads import load
+from spanax.plan.layout import Layout
+from spanax.plan.own import candidate_of
+from spanax.plan.plan import Plan
+from spanax.trace.program import Program
+
+Make = Callable[[], list[Finding]]
+"""Makes one case, and returns what is said of it."""
+
+
+class Wide(nnx.Module):
+    """Three matmuls, the last of them square and `odd` wide."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int, odd: int):
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, odd, rngs=rngs)
+        self.head = nnx.Linear(odd, odd, rngs=rngs)
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        return self.head(self.down(nnx.relu(self.up(x_BD))))
+
+
+class Tall(nnx.Module):
+    """Layers written out one after the other."""
+
+    def __init__(self, rngs: nnx.Rngs, layers: int):
+        self.layers = nnx.List([nnx.Linear(256, 256, rngs=rngs) for _ in range(layers)])
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        for layer in self.layers:
+            x_BD = nnx.relu(layer(x_BD))
+        return x_BD
+
+
+class Tagger(nnx.Module):
+    """A table of odd sizes and a head: word vectors of 300 numbers for 50,257 words."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(50257, 300, rngs=rngs)
+        self.up = nnx.Linear(300, 1024, rngs=rngs)
+        self.head = nnx.Linear(1024, 64, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        return self.head(nnx.relu(self.up(self.embed(tokens_BT))))
+
+
+class Named(nnx.Module):
+    """Two layers whose kernels carry names of axes."""
+
+    def __init__(self, rngs: nnx.Rngs, names: tuple[str, str]):
+        init = nnx.nn.linear.default_kernel_init
+        with nnx.use_eager_sharding(False):
+            self.up = nnx.Linear(512, 2048, kernel_init=nnx.with_partitioning(init, names), rngs=rngs)
+            self.down = nnx.Linear(2048, 512, kernel_init=nnx.with_partitioning(init, names[::-1]), rngs=rngs)
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        return self.down(nnx.relu(self.up(x_BD)))
+
+
+def traced(build: Any, batch: Any, dtype: Any = jnp.bfloat16) -> Program:
+    return spanax.trace(
+        build=build, optimizer=optax.adamw(1e-3), batch=batch, compute_dtype=dtype,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+
+
+@functools.cache
+def wide(width: int = 1024, odd: int = 1024, batch: int = 4096, dtype: Any = jnp.bfloat16) -> Program:
+    return traced(functools.partial(Wide, width=width, odd=odd), programs.array(batch, width), dtype)
+
+
+@functools.cache
+def tall(layers: int) -> Program:
+    return traced(functools.partial(Tall, layers=layers), programs.array(4096, 256))
+
+
+@functools.cache
+def tagger() -> Program:
+    return traced(Tagger, programs.array(4096, 64, dtype="int32"))
+
+
+@functools.cache
+def named(*names: str) -> Program:
+    return traced(functools.partial(Named, names=names), programs.array(4096, 512))
+
+
+@functools.cache
+def model(name: str, batch: int = 64, dtype: Any = jnp.bfloat16, **sizes: int) -> Program:
+    """A named workload."""
+    return load(name, batch_size=batch, **sizes).trace(learning_rate=1e-3, num_steps=10, compute_dtype=dtype)
+
+
+@functools.cache
+def listed_gpt(layers: int) -> Program:
+    """GPT with its blocks in a list instead of a scan."""
+    config = dataclasses.replace(gpt.SIZES["nano"], num_layers=layers, scan_layers=False)
+    return spanax.trace(
+        build=functools.partial(gpt.GPT, config), optimizer=optax.adamw(1e-3),
+        batch=gpt.example_batch(64, config.seq_len), loss=gpt.loss, compute_dtype=jnp.bfloat16,
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A plan on devices; with what a compiler says of it."""
+
+    program: Program
+    plan: Plan
+    cluster: spanax.Cluster
+    report: Report | None = None
+
+    def found(self) -> list[Finding]:
+        return lint(self.program, self.plan, self.cluster, self.report)
+
+
+def case(program: Program, on: str, **options: Any) -> Case:
+    machine = spanax.cluster(on)
+    return Case(program, spanax.plan(program, machine, **options), machine)
+
+
+def planned(make: Callable[..., Program], *args: Any, on: str, sizes: dict[str, Any] | None = None, **how: Any) -> Make:
+    """A plan as `spanax.plan` makes it with these options, the best one without any."""
+    return lambda: case(make(*args, **sizes or {}), on, **how).found()
+
+
+def tight(make: Callable[..., Program], share: float, *, on: str, **how: Any) -> Make:
+    """The same on devices of which the plan needs such a share."""
+
+    def found() -> list[Finding]:
+        made = case(make(), on, **how)
+        needed = candidate_of(made.program, made.plan, made.cluster).peak_bytes
+        return dataclasses.replace(
+            made, cluster=dataclasses.replace(made.cluster, memory_bytes=int(needed / share))
+        ).found()
+
+    return found
+
+
+def told(make: Callable[..., Program], *, on: str, flops: float = 1.0, peak: float = 0.5,
+         moved: tuple[Collective, ...] = (), **how: Any) -> Make:  # fmt: skip
+    """With a compiler's report: its FLOPs over the plan's, its peak over the memory, and what else it moves."""
+
+    def found() -> list[Finding]:
+        made = case(make(), on, **how)
+        planned, limit = {"fsdp": {"all-gather": 1 << 22}}, made.cluster.memory_bytes or 0
+        all_moved = {axes: dict(kinds) for axes, kinds in planned.items()}
+        for axes, kinds in totals(moved).items():
+            for kind, num_bytes in kinds.items():
+                all_moved.setdefault(axes, {})[kind] = all_moved.get(axes, {}).get(kind, 0) + num_bytes
+        ours = Figures(flops=1e9, collectives=planned)
+        theirs = Figures(flops=flops * 1e9, peak_bytes=int(peak * limit), collectives=all_moved)
+        report = Report(3, str(made.cluster), made.plan.layout.name, str(made.plan.mesh), True, "", ours, theirs,
+                        collectives=moved)  # fmt: skip
+        return dataclasses.replace(made, report=report).found()
+
+    return found
+
+
+def compiled(make: Callable[..., Program], *args: Any, on: str = "cpu:8", level: int = 2, inputs_only: bool = False,
+             **how: Any) -> Make:  # fmt: skip
+    """With what the partitioner says; `inputs_only`: of the step as the user's own jit would have it."""
+
+    def found() -> list[Finding]:
+        made = case(make(*args), on, **how)
+        said = spanax.check(made.program, made.plan, made.cluster, level=level, inputs_only=inputs_only, cache=False)
+        return dataclasses.replace(made, report=said).found()
+
+    return found
+
+
+def watched(*, host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Make:
+    """The profile of a step of half a second."""
+    busy = 0.5 - host - idle - input_wait
+    return lambda: lint_profile(Profiled(11, 8, 0.5, busy, 0.0, {}, input_wait, host, idle, {"fusion.1": busy}))
+
+
+def own_layout(computed: tuple[str, ...] = ("batch",), **stored: tuple[str, ...]) -> Layout:
+    """Everything stored over `x`, but for what is said otherwise."""
+    kept = {"params": ("x",), "gradients": ("x",), "optimizer": ("x",)} | stored
+    return Layout("mine", computed=(("x", computed),), **{f"stored_{kind}": axes for kind, axes in kept.items()})
