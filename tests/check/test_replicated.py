@@ -131,7 +131,7 @@ def test_what_compilers_for_chips_make_of_a_plan_is_no_finding(case: stored.Case
     plan, module = case.plan(program), read_module(gzip.decompress(case.path.read_bytes()))
     moves = with_tensors(collectives(module, plan.mesh), plan)
     figures = Figures(flops=program_flops(module), collectives=totals(moves))
-    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", predicted(program, plan, case.cluster), figures,
-                    collectives=moves)  # fmt: skip
+    told = predicted(program, plan, case.cluster)
+    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", told, figures, collectives=moves)
     codes = {one.code for one in lint(program, plan, case.cluster, report)}
     assert moves and not codes & {"SPX003", "SPX012", "SPX016"}
