@@ -1,5 +1,7 @@
 """Results that are added to each other and read by nothing else, and what that saves."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -84,3 +86,20 @@ def test_of_one_leaf_alone() -> None:
             tally(laid, only, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"] for adds in (False, True)
         ]
         assert of_leaf[0] - of_leaf[1] == saved and of_leaf[1] > 0
+
+
+def test_a_sum_over_very_many_parameters_is_no_recursion() -> None:
+    """As that of a clip by the global norm: one addition a parameter, each of the one before."""
+
+    class Many(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.scales = nnx.List([nnx.Param(jnp.ones(())) for _ in range(1200)])
+
+        def __call__(self, x_BD: jax.Array) -> jax.Array:
+            return functools.reduce(jnp.add, (scale[...] for scale in self.scales)) * x_BD
+
+    program = spanax.trace(
+        build=Many, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    assert program.step.meetings and moved(program, "data", "data=8", adds_first=True)["all-reduce", "data"] > 0

@@ -7,7 +7,7 @@ terms of a layout; every mesh on which the layout resolves alike is then priced 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,7 +19,7 @@ from spanax.plan.partition import Shift, Split, transition, union
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
 from spanax.trace.graph import Op
-from spanax.trace.meeting import Meeting, Tree
+from spanax.trace.meeting import Meeting
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 """The collectives, in the order in which `Moves.kind` counts them."""
@@ -210,25 +210,23 @@ class _Tally:
 
     def join(self, meeting: Meeting) -> None:
         """Take back the sums over devices of results that are added to others which are summed alike."""
-        leaves, saved = itertools.count(), list[tuple[int, Kind, Shift]]()
-        self._summed(meeting.tree, leaves, saved)
-        for at, kind, shift in saved:
-            runs = sum(self._of(values[at], runs) for values, runs in meeting.met)
-            self._move(-runs, kind.phase, kind.in_layers, [shift])
+        needed = list[tuple[int, Kind, Shift] | None]()  # what each part needs, if it is one sum over devices
+        at = itertools.count()
+        for kind in meeting.sums:
+            if kind is not None:
+                needed.append(self._summed(kind, next(at)))
+                continue
+            right, left = needed.pop(), needed.pop()
+            is_alike = left and right and (left[2].over, left[2].kept) == (right[2].over, right[2].kept)
+            needed.append(left if is_alike else None)
+            if right and is_alike:
+                runs = sum(self._of(values[right[0]], runs) for values, runs in meeting.met)
+                self._move(-runs, right[1].phase, right[1].in_layers, [right[2]])
 
-    def _summed(
-        self, tree: Tree, leaves: Iterator[int], saved: list[tuple[int, Kind, Shift]]
-    ) -> tuple[int, Kind, Shift] | None:
-        """The sum over devices that a result needs, if that is one; `saved` are those that it has taken along."""
-        if isinstance(tree, Kind):
-            at, split = next(leaves), self.laid.division(tree.op).split
-            sums = [one for one in split.shifts if one.kind == "all-reduce"] if split else []
-            return (at, tree, sums[0]) if len(sums) == 1 else None
-        left, right = (self._summed(one, leaves, saved) for one in tree)
-        if left is None or right is None or (left[2].over, left[2].kept) != (right[2].over, right[2].kept):
-            return None
-        saved.append(right)
-        return left
+    def _summed(self, kind: Kind, at: int) -> tuple[int, Kind, Shift] | None:
+        split = self.laid.division(kind.op).split
+        sums = [one for one in split.shifts if one.kind == "all-reduce"] if split else []
+        return (at, kind, sums[0]) if len(sums) == 1 else None
 
     def _of(self, value: int, runs: int) -> int:
         return runs if self._only is None or value in self._only else 0

@@ -120,12 +120,25 @@ class Kept:
 
     def sources(self, value: int) -> frozenset[int]:
         """The kept values from which a fused kernel makes this one."""
-        if value not in self._sources:
-            found: set[int] = set()
-            for given in map(self.of, self._maker[value].inputs):
-                found |= {given} if given in self.kept or given not in self._maker else self.sources(given)
-            self._sources[value] = frozenset(source for source in found if source in self.kept)
+        left = [value]
+        while left:  # a sum over all parameters is as deep as they are many: no recursion
+            last = left[-1]
+            given = [] if last in self._sources else [self.of(one) for one in self._maker[last].inputs]
+            unknown = [one for one in given if self._is_inside(one) and one not in self._sources]
+            if unknown:
+                left += unknown
+                continue
+            left.pop()
+            if last not in self._sources:
+                found = set[int]()
+                for one in given:
+                    found |= self._sources[one] if self._is_inside(one) else {one}
+                self._sources[last] = frozenset(source for source in found if source in self.kept)
         return self._sources[value]
+
+    def _is_inside(self, value: int) -> bool:
+        """Whether a value lives only inside of a kernel."""
+        return value in self._maker and value not in self.kept
 
     def _keep(self, value: int) -> None:
         self.kept.add(value)

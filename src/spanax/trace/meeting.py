@@ -6,7 +6,7 @@ If both are sums over devices, a compiler may add first and sum over the devices
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING
 
 from spanax.trace.census import Kind
 from spanax.trace.fusion import ALIASES
@@ -19,60 +19,62 @@ ADDITIONS = frozenset({"add", "add_any"})
 PASSING = (ALIASES - {"broadcast_in_dim", "expand_dims"}) | {"convert_element_type"}
 """Operations behind which a sum is still the same sum."""
 
-Tree = Union["Kind", tuple["Tree", "Tree"]]
-"""What is added to what: results of a kind of operation, or two such sums."""
-
 
 @dataclass(frozen=True, eq=False)
 class Meeting:
-    """Results that meet: which is added to which; the values in that order, and how often they meet."""
+    """Results that meet in one sum, and nowhere else.
 
-    tree: Tree
+    Attributes:
+      sums: which is added to which, each addition after what it adds: kinds of operations, and None for an addition of
+        the two before it.
+      met: the values that are added, in this order, and how often they meet; for every place where they do.
+    """
+
+    sums: tuple["Kind | None", ...]
     met: tuple[tuple[tuple[int, ...], int], ...]
 
 
 def meetings(traced: "Traced") -> list[Meeting]:
     """Every sum of results that nothing else reads, all of one kind together."""
     kinds = {op: (kind, runs) for kind in traced.census for op, runs in kind.ops}
-    found: dict[Tree, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+    found: dict[tuple[Kind | None, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
     for body in traced.kept:
-        for tree, leaves in _trees(body):
-            values = tuple(op.outputs[0] for op in leaves)
-            found[_of_kinds(tree, kinds)].append((values, kinds[leaves[0]][1]))
-    return [Meeting(tree, tuple(met)) for tree, met in found.items()]
+        for sums in _sums(body):
+            leaves = [op for op in sums if op is not None]
+            key = tuple(None if op is None else kinds[op][0] for op in sums)
+            found[key].append((tuple(op.outputs[0] for op in leaves), kinds[leaves[0]][1]))
+    return [Meeting(sums, tuple(met)) for sums, met in found.items()]
 
 
-def _trees(body: Body) -> Iterator[tuple[Any, list[Op]]]:
-    """The sums of a body that are part of no larger one, each with its operations."""
+def _sums(body: Body) -> Iterator[list[Op | None]]:
+    """The sums of a body that are part of no larger one."""
     makers = {op.outputs[0]: op for op in body.ops if len(op.outputs) == 1 and not op.bodies}
     reads = Counter(value for op in body.ops for value in op.inputs) + Counter(body.outputs)
-
-    def source(value: int) -> Op | None:
-        """What made a value that is read once, views and dtypes aside."""
-        while (op := makers.get(value)) is not None and reads[value] == 1:
-            if op.name not in PASSING:
-                return op
-            value = op.inputs[0]
-        return None
-
-    def tree(op: Op) -> tuple[Any, list[Op], list[Op]] | None:
-        """What is added to what in the end, what makes it, and the additions."""
-        if op.name not in ADDITIONS:
-            return op, [op], []
-        parts = [source(value) for value in op.inputs]
-        left, right = (None if part is None else tree(part) for part in parts)
-        if left is None or right is None:
-            return None
-        return (left[0], right[0]), left[1] + right[1], [op, *left[2], *right[2]]
-
+    added: dict[Op, tuple[Op, Op]] = {}
     inside = set[Op]()
-    for op in reversed(body.ops):
-        if op.name in ADDITIONS and op not in inside and (made := tree(op)) is not None:
-            inside.update(made[2])
-            yield made[0], made[1]
+    for op in body.ops:
+        if op.name in ADDITIONS:
+            left, right = (_source(value, makers, reads) for value in op.inputs)
+            if left and right and all(one.name not in ADDITIONS or one in added for one in (left, right)):
+                added[op] = left, right
+                inside.update((left, right))
+    yield from (_flat(op, added) for op in added if op not in inside)
 
 
-def _of_kinds(tree: Any, kinds: Mapping[Op, tuple["Kind", int]]) -> Tree:
-    if isinstance(tree, Op):
-        return kinds[tree][0]
-    return _of_kinds(tree[0], kinds), _of_kinds(tree[1], kinds)
+def _source(value: int, makers: Mapping[int, Op], reads: Mapping[int, int]) -> Op | None:
+    """What made a value that is read once, views and dtypes aside."""
+    while (op := makers.get(value)) is not None and reads[value] == 1:
+        if op.name not in PASSING:
+            return op
+        value = op.inputs[0]
+    return None
+
+
+def _flat(root: Op, added: Mapping[Op, tuple[Op, Op]]) -> list[Op | None]:
+    """Each addition after what it adds. A sum over all parameters is as deep as they are many: no recursion."""
+    found, left = list[Op | None](), [root]
+    while left:
+        op = left.pop()
+        found.append(None if op in added else op)
+        left += added.get(op, ())
+    return found[::-1]
