@@ -11,6 +11,7 @@ import spanax
 import zoo
 from programs import zoo_program
 from spanax.plan.laid import Laid
+from spanax.plan.own import candidate_of
 from spanax.plan.place import resolver_of
 from spanax.plan.terms import tally
 from spanax.trace.program import Program
@@ -103,3 +104,24 @@ def test_a_sum_over_very_many_parameters_is_no_recursion() -> None:
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
     assert program.step.meetings and moved(program, "data", "data=8", adds_first=True)["all-reduce", "data"] > 0
+
+
+def test_a_sum_that_is_saved_altogether_leaves_no_move() -> None:
+    """Two parts of one gradient in two dtypes: what is left is one sum, and a price."""
+
+    class Halves(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+
+        def __call__(self, x_BD: jax.Array) -> jax.Array:
+            narrow = (x_BD.astype("bfloat16") @ self.embed.kernel.astype("bfloat16")).astype("float32")
+            return jnp.tanh(narrow) @ self.embed.kernel.T
+
+    program = spanax.trace(
+        build=Halves, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    plan = spanax.plan(program, spanax.cluster("a100:8"), layout="data")
+    moves = tally(Laid(resolver_of(program, plan), program.step), adds_first=True).moves
+    assert (moves.runs > 0).all()
+    assert candidate_of(program, plan, spanax.cluster("a100:8")).step_seconds > 0

@@ -286,7 +286,7 @@ class _Tally:
 
     def moves(self) -> Moves:
         """The collectives, as arrays."""
-        rows = [(*key, runs) for key, runs in self._moves.items()]
+        rows = [(*key, runs) for key, runs in self._moves.items() if runs]
         kind, num_bytes, over, kept, batched, phase, in_layers, of_weights, runs = _columns(rows, 9)
         return Moves(
             kind=np.asarray(kind, int),
