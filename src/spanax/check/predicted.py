@@ -39,9 +39,7 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
       >>> told.collectives["data"]["all-reduce"] >= 16 * 32 * 4
       True
     """
-    planned = as_planned(program, plan)
-    resolver = resolver_of(program, plan).of(planned)
-    terms = tally(Laid(resolver, planned.step), adds_first=adds_first)
+    terms = tally(_laid(program, plan), adds_first=adds_first)
     sizes = np.asarray([[size] for _, size in plan.mesh.axes], float)
     works = terms.works
     flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0]).sum())
@@ -70,8 +68,13 @@ def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
       >>> gathered_bytes(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), "kernel")
       {'fsdp': 2048}
     """
-    planned = as_planned(program, plan)
-    leaf = [one.path for one in planned.leaves].index(path)
-    only = versions(planned.step, leaf)
-    moved = tally(Laid(resolver_of(program, plan).of(planned), planned.step), only).moved_bytes(plan.mesh)
+    laid = _laid(program, plan)
+    only = versions(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
+    moved = tally(laid, only).moved_bytes(plan.mesh)
     return {axes: round(num_bytes) for (kind, axes), num_bytes in sorted(moved.items()) if kind == "all-gather"}
+
+
+def _laid(program: Program, plan: Plan) -> Laid:
+    """The step as it would run, laid out."""
+    planned = as_planned(program, plan)
+    return Laid(resolver_of(program, plan).of(planned), planned.step)
