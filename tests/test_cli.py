@@ -18,18 +18,19 @@ FLAGS = {
     "train": {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "profile",
-        "config",        "json",
+        "config", "json", "microbatches", "schedule", "chunks",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
-        "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches", "plan",
+        "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches", "schedule",
+        "chunks", "plan",
         "level", "timeout", "codegen", "inputs_only", "cache", "collectives", "explain_collective", "profiled",
         "parity", "steps", "fail_on", "out", "json",
     },
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",
     },
-    "inspect": {"path", "leaf", "svg", "hlo", "workload", "json"},
+    "inspect": {"path", "leaf", "svg", "schedule", "hlo", "workload", "json"},
     "checkpoint": {"action", "directory", "json"},
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",

@@ -85,15 +85,15 @@ def test_arrays_that_lie_elsewhere_are_seen() -> None:
 
 def unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that only claims to obey: no constraint on any value, and no placement asked of what comes out."""
-    replay, jit = running.replay, jax.jit
+    replay, jit = running.Replay, jax.jit
 
-    def no_op(graph: Any, constraints: Any, uses: Any, mesh: Any) -> Any:
-        return replay(graph, [None] * len(constraints), {}, mesh)
+    def no_op(graph: Any, constraints: Any, uses: Any, mesh: Any, instead: Any) -> Any:
+        return replay(graph, [None] * len(constraints), {}, mesh, instead)
 
     def unpinned(function: Any, **options: Any) -> Any:
         return jit(function, donate_argnums=options.get("donate_argnums", ()))
 
-    monkeypatch.setattr(running, "replay", no_op)
+    monkeypatch.setattr(running, "Replay", no_op)
     monkeypatch.setattr(jax, "jit", unpinned)
 
 

@@ -129,16 +129,18 @@ def test_a_plan_searched_for_simulated_devices_trains(tmp_path: Path, capsys: py
     assert events[-1]["event"] == "done" and events[0]["layout"] == plan.layout.name
 
 
-def test_a_plan_in_stages_is_refused_by_the_run(tmp_path: Path) -> None:
-    from spanax.plan.place import as_planned
-    from spanax.plan.search import search
-
-    workload = load("gpt-nano", batch_size=16)
-    program = workload.trace(learning_rate=1e-3, num_steps=10)
-    from spanax.hardware.cluster import cluster
+def test_a_plan_in_stages_that_was_searched_for_can_be_run() -> None:
+    import spanax
     from spanax.plan.candidate import plan_of
+    from spanax.plan.place import as_planned
 
-    found = search(program, cluster("a100:2x2"), remat=("full",), top=500)
-    staged = next(one for one in found.candidates if one.num_stages > 1)
-    with pytest.raises(SpanaxError, match="pipelines cannot be run yet"):
-        as_planned(program, plan_of(found, staged))
+    program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=10)
+    found = spanax.search(program, spanax.cluster("a100:2x2"), remat=("full",), top=500)
+    staged = next(one for one in found.candidates if one.num_stages > 1 and one.num_chunks == 1)
+    plan = plan_of(found, staged)
+    assert plan.mesh.ways(["pipe"]) == staged.num_stages and plan.mesh.size == 4
+    assert plan.layout.splits("pipe") == ("layers",)
+    assert as_planned(program, plan).microbatches == staged.microbatches
+    chunked = next(one for one in found.candidates if one.num_chunks > 1)
+    with pytest.raises(SpanaxError, match="2 pieces of the model on each stage, which cannot be run yet"):
+        as_planned(program, plan_of(found, chunked))

@@ -168,7 +168,7 @@ def coarsest_dtype(program: Program) -> str:
 
 def same_layout(program: Program, plan: Plan) -> Plan:
     """The layout, mesh, pins and schedule of a plan for another program."""
-    here = cluster("cpu", plan.mesh.size * plan.schedule.num_stages)
+    here = cluster("cpu", plan.mesh.size)
     pins = {name: to or None for name, to in plan.pins}
     return make_plan(program, here, layout=plan.layout, mesh=plan.mesh, pin=pins, schedule=plan.schedule)
 

@@ -9,6 +9,7 @@ from spanax.plan.laid import Laid
 from spanax.plan.own import memory_of
 from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
+from spanax.plan.stages import inside_stage
 from spanax.plan.terms import tally
 from spanax.trace.program import Program
 from spanax.trace.versions import versions
@@ -40,11 +41,13 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
       True
     """
     terms = tally(_laid(program, plan), adds_first=adds_first)
-    sizes = np.asarray([[size] for _, size in plan.mesh.axes], float)
+    stage, num_stages = inside_stage(plan).mesh, plan.schedule.num_stages
+    sizes = np.asarray([[size] for _, size in stage.axes], float)
     works = terms.works
-    flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0]).sum())
+    stages = np.where(works.in_layers, num_stages, 1)
+    flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0] / stages).sum())
     collectives: dict[str, dict[str, int]] = {}
-    for (kind, axes), num_bytes in sorted(terms.moved_bytes(plan.mesh).items()):
+    for (kind, axes), num_bytes in sorted(terms.moved_bytes(stage, num_stages=num_stages).items()):
         collectives.setdefault(axes, {})[kind] = round(num_bytes)
     peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
     return Figures(plan.state_bytes(), peak_bytes, flops, collectives)
@@ -70,11 +73,11 @@ def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
     """
     laid = _laid(program, plan)
     only = versions(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
-    moved = tally(laid, only).moved_bytes(plan.mesh)
+    moved = tally(laid, only).moved_bytes(inside_stage(plan).mesh, num_stages=plan.schedule.num_stages)
     return {axes: round(num_bytes) for (kind, axes), num_bytes in sorted(moved.items()) if kind == "all-gather"}
 
 
 def _laid(program: Program, plan: Plan) -> Laid:
     """The step as it would run, laid out."""
     planned = as_planned(program, plan)
-    return Laid(resolver_of(program, plan).of(planned), planned.step)
+    return Laid(resolver_of(program, inside_stage(plan)).of(planned), planned.step)

@@ -1,5 +1,6 @@
 """Assignment: which classes of dims each mesh axis splits in one program, and why the others stay whole."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -75,7 +76,7 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
         for rank, name in enumerate(names):
             if accepted and name in LAST_RESORT_AXES and not pins.get(name):
                 continue
-            for label in labels.get(name, ()):
+            for label in _divided(program, labels.get(name, ())) if name == "layers" else labels.get(name, ()):
                 ways = taken.get(label, 1) * size
                 if axes.ways[label] % ways:
                     reasons[label] = f"{name} ({axes.ways[label]}) does not divide {ways} ways"
@@ -95,6 +96,13 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
             label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (taken.get(label, 1) * size) == 0
         }
     return Assignment(ranks, reasons)
+
+
+def _divided(program: Program, labels: Sequence[int]) -> list[int]:
+    """Of several stacks of layers, the one that is divided into stages: that with the most parameters."""
+    sizes = {leaf.path: math.prod(leaf.shape) for leaf in program.leaves}
+    held = {label: sum(sizes[path] for path, _ in program.params_by_class.get(label, ())) for label in labels}
+    return [max(held, key=lambda label: held[label])] if held else []
 
 
 def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:

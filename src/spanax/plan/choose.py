@@ -15,6 +15,7 @@ from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import default_mesh, layout_for, layout_named
 from spanax.plan.search import REMAT, TOO_LARGE, search
+from spanax.plan.stages import AXIS
 from spanax.trace.policies import AS_WRITTEN
 from spanax.trace.program import Program
 from spanax.units import bytes_text
@@ -40,14 +41,15 @@ def plan(
       program: what `spanax.trace` returned.
       cluster: what `spanax.cluster` or `spanax.local` returned.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
-        `context`, `expert`; `+seq` behind a tensor one), or a Layout. Left out: what the mesh's names mean; with
+        `context`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` behind a tensor one), or a Layout. Left out: what the mesh's names mean; with
         neither given, the fastest of all layouts that fit, as `spanax.search` finds it. Of chips whose speed is not
         known: `data` where the state fits on one device and `fsdp` where it does not.
       mesh: axis sizes, slowest axis first; left out, one that suits the layout.
       sequence_parallel: also split the sequence over the model axis wherever that axis splits nothing else.
       pin: axis name -> mesh axis (or several, or None to keep the axis whole), before the layout's own choice.
       forbid: names of axes that must not be split.
-      schedule: remat, microbatches and stages; as the program was traced if left out. A mesh is that of one stage.
+      schedule: remat, microbatches and stages; as the program was traced if left out, with as many microbatches as
+        suit the stages. A mesh without `pipe` is that of one stage.
 
     Raises:
       SpanaxError: what was asked for cannot be laid over this program on this cluster.
@@ -69,14 +71,20 @@ def plan(
         return _searched(program, cluster, pins)
     why, chosen, shape = _choose(program, cluster, layout, mesh, sequence_parallel)
     num_stages = schedule.num_stages if schedule else 1
-    if shape.size * num_stages != cluster.num_devices:
+    num_devices = shape.size * (num_stages if shape.ways([AXIS]) == 1 else 1)
+    if num_devices != cluster.num_devices:
         near = chosen.name if not isinstance(layout, Layout) else "fsdp"
         raise SpanaxError(
-            f"mesh {shape} takes {shape.size} devices, and the cluster has {cluster.num_devices}.",
+            f"mesh {shape} takes {num_devices} devices, and the cluster has {cluster.num_devices}.",
             where=" x ".join(f"{name} {size}" for name, size in shape.axes) + f" = {shape.size}",
-            fix=f"mesh {_near_mesh(near, cluster.num_devices)}, or --devices {shape.size}",
+            fix=f"mesh {_near_mesh(near, cluster.num_devices)}, or --devices {num_devices}",
         )
-    return placed(program, chosen, shape, pins=pins, why=why, schedule=schedule)
+    if schedule is None and shape.ways([AXIS]) > 1:
+        schedule = Schedule(microbatches=0)
+    made = placed(program, chosen, shape, pins=pins, why=why, schedule=schedule)
+    if schedule is not None and schedule.microbatches == 0:
+        return replace(made, why=f"{why}; {made.schedule.microbatches} microbatches, as suits the stages")
+    return made
 
 
 def _searched(program: Program, cluster: Cluster, pins: Pins) -> Plan:

@@ -9,6 +9,7 @@ from spanax.plan.laid import Laid
 from spanax.plan.memory import Held, held_on, state_of, walk
 from spanax.plan.place import check_made_for, resolver_of
 from spanax.plan.plan import Plan
+from spanax.plan.stages import inside_stage
 from spanax.plan.terms import tally
 from spanax.trace.program import Program
 
@@ -39,7 +40,7 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
     costs = price(tally(laid, adds_first=cluster.adds_first), cluster, grid, given)
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
-    return Candidate.of(plan.layout, storing, plan.mesh, laid.resolver.program.remat, grid, costs, memory)
+    return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, laid.resolver.program.remat, grid, costs, memory)
 
 
 def memory_of(program: Program, plan: Plan, cluster: Cluster) -> Held:
@@ -63,11 +64,11 @@ def _laid(program: Program, plan: Plan) -> Laid:
     remat = plan.schedule.remat
     variant = program if remat in (None, program.remat) else program.with_remat(remat)
     variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
-    return Laid(resolver_of(program, plan).of(variant), variant.step)
+    return Laid(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
 
 
 def _grid(program: Program, plan: Plan) -> Grid:
     schedule, one = plan.schedule, np.ones(1, int)
     count = max(schedule.microbatches, program.microbatches)
-    sizes = np.asarray([[size] for _, size in plan.mesh.axes])
+    sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes])
     return Grid(sizes, one * schedule.num_stages, one * count, one / count, schedule.pipeline, schedule.num_chunks)

@@ -8,6 +8,7 @@ from spanax.plan.assign import Pins
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.plan.resolve import Resolver, resolve
+from spanax.plan.stages import in_stages
 from spanax.trace.program import Program
 from spanax.trace.variables import Leaf, itemsize
 
@@ -20,7 +21,7 @@ def placed(
     Args:
       program: what is to be trained.
       layout: what each mesh axis splits.
-      mesh: the devices of one stage.
+      mesh: the devices; without an axis of stages, those of one stage.
       pins: the user's wishes for single axes.
       why: a line on why this layout.
       schedule: remat, microbatches and stages; as the program was traced if left out.
@@ -28,6 +29,8 @@ def placed(
     Raises:
       SpanaxError: the layout cannot be laid over this program on this mesh.
     """
+    schedule = schedule or Schedule()
+    layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
     resolver = resolve(program, layout, mesh, pins)
     values = program.step.graph.body.inputs
     everything = [*program.leaves, *program.batch]
@@ -41,7 +44,7 @@ def placed(
         leaves=tuple(placements[: len(program.leaves)]),
         batch=tuple(placements[len(program.leaves) :]),
         why=why,
-        schedule=schedule or Schedule(),
+        schedule=schedule,
     )
 
 
@@ -76,14 +79,14 @@ def as_planned(program: Program, plan: Plan) -> Program:
     """The program that a plan was made for, traced as its schedule has it.
 
     Raises:
-      SpanaxError: the plan was made for another program, or divides it into stages, which cannot be run yet.
+      SpanaxError: the plan was made for another program, or its schedule cannot be had of this one.
     """
     check_made_for(program, plan)
     schedule = plan.schedule
-    if schedule.num_stages > 1:
+    if schedule.num_stages > 1 and schedule.num_chunks > 1:
         raise SpanaxError(
-            f"the plan divides the layers into {schedule.num_stages} stages, and pipelines cannot be run yet.",
-            fix="spanax plan --pipeline False, for a plan that can",
+            f"the plan has {schedule.num_chunks} pieces of the model on each stage, which cannot be run yet.",
+            fix="schedule '1f1b' or 'zero-bubble'",
         )
     if schedule.remat is not None and schedule.remat != program.remat:
         program = program.with_remat(schedule.remat)

@@ -18,17 +18,21 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "fsdp+tensor": ("fsdp", "model"),
     "context": ("data", "context"),
     "expert": ("data", "expert"),
+    "pipeline": ("pipe", "data"),
+    "pipeline+tensor": ("pipe", "model"),
+    "3d": ("pipe", "data", "model"),
 }
 """The mesh axes each preset is made of, slowest first."""
 
 MEANING: dict[str, tuple[str, ...]] = {
+    "pipe": ("layers",),
     "data": ("batch",),
     "fsdp": ("batch",),
     "expert": ("experts", "batch"),
     "context": ("seq",),
     "model": TENSOR_AXES + LAST_RESORT_AXES,
 }
-"""What each canonical mesh axis splits while computing; `fsdp` also stores."""
+"""What each canonical mesh axis splits while computing; `fsdp` also stores, and `pipe` goes by a schedule."""
 
 STORED: dict[str, tuple[str, ...]] = {
     "zero1": ("optimizer",),
@@ -88,7 +92,14 @@ def layout_for(mesh: MeshShape) -> Layout:
 def layout_of(mesh: MeshShape, stored: Sequence[str]) -> Layout:
     """The layout of a mesh of canonical axes that keeps these kinds of arrays split over `fsdp`."""
     roles = {axis: axis for axis, size in mesh.axes if axis in MEANING and size > 1}
-    words = {"data": "data", "fsdp": "fsdp", "model": "tensor", "context": "context", "expert": "expert"}
+    words = {
+        "pipe": "pipeline",
+        "data": "data",
+        "fsdp": "fsdp",
+        "model": "tensor",
+        "context": "context",
+        "expert": "expert",
+    }
     name = BY_AXES.get(frozenset(roles)) or "+".join(words[axis] for axis in MEANING if axis in roles) or "data"
     return _layout(name, roles, stored)
 
@@ -107,8 +118,13 @@ def default_mesh(name: str, num_devices: int) -> MeshShape:
     if len(axes) == 1:
         return MeshShape(((axes[0], num_devices),))
     second = 2 if num_devices % 2 == 0 else 1
-    # HSDP keeps the gathers inside the small, fast domain; the others keep the batch on the large axis.
-    sizes = (second, num_devices // second) if name == "hsdp" else (num_devices // second, second)
+    if len(axes) == 3:
+        rest = num_devices // second
+        third = 2 if rest % 2 == 0 else 1
+        return MeshShape(((axes[0], second), (axes[1], rest // third), (axes[2], third)))
+    # HSDP keeps the gathers inside the small, fast domain, a pipeline has as few stages as possible; the others keep
+    # the batch on the large axis.
+    sizes = (second, num_devices // second) if axes[0] == "pipe" or name == "hsdp" else (num_devices // second, second)
     return MeshShape(tuple(zip(axes, sizes, strict=True)))
 
 

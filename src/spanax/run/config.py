@@ -17,8 +17,9 @@ class TrainConfig:
 
     Attributes:
       workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), or file.py:name.
-      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context or expert; `+seq` behind
-        a tensor one splits the sequence too. Left out: what the mesh's names mean, or what fits.
+      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, expert, pipeline,
+        pipeline+tensor or 3d; `+seq` behind a tensor one splits the sequence too. Left out: what the mesh's names mean,
+        or what fits.
       mesh: axis sizes, slowest first, such as data=4,model=2.
       plan: a plan file to obey, instead of layout and mesh.
       devices: how many devices; simulated on a CPU where there is no accelerator (8 by default there).
@@ -30,6 +31,9 @@ class TrainConfig:
       lr: the peak learning rate.
       seed: of the parameters and of the order of the data.
       dtype: what is computed in, float32 or bfloat16; parameters stay as the model makes them.
+      microbatches: parts of the batch over which gradients are added up; a pipeline sends them through its stages.
+      schedule: in which order the stages of a mesh with `pipe` work: gpipe, 1f1b, interleaved or zero-bubble.
+      chunks: pieces of the model on each stage, for interleaved.
       remat: what the backward pass keeps: none forgets nothing, dots keeps matmul results, full only what enters a
         layer, offload is dots in host memory; left out: as the model has it.
       out: the run folder; runs/<workload>-<time> by default.
@@ -57,6 +61,9 @@ class TrainConfig:
     lr: float | None = None
     seed: int = 0
     dtype: str = "float32"
+    microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
     remat: str | None = None
     out: str | None = None
     resume: bool = False
@@ -78,8 +85,8 @@ class TrainConfig:
 DTYPES = ("float32", "bfloat16")
 
 LEAST: dict[str, float] = {
-    "devices": 1, "steps": 1, "batch": 1, "seq": 1, "lr": 0.0, "seed": 0, "save_every": 0, "keep": 1,
-    "eval_every": 0, "eval_batches": 1, "log_every": 1,
+    "devices": 1, "steps": 1, "batch": 1, "seq": 1, "microbatches": 1, "chunks": 1, "lr": 0.0, "seed": 0,
+    "save_every": 0, "keep": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1,
 }  # fmt: skip
 
 
@@ -118,8 +125,12 @@ def check(config: TrainConfig) -> TrainConfig:
     profiled_steps(config)
     if config.resume and config.out is None:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
-    if config.plan is not None and (config.layout is not None or config.mesh is not None):
-        raise SpanaxError("--plan already says layout and mesh.", fix="leave --layout and --mesh out")
+    said = [
+        name for name in ("layout", "mesh", "microbatches", "schedule", "chunks") if getattr(config, name) is not None
+    ]
+    if config.plan is not None and said:
+        flags = " and ".join(f"--{name}" for name in said)
+        raise SpanaxError(f"--plan already says {' and '.join(said)}.", fix=f"leave {flags} out")
     return config
 
 

@@ -3,8 +3,12 @@
 What was planned is what runs: constraints recurse into loops and remat, and nothing else of the program changes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -13,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.resolve import Constraint
 from spanax.plan.uses import Use
+from spanax.run.lookup import look_up, split_lookup
 from spanax.trace.graph import BODIES, Body, Graph, Op, retraced
 from spanax.trace.primitives import ELEMENTWISE
 
@@ -23,70 +28,96 @@ GROUPS = ("feature_group_count", "batch_group_count")
 """Of a convolution, what a device has a part of."""
 
 
-def replay(
-    graph: Graph, constraints: Sequence[Constraint | None], uses: Mapping[Op, Use], mesh: Mesh
-) -> Callable[..., list[Any]]:
-    """A function of the graph's inputs that computes its outputs under the constraints.
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A traced program that runs again, piece by piece, under the constraints.
 
-    Args:
+    Attributes:
       graph: the traced program.
       constraints: one a value, by number; None leaves a value to the compiler.
       uses: the operations that take operands otherwise than they lie.
       mesh: the devices.
+      instead: for an operation, what runs in its place.
+      manual: the mesh axes that the surroundings have split by hand already.
     """
-    shardings: dict[Constraint, NamedSharding] = {}
 
-    def constrain(array: Any, constraint: Constraint | None) -> Any:
-        # What lies on the host was put there from a device, split as it was there.
-        if constraint is None or mesh.size == 1 or jax.typeof(array).memory_space == jax.memory.Space.Host:
-            return array
-        if constraint not in shardings:
-            shardings[constraint] = NamedSharding(mesh, _partition_spec(constraint))
-        return jax.lax.with_sharding_constraint(array, shardings[constraint])
+    graph: Graph
+    constraints: Sequence[Constraint | None]
+    uses: Mapping[Op, Use]
+    mesh: Mesh
+    instead: Mapping[Op, Callable[[Sequence[Any]], list[Any]]]
+    manual: frozenset[str] = frozenset()
 
-    def run(body: Body, args: Sequence[Any]) -> list[Any]:
+    def body(self, body: Body, args: Sequence[Any]) -> list[Any]:
+        """The outputs of a body, of its inputs."""
         readers = {value: op for op in reversed(body.ops) for value in op.inputs}
         values: dict[int, Any] = {}
         for value, arg in zip(body.inputs, args, strict=True):
             with as_traced(readers[value]) if value in readers else nullcontext():
-                values[value] = constrain(arg, constraints[value])
+                values[value] = self.constrained(arg, self.constraints[value])
+        self.ops(body.ops, values)
+        return self.read(values, body.outputs)
 
-        def read(value: int) -> Any:
-            return values[value] if value in values else graph.constants[value]
-
-        for op in body.ops:
+    def ops(self, ops: Iterable[Op], values: dict[int, Any]) -> None:
+        """Run operations in their order; what they read is in `values`, and what they make is added to it."""
+        for op in ops:
             with as_traced(op):
-                outs = compute(op, [read(value) for value in op.inputs])
+                outs = self._compute(op, self.read(values, op.inputs))
             values.update(zip(op.outputs, outs, strict=True))
-        return [read(value) for value in body.outputs]
 
-    def compute(op: Op, ins: Sequence[Any]) -> list[Any]:
-        use = uses.get(op)
+    def read(self, values: Mapping[int, Any], wanted: Iterable[int]) -> list[Any]:
+        """Values by number: computed ones, and what the program knows beforehand."""
+        return [values[value] if value in values else self.graph.constants[value] for value in wanted]
+
+    def constrained(self, array: Any, constraint: Constraint | None, num_leading: int = 0) -> Any:
+        """An array where a constraint wants it; `num_leading` dims before those that it speaks of are left whole."""
+        # What lies on the host was put there from a device, split as it was there.
+        is_single = self.mesh.size == math.prod(self.mesh.shape[axis] for axis in self.manual)
+        if constraint is None or is_single or jax.typeof(array).memory_space == jax.memory.Space.Host:
+            return array
+        spec = _partition_spec(constraint, self.manual, num_leading)
+        return jax.lax.with_sharding_constraint(array, spec if self.manual else _sharding(self.mesh, spec))
+
+    def _compute(self, op: Op, ins: Sequence[Any]) -> list[Any]:
+        if op in self.instead:
+            return self.instead[op](ins)
+        use = self.uses.get(op)
+        split = split_lookup(self.graph, op, self.constraints, self.manual) if self.manual else None
+        if split is not None:
+            return look_up(self.graph, op, split, ins, self.mesh, self.manual)
         if use is not None:
-            ins = [constrain(array, wanted) for array, wanted in zip(ins, use.inputs, strict=True)]
+            ins = [self.constrained(array, wanted) for array, wanted in zip(ins, use.inputs, strict=True)]
         if op.name in DROPPED:
             outs = list(ins[:1])
-        elif use is not None and use.is_local and mesh.size > 1:
-            outs = _shard_by_shard(op, use, mesh, ins)
+        elif use is not None and use.is_local and self.mesh.size > 1:
+            outs = _shard_by_shard(op, use, self.mesh, ins, self.manual)
         else:
-            outs = _bind(op, ins, inner)
+            outs = _bind(op, ins, lambda body: lambda *args: self.body(body, args))
         if use is not None:
-            outs = [constrain(array, wanted) for array, wanted in zip(outs, use.outputs, strict=True)]
+            outs = [self.constrained(array, wanted) for array, wanted in zip(outs, use.outputs, strict=True)]
         # Elementwise, with an operand of the result's shape and split: the compiler carries that over. Not over another
         # dtype: it would move the wider.
+        graph, constraints = self.graph, self.constraints
         is_plain = op.name in ELEMENTWISE - {"convert_element_type"} and use is None
         carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         found = []
         for value, out in zip(op.outputs, outs, strict=True):
             wanted = constraints[value]
             known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
-            found.append(out if known else constrain(out, wanted))
+            found.append(out if known else self.constrained(out, wanted))
         return found
 
-    def inner(body: Body) -> Callable[..., list[Any]]:
-        return lambda *args: run(body, args)
 
-    return lambda *args: run(graph.body, args)
+def replay(
+    graph: Graph,
+    constraints: Sequence[Constraint | None],
+    uses: Mapping[Op, Use],
+    mesh: Mesh,
+    instead: Mapping[Op, Callable[[Sequence[Any]], list[Any]]] = MappingProxyType({}),
+) -> Callable[..., list[Any]]:
+    """A function of the graph's inputs that computes its outputs under the constraints; arguments as of `Replay`."""
+    whole = Replay(graph, constraints, uses, mesh, instead)
+    return lambda *args: whole.body(graph.body, args)
 
 
 def as_traced(op: Op) -> AbstractContextManager[None]:
@@ -108,10 +139,10 @@ def _bind(op: Op, ins: Sequence[Any], inner: Callable[[Body], Callable[..., list
     return op.bind(ins, params)
 
 
-def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any]) -> list[Any]:
+def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any], manual: frozenset[str]) -> list[Any]:
     """The operation on each device's part, without a word from the compiler."""
     specs = [
-        tuple(PartitionSpec() if wanted is None else _partition_spec(wanted) for wanted in group)
+        tuple(PartitionSpec() if wanted is None else _partition_spec(wanted, manual) for wanted in group)
         for group in (use.inputs, use.outputs)
     ]
     divided = [name for name in GROUPS if op.params.get(name, 1) > 1]
@@ -120,9 +151,20 @@ def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any]) -> list[An
         outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in divided}))
         return jax.lax.psum(outs, use.summed) if use.summed else outs
 
-    return list(jax.shard_map(part, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(*ins))
+    # Inside of a manual part of the mesh it is the rest that is split here, of the mesh that is known there.
+    where: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
+    return list(jax.shard_map(part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **where)(*ins))
 
 
-def _partition_spec(constraint: Constraint) -> PartitionSpec:
+@functools.lru_cache(maxsize=4096)
+def _sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, spec)
+
+
+def _partition_spec(
+    constraint: Constraint, manual: frozenset[str] = frozenset(), num_leading: int = 0
+) -> PartitionSpec:
     whole = PartitionSpec.UNCONSTRAINED if constraint.is_open else None
-    return PartitionSpec(*(whole if not axes else axes[0] if len(axes) == 1 else axes for axes in constraint.spec))
+    spec = [tuple(axis for axis in axes if axis not in manual) for axes in constraint.spec]
+    by_dim = (whole if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
+    return PartitionSpec(*(None,) * num_leading, *by_dim)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from spanax.plan.plan import Placement, Plan
 from spanax.plan.uses import uses
 from spanax.run import checkpoint
 from spanax.run.data import Batches
-from spanax.run.replay import replay
+from spanax.run.pipeline import in_stages
+from spanax.run.replay import Replay
 from spanax.run.state import born
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
@@ -173,17 +174,20 @@ class Run:
         resolver = resolver_of(self.program, self.plan)
         constraints = resolver.constraints(traced)
         if inputs_only:
-            function = replay(traced.graph, [None] * len(constraints), {}, self.mesh)
+            replay = Replay(traced.graph, [None] * len(constraints), {}, self.mesh, {})
         else:
-            function = replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh)
+            replay = Replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh, {})
+        if is_step and not inputs_only:
+            replay = in_stages(replay, traced, self.plan.schedule)
+        function = partial(replay.body, traced.graph.body)
         num_leaves = len(self.program.leaves)
 
         def step(state: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            outputs = function(*state, *batch)
+            outputs = function([*state, *batch])
             return outputs[:num_leaves], outputs[num_leaves:]
 
         def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            return function(*state, *batch)
+            return function([*state, *batch])
 
         state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
         batch = self._batch_shardings

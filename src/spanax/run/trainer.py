@@ -16,6 +16,7 @@ from spanax.errors import DataError, SpanaxError
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
+from spanax.plan.stages import check_wished, wished
 from spanax.run import folder as run_folder
 from spanax.run import manifest
 from spanax.run.config import TrainConfig, profiled_steps
@@ -51,7 +52,9 @@ def train(
         workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
-        plan = planned or make_plan(program, local(devices), layout=config.layout, mesh=config.mesh)
+        schedule = wished(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
+        plan = planned or make_plan(program, local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule)
+        check_wished(config.schedule, plan)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
         )
@@ -146,8 +149,8 @@ def _held_out(read: Callable[..., Batches], config: TrainConfig, workload: Workl
 def _planned(config: TrainConfig, num_devices: int) -> Plan:
     """The plan of --plan, which must be for as many devices."""
     plan = Plan.load(config.plan or "")
-    if plan.mesh.size * plan.schedule.num_stages != num_devices:
-        wanted = plan.mesh.size * plan.schedule.num_stages
+    if plan.mesh.size != num_devices:
+        wanted = plan.mesh.size
         raise SpanaxError(
             f"the plan is for {wanted} devices, and there are {num_devices}.",
             where=f"--plan {config.plan}, mesh {plan.mesh}",

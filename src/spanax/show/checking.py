@@ -20,7 +20,8 @@ from spanax.check.shrink import parity_of
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.choose import plan
-from spanax.plan.plan import Plan, Schedule
+from spanax.plan.plan import Plan
+from spanax.plan.stages import check_wished, wished
 from spanax.run.simulate import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
 from spanax.show.requests import CheckCommand
@@ -48,7 +49,11 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     machine = cluster(asked.on)
     given = Plan.load(asked.plan) if asked.plan is not None else None
     program = _traced(load, asked, machine, given)
-    made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=_schedule(asked))
+    schedule = wished(
+        remat=known_policy(asked.remat), microbatches=asked.microbatches, schedule=asked.schedule, chunks=asked.chunks
+    )
+    made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=schedule)
+    check_wished(asked.schedule, made)
     text = source_text(asked.workload)
     waived([], text, made.allow)  # a code that does not exist is told before anything is compiled
     watched = lint_profile(read_profile(asked.profiled)) if asked.profiled is not None else []
@@ -77,12 +82,6 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     if asked.out is not None:
         lines += ["", f"the certificate is in {asked.out}"]
     return "\n".join(lines), data
-
-
-def _schedule(asked: CheckCommand) -> Schedule | None:
-    if asked.layout is None and asked.mesh is None and asked.remat is None and asked.microbatches == 1:
-        return None
-    return Schedule(remat=known_policy(asked.remat), microbatches=asked.microbatches)
 
 
 def _parity(

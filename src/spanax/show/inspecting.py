@@ -10,10 +10,12 @@ from rich.table import Table
 
 from spanax.check.annotated import annotated_program, program_for
 from spanax.check.placed import Placed, copies, placed, shards
-from spanax.errors import WriteError
+from spanax.errors import SpanaxError, WriteError
 from spanax.plan.plan import Placement
+from spanax.plan.ticks import Ticks, ticks
 from spanax.show.drawing import devices_text, drawn, svg
 from spanax.show.requests import InspectCommand
+from spanax.show.schedules import ticks_json, ticks_text
 from spanax.show.tables import table_text
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
@@ -43,6 +45,9 @@ def inspected(
     if asked.leaf is not None:
         text = _drawing(found, chosen[0])
         data["leaf"] = _leaf_json(found, chosen[0], with_shards=True)
+    if asked.schedule:
+        table = _ticks(found)
+        text, data["schedule"] = ticks_text(table), ticks_json(table)
     wrote = []
     if asked.svg is not None:
         _write(asked.svg, svg(chosen, found.plan.mesh, f"{found.plan.layout.name} on {found.plan.mesh}"))
@@ -52,6 +57,17 @@ def inspected(
         _write(asked.hlo, annotated_program(program, found.plan, devices(found.plan.mesh.size)))
         wrote.append(f"written to {asked.hlo}: the step with its shardings, before XLA")
     return "\n".join([text, *wrote]), data
+
+
+def _ticks(found: Placed) -> Ticks:
+    schedule = found.plan.schedule
+    if schedule.num_stages == 1:
+        raise SpanaxError(
+            "the plan has no pipeline whose schedule could be drawn.",
+            where=f"mesh {found.plan.mesh}",
+            fix="a plan with 'pipe' in its mesh: spanax train --mesh pipe=2,data=4",
+        )
+    return ticks(schedule.pipeline, schedule.num_stages, schedule.microbatches, schedule.num_chunks)
 
 
 def _summary(found: Placed) -> str:

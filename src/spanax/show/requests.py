@@ -75,7 +75,9 @@ class CheckCommand:
       layout: the layout; what the mesh's names mean if left out; without both, the fastest that fits.
       mesh: axis sizes, slowest first.
       remat: what the backward pass keeps: none, dots, full, offload.
-      microbatches: parts of the batch over which gradients are added up.
+      microbatches: parts of the batch over which gradients are added up; a pipeline sends them through its stages.
+      schedule: in which order the stages of a mesh with `pipe` work: gpipe, 1f1b, interleaved or zero-bubble.
+      chunks: pieces of the model on each stage, for interleaved.
       plan: a plan file instead of a layout.
       level: 0 shapes, 1 the partitioner's passes, 2 simulated devices, 3 the chips' own compiler; else the highest.
       timeout: seconds that a compiler may take.
@@ -102,7 +104,9 @@ class CheckCommand:
     layout: str | None = None
     mesh: str | None = None
     remat: str | None = None
-    microbatches: int = 1
+    microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
     plan: Path | None = None
     level: Literal[0, 1, 2, 3] | None = None
     timeout: float = 900.0
@@ -160,6 +164,7 @@ class InspectCommand:
       path: a plan file, or a run folder: then what its newest checkpoint was saved from.
       leaf: draw this array.
       svg: write the drawing to this file; of every kind of parameter and the batch, without --leaf.
+      schedule: draw who does what at which tick of the plan's pipeline.
       hlo: write the train step to this file, as it goes to XLA: with its shardings, and the paths of its arrays.
       workload: what the plan was made for, for --hlo; a run folder knows.
       json: print one JSON object.
@@ -168,6 +173,7 @@ class InspectCommand:
     path: Positional[Path]
     leaf: str | None = None
     svg: Path | None = None
+    schedule: bool = False
     hlo: Path | None = None
     workload: str | None = None
     json: bool = False

@@ -92,15 +92,28 @@ class Wires:
     carried: tuple[tuple[int, int], ...]
 
 
-def _scan_wires(graph: Graph, op: Op) -> Wires:
-    # Read off the ranks: the parameters that count constants and carries differ by JAX version.
+def scan_counts(graph: Graph, op: Op) -> tuple[int, int]:
+    """How many operands of a scan every turn takes alike, and how many values go from turn to turn.
+
+    Read off the ranks: the parameters that count them differ by JAX version.
+    """
     (body,) = op.bodies
+    num_scanned = sum(
+        len(graph.shape(outer)) > len(graph.shape(inner)) for outer, inner in zip(op.inputs, body.inputs, strict=True)
+    )
+    num_carried = sum(
+        len(graph.shape(outer)) == len(graph.shape(inner))
+        for outer, inner in zip(op.outputs, body.outputs, strict=True)
+    )
+    return len(op.inputs) - num_scanned - num_carried, num_carried
+
+
+def _scan_wires(graph: Graph, op: Op) -> Wires:
+    (body,) = op.bodies
+    num_consts, num_carried = scan_counts(graph, op)
+    carried = zip(body.inputs[num_consts : num_consts + num_carried], body.outputs[:num_carried], strict=True)
     inputs = tuple(zip(op.inputs, body.inputs, strict=True))
     outputs = tuple(zip(op.outputs, body.outputs, strict=True))
-    num_scanned = sum(len(graph.shape(outer)) > len(graph.shape(inner)) for outer, inner in inputs)
-    num_carried = sum(len(graph.shape(outer)) == len(graph.shape(inner)) for outer, inner in outputs)
-    end = len(inputs) - num_scanned
-    carried = zip(body.inputs[end - num_carried : end], body.outputs[:num_carried], strict=True)
     return Wires(inputs, outputs, tuple(carried))
 
 

@@ -1,0 +1,51 @@
+"""A pipeline's schedule in words and as JSON: the table that runs, drawn."""
+
+from typing import Any
+
+from spanax.plan.ticks import Ticks
+
+
+def ticks_text(table: Ticks) -> str:
+    """The table with a row a stage, and what it costs.
+
+    Example:
+      >>> from spanax.plan.ticks import ticks
+      >>> print(ticks_text(ticks("1f1b", 2, 2)))
+      1f1b: 2 stages, 2 microbatches, 9 ticks
+      stage 0: F0 F1 .  .  B0 W0 .  B1 W1
+      stage 1: .  F0 B0 W0 F1 B1 W1 .  .
+      F forward, B gradient of the input, W of the weights; a number is the microbatch
+      33 % of all ticks are idle; activations of 2 microbatches are kept at once at most
+    """
+    counts = f"{table.num_stages} stages, {table.num_microbatches} microbatches"
+    chunks = f" in {table.num_chunks} chunks a stage" if table.num_chunks > 1 else ""
+    second = "W of the weights" if table.is_split else "and of the weights"
+    kept = f"activations of {table.num_kept} microbatches are kept at once at most"
+    return "\n".join(
+        [
+            f"{table.schedule}: {counts}{chunks}, {table.num_ticks} ticks",
+            str(table),
+            f"F forward, B gradient of the input, {second}; a number is the microbatch"
+            + (", and the chunk behind it" if chunks else ""),
+            f"{100 * table.bubble_fraction:.0f} % of all ticks are idle; {kept}",
+        ]
+    )
+
+
+def ticks_json(table: Ticks) -> dict[str, Any]:
+    """The contract of `spanax inspect --schedule --json`: for each tick the task of every stage, or null."""
+    return {
+        "name": table.schedule,
+        "stages": table.num_stages,
+        "microbatches": table.num_microbatches,
+        "chunks": table.num_chunks,
+        "ticks": [[None if task is None else _task(task) for task in row] for row in table.tasks],
+        "num_ticks": table.num_ticks,
+        "idle_ticks": list(table.num_idle),
+        "bubble_fraction": table.bubble_fraction,
+        "activations_in_flight": table.num_kept,
+    }
+
+
+def _task(task: Any) -> dict[str, Any]:
+    return {"kind": task.kind, "microbatch": task.microbatch, "chunk": task.chunk}
