@@ -11,6 +11,7 @@ import numpy as np
 from spanax.check.module import Computation, Instruction, Module
 from spanax.check.trips import Value, Values, trips
 from spanax.check.wire import Fields, fields, messages, number, numbers, raw, signed
+from spanax.plan.ticks import share_of
 
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 CONVOLUTION = "__cudnn$conv"
@@ -45,7 +46,8 @@ def _flops(module: Module, computation: Computation, parameters: list[Value], kn
             for called in one.called:
                 if called not in known:
                     known[called] = _flops(module, module.computations[called], [], known)
-                total += known[called]
+                own, ticks = share_of(one.op_name) if one.opcode == "conditional" else (1, 1)
+                total += known[called] * own / ticks
         elif one.opcode == "dot":
             dims = fields(raw(one.fields, 30))
             total += _matmul(computation, one, numbers(dims, 1))

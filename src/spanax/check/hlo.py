@@ -17,6 +17,7 @@ from spanax.check.trips import Value, Values, trips
 from spanax.check.unrolled import unrolled
 from spanax.check.wire import fields, messages, raw, text
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.ticks import share_of
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
@@ -144,8 +145,9 @@ class _Walk:
                 self._loop(computation, one, runs, is_counted, values)
             elif one.opcode in ("fusion", "call", "async-start", "conditional"):
                 ins = [values.of(operand) for operand in one.operands] if one.opcode == "call" else []
+                own, ticks = share_of(one.op_name) if one.opcode == "conditional" else (1, 1)
                 for called in one.called:
-                    self._visit(self.module.computations[called], runs, is_counted, ins)
+                    self._visit(self.module.computations[called], runs * own // ticks, is_counted, ins)
 
     def _loop(self, around: Computation, loop: Instruction, runs: int, is_counted: bool, values: Values) -> None:
         body = self.module.computations[loop.called[0]]

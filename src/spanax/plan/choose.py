@@ -41,9 +41,9 @@ def plan(
       program: what `spanax.trace` returned.
       cluster: what `spanax.cluster` or `spanax.local` returned.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
-        `context`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` behind a tensor one), or a Layout. Left out: what the mesh's names mean; with
-        neither given, the fastest of all layouts that fit, as `spanax.search` finds it. Of chips whose speed is not
-        known: `data` where the state fits on one device and `fsdp` where it does not.
+        `context`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` behind a tensor one), or a Layout. Left out:
+        what the mesh's names mean; with neither given, the fastest of all layouts that fit, as `spanax.search` finds
+        it. Of chips whose speed is not known: `data` where the state fits on one device and `fsdp` where it does not.
       mesh: axis sizes, slowest axis first; left out, one that suits the layout.
       sequence_parallel: also split the sequence over the model axis wherever that axis splits nothing else.
       pin: axis name -> mesh axis (or several, or None to keep the axis whole), before the layout's own choice.

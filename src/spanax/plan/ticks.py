@@ -3,6 +3,7 @@
 The one table of a schedule: it is what runs, what the bubble is counted in, and what is drawn.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,25 @@ COLUMNS = (
     "arrives_backward",
 )
 """Of one stage at one tick: its task (`kind` counts in KINDS), the slots it works in, and those for what arrives."""
+
+
+_SHARE = re.compile(r"(\d+)_of_(\d+)_ticks/cond$")
+
+
+def share_name(num_own: int, num_ticks: int) -> str:
+    """The name under which the program takes a kind of task, so that a reader knows how often it does."""
+    return f"{num_own}_of_{num_ticks}_ticks"
+
+
+def share_of(op_name: str) -> tuple[int, int]:
+    """In how many of how many ticks a branch of a compiled program is taken, by its name; (1, 1) of any other.
+
+    Example:
+      >>> share_of("jit(step)/while/body/8_of_27_ticks/cond"), share_of("jit(step)/cond")
+      ((8, 27), (1, 1))
+    """
+    found = _SHARE.search(op_name)
+    return (int(found[1]), int(found[2])) if found else (1, 1)
 
 
 @dataclass(frozen=True)
@@ -68,6 +88,10 @@ class Ticks:
     def bubble_fraction(self) -> float:
         """The share of all ticks of all stages that are idle."""
         return sum(self.num_idle) / (self.num_ticks * self.num_stages)
+
+    def num_taken(self, kind: Kind) -> int:
+        """In how many ticks any stage has a task of a kind."""
+        return sum(any(task is not None and task.kind == kind for task in row) for row in self.tasks)
 
     @property
     def is_split(self) -> bool:

@@ -11,7 +11,7 @@ from jax import lax
 
 from spanax.plan.schedule import KINDS
 from spanax.plan.stages import AXIS
-from spanax.plan.ticks import COLUMNS, Ticks
+from spanax.plan.ticks import COLUMNS, Ticks, share_name
 from spanax.run.ends import results, shared
 from spanax.run.held import Held, Storage
 from spanax.run.replay import Replay
@@ -72,13 +72,15 @@ class Stage:
         table, taken = row
         placed, mine = self.storage.placed, dict(zip(COLUMNS, table[self.index], strict=True))
         tasks = (self._forward, self._backward, self._weights)[: 3 if self.halves else 2]
+        num_own, num_ticks = self.ticks.num_microbatches * self.ticks.num_chunks, self.ticks.num_ticks
         for kind, task in enumerate(tasks):
             own = mine["kind"] == kind
 
             def do(held: Held, task: Callable[..., Held] = task, own: Any = own) -> Held:
                 return placed(task(held, mine | {"own": own}))
 
-            held = lax.cond(taken[kind] if self.meets else own, do, placed, held)
+            with jax.named_scope(share_name(num_own, num_ticks)):
+                held = lax.cond(taken[kind] if self.meets else own, do, placed, held)
         for kind, name, step in ((0, "forward", 1), (1, "backward", -1)):
             ring = [(at, (at + step) % self.ticks.num_stages) for at in range(self.ticks.num_stages)]
 
@@ -87,7 +89,8 @@ class Stage:
                 got = [lax.ppermute(array, AXIS, ring) for array in held[f"sends_{name}"]]
                 return placed(held | {name: _put_all(held[name], slot, got, slot >= 0)})
 
-            held = lax.cond(taken[kind], send, placed, held)
+            with jax.named_scope(share_name(self.ticks.num_taken(KINDS[kind]), num_ticks)):
+                held = lax.cond(taken[kind], send, placed, held)
         return held, None
 
     def _forward(self, held: Held, mine: Mine) -> Held:
