@@ -1,9 +1,9 @@
 """A pipeline's bubble: by the formula of its schedule, by the table that runs, and in step times.
 
-The same microbatches of a GPT run in stages, and data-parallel on as many simulated devices, in turn in one process. The
-devices share the machine's cores: what a step should take follows from the table alone, tick by tick, for a stage that
-waits leaves its core to another. With as many cores as stages that is the bubble itself. What more microbatches cost in
-memory is counted in residuals of one: as many as the table keeps more of them.
+The same microbatches of a GPT run in stages, and data-parallel on as many simulated devices, in turn in one process.
+The devices share the machine's cores: what a step should take follows from the table alone, tick by tick, for a stage
+that waits leaves its core to another. With as many cores as stages that is the bubble itself. What more microbatches
+cost in memory is counted in residuals of one: as many as the table keeps more of them.
 
 Usage:
   python benchmarks/pipeline.py [--stages 2 4] [--microbatches 4 8 16] [--rounds 10] [--json]

@@ -22,9 +22,8 @@ FLAGS = {
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
-        "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches", "schedule",
-        "chunks", "plan",
-        "level", "timeout", "codegen", "inputs_only", "cache", "collectives", "explain_collective", "profiled",
+        "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches",
+        "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives", "explain_collective", "profiled",
         "parity", "steps", "fail_on", "out", "json",
     },
     "compare": {

@@ -171,6 +171,23 @@ def test_only_permutations_go_from_stage_to_stage() -> None:
     assert all(kind == "all-reduce" and size <= 64 for (_, kind), size in others.items()), others
 
 
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "within"),
+    [("pipe=2,data=2,model=2", "1f1b", 0.0), pytest.param("pipe=4,fsdp=2", "gpipe", 0.05, marks=pytest.mark.slow)],
+)
+def test_a_step_moves_and_computes_what_the_plan_says(mesh: str, schedule: str, within: float) -> None:
+    made = program("gpt", 4)
+    report = spanax.check(made, planned(made, mesh, schedule), spanax.cluster("cpu:8"), level=2)
+    told, found = report.predicted, report.compiled
+    assert told.collectives and found is not None and found.collectives
+    assert found.flops == pytest.approx(told.flops)
+    assert found.state_bytes == told.state_bytes
+    assert told.collectives[AXIS] == {"collective-permute": found.collectives[AXIS]["collective-permute"]}
+    for axes, kinds in told.collectives.items():
+        for kind, size in kinds.items():
+            assert found.collectives[axes][kind] == pytest.approx(size, rel=within, abs=64), (axes, kind)
+
+
 def test_a_stage_keeps_no_more_microbatches_than_its_schedule_says() -> None:
     """Memory of the compiled step: what a microbatch leaves times the slots of the table, and not more with each."""
     build, loss, _ = MODELS["gpt"]

@@ -47,7 +47,7 @@ def _flops(module: Module, computation: Computation, parameters: list[Value], kn
                 if called not in known:
                     known[called] = _flops(module, module.computations[called], [], known)
                 own, ticks = share_of(one.op_name) if one.opcode == "conditional" else (1, 1)
-                total += known[called] * own / ticks
+                total += known[called] / ticks * own
         elif one.opcode == "dot":
             dims = fields(raw(one.fields, 30))
             total += _matmul(computation, one, numbers(dims, 1))

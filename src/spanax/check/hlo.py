@@ -231,6 +231,8 @@ class _Walk:
         written: str,
     ) -> None:
         axes = axes_of(groups, self.sizes)
+        if kind == "collective-permute":
+            axes = axes.removeprefix("~")  # a chain goes along its axes as a ring does
         if not axes:
             return  # groups of one device: nothing moves
         dtypes = dict.fromkeys(part.dtype for part in (shape.parts or (shape,)))

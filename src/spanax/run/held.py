@@ -54,16 +54,6 @@ class Storage:
         """What the gradients of weights take from those of the input."""
         return self.halves.between if self.halves else ()
 
-    @property
-    def payload_forward(self) -> tuple[int, ...]:
-        """What goes from stage to stage on the way to the loss."""
-        return (*self.cut.forward.carried, *self.cut.ridden, *self.cut.collected)
-
-    @property
-    def payload_backward(self) -> tuple[int, ...]:
-        """What goes from stage to stage on the way back."""
-        return (*self.cut.backward.carried, *self.cut.returned)
-
     def zeros(self, value: int, *leading: int, num_scanned: int = 0) -> Any:
         """An array like a value, without its first `num_scanned` dims and with others in front."""
         aval = self.replay.graph.avals[value]
@@ -74,10 +64,10 @@ class Storage:
         ticks = self.ticks
         kept = [self.zeros(value, ticks.num_kept, self.num_rows, num_scanned=1) for value in self.residuals]
         return {
-            "forward": [self.zeros(value, ticks.num_received[0]) for value in self.payload_forward],
-            "backward": [self.zeros(value, ticks.num_received[1]) for value in self.payload_backward],
-            "sends_forward": [self.zeros(value) for value in self.payload_forward],
-            "sends_backward": [self.zeros(value) for value in self.payload_backward],
+            "forward": [self.zeros(value, ticks.num_received[0]) for value in self.cut.payload_forward],
+            "backward": [self.zeros(value, ticks.num_received[1]) for value in self.cut.payload_backward],
+            "sends_forward": [self.zeros(value) for value in self.cut.payload_forward],
+            "sends_backward": [self.zeros(value) for value in self.cut.payload_backward],
             "kept": kept + [self.zeros(value, ticks.num_kept) for value in self.cut.ridden],
             "split": [self.zeros(value, ticks.num_split, self.num_rows) for value in self.between],
             "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.cut.results],

@@ -137,7 +137,7 @@ class Stage:
             values = self.whole | micro | states | ridden
             values |= dict(zip((*loop.results, *cut.collected), (*carried, *collected), strict=True))
             self.replay.ops(cut.head_ops, values)
-            seeds = self.replay.read(values, self.storage.payload_backward)
+            seeds = self.replay.read(values, cut.payload_backward)
             received = _put_all(held["backward"], mine["seeds"], seeds, self._wanted(mine))
             moved_on = self._moved_on(by_stage, values, "head", cut.states[cut.num_front_states :])
             return received, moved_on, self._noted(results, values, "head", mine)

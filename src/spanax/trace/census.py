@@ -15,6 +15,7 @@ import numpy as np
 
 from spanax.trace.fusion import FUSED, REDUCTIONS, accesses
 from spanax.trace.graph import Body, Graph, Op
+from spanax.trace.loops import loop_of
 from spanax.trace.origins import Origin, feeds
 from spanax.trace.primitives import ELEMENTWISE
 
@@ -221,7 +222,8 @@ def is_layers(traced: "Traced", op: Op) -> bool:
     """Whether an operation is a loop over stacked layers."""
     if op.name != "scan":
         return False
-    scanned = {label for value in (*op.inputs, *op.outputs) for label in traced.axes.classes[value][:1]}
+    loop = loop_of(traced.graph, op)
+    scanned = {label for value in (*loop.scanned, *loop.stacked) for label in traced.axes.classes[value][:1]}
     return not traced.layer_labels.isdisjoint(scanned)
 
 

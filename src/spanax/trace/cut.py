@@ -103,6 +103,16 @@ class Cut:
     backward_ops: tuple[Op, ...]
 
     @property
+    def payload_forward(self) -> tuple[int, ...]:
+        """What goes from stage to stage on the way to the loss."""
+        return (*self.forward.carried, *self.ridden, *self.collected)
+
+    @property
+    def payload_backward(self) -> tuple[int, ...]:
+        """What goes from stage to stage on the way back."""
+        return (*self.backward.carried, *self.returned)
+
+    @property
     def num_layers(self) -> int:
         """How many layers there are to divide."""
         return int(self.forward.op.params["length"])
