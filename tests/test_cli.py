@@ -23,8 +23,8 @@ FLAGS = {
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches",
-        "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives", "explain_collective", "profiled",
-        "parity", "steps", "fail_on", "out", "json",
+        "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives",
+        "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json",
     },
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",

@@ -117,9 +117,9 @@ MISTAKES: dict[str, Mistake] = {
         "SPX007", "2 microbatches",
         planned(model, "gpt-nano", 16, on="a100:4", mesh="data=1", layout="data", schedule=stages(4, 2)),
     ),
-    "no microbatches at all": Mistake(
-        "SPX007", "1 microbatches",
-        planned(model, "gpt2", on="v5e:2x4", mesh="fsdp=2", layout="fsdp", schedule=stages(4, 1)),
+    "half as many microbatches as stages": Mistake(
+        "SPX007", "2 microbatches",
+        planned(model, "gpt2", on="v5e:2x4", mesh="fsdp=2", layout="fsdp", schedule=stages(4, 2)),
     ),
     "as many microbatches as stages": Mistake(
         "SPX007", "4 microbatches",
