@@ -1,5 +1,6 @@
 """Whether two blocks are equal but for the values of their arrays, and in what they are not."""
 
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -82,6 +83,8 @@ def _inside(value: Any) -> dict[Any, Any] | None:
     """What it consists of, by name; None for what is compared as a whole."""
     if isinstance(value, nnx.Pytree):
         return {name: held for name, held in vars(value).items() if not name.startswith("_pytree__")}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
     if isinstance(value, dict):
         return value
     return dict(enumerate(value)) if isinstance(value, list | tuple) else None

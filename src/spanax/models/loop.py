@@ -105,21 +105,28 @@ class Layer:
         raise refusal(self._path, does, fix)
 
 
-class Token:
+class Token(jax.Array):
     """What a layer is said to have returned, while the loop runs: shape and dtype are there, numbers are not."""
+
+    _run: Pass
+    _index: int
+    _at: int
+    _leaf: Any
 
     def __init__(self, run: Pass, index: int, at: int, leaf: Any):
         self._run, self._index, self._at, self._leaf = run, index, at, leaf
-        aval = jax.typeof(leaf)
-        self.shape, self.dtype, self.ndim = aval.shape, aval.dtype, len(aval.shape)
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # A loop may ask whether it is an array or a tuple.
-        return type(object.__getattribute__(self, "_leaf"))
+        # A loop may ask whether it is an array, or one that is traced.
+        return type(self._leaf) if isinstance(self._leaf, jax.Array) else Token
 
-    def __getattr__(self, name: str) -> NoReturn:
-        self.refuse()
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OF_TOKENS:
+            return object.__getattribute__(self, name)
+        if name in ("shape", "dtype", "ndim", "size"):
+            return getattr(jax.typeof(self._leaf), name)
+        return self.refuse()
 
     def __repr__(self) -> str:
         return f"what layer {self._index} of `{self._run.path}` returned"
@@ -135,10 +142,11 @@ class Token:
         raise refusal(self._run.path, f"uses what layer {self._index} returned{stops}")
 
 
+_OF_TOKENS = {"_run", "_index", "_at", "_leaf", "refuse", "__class__", "__dict__"}
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
 _USES = [f"{side}{name}" for name in _BINARY for side in ("", "r")]
 _USES += "eq ne lt le gt ge neg pos abs invert bool int float complex index len iter getitem contains".split()
-_USES += ["array", "round", "hash"]
+_USES += ["array", "round", "hash", "setitem"]
 for _name in _USES:
     setattr(Token, f"__{_name}__", Token.refuse)
 

@@ -28,13 +28,18 @@ _POLICIES = {"none": None, "dots": _keeps_matmuls, "full": jax.checkpoint_polici
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What a stack knows beyond its layers; `path` is that of the list it stands for, `inner` a stacked stack's own."""
+    """What a stack knows beyond its layers.
+
+    `in_loop` says that somebody's loop over a list goes through it, and `path` where that is; `inner` is what the
+    stacks know that it is a stack of.
+    """
 
     kind: type[nnx.Module]
     num_layers: int
     remat: str | Callable[..., Any] | None
-    path: str | None
-    inner: Any
+    in_loop: bool
+    path: str | None = dataclasses.field(compare=False)
+    inner: Any = None
 
 
 class Stack(nnx.Module):
@@ -132,7 +137,7 @@ class Stack(nnx.Module):
             raise SpanaxError(f"unknown remat policy '{remat}'.", fix=nearest(str(remat), _POLICIES))
         _rename_dims(layers, lambda names: (None, *names))
         self.__dict__.update(vars(layers))
-        self._stack = _Settings(type(layers), num_layers, remat, path, vars(layers).get("_stack"))
+        self._stack = _Settings(type(layers), num_layers, remat, path is not None, path, vars(layers).get("_stack"))
 
     def _as_block(self) -> nnx.Module:
         """A block that holds this stack's variables, the very ones."""
