@@ -292,6 +292,13 @@ class Growing(Block):
         return jnp.concatenate([x, x], axis=0)
 
 
+class Drawing(Block):
+    """A block that draws from what it is given."""
+
+    def __call__(self, x: Any, *args: Any, scale: Any = 1.0) -> Any:
+        return x + args[0].normal(x.shape)
+
+
 def of(blocks: Any, *inputs: Any, **asked: Any) -> Callable[[], Any]:
     made = blocks() if callable(blocks) else blocks
     return lambda: spanax.stack(Deep(plain, nnx.List(made)), *inputs, **asked)
@@ -326,6 +333,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "stack: no module": lambda: spanax.Stack(lambda rngs: jnp.tanh, 2, rngs=nnx.Rngs(0)),
     "stack: no such layer": lambda: spanax.Stack(Block, 2, rngs=nnx.Rngs(0))[2],
     "stack: a layer that grows": lambda: spanax.Stack(Growing, 2, rngs=nnx.Rngs(0))(X),
+    "stack: random numbers of all": lambda: spanax.Stack(Drawing, 2, rngs=nnx.Rngs(0))(X, nnx.Rngs(0)),
     "stack: no blocks": lambda: spanax.Stack.of([]),
     "stack: a function among blocks": lambda: spanax.Stack.of([Block(nnx.Rngs(0)), jnp.tanh]),
     "list: another shape": of(lambda: [*two(), Block(nnx.Rngs(2), width=16)]),

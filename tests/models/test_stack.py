@@ -122,6 +122,32 @@ def test_what_is_returned_beside_x_comes_back_stacked() -> None:
     np.testing.assert_allclose(told["mean"], means, rtol=1e-4)
 
 
+class Writing(Telling):
+    """A block that writes a parameter, and sows."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.sow(nnx.Intermediate, "seen", x)
+        self.mix.sow(nnx.Intermediate, "mean", x.mean())
+        self.mix.kernel[...] = 0.5 * self.mix.kernel
+        return x + self.mix(x)
+
+
+def test_what_a_layer_writes_and_sows_is_there() -> None:
+    blocks = blocks_of(Writing)
+    stack, x = spanax.Stack.of(blocks, remat="full"), jnp.asarray(X)
+    _, found = nnx.capture(stack, nnx.Intermediate)(x)
+    wanted = []
+    for block in blocks:
+        x, seen = nnx.capture(block, nnx.Intermediate)(x)
+        wanted.append(seen)
+    np.testing.assert_array_equal(stack.mix.kernel, [block.mix.kernel[...] for block in blocks])
+    for ours, theirs in zip(
+        jax.tree.leaves(found), jax.tree.leaves(jax.tree.map(lambda *layers: jnp.stack(layers), *wanted)), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    assert len(jax.tree.leaves(found)) == 2
+
+
 def test_a_layer_is_a_block_of_its_own() -> None:
     blocks = blocks_of(Normed, 4)
     stack = spanax.Stack.of(blocks)

@@ -8,6 +8,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 
 from spanax.errors import SpanaxError, nearest
 from spanax.models.alike import difference
@@ -154,14 +155,23 @@ class Stack(nnx.Module):
         def body(x: Any, layer: tuple[nnx.State, nnx.State]) -> tuple[Any, tuple[nnx.State, tuple[Any, ...]]]:
             block = nnx.merge(graph, *layer, copy=True)
             x, *ys = _passed_on(x, block(x, *args, **kwargs))
-            return x, (nnx.state(block, nnx.Not(nnx.Param)), tuple(ys))
+            given = {id(value) for value in jax.tree.leaves(layer[0])}
+            is_kept = lambda _, held: not isinstance(held, nnx.Param) or id(held.get_value()) not in given  # noqa: E731
+            return x, (nnx.state(block, is_kept), tuple(ys))
 
         policy = self._stack.remat
         if policy not in (None, "none"):
             # Inside a loop there is nothing to merge the replay with.
             known = _POLICIES[policy] if isinstance(policy, str) else policy
             body = jax.checkpoint(body, policy=known, prevent_cse=False)
-        x, (rest, ys) = jax.lax.scan(body, x, (params, rest))
+        try:
+            x, (rest, ys) = jax.lax.scan(body, x, (params, rest))
+        except TraceContextError as error:
+            raise SpanaxError(
+                "a layer writes to something that is not its own.",
+                where=str(error).split(" (")[0],
+                fix="random numbers and counts kept in the block: self.rngs = rngs.fork()",
+            ) from error
         nnx.update(self, rest)
         return (x, *ys) if ys else x
 
