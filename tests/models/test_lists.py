@@ -299,6 +299,13 @@ class Drawing(Block):
         return x + args[0].normal(x.shape)
 
 
+class Hidden(nnx.Module, pytree=False):
+    """A block that is no pytree, and holds a plain list."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.parts = [nnx.Linear(8, 8, rngs=rngs)]
+
+
 def of(blocks: Any, *inputs: Any, **asked: Any) -> Callable[[], Any]:
     made = blocks() if callable(blocks) else blocks
     return lambda: spanax.stack(Deep(plain, nnx.List(made)), *inputs, **asked)
@@ -334,6 +341,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "stack: no such layer": lambda: spanax.Stack(Block, 2, rngs=nnx.Rngs(0))[2],
     "stack: a layer that grows": lambda: spanax.Stack(Growing, 2, rngs=nnx.Rngs(0))(X),
     "stack: random numbers of all": lambda: spanax.Stack(Drawing, 2, rngs=nnx.Rngs(0))(X, nnx.Rngs(0)),
+    "stack: parts in a plain list": lambda: spanax.Stack(Hidden, 2, rngs=nnx.Rngs(0)),
+    "list: parts in a plain list": of(lambda: [Hidden(nnx.Rngs(seed)) for seed in range(2)]),
     "stack: no blocks": lambda: spanax.Stack.of([]),
     "stack: a function among blocks": lambda: spanax.Stack.of([Block(nnx.Rngs(0)), jnp.tanh]),
     "list: another shape": of(lambda: [*two(), Block(nnx.Rngs(2), width=16)]),

@@ -138,6 +138,11 @@ class Stack(nnx.Module):
             raise SpanaxError(f"unknown remat policy '{remat}'.", fix=nearest(str(remat), _POLICIES))
         _rename_dims(layers, lambda names: (None, *names))
         self.__dict__.update(vars(layers))
+        if len(jax.tree.leaves(nnx.state(self))) < len(jax.tree.leaves(nnx.state(layers))):
+            what = f"a {type(layers).__name__} holds layers where a pytree would not see them."
+            raise SpanaxError(
+                what, where=path or "", fix="nnx.List([...]) in place of a list, nnx.Dict in place of a dict"
+            )
         self._stack = _Settings(type(layers), num_layers, remat, path is not None, path, vars(layers).get("_stack"))
 
     def _as_block(self) -> nnx.Module:
