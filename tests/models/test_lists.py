@@ -279,6 +279,12 @@ def written(blocks: Any, x: Any) -> Any:
     return x
 
 
+def by_class(blocks: Any, x: Any) -> Any:
+    for block in blocks:
+        x = block(x, scale=2.0) if type(block) is Block else block(x)
+    return x
+
+
 LOOPS = [
     residual, collected, told_apart, parallel, early, skipping, backwards, repeated, activated, inside, remated,
     swapped, normed, masked, branching, written,
@@ -355,7 +361,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "list: random numbers of two blocks": of(two_rngs),
     "list: a variable of the rest": tied,
     "list: nothing to pass": lambda: spanax.stack(Deep(lambda blocks, x: [block() for block in blocks]), X),
-} | {f"loop: {loop.__name__}": functools.partial(spanax.stack, Deep(loop), X) for loop in LOOPS}
+} | {f"loop: {loop.__name__}": functools.partial(spanax.stack, Deep(loop), X) for loop in [*LOOPS, by_class]}
 
 
 def message(call: Callable[[], Any]) -> str:

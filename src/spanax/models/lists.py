@@ -12,6 +12,7 @@ from flax import nnx
 from spanax.errors import SpanaxError, nearest
 from spanax.models.loop import Token, refusal
 from spanax.models.stack import Stack
+from spanax.models.work import work
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -30,7 +31,8 @@ def stack(
 
     Args:
       model: stays as it is; what comes back is another one with the same values.
-      inputs: what the model may be called with, arrays or `jax.ShapeDtypeStruct`s, to try its loops without computing.
+      inputs: what the model may be called with, arrays or `jax.ShapeDtypeStruct`s, to try its loops without computing
+        and to hold the work of both models against each other.
       lists: paths of the lists to stack, with `*` for any part; by default all with two equal blocks or more that are
         not inside of such blocks.
       remat: as of `spanax.Stack`.
@@ -53,7 +55,7 @@ def stack(
       >>> stacked.blocks.kernel.shape, bool(jax.numpy.allclose(stacked(x), listed(x)))
       ((6, 8, 8), True)
     """
-    model = nnx.clone(model)
+    listed, model = model, nnx.clone(model)
     refused: list[tuple[str, str]] = []
     chosen = _chosen(list(_lists(model, "", set())), lists)
     for one in chosen:
@@ -69,7 +71,7 @@ def stack(
     for path, why in refused:
         warnings.warn(f"`{path}` stays a list: {why}", stacklevel=2)
     if inputs:
-        _try(model, inputs, [one.path for one in chosen])
+        _try(listed, model, inputs, [one.path for one in chosen])
     return model
 
 
@@ -153,20 +155,34 @@ def _chosen(found: list[_Listed], lists: Sequence[str] | None) -> list[_Listed]:
     return [one for one in long if any(fnmatchcase(one.path, pattern) for pattern in lists)]
 
 
-def _try(model: nnx.Module, inputs: Sequence[Any], paths: Sequence[str]) -> None:
-    """Calls the model without computing anything: its loops say what they do."""
-    graph, state = nnx.split(model)
-
-    def call(state: nnx.State, inputs: Sequence[Any]) -> None:
-        result: Any = nnx.merge(graph, state, copy=True)
-        for leaf in jax.tree.leaves(result(*inputs)):
-            if type(leaf) is Token:
-                leaf.refuse()
-
+def _try(listed: nnx.Module, stacked: nnx.Module, inputs: Sequence[Any], paths: Sequence[str]) -> None:
+    """Calls both models without computing anything: loops say what they do, and both must do the same work."""
     try:
-        jax.eval_shape(call, state, inputs)
+        found = work(*_called(stacked), inputs)
     except TypeError as error:
         # JAX reads some arguments without asking them.
         if Token.__name__ not in str(error):
             raise
         raise refusal(", ".join(paths), "uses what a layer returned") from error
+    wanted = work(*_called(listed), inputs)
+    differ = sorted(key for key in found | wanted if found[key] != wanted[key])
+    if differ:
+        raise refusal(
+            ", ".join(paths),
+            f"computes `{differ[0]}` {found[differ[0]]} times, and {wanted[differ[0]]} times in a list",
+        )
+
+
+def _called(model: nnx.Module) -> tuple[Callable[..., Any], nnx.State]:
+    """A call of the model as a function of its state, and the state."""
+    graph, state = nnx.split(model)
+
+    def call(state: nnx.State, inputs: Sequence[Any]) -> Any:
+        merged: Any = nnx.merge(graph, state, copy=True)
+        result = jax.tree.leaves(merged(*inputs))
+        for leaf in result:
+            if type(leaf) is Token:
+                leaf.refuse()
+        return result
+
+    return call, state
