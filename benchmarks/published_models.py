@@ -17,7 +17,7 @@ from published import Row, Skipped
 
 import spanax
 from spanax.models import gpt
-from spanax.models.stack import run_stack, stacked
+from spanax.models.stack import Stack
 from spanax.trace.program import Program
 
 GATED = ("llama", "mistral", "qwen", "gemma", "default-", "yi-", "deepseek", "palm", "olmo")
@@ -152,12 +152,12 @@ class Decoder(nnx.Module):
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         self.embed = nnx.Param(gpt.INIT(rngs.params(), (shape.vocab_size, shape.embed_dim)))
-        self.blocks = stacked(functools.partial(Block, shape), shape.num_layers, rngs)
+        self.blocks = Stack(functools.partial(Block, shape), shape.num_layers, rngs=rngs)
         self.norm = nnx.RMSNorm(shape.embed_dim, rngs=rngs)
         self.head = nnx.Linear(shape.embed_dim, shape.vocab_size, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        return self.head(self.norm(run_stack(self.blocks, self.embed[tokens_BT])))
+        return self.head(self.norm(self.blocks(self.embed[tokens_BT])))
 
 
 def builder(shape: Shape) -> tuple[Any, Any]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from spanax.errors import CompilerError, DataError, SpanaxError, WriteError
     from spanax.hardware.cluster import Cluster, cluster, local
     from spanax.hardware.mesh import MeshShape
+    from spanax.models.lists import stack
+    from spanax.models.stack import Stack
     from spanax.plan.candidate import Search
     from spanax.plan.choose import plan
     from spanax.plan.layout import Layout
@@ -43,6 +45,7 @@ _HOME = {
     "Run": "run.run",
     "Search": "plan.candidate",
     "SpanaxError": "errors",
+    "Stack": "models.stack",
     "Workload": "trace.workload",
     "WriteError": "errors",
     "batches": "run.data",
@@ -54,6 +57,7 @@ _HOME = {
     "rule": "trace.primitives",
     "search": "plan.search",
     "simulate": "run.simulate",
+    "stack": "models.lists",
     "start": "run.run",
     "trace": "trace.program",
 }
@@ -73,6 +77,7 @@ __all__ = [
     "Run",
     "Search",
     "SpanaxError",
+    "Stack",
     "Workload",
     "WriteError",
     "batches",
@@ -84,6 +89,7 @@ __all__ = [
     "rule",
     "search",
     "simulate",
+    "stack",
     "start",
     "trace",
 ]

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from spanax.models.stack import Stack
+
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -94,34 +96,20 @@ class GPT(nnx.Module):
         self.positions = nnx.Param(INIT(rngs.params(), (config.seq_len, config.embed_dim)))
         self.drop = make_dropout(config, rngs)
         if config.scan_layers:
-            stack = nnx.vmap(functools.partial(Block, config))
-            self.blocks = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
+            block, remat = functools.partial(Block, config), "full" if config.remat else None
+            self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
         else:
             self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
         self.norm = nnx.LayerNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         x_BTD = self.drop(self.embed[tokens_BT] + self.positions[: tokens_BT.shape[1]])
-        x_BTD = self._scan(x_BTD) if self.config.scan_layers else self._loop(x_BTD)
+        x_BTD = self.blocks(x_BTD) if self.config.scan_layers else self._loop(x_BTD)
         return self.norm(x_BTD) @ self.embed.T
 
     def _loop(self, x_BTD: jax.Array) -> jax.Array:
-        apply = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+        apply = nnx.remat(Block.__call__) if self.config.remat else lambda block, x_BTD: block(x_BTD)
         return functools.reduce(lambda x_BTD, block: apply(block, x_BTD), self.blocks, x_BTD)
-
-    def _scan(self, x_BTD: jax.Array) -> jax.Array:
-        """Runs the stacked blocks; what they change (dropout counters) comes back stacked."""
-        graph, params, rest = nnx.split(self.blocks, nnx.Param, ...)
-
-        def body(x_BTD: jax.Array, layer: tuple[nnx.State, nnx.State]) -> tuple[jax.Array, nnx.State]:
-            block = nnx.merge(graph, *layer, copy=True)
-            return block(x_BTD), nnx.state(block, nnx.Not(nnx.Param))
-
-        if self.config.remat:
-            body = jax.checkpoint(body, prevent_cse=False)  # inside a loop there is nothing to merge the replay with
-        x_BTD, rest = jax.lax.scan(body, x_BTD, (params, rest))
-        nnx.update(self.blocks, rest)
-        return x_BTD
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> jax.Array:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from spanax.models.stack import run_stack, stacked
+from spanax.models.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,12 +119,13 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
-        self.blocks = stacked(functools.partial(Block, config), config.num_layers, rngs)
+        block, remat = functools.partial(Block, config), "full" if config.remat else None
+        self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
         self.norm = nnx.RMSNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
         self.head = nnx.Linear(config.embed_dim, config.vocab_size, use_bias=False, kernel_init=INIT, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
-        x_BTD = run_stack(self.blocks, self.embed[tokens_BT], remat=self.config.remat)
+        x_BTD = self.blocks(self.embed[tokens_BT])
         return self.head(self.norm(x_BTD))
 
 

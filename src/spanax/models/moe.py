@@ -16,7 +16,7 @@ import optax
 from flax import nnx
 
 from spanax.models.llama import INIT, Attention, residual_init
-from spanax.models.stack import run_stack, stacked
+from spanax.models.stack import Stack
 
 BALANCE_WEIGHT = 0.01
 """How much the balance of the experts counts in the loss. Source: Fedus et al., 2021, section 2.2; Mixtral's own
@@ -113,13 +113,14 @@ class Mixtral(nnx.Module):
     def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
-        self.blocks = stacked(functools.partial(Block, config), config.num_layers, rngs)
+        block, remat = functools.partial(Block, config), "full" if config.remat else None
+        self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
         self.norm = nnx.RMSNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
         self.head = nnx.Linear(config.embed_dim, config.vocab_size, use_bias=False, kernel_init=INIT, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         carry = self.embed[tokens_BT], {"balance": jnp.zeros(()), "dropped": jnp.zeros(())}
-        x_BTD, totals = run_stack(self.blocks, carry, remat=self.config.remat)
+        x_BTD, totals = self.blocks(carry)
         return self.head(self.norm(x_BTD)), jax.tree.map(lambda total: total / self.config.num_layers, totals)
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from spanax.models.stack import run_stack, stacked
+from spanax.models.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,8 @@ class ViT(nnx.Module):
         self.patches = nnx.Conv(3, D, patch, strides=patch, padding="VALID", rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((1, 1, D)))
         self.positions = nnx.Param(INIT(rngs.params(), (1, num_tokens, D)))
-        self.blocks = stacked(functools.partial(Block, config), config.num_layers, rngs)
+        block, remat = functools.partial(Block, config), "full" if config.remat else None
+        self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
         self.norm = nnx.LayerNorm(D, rngs=rngs)
         self.head = nnx.Linear(D, config.num_classes, kernel_init=INIT, rngs=rngs)
 
@@ -88,5 +89,5 @@ class ViT(nnx.Module):
         x_BTD = x_BYXD.reshape(x_BYXD.shape[0], -1, x_BYXD.shape[-1])
         class_B1D = jnp.broadcast_to(self.class_token[...], (x_BTD.shape[0], 1, x_BTD.shape[-1]))
         x_BTD = jnp.concatenate([class_B1D.astype(x_BTD.dtype), x_BTD], axis=1) + self.positions
-        x_BTD = run_stack(self.blocks, x_BTD, remat=self.config.remat)
+        x_BTD = self.blocks(x_BTD)
         return self.head(self.norm(x_BTD[:, 0]))

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run import manifest
+from spanax.run.layers import Regrouped, told
 from spanax.run.manifest import ARRAYS, META, PLAN, Saved, describe, discard, read_meta, verify
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def save(
     """
     step = _checked(step, arrays, keep)
     root = Path(directory).resolve()
-    leaves = {key: _leaf(value) for key, value in arrays.items()}
+    leaves = {key: told(value) for key, value in arrays.items()}
     document = {"saved_at": manifest.utc(time.time()), "leaves": leaves, "meta": dict(meta)}
     try:
         texts = {PLAN: plan_json.encode(), META: (json.dumps(document, indent=1) + "\n").encode()}
@@ -147,7 +148,7 @@ def restore(
 
     Args:
       directory: the folder of all steps.
-      targets: dotted path to shape, dtype and sharding: exactly the paths that were saved.
+      targets: dotted path to shape, dtype and sharding: the paths that were saved, or stacks of them.
       step: take this one and no other.
       warn: gets one line when damaged steps were passed over; the default prints it to stderr.
 
@@ -165,8 +166,10 @@ def restore(
     try:
         plan_json = (folder / PLAN).read_bytes().decode()
         _, leaves, meta = read_meta(folder)
-        _compare(found, folder, leaves, targets)
-        return Restored(found, _load(folder / ARRAYS, targets), plan_json, meta)
+        regrouped = Regrouped.of(leaves, targets)
+        _compare(found, folder, leaves, regrouped.reads)
+        arrays = regrouped.finish(_load(folder / ARRAYS, regrouped.reads))
+        return Restored(found, arrays, plan_json, meta)
     except SpanaxError:
         raise
     except (OSError, ValueError, KeyError) as error:
@@ -293,7 +296,7 @@ def _nothing(root: Path, step: int | None) -> DataError:
 
 def _compare(step: int, folder: Path, leaves: Mapping[str, str], targets: Mapping[str, Any]) -> None:
     """Raises one error for all paths, shapes and dtypes that differ, or one for a sharding that does not fit."""
-    wanted = {key: _leaf(target) for key, target in targets.items()}
+    wanted = {key: told(target) for key, target in targets.items()}
     differ = [key for key in sorted(wanted.keys() | leaves.keys()) if wanted.get(key) != leaves.get(key)]
     if differ:
         lines = [f"{key}: wanted {wanted.get(key, 'nothing')}, has {leaves.get(key, 'nothing')}" for key in differ[:5]]
@@ -328,11 +331,6 @@ def _load(folder: Path, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 # ---- what both need
-
-
-def _leaf(value: Any) -> str:
-    """`float32[8,4]`: what an array must share with the one it was saved from."""
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 def _is_empty(value: Any) -> bool:

@@ -28,7 +28,8 @@ def restore(
     taken, with a loud line. `run.position` is the data position: `spanax.batches(..., position=run.position)`.
 
     Args:
-      program: the program that was saved; its paths, shapes and dtypes must match.
+      program: the program that was saved; its paths, shapes and dtypes must match. A list of blocks in one of the two
+        may be a stack in the other (`spanax.stack`): `blocks.0.up` to `blocks.11.up` are the layers of `blocks.up`.
       plan: where the arrays go now; any mesh, any number of devices.
       directory: what was given to `run.save`.
       step: this step and no other.

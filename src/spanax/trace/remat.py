@@ -54,7 +54,7 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
             if policy == "full":
                 raise SpanaxError(
                     "remat 'full' finds no layer to forget: the loss has no scan that contracts, and no remat.",
-                    fix="scan the blocks, put nnx.remat around one, or remat='dots'",
+                    fix="spanax.stack(model) where it has a list of blocks, nnx.remat around one, or remat='dots'",
                 )
             evaluate = jax.checkpoint(evaluate, policy=_saveable(policy))
         return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(*jax.tree.leaves(args)))

@@ -26,7 +26,7 @@ def written_out(checked: Checked) -> Iterator[Said]:
     if len(layers[1]) >= MANY_LAYERS:
         path = layers[0].partition("*")[0].rstrip(".")
         yield Said(path, f"`{path}` holds {len(layers[1])} equal layers, compiled one by one.",
-                   "stack them and scan: nnx.vmap to make them, nnx.scan to run them")  # fmt: skip
+                   "build=lambda rngs: spanax.stack(MyModel(rngs)), or a spanax.Stack in the model")  # fmt: skip
 
 
 def wide_matmuls(checked: Checked) -> Iterator[Said]:
