@@ -228,6 +228,37 @@ def test_a_pipeline_can_be_resumed_on_another_mesh(tmp_path: Any) -> None:
             np.testing.assert_array_equal(numbers(array), numbers(again.arrays()[path]), path)
 
 
+class Watched(nnx.Module):
+    """A penalty on all layers' weights at once, and what every layer made of its input, outside of their loop."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs)))(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graph, state = nnx.split(self.blocks)
+
+        def layer(x: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
+            x = jnp.tanh(nnx.merge(graph, layer)(x))
+            return x, jnp.square(x).mean()
+
+        x, sizes = jax.lax.scan(layer, x, state)
+        return jnp.square(x).mean() + 0.1 * sizes.max() + 0.01 * jnp.square(self.blocks.kernel[...]).sum()
+
+
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "gpipe"), (4, "zero-bubble")])
+def test_what_is_made_of_all_layers_at_once_is_the_same(stages: int, schedule: str) -> None:
+    rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    made = spanax.trace(
+        build=Watched, optimizer=optax.sgd(0.1), batch=rows, loss=lambda model, x: model(x), microbatches=4
+    ).with_gradients()
+    found = []
+    for plan in (planned(made, f"pipe={stages}", schedule), spanax.plan(made, spanax.cluster("cpu:1"), layout="data")):
+        run = spanax.start(made, plan)
+        losses = np.array([float(run.step(rows)["loss"]) for _ in range(2)])
+        found.append({"loss": losses} | {path: numbers(array) for path, array in run.arrays().items()})
+    assert_same(found[1], found[0])
+
+
 class Chained(nnx.Module):
     """The head counts what the front then reads: no pipeline can overlap two microbatches."""
 

@@ -127,5 +127,5 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
         raise SpanaxError(
             "the model has no repeated blocks that could be divided into stages.",
             where=f"mesh {mesh}",
-            fix=f"put equal blocks in a spanax.Stack, or a mesh without '{AXIS}'",
+            fix=f"spanax.stack(model) for equal blocks in a list, or a mesh without '{AXIS}'",
         )

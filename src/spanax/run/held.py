@@ -54,6 +54,11 @@ class Storage:
         """What the gradients of weights take from those of the input."""
         return self.halves.between if self.halves else ()
 
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """What the head handed back, as far as the gradients of weights come later and may still need it."""
+        return self.cut.returned if self.halves else ()
+
     def zeros(self, value: int, *leading: int, num_scanned: int = 0) -> Any:
         """An array like a value, without its first `num_scanned` dims and with others in front."""
         aval = self.replay.graph.avals[value]
@@ -69,7 +74,8 @@ class Storage:
             "sends_forward": [self.zeros(value) for value in self.cut.payload_forward],
             "sends_backward": [self.zeros(value) for value in self.cut.payload_backward],
             "kept": kept + [self.zeros(value, ticks.num_kept) for value in self.cut.ridden],
-            "split": [self.zeros(value, ticks.num_split, self.num_rows) for value in self.between],
+            "split": [self.zeros(value, ticks.num_split, self.num_rows) for value in self.between]
+            + [self.zeros(value, ticks.num_split) for value in self.returned],
             "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.cut.results],
         }
 
@@ -83,7 +89,7 @@ class Storage:
         going = [*forward.body.outputs[: forward.num_carried], *cut.ridden, *cut.collected]
         coming = [*backward.body.outputs[: backward.num_carried], *cut.returned]
         of_layer = dict(zip(forward.stacked, forward.body.outputs[forward.num_carried :], strict=True))
-        outputs, num_layers = cut.loop.body.outputs, len(self.residuals)
+        outputs, num_layers, num_between = cut.loop.body.outputs, len(self.residuals), len(self.between)
 
         def each(arrays: Sequence[Any], values: Sequence[int], num_leading: int) -> list[Any]:
             return [fix(array, of[value], num_leading) for array, value in zip(arrays, values, strict=True)]
@@ -98,7 +104,8 @@ class Storage:
             "sends_forward": each(held["sends_forward"], going, 0),
             "sends_backward": each(held["sends_backward"], coming, 0),
             "kept": layers + each(held["kept"][num_layers:], cut.ridden, 1),
-            "split": each(held["split"], self.between, 2),
+            "split": each(held["split"][:num_between], self.between, 2)
+            + each(held["split"][num_between:], self.returned, 1),
             "by_rows": {at: fix(array, of[outputs[at]]) for at, array in held["by_rows"].items()},
             "by_stage": {at: fix(array, of[outputs[at]]) for at, array in held["by_stage"].items()},
         }

@@ -161,7 +161,8 @@ class Stage:
         if self.halves is None:
             held = held | {"by_rows": self._added(held["by_rows"], mine, stacked)}
         else:
-            held = held | {"split": _put_all(held["split"], mine["split"], stacked, self._wanted(mine))}
+            left = [*stacked, *returned.values()]
+            held = held | {"split": _put_all(held["split"], mine["split"], left, self._wanted(mine))}
 
         def end() -> tuple[Any, Any]:
             values = known | dict(zip(loop.results, carried, strict=True))
@@ -176,9 +177,13 @@ class Stage:
         """The gradients of one chunk's weights, of one microbatch."""
         assert self.halves is not None, "only a table that takes the way back apart has such tasks"
         loop, two = self.cut.backward, self.halves
-        between = [_at(array, mine["split"]) for array in held["split"]]
+        split = [_at(array, mine["split"]) for array in held["split"]]
+        between, returned = (
+            split[: len(two.between)],
+            dict(zip(self.cut.returned, split[len(two.between) :], strict=True)),
+        )
         residuals, ridden = self._kept(held, mine)
-        values = self.whole | self._micro(mine) | ridden
+        values = self.whole | self._micro(mine) | ridden | returned
         self.replay.ops(self.cut.backward_ops, values)
         scanned = self._operands(loop, values, self._chunks(mine) | residuals, self._part(mine))
         consts = self.replay.read(values, loop.consts)

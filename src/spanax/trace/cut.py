@@ -158,7 +158,7 @@ def _no_layers(traced: Traced, num_microbatches: int) -> SpanaxError:
     return SpanaxError(
         "the step has no loop over layers that could be divided into stages.",
         where=f"none inside of its loop over {num_microbatches} microbatches",
-        fix="put equal blocks in a spanax.Stack, or a mesh without 'pipe'",
+        fix="spanax.stack(model) for equal blocks in a list, or a mesh without 'pipe'",
     )
 
 
