@@ -91,7 +91,9 @@ def reference(name: str, microbatches: int, remat: str | None) -> dict[str, np.n
 
 def planned(made: Program, mesh: str, schedule: str) -> Plan:
     cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
-    return spanax.plan(made, cluster, mesh=mesh, schedule=Schedule(pipeline=schedule, microbatches=made.microbatches))
+    chunks = 2 if schedule == "interleaved" else 1
+    asked = Schedule(pipeline=schedule, microbatches=made.microbatches, num_chunks=chunks)
+    return spanax.plan(made, cluster, mesh=mesh, schedule=asked)
 
 
 def assert_same(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
@@ -102,13 +104,14 @@ def assert_same(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -
         assert np.abs(wanted - found[path]).max(initial=0) / scale <= TOLERANCE, path
 
 
-SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 QUICK = {
     ("gpt", "gpipe", "pipe=2,data=2,model=2", 4),
     ("gpt", "1f1b", "pipe=4", 8),
     ("gpt", "zero-bubble", "pipe=4,data=2", 4),
     ("vit", "1f1b", "pipe=2,model=2", 4),
+    ("gpt", "interleaved", "pipe=2,data=2", 4),
     ("vit", "zero-bubble", "pipe=4", 8),
 }
 
@@ -119,6 +122,8 @@ def cases() -> list[Any]:
         for schedule in SCHEDULES:
             for mesh in ("pipe=2", "pipe=4", "pipe=2,data=2", "pipe=4,data=2", "pipe=2,model=2", "pipe=4,model=2",
                          "pipe=2,data=2,model=2", "pipe=2,fsdp=2,model=2", "pipe=2,fsdp=4"):  # fmt: skip
+                if schedule == "interleaved" and "pipe=4" in mesh:
+                    continue  # four layers are too few for two chunks on each of four stages
                 for count in (4, 8) if "fsdp=4" not in mesh else (4,):
                     marks = () if (name, schedule, mesh, count) in QUICK else pytest.mark.slow
                     found.append(pytest.param(name, schedule, mesh, count, marks=marks))
@@ -216,13 +221,51 @@ def test_a_state_is_born_in_stages() -> None:
         assert array.sharding.shard_shape(array.shape) == leaf.local_shape
 
 
+def test_stages_with_several_chunks_keep_rows_of_several_places() -> None:
+    """What is kept stage by stage is shown in the layers' order, and evaluated in it."""
+    made = program("gpt", 4)
+    first, second = (
+        spanax.start(made, plan, seed=3)
+        for plan in (planned(made, "pipe=2", "interleaved"), spanax.plan(made, spanax.cluster("cpu:1"), layout="data"))
+    )
+    at = [leaf.path for leaf in made.leaves].index("blocks.up.kernel")
+    kept, shown = np.asarray(first.state[at]), np.asarray(first.params()["blocks.up.kernel"])
+    np.testing.assert_array_equal(kept, shown[[0, 2, 1, 3]])
+    np.testing.assert_array_equal(shown, np.asarray(second.params()["blocks.up.kernel"]))
+    rows = {key: of[:SIZE] for key, of in tokens().items()}
+    assert float(first.evaluate(rows)["loss"]) == pytest.approx(float(second.evaluate(rows)["loss"]), rel=1e-6)
+    np.testing.assert_array_equal(np.asarray(first.model().blocks.up.kernel[...]), shown)
+
+
+def ranked_layers(_: Any) -> Any:
+    """An update that is smaller for each layer."""
+    scale = lambda update: update / (1 + jnp.arange(len(update)).reshape(-1, *[1] * (update.ndim - 1)))  # noqa: E731
+    return optax.GradientTransformation(
+        lambda params: optax.EmptyState(), lambda updates, state, params=None: (jax.tree.map(scale, updates), state)
+    )
+
+
+def test_an_update_that_goes_by_the_number_of_a_layer_is_refused() -> None:
+    made = spanax.trace(
+        build=Watched, optimizer=optax.chain(ranked_layers(None), optax.sgd(0.1)), microbatches=4,
+        batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
+    )  # fmt: skip
+    run = spanax.start(made, planned(made, "pipe=2", "interleaved"))
+    with pytest.raises(SpanaxError, match="depends on the order in which they come"):
+        run.compile()
+
+
 def test_a_pipeline_can_be_resumed_on_another_mesh(tmp_path: Any) -> None:
     made = program("gpt", 4)
-    run = spanax.start(made, planned(made, "pipe=2,data=2", "1f1b"), seed=3)
+    run = spanax.start(made, planned(made, "pipe=2,data=2", "interleaved"), seed=3)
     rows = {key: of[:SIZE] for key, of in tokens().items()}
     run.step(rows)
     run.save(tmp_path).wait()
-    for plan in (planned(made, "pipe=4,model=2", "gpipe"), spanax.plan(made, spanax.cluster("cpu:4"), layout="fsdp")):
+    for plan in (
+        planned(made, "pipe=2,model=2", "interleaved"),
+        planned(made, "pipe=4,model=2", "gpipe"),
+        spanax.plan(made, spanax.cluster("cpu:4"), layout="fsdp"),
+    ):
         again = spanax.restore(made, plan, tmp_path)
         for path, array in run.arrays().items():
             np.testing.assert_array_equal(numbers(array), numbers(again.arrays()[path]), path)
@@ -245,7 +288,7 @@ class Watched(nnx.Module):
         return jnp.square(x).mean() + 0.1 * sizes.max() + 0.01 * jnp.square(self.blocks.kernel[...]).sum()
 
 
-@pytest.mark.parametrize(("stages", "schedule"), [(2, "gpipe"), (4, "zero-bubble")])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "gpipe"), (4, "zero-bubble"), (2, "interleaved")])
 def test_what_is_made_of_all_layers_at_once_is_the_same(stages: int, schedule: str) -> None:
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     made = spanax.trace(

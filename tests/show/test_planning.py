@@ -141,6 +141,3 @@ def test_a_plan_in_stages_that_was_searched_for_can_be_run() -> None:
     assert plan.mesh.ways(["pipe"]) == staged.num_stages and plan.mesh.size == 4
     assert plan.layout.splits("pipe") == ("layers",)
     assert as_planned(program, plan).microbatches == staged.microbatches
-    chunked = next(one for one in found.candidates if one.num_chunks > 1)
-    with pytest.raises(SpanaxError, match="2 pieces of the model on each stage, which cannot be run yet"):
-        as_planned(program, plan_of(found, chunked))

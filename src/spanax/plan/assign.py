@@ -76,7 +76,7 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
         for rank, name in enumerate(names):
             if accepted and name in LAST_RESORT_AXES and not pins.get(name):
                 continue
-            for label in _divided(program, labels.get(name, ())) if name == "layers" else labels.get(name, ()):
+            for label in divided_layers(program) if name == "layers" else labels.get(name, ()):
                 ways = taken.get(label, 1) * size
                 if axes.ways[label] % ways:
                     reasons[label] = f"{name} ({axes.ways[label]}) does not divide {ways} ways"
@@ -98,8 +98,9 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
     return Assignment(ranks, reasons)
 
 
-def _divided(program: Program, labels: Sequence[int]) -> list[int]:
-    """Of several stacks of layers, the one that is divided into stages: that with the most parameters."""
+def divided_layers(program: Program) -> list[int]:
+    """The class of the layers that a pipeline divides, if there are any: of several, those with the most parameters."""
+    labels = program.step.labels_by_name.get("layers", ())
     sizes = {leaf.path: math.prod(leaf.shape) for leaf in program.leaves}
     held = {label: sum(sizes[path] for path, _ in program.params_by_class.get(label, ())) for label in labels}
     return [max(held, key=lambda label: held[label])] if held else []

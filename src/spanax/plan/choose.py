@@ -94,7 +94,7 @@ def _searched(program: Program, cluster: Cluster, pins: Pins) -> Plan:
         program,
         cluster,
         microbatches=None if program.microbatches == 1 else program.microbatches,
-        pipeline=False,  # stages are planned on request: nothing can run them yet
+        pipeline=False,  # stages are for who asks for them: what they take on real machines has not been measured
         pins=pins,
         top=1,
     )

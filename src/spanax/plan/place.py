@@ -83,11 +83,6 @@ def as_planned(program: Program, plan: Plan) -> Program:
     """
     check_made_for(program, plan)
     schedule = plan.schedule
-    if schedule.num_stages > 1 and schedule.num_chunks > 1:
-        raise SpanaxError(
-            f"the plan has {schedule.num_chunks} pieces of the model on each stage, which cannot be run yet.",
-            fix="schedule '1f1b' or 'zero-bubble'",
-        )
     if schedule.remat is not None and schedule.remat != program.remat:
         program = program.with_remat(schedule.remat)
     if schedule.microbatches not in (1, program.microbatches):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
+from spanax.plan.assign import divided_layers
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.schedule import check_counts
@@ -95,6 +96,16 @@ def _possible(program: Program, layout: Layout, mesh: MeshShape) -> list[int]:
     return [*divisors(size // ways)] if size % ways == 0 else [1]
 
 
+def _check_chunks(num_layers: int, schedule: Schedule) -> None:
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    if num_layers % (stages * chunks):
+        possible = [one for one in divisors(num_layers) if one > 1 and num_layers % (stages * one) == 0]
+        raise SpanaxError(
+            f"{num_layers} layers do not divide {stages} stages of {chunks} chunks each.",
+            fix=f"{possible[0]} chunks" if possible else "schedule '1f1b', or fewer stages",
+        )
+
+
 def _suiting(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule) -> int:
     stages = schedule.num_stages
     if stages == 1:
@@ -122,7 +133,9 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
             where=f"possible are {', '.join(map(str, possible))}",
             fix=f"{near} microbatches",
         )
-    labels = program.step.labels_by_name.get("layers", ())
+    labels = divided_layers(program)
+    if labels and schedule.num_chunks > 1:
+        _check_chunks(program.step.axes.ways[labels[0]], schedule)
     if not labels:
         raise SpanaxError(
             "the model has no repeated blocks that could be divided into stages.",

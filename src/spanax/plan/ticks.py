@@ -201,8 +201,8 @@ def ticks(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int
 
     Example:
       >>> print(ticks("1f1b", num_stages=2, num_microbatches=2))
-      stage 0: F0 F1 .  B0 W0 B1 W1 .
-      stage 1: .  F0 B0 W0 F1 B1 W1 .
+      stage 0: F0 F1 .  .  B0 W0 .  B1 W1
+      stage 1: .  F0 B0 W0 F1 B1 W1 .  .
     """
     found = orders(schedule, num_stages, num_microbatches, num_chunks)
     is_split = schedule != "gpipe"

@@ -4,12 +4,13 @@ All stages take one tick together: each its own task, then activations go one st
 back. Inside of a stage the mesh's other axes split what the layout says; only `pipe` is by hand.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -17,6 +18,7 @@ from spanax.plan.plan import Schedule
 from spanax.plan.stages import AXIS
 from spanax.plan.ticks import Ticks, ticks
 from spanax.run.replay import Replay
+from spanax.run.rows import check_alike, stage_by_stage
 from spanax.run.stage import Stage, Values, converted
 from spanax.trace.cut import Cut, cut
 from spanax.trace.halves import halves
@@ -33,19 +35,27 @@ def in_stages(replay: Replay, traced: Traced, schedule: Schedule) -> Replay:
         return replay
     pieces = cut(traced, schedule.microbatches)
     table = ticks(schedule.pipeline, schedule.num_stages, schedule.microbatches, schedule.num_chunks)
+    if schedule.num_chunks > 1:
+        check_alike(traced, pieces)
     # Each permutation inside of a task waits for all simulated devices, those of other stages too.
     device = next(iter(replay.mesh.devices.flat), None) if isinstance(replay.mesh, Mesh) else None
     meets = device is not None and device.platform == "cpu" and replay.mesh.size > schedule.num_stages
-    return replace(replay, instead={pieces.loop.op: pipelined(replay, pieces, table, meets=meets)})
+    labels = {traced.axes.classes[value][0] for value in pieces.rows}
+    of_layers = {v: at for v in pieces.prepared for at, label in enumerate(traced.axes.classes[v]) if label in labels}
+    run = pipelined(replay, pieces, table, of_layers, meets=meets)
+    return replace(replay, instead={pieces.loop.op: run})
 
 
-def pipelined(replay: Replay, pieces: Cut, ticks: Ticks, *, meets: bool) -> Callable[[Sequence[Any]], list[Any]]:
+def pipelined(
+    replay: Replay, pieces: Cut, ticks: Ticks, of_layers: Mapping[int, int], *, meets: bool
+) -> Callable[[Sequence[Any]], list[Any]]:
     """What runs in place of the loop over microbatches: a function of its operands that returns its results.
 
     Args:
       replay: the program, as it runs outside of the pipeline.
       pieces: the loop, cut.
       ticks: who does what when.
+      of_layers: prepared values with a dim of layers, each with that dim; pieces take them in the layers' order.
       meets: whether all stages take every task that one of them has at a tick, and all but that one forget it.
     """
     loop = pieces.loop
@@ -80,6 +90,9 @@ def pipelined(replay: Replay, pieces: Cut, ticks: Ticks, *, meets: bool) -> Call
         microbatches = list(ins[loop.num_consts + loop.num_carried :])
         consts = [*loop.body.inputs[: loop.num_consts], *pieces.prepared, *pieces.unchanged.values()]
         whole = {value: values[value] for value in consts if value not in pieces.rows}
+        if ticks.num_chunks > 1:
+            order = np.argsort(stage_by_stage(pieces.num_layers, ticks.num_stages, ticks.num_chunks))
+            whole |= {value: jnp.take(whole[value], order, axis=dim) for value, dim in of_layers.items()}
         by_rows, by_stage, results = staged(
             replay.read(values, pieces.rows),
             {at: carried[at] for at in divided},

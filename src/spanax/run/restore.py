@@ -9,6 +9,7 @@ import jax
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run import checkpoint
+from spanax.run.rows import rows_of
 from spanax.run.run import Run, assert_placed
 from spanax.trace.program import Program
 
@@ -63,6 +64,7 @@ def restore(
         for leaf, placement in zip(program.leaves, plan.leaves, strict=True)
     }
     found = checkpoint.restore(directory, targets, step=step, warn=warn)
-    state = [found.arrays[leaf.path] for leaf in program.leaves]
+    state, rows = [found.arrays[leaf.path] for leaf in program.leaves], rows_of(plan)
+    state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
     return Run(program, plan, mesh, state, num_steps=found.step, position=found.meta.get("position"))

@@ -17,6 +17,7 @@ from spanax.run import checkpoint
 from spanax.run.data import Batches
 from spanax.run.pipeline import in_stages
 from spanax.run.replay import Replay
+from spanax.run.rows import rows_of
 from spanax.run.state import born
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
@@ -120,7 +121,7 @@ class Run:
 
     def model(self) -> nnx.Module:
         """The NNX model with the values of now, for evaluation and export; the run does not see changes to it."""
-        return self.program.variables.merge([array.copy() for array in self.state])[0]
+        return self.program.variables.merge([array.copy() for array in self._in_order()])[0]
 
     def params(self) -> dict[str, jax.Array]:
         """The parameters by path, as they lie on the devices; the next step takes them away (donation)."""
@@ -128,8 +129,13 @@ class Run:
 
     def arrays(self, kind: str | None = None) -> dict[str, jax.Array]:
         """The state by path: all of it, or one kind (`param`, `optimizer`, `other`)."""
-        pairs = zip(self.program.leaves, self.state, strict=True)
+        pairs = zip(self.program.leaves, self._in_order(), strict=True)
         return {leaf.path: array for leaf, array in pairs if kind in (None, leaf.kind)}
+
+    def _in_order(self) -> list[Any]:
+        """The state with the layers of stacked arrays in their order; a pipeline may keep them in another."""
+        rows = rows_of(self.plan)
+        return self.state if rows is None else rows.in_order(self.state)
 
     @property
     def is_simulated(self) -> bool:
@@ -180,13 +186,14 @@ class Run:
         if is_step and not inputs_only:
             replay = in_stages(replay, traced, self.plan.schedule)
         function = partial(replay.body, traced.graph.body)
-        num_leaves = len(self.program.leaves)
+        num_leaves, rows = len(self.program.leaves), rows_of(self.plan)
 
         def step(state: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             outputs = function([*state, *batch])
             return outputs[:num_leaves], outputs[num_leaves:]
 
         def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
+            state = state if rows is None else rows.in_order(state)
             return function([*state, *batch])
 
         state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
@@ -231,7 +238,8 @@ def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any]
     """
     program = as_planned(program, plan)
     mesh = plan.mesh.build(devices)
-    state = born(program, plan.leaves, mesh, seed)
+    state, rows = born(program, plan.leaves, mesh, seed), rows_of(plan)
+    state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
     return Run(program, plan, mesh, state)
 
