@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import spanax
+from spanax.check.parity import parity
 from spanax.errors import SpanaxError
 from spanax.models import gpt, moe, vit
 from spanax.plan.plan import Plan, Schedule
@@ -235,6 +236,13 @@ def test_stages_with_several_chunks_keep_rows_of_several_places() -> None:
     rows = {key: of[:SIZE] for key, of in tokens().items()}
     assert float(first.evaluate(rows)["loss"]) == pytest.approx(float(second.evaluate(rows)["loss"]), rel=1e-6)
     np.testing.assert_array_equal(np.asarray(first.model().blocks.up.kernel[...]), shown)
+
+
+def test_a_check_holds_stages_against_one_device() -> None:
+    build, loss, _ = MODELS["gpt"]
+    batch = gpt.example_batch(SIZE, 8)
+    made = spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=batch, loss=loss, microbatches=4)
+    assert parity(made, planned(made, "pipe=2", "interleaved"), steps=1).passes
 
 
 def ranked_layers(_: Any) -> Any:

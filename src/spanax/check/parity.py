@@ -1,7 +1,7 @@
 """Parity: a plan gives the numbers of one device, shown by taking the same steps on both."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import jax
@@ -14,6 +14,7 @@ from spanax.hardware.cluster import cluster
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.run.rows import rows_of
 from spanax.run.run import Run, start
 from spanax.trace.gradients import PREFIX
 from spanax.trace.program import Program
@@ -193,7 +194,8 @@ def _recorded(program: Program, plan: Plan) -> tuple[Plan, Program, Plan]:
 
 
 def _alone(program: Program, plan: Plan) -> Plan:
-    return make_plan(program, cluster("cpu:1"), layout="data", schedule=plan.schedule)
+    schedule = replace(plan.schedule, num_stages=1, num_chunks=1)
+    return make_plan(program, cluster("cpu:1"), layout="data", schedule=schedule)
 
 
 def _taken(run: Run, batches: Sequence[Any]) -> dict[tuple[Group, str], np.ndarray]:
@@ -252,7 +254,9 @@ def _jittered(program: Program, born: Sequence[Any], eps: float, seed: int) -> l
 def _placed(run: Run, plan: Plan, state: Sequence[Any]) -> list[jax.Array]:
     keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in run.program.leaves]
     arrays = [jax.random.wrap_key_data(array) if is_key else array for array, is_key in zip(state, keys, strict=True)]
-    return [jax.device_put(array, leaf.sharding(run.mesh)) for array, leaf in zip(arrays, plan.leaves, strict=True)]
+    placed = [jax.device_put(array, leaf.sharding(run.mesh)) for array, leaf in zip(arrays, plan.leaves, strict=True)]
+    rows = rows_of(plan)
+    return placed if rows is None else rows.kept(placed)
 
 
 def _plain(array: jax.Array) -> jax.Array:
