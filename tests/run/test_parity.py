@@ -186,7 +186,9 @@ def test_every_preset_is_tried() -> None:
     from spanax.plan.presets import PRESETS
 
     tried = {layout for layouts in QUICK.values() for layout in layouts}
-    assert {layout.removesuffix("+seq") for layout in tried} == set(PRESETS)
+    # Those with stages are tried in test_pipeline.py.
+    without_stages = {name for name, axes in PRESETS.items() if "pipe" not in axes}
+    assert {layout.removesuffix("+seq") for layout in tried} == without_stages
     assert all(layouts <= {layout for layout, _ in MATRIX[name]} for name, layouts in QUICK.items())
 
 

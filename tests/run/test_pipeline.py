@@ -15,6 +15,7 @@ from spanax.check.parity import parity
 from spanax.errors import SpanaxError
 from spanax.models import gpt, moe, vit
 from spanax.plan.plan import Plan, Schedule
+from spanax.plan.presets import PRESETS
 from spanax.plan.stages import AXIS
 from spanax.plan.ticks import ticks
 from spanax.run import pipeline
@@ -136,6 +137,11 @@ def test_a_pipeline_gives_the_numbers_of_one_device(name: str, schedule: str, me
     made = program(name, count)
     run = spanax.start(made, planned(made, mesh, schedule), seed=3)
     assert_same(reference(name, count, None), trained(run, name))
+
+
+def test_every_preset_with_stages_is_tried() -> None:
+    tried = {frozenset(spanax.MeshShape.of(mesh).names) for _, _, mesh, _ in QUICK}
+    assert {frozenset(axes) for axes in PRESETS.values() if AXIS in axes} <= tried
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b"), pytest.param("zero-bubble", marks=pytest.mark.slow)])
