@@ -126,6 +126,8 @@ class Token(jax.Array):
             return object.__getattribute__(self, name)
         if name in ("shape", "dtype", "ndim", "size"):
             return getattr(jax.typeof(self._leaf), name)
+        if name == "__jax_array__":  # JAX asks from C, where Python 3.13 lets no other error through
+            raise AttributeError(name)
         return self.refuse()
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ in the layers' order for whoever looks at the state. The step itself goes by row
 layers alike, and refused where something does not.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,11 @@ def _along(traced: Traced, op: Op, labels: set[int | None]) -> bool:
 
 
 def _take(array: Any, order: np.ndarray, dim: int) -> Any:
-    take = lambda one: jnp.take(one, order, axis=dim)  # noqa: E731
     if isinstance(array, jax.core.Tracer):
-        return take(array)
-    return jax.jit(take, out_shardings=array.sharding)(array)
+        return jnp.take(array, order, axis=dim)
+    return jax.device_put(_taken_along(array, order, dim), array.sharding)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _taken_along(array: Any, order: Any, dim: int) -> Any:
+    return jnp.take(array, order, axis=dim)
