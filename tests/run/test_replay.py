@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,16 +20,17 @@ import zoo
 from spanax.plan.place import resolver_of
 from spanax.plan.resolve import Constraint
 from spanax.plan.uses import uses
-from spanax.run import replay as replaying
+from spanax.run.replay import Replay
 from spanax.trace.graph import Graph, from_jaxpr
 from spanax.trace.program import Program
 
 MESH = spanax.MeshShape.of("data=4,model=2")
 
 
-def replay(graph: Graph, constraints: Any, mesh: Any) -> Callable[..., list[Any]]:
-    """A graph replayed under constraints alone, its operands taken as they lie."""
-    return replaying.replay(graph, constraints, {}, mesh)
+def replay(graph: Graph, constraints: Any, mesh: Any, taken: Any = MappingProxyType({})) -> Callable[..., list[Any]]:
+    """A graph replayed under constraints, its operands taken as they lie, or as said."""
+    whole = Replay(graph, constraints, taken, mesh, {})
+    return lambda *args: whole.body(graph.body, args)
 
 
 COLUMN = np.arange(8, dtype=np.float32)[:, None]
@@ -219,7 +221,7 @@ def gradients(plan: spanax.Plan, *, constrained: bool = True) -> dict[str, jax.A
     taken = uses(resolver, step, constraints)
     if not constrained:
         constraints, taken = [None] * len(constraints), {}
-    function = jax.jit(replaying.replay(step.graph, constraints, taken, run.mesh))
+    function = jax.jit(replay(step.graph, constraints, run.mesh, taken))
     batch = [jax.device_put(leaf, place.sharding(run.mesh)) for leaf, place in zip(
         jax.tree.leaves(zoo.VECTORS(16)), plan.batch, strict=True)]  # fmt: skip
     outputs = function(*run.state, *batch)[len(program().leaves) :]

@@ -12,7 +12,7 @@ from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.stages import AXIS, inside_stage
 from spanax.plan.terms import tally
-from spanax.plan.ticks import ticks
+from spanax.plan.ticks import ticks_of
 from spanax.trace.cut import cut
 from spanax.trace.program import Program
 from spanax.trace.versions import versions
@@ -43,7 +43,8 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
       >>> told.collectives["data"]["all-reduce"] >= 16 * 32 * 4
       True
     """
-    terms = tally(_laid(program, plan), adds_first=adds_first)
+    laid = _laid(program, plan)
+    terms = tally(laid, adds_first=adds_first)
     stage, num_stages = inside_stage(plan).mesh, plan.schedule.num_stages
     sizes = np.asarray([[size] for _, size in stage.axes], float)
     works = terms.works
@@ -53,7 +54,8 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
     for (kind, axes), num_bytes in sorted(terms.moved_bytes(stage, num_stages=num_stages).items()):
         collectives.setdefault(axes, {})[kind] = round(num_bytes)
     if num_stages > 1:
-        collectives[AXIS] = {"collective-permute": _hop_bytes(program, plan)}
+        pieces = cut(laid.traced, plan.schedule.microbatches)
+        collectives[AXIS] = {"collective-permute": hop_bytes(laid.resolver, pieces, ticks_of(plan.schedule))}
     peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
     return Figures(plan.state_bytes(), peak_bytes, flops, collectives)
 
@@ -80,15 +82,6 @@ def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
     only = versions(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
     moved = tally(laid, only).moved_bytes(inside_stage(plan).mesh, num_stages=plan.schedule.num_stages)
     return {axes: round(num_bytes) for (kind, axes), num_bytes in sorted(moved.items()) if kind == "all-gather"}
-
-
-def _hop_bytes(program: Program, plan: Plan) -> int:
-    """What goes from stage to stage."""
-    planned, schedule = as_planned(program, plan), plan.schedule
-    table = ticks(schedule.pipeline, schedule.num_stages, schedule.microbatches, schedule.num_chunks)
-    return hop_bytes(
-        resolver_of(program, inside_stage(plan)).of(planned), cut(planned.step, schedule.microbatches), table
-    )
 
 
 def _laid(program: Program, plan: Plan) -> Laid:

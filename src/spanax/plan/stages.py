@@ -134,11 +134,11 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
             fix=f"{near} microbatches",
         )
     labels = divided_layers(program)
-    if labels and schedule.num_chunks > 1:
-        _check_chunks(program.step.axes.ways[labels[0]], schedule)
     if not labels:
         raise SpanaxError(
             "the model has no repeated blocks that could be divided into stages.",
             where=f"mesh {mesh}",
             fix=f"spanax.stack(model) for equal blocks in a list, or a mesh without '{AXIS}'",
         )
+    if schedule.num_chunks > 1:
+        _check_chunks(program.step.axes.ways[labels[0]], schedule)

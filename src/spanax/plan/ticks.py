@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from spanax.plan.plan import Schedule
 from spanax.plan.schedule import KINDS, Kind, Task, orders
 from spanax.plan.timeline import StageSeconds, simulate
 
@@ -220,6 +221,15 @@ def ticks(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int
     num_ticks = 1 + max(max(cells) for cells in placed)
     rows = tuple(tuple(cells.get(tick) for cells in placed) for tick in range(num_ticks))
     return Ticks(schedule, num_stages, num_microbatches, num_chunks, rows)
+
+
+def ticks_of(schedule: Schedule) -> Ticks:
+    """The table of a plan's schedule.
+
+    Raises:
+      SpanaxError: an unknown schedule, or counts that it cannot take.
+    """
+    return ticks(schedule.pipeline, schedule.num_stages, schedule.microbatches, schedule.num_chunks)
 
 
 def _slots(

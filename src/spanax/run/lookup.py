@@ -14,9 +14,10 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from spanax.plan.resolve import Constraint, Spec
+from spanax.plan.uses import LOOKUPS
 from spanax.trace.graph import Graph, Op
 
-ADDING = frozenset({"scatter-add", "scatter_add"})
+ADDING = LOOKUPS - {"gather"}
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ def split_lookup(
     graph: Graph, op: Op, constraints: Sequence[Constraint | None], manual: frozenset[str]
 ) -> SplitLookup | None:
     """How a lookup goes over a split table; None of any other operation."""
-    is_adding = op.name in ADDING
-    if op.name != "gather" and not is_adding:
+    if op.name not in LOOKUPS:
         return None
+    is_adding = op.name in ADDING
     numbers = op.params["dimension_numbers"]
     table, rows = (op.outputs[0], op.inputs[2]) if is_adding else (op.inputs[0], op.outputs[0])
     of_table, of_rows = (_spec(graph, value, constraints, manual) for value in (table, rows))

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from spanax.plan.plan import Schedule
 from spanax.plan.stages import AXIS
-from spanax.plan.ticks import Ticks, ticks
+from spanax.plan.ticks import Ticks, ticks_of
 from spanax.run.replay import Replay
 from spanax.run.rows import check_alike, stage_by_stage
 from spanax.run.stage import Stage, Values, converted
@@ -34,7 +34,7 @@ def in_stages(replay: Replay, traced: Traced, schedule: Schedule) -> Replay:
     if schedule.num_stages == 1:
         return replay
     pieces = cut(traced, schedule.microbatches)
-    table = ticks(schedule.pipeline, schedule.num_stages, schedule.microbatches, schedule.num_chunks)
+    table = ticks_of(schedule)
     if schedule.num_chunks > 1:
         check_alike(traced, pieces)
     # Each permutation inside of a task waits for all simulated devices, those of other stages too.

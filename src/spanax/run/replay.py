@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -106,18 +105,6 @@ class Replay:
             known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
             found.append(out if known else self.constrained(out, wanted))
         return found
-
-
-def replay(
-    graph: Graph,
-    constraints: Sequence[Constraint | None],
-    uses: Mapping[Op, Use],
-    mesh: Mesh,
-    instead: Mapping[Op, Callable[[Sequence[Any]], list[Any]]] = MappingProxyType({}),
-) -> Callable[..., list[Any]]:
-    """A function of the graph's inputs that computes its outputs under the constraints; arguments as of `Replay`."""
-    whole = Replay(graph, constraints, uses, mesh, instead)
-    return lambda *args: whole.body(graph.body, args)
 
 
 def as_traced(op: Op) -> AbstractContextManager[None]:

@@ -51,13 +51,7 @@ class Rows:
 
 
 def rows_of(plan: Plan) -> Rows | None:
-    """The order of rows under a plan; None where it is the layers' own.
-
-    Example:
-      >>> from spanax.plan.plan import Schedule
-      >>> stage_by_stage(num_layers=8, num_stages=2, num_chunks=2)
-      (0, 1, 4, 5, 2, 3, 6, 7)
-    """
+    """The order of rows under a plan; None where it is the layers' own."""
     schedule = plan.schedule
     if schedule.num_stages == 1 or schedule.num_chunks == 1:
         return None
@@ -68,7 +62,12 @@ def rows_of(plan: Plan) -> Rows | None:
 
 
 def stage_by_stage(num_layers: int, num_stages: int, num_chunks: int) -> tuple[int, ...]:
-    """The layer of each row: those of the first stage first, chunk by chunk."""
+    """The layer of each row: those of the first stage first, chunk by chunk.
+
+    Example:
+      >>> stage_by_stage(num_layers=8, num_stages=2, num_chunks=2)
+      (0, 1, 4, 5, 2, 3, 6, 7)
+    """
     chunks = np.arange(num_layers).reshape(num_chunks, num_stages, -1)
     return tuple(chunks.swapaxes(0, 1).ravel().tolist())
 

@@ -12,7 +12,7 @@ from spanax.check.annotated import annotated_program, program_for
 from spanax.check.placed import Placed, copies, placed, shards
 from spanax.errors import SpanaxError, WriteError
 from spanax.plan.plan import Placement
-from spanax.plan.ticks import Ticks, ticks
+from spanax.plan.ticks import Ticks, ticks_of
 from spanax.show.drawing import devices_text, drawn, svg
 from spanax.show.requests import InspectCommand
 from spanax.show.schedules import ticks_json, ticks_text
@@ -67,7 +67,7 @@ def _ticks(found: Placed) -> Ticks:
             where=f"mesh {found.plan.mesh}",
             fix="a plan with 'pipe' in its mesh: spanax train --mesh pipe=2,data=4",
         )
-    return ticks(schedule.pipeline, schedule.num_stages, schedule.microbatches, schedule.num_chunks)
+    return ticks_of(schedule)
 
 
 def _summary(found: Placed) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from spanax.trace.graph import Body, Op
 from spanax.trace.loops import Loop
-
-REMAT = frozenset({"remat2", "checkpoint"})
+from spanax.trace.remat import REMAT
 
 
 @dataclass(frozen=True, eq=False)
