@@ -13,6 +13,7 @@ from spanax.plan.plan import Plan
 from spanax.plan.stages import AXIS, inside_stage
 from spanax.plan.terms import tally
 from spanax.plan.ticks import ticks_of
+from spanax.plan.unreduced import unreduced
 from spanax.trace.cut import cut
 from spanax.trace.program import Program
 from spanax.trace.versions import versions
@@ -44,7 +45,7 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
       True
     """
     laid = _laid(program, plan)
-    terms = tally(laid, adds_first=adds_first)
+    terms = tally(laid, adds_first=adds_first, late=unreduced(laid, plan.schedule))
     stage, num_stages = inside_stage(plan).mesh, plan.schedule.num_stages
     sizes = np.asarray([[size] for _, size in stage.axes], float)
     works = terms.works

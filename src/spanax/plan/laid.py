@@ -1,6 +1,7 @@
 """Laid: one traced function under one layout: how its values are split, how its operations take them, what moves."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,6 +64,10 @@ class Laid:
             return (0,) * len(self.traced.graph.shape(value))
         return as_masks(constraint.spec, self._bits)
 
+    def mask(self, axes: Sequence[str]) -> int:
+        """Mesh axes as a mask."""
+        return sum(self._bits[axis] for axis in axes)
+
     def is_batched(self, value: int) -> bool:
         """Whether a value grows with the batch."""
         return not self.traced.batch_labels.isdisjoint(self.traced.roles[value].labels)
@@ -109,12 +114,12 @@ class Laid:
         shifts += split.shifts
         for value, before, after in zip(op.outputs, wanted, outs, strict=True):
             further = union(after) & ~union(before)
-            shifts = [_scattered(shift, further) if shift.value == value else shift for shift in shifts]
+            shifts = [scattered(shift, further) if shift.value == value else shift for shift in shifts]
             shifts += transition(value, before, after, is_operand=False)
         return Division(use, replace(split, shifts=tuple(shifts)))
 
 
-def _scattered(shift: Shift, split: int) -> Shift:
+def scattered(shift: Shift, split: int) -> Shift:
     """A sum that is split right after it, over the axes it goes over: the compiler makes one of both."""
     if shift.kind == "all-reduce" and not shift.over & ~split:
         return replace(shift, kind="reduce-scatter")

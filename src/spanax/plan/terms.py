@@ -8,14 +8,15 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.laid import Laid
+from spanax.plan.laid import Laid, scattered
 from spanax.plan.partition import Shift, Split, transition, union
+from spanax.plan.unreduced import Unreduced
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
 from spanax.trace.graph import Op
@@ -139,20 +140,28 @@ class Terms:
         return dict(found)
 
 
-def tally(laid: Laid, only: frozenset[int] | None = None, *, adds_first: bool = False) -> Terms:
+def tally(
+    laid: Laid,
+    only: frozenset[int] | None = None,
+    *,
+    adds_first: bool = False,
+    late: Unreduced | None = None,
+) -> Terms:
     """The terms of a layout on a program: one walk over its kinds of operations.
 
     Args:
       laid: the program's step under the layout.
       only: count the collectives of these values alone, as those of one leaf (`spanax.trace.versions`).
+      late: the sums over devices that loops put off; none if left out.
       adds_first: whether the compiler adds sums over devices before it has summed them, and sums once: those for TPUs
         and GPUs do, XLA's for CPUs does not. Source: the programs of docs/check.md.
     """
-    traced, found = laid.traced, _Tally(laid, only)
+    traced, found = laid.traced, _Tally(laid, only, late or Unreduced())
     for kind in traced.census:
         if kind.op not in traced.inert:
             found.add(kind)
     found.add_ends()
+    found.put_off()
     for meeting in traced.meetings if adds_first else ():
         found.join(meeting)
     carry, num_layers = traced.layer_carry
@@ -163,8 +172,8 @@ def tally(laid: Laid, only: frozenset[int] | None = None, *, adds_first: bool = 
 class _Tally:
     """The rows of the terms as they are found; equal moves are counted together."""
 
-    def __init__(self, laid: Laid, only: frozenset[int] | None):
-        self.laid, self.traced, self._only = laid, laid.traced, only
+    def __init__(self, laid: Laid, only: frozenset[int] | None, late: Unreduced):
+        self.laid, self.traced, self._only, self._late = laid, laid.traced, only, late
         self._works: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
@@ -208,6 +217,23 @@ class _Tally:
             shifts = transition(new, self.laid.masks(new), self.laid.masks(old), is_operand=False)
             self._move(self._of(new, 1), Phase.UPDATE, False, shifts)
 
+    def put_off(self) -> None:
+        """Take back the sums over devices that loops put off, and count those behind the loops."""
+        late, laid = self._late, self.laid
+        for kind in self.traced.census if late.sums else ():
+            for op, runs in kind.ops:
+                mask = laid.mask(late.of(op.outputs[0])) if op in late.sums else 0
+                split = laid.division(op).split if mask else None
+                for shift in split.shifts if split else ():
+                    if shift.kind == "all-reduce":
+                        self._move(-runs, kind.phase, kind.in_layers, [shift])
+                        left = scattered(replace(shift, over=shift.over & ~mask), union(laid.masks(shift.value)))
+                        self._move(runs if left.over else 0, kind.phase, kind.in_layers, [left])
+            for value in set(kind.op.outputs).intersection(late.ends) if kind.op.bodies else ():
+                shift = Shift("all-reduce", value, laid.mask(late.ends[value]), union(laid.masks(value)), False)
+                in_layers = not self.traced.layer_labels.isdisjoint(self.traced.roles[value].labels)
+                self._move(self._of(value, kind.runs), kind.phase, in_layers, [shift])
+
     def join(self, meeting: Meeting) -> None:
         """Take back the sums over devices of results that are added to others which are summed alike."""
         needed = list[tuple[int, Kind, Shift] | None]()  # what each part needs, if it is one sum over devices
@@ -224,7 +250,7 @@ class _Tally:
                 self._move(-runs, right[1].phase, right[1].in_layers, [right[2]])
 
     def _summed(self, kind: Kind, at: int) -> tuple[int, Kind, Shift] | None:
-        split = self.laid.division(kind.op).split
+        split = None if any(op in self._late.sums for op, _ in kind.ops) else self.laid.division(kind.op).split
         sums = [one for one in split.shifts if one.kind == "all-reduce"] if split else []
         return (at, kind, sums[0]) if len(sums) == 1 else None
 

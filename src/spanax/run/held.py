@@ -59,6 +59,10 @@ class Storage:
         """What the head handed back, as far as the gradients of weights come later and may still need it."""
         return self.cut.returned if self.halves else ()
 
+    def parts(self, index: int) -> tuple[str, ...]:
+        """The mesh axes over which a carried value is still to be summed."""
+        return self.replay.unreduced.of(self.cut.loop.body_carried[index])
+
     def zeros(self, value: int, *leading: int, num_scanned: int = 0) -> Any:
         """An array like a value, without its first `num_scanned` dims and with others in front."""
         aval = self.replay.graph.avals[value]
@@ -92,10 +96,10 @@ class Storage:
         outputs, num_layers, num_between = cut.loop.body.outputs, len(self.residuals), len(self.between)
 
         def each(arrays: Sequence[Any], values: Sequence[int], num_leading: int) -> list[Any]:
-            return [fix(array, of[value], num_leading) for array, value in zip(arrays, values, strict=True)]
+            return [fix(array, of[value], (None,) * num_leading) for array, value in zip(arrays, values, strict=True)]
 
         layers = [
-            fix(array, of[of_layer[value]], 2) if value in of_layer else array
+            fix(array, of[of_layer[value]], (None, None)) if value in of_layer else array
             for array, value in zip(held["kept"], self.residuals, strict=False)
         ]
         return held | {
@@ -106,6 +110,6 @@ class Storage:
             "kept": layers + each(held["kept"][num_layers:], cut.ridden, 1),
             "split": each(held["split"][:num_between], self.between, 2)
             + each(held["split"][num_between:], self.returned, 1),
-            "by_rows": {at: fix(array, of[outputs[at]]) for at, array in held["by_rows"].items()},
-            "by_stage": {at: fix(array, of[outputs[at]]) for at, array in held["by_stage"].items()},
+            "by_rows": {at: fix(array, of[outputs[at]], self.parts(at)) for at, array in held["by_rows"].items()},
+            "by_stage": {at: fix(array, of[outputs[at]], self.parts(at)) for at, array in held["by_stage"].items()},
         }

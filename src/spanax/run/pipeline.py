@@ -60,10 +60,12 @@ def pipelined(
     """
     loop = pieces.loop
     two = halves(pieces.backward) if ticks.is_split else None
-    uses = dict(replay.uses)
-    if two is not None:
-        uses |= {op: uses[written] for op, written in two.as_written.items() if written in uses}
-    inner = replace(replay, uses=uses, instead={}, manual=frozenset([AXIS]))
+    uses, sums = dict(replay.uses), dict(replay.unreduced.sums)
+    for op, written in two.as_written.items() if two else ():
+        uses |= {op: uses[written]} if written in uses else {}
+        sums |= {op: sums[written]} if written in sums else {}
+    late = replace(replay.unreduced, sums=sums)
+    inner = replace(replay, uses=uses, unreduced=late, instead={}, manual=frozenset([AXIS]))
     divided = [one.index for one in pieces.sums if one.is_rows] + [state.index for state in pieces.layer_states]
 
     def inside(

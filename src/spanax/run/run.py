@@ -10,8 +10,10 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError
+from spanax.plan.laid import Laid
 from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Placement, Plan
+from spanax.plan.unreduced import Unreduced, unreduced
 from spanax.plan.uses import uses
 from spanax.run import checkpoint
 from spanax.run.data import Batches
@@ -180,9 +182,10 @@ class Run:
         resolver = resolver_of(self.program, self.plan)
         constraints = resolver.constraints(traced)
         if inputs_only:
-            replay = Replay(traced.graph, [None] * len(constraints), {}, self.mesh, {})
+            replay = Replay(traced.graph, [None] * len(constraints), {}, self.mesh)
         else:
-            replay = Replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh, {})
+            late = unreduced(Laid(resolver, traced), self.plan.schedule) if is_step else Unreduced()
+            replay = Replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh, late)
         if is_step and not inputs_only:
             replay = in_stages(replay, traced, self.plan.schedule)
         function = partial(replay.body, traced.graph.body)

@@ -14,8 +14,9 @@ from spanax.plan.stages import AXIS
 from spanax.plan.ticks import COLUMNS, Ticks, share_name
 from spanax.run.ends import results, shared
 from spanax.run.held import Held, Storage
+from spanax.run.unreduced import in_front, lifted
 from spanax.run.replay import Replay
-from spanax.trace.cut import Cut, Part, State
+from spanax.trace.cut import Cut, Part, State, Sum
 from spanax.trace.halves import Halves
 from spanax.trace.loops import Loop
 
@@ -61,12 +62,25 @@ class Stage:
         sums, num_stages = {one.index for one in self.cut.sums}, self.ticks.num_stages
         first = self.index == 0
         started = {at: jnp.where(first, array, 0) if at in sums else array for at, array in by_stage.items()}
-        held = self.storage.blank() | {"by_rows": by_rows, "by_stage": started}
+        begun = [{at: self._begun(at, array) for at, array in group.items()} for group in (by_rows, started)]
+        held = self.storage.blank() | {"by_rows": begun[0], "by_stage": begun[1]}
         kinds = table[:, :, COLUMNS.index("kind")]
         taken = jnp.stack([(kinds == kind).any(1) for kind in range(len(KINDS))], 1)
         held, _ = lax.scan(self._tick, self.storage.placed(held), (table, taken))
-        by_stage = shared(self.cut, held["by_stage"], num_stages, self.index)
-        return held["by_rows"], by_stage, results(self.cut, held["results"], num_stages, self.index)
+        by_rows, by_stage = (
+            {at: self._summed(at, array) for at, array in held[n].items()} for n in ("by_rows", "by_stage")
+        )
+        by_stage = shared(self.cut, by_stage, num_stages, self.index)
+        return by_rows, by_stage, results(self.cut, held["results"], num_stages, self.index)
+
+    def _begun(self, index: int, array: Any) -> Any:
+        """A carried value as the ticks add to it: where its sum is put off, in parts."""
+        return lifted(array, (), self.storage.parts(index), self.replay.mesh.shape)
+
+    def _summed(self, index: int, array: Any) -> Any:
+        return self.replay.reduced(
+            array, self.replay.constraints[self.cut.loop.body.outputs[index]], self.storage.parts(index)
+        )
 
     def _tick(self, held: Held, row: tuple[Any, Any]) -> tuple[Held, None]:
         table, taken = row
@@ -251,22 +265,29 @@ class Stage:
         """One chunk's rows of all that is stacked and the same for all microbatches."""
         return {value: self._chunk(array, mine) for value, array in self.rows.items()}
 
-    def _chunk(self, array: Any, mine: Mine) -> Any:
+    def _chunk(self, array: Any, mine: Mine, dim: int = 0) -> Any:
         if self.ticks.num_chunks == 1:
             return array
-        return lax.dynamic_slice_in_dim(array, mine["chunk"] * self.storage.num_rows, self.storage.num_rows, 0)
+        return lax.dynamic_slice_in_dim(array, mine["chunk"] * self.storage.num_rows, self.storage.num_rows, dim)
 
-    def _put_chunk(self, array: Any, mine: Mine, new: Any) -> Any:
-        new = jnp.where(mine["own"], new, self._chunk(array, mine)) if self.meets else new
-        return lax.dynamic_update_slice_in_dim(array, new, mine["chunk"] * self.storage.num_rows, 0)
+    def _put_chunk(self, array: Any, mine: Mine, new: Any, dim: int = 0) -> Any:
+        new = jnp.where(mine["own"], new, self._chunk(array, mine, dim)) if self.meets else new
+        return lax.dynamic_update_slice_in_dim(array, new, mine["chunk"] * self.storage.num_rows, dim)
+
+    def _part_of(self, one: Sum, part: Part, array: Any) -> Any:
+        """A summand as it goes into its sum."""
+        axes = self.storage.parts(one.index)
+        return lifted(converted(part, array), self.replay.unreduced.of(part.value), axes, self.replay.mesh.shape)
 
     def _added(self, by_rows: Values, mine: Mine, stacked: Sequence[Any]) -> Values:
         """The sums of gradients with those of one chunk and microbatch."""
         left, found = dict(zip(self.cut.backward.stacked, stacked, strict=True)), dict(by_rows)
         for one in self.cut.sums:
             for part in one.parts.get("layers", ()):
-                total = self._chunk(found[one.index], mine) + converted(part, left[part.value])
-                found[one.index] = self._put_chunk(found[one.index], mine, total)
+                dim, axes = len(self.storage.parts(one.index)), self.replay.unreduced.of(part.value)
+                added = self._part_of(one, part, in_front(left[part.value], axes))
+                total = self._chunk(found[one.index], mine, dim) + added
+                found[one.index] = self._put_chunk(found[one.index], mine, total, dim)
         return found
 
     def _moved_on(self, by_stage: Values, values: Values, place: str, states: Sequence[State]) -> Values:
@@ -275,7 +296,7 @@ class Stage:
         for one in self.cut.sums:
             for part in one.parts.get(place, ()):
                 (array,) = self.replay.read(values, [part.value])
-                found[one.index] = found[one.index] + converted(part, array)
+                found[one.index] = found[one.index] + self._part_of(one, part, array)
         for state in states:
             (found[state.index],) = self.replay.read(values, [state.after])
         return found

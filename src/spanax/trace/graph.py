@@ -212,11 +212,16 @@ def bind(eqn: core.JaxprEqn, ins: Sequence[Any], params: dict[str, Any]) -> list
     return list(out) if primitive.multiple_results else [out]
 
 
-def retraced(old: Any, function: Callable[..., Sequence[Any]]) -> Any:
-    """A function traced as the body of an operation, in place of the body it had: closed or open as the old one was."""
+def retraced(old: Any, function: Callable[..., Sequence[Any]], leading: Sequence[Sequence[int]] = ()) -> Any:
+    """A function traced as the body of an operation, in place of the body it had: closed or open as the old one was.
+
+    `leading` has for every operand the sizes of dims that are new in front of it.
+    """
     jaxpr, _ = opened(old)
     # The memory a value lies in (a residual kept on the host) stays; a sharding would name a mesh that is not ours.
     avals = [var.aval.update(sharding=None, weak_type=False) for var in jaxpr.invars]
+    pairs = zip(avals, leading or [()] * len(avals), strict=True)
+    avals = [aval.update(shape=(*sizes, *aval.shape)) if sizes else aval for aval, sizes in pairs]
     closed = jax.make_jaxpr(function)(*avals)
     if isinstance(old, core.ClosedJaxpr) and old is not jaxpr:
         return closed

@@ -26,6 +26,11 @@ class Loop:
         return self.body.inputs[: self.num_consts]
 
     @property
+    def body_carried(self) -> tuple[int, ...]:
+        """Inside of one turn, what the one before it hands on."""
+        return self.body.inputs[self.num_consts : self.num_consts + self.num_carried]
+
+    @property
     def body_scanned(self) -> tuple[int, ...]:
         """Inside of one turn, its own of what is stacked."""
         return self.body.inputs[self.num_consts + self.num_carried :]
