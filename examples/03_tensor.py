@@ -15,11 +15,11 @@ workload = spanax.Workload(
     batch=gpt.example_batch(batch_size=16, seq_len=32),
     loss=gpt.loss,
 )
-program = workload.trace(learning_rate=1e-3, num_steps=10)  # nothing is allocated
+program = workload.trace(learning_rate=1e-3, num_steps=6)  # nothing is allocated
 plan = spanax.plan(program, spanax.local(), layout="data+tensor", mesh={"data": 2, "model": 4})
 print(plan)
 
 run = spanax.start(program, plan)
-for _, batch in zip(range(10), spanax.batches("python", plan)):
+for _, batch in zip(range(6), spanax.batches("python", plan)):
     metrics = run.step(batch)
 print(f"loss after {run.num_steps} steps: {float(metrics['loss']):.3f}")

@@ -15,10 +15,10 @@ workload = spanax.Workload(
     batch=gpt.example_batch(batch_size=16, seq_len=32),
     loss=gpt.loss,
 )
-program = workload.trace(learning_rate=1e-3, num_steps=3)
+program = workload.trace(learning_rate=1e-3, num_steps=6)
 for layout in ("data", "zero1", "fsdp", "fsdp+tensor+seq"):
     plan = spanax.plan(program, spanax.local(), layout=layout)
     run = spanax.start(program, plan, seed=0)
-    for _, batch in zip(range(3), spanax.batches("python", plan, seed=0)):
+    for _, batch in zip(range(6), spanax.batches("python", plan, seed=0)):
         loss = float(run.step(batch)["loss"])
     print(f"{layout:16} {str(plan.mesh):16} {plan.state_bytes() / 2**10:7.1f} KiB a device, loss {loss:.5f}")

@@ -21,14 +21,14 @@ workload = spanax.Workload(
 )
 program = workload.trace(learning_rate=1e-3, num_steps=6)
 
-plan = spanax.plan(program, spanax.local(), mesh="data=4,model=2")
+plan = spanax.plan(program, spanax.local(), layout="data+tensor", mesh="data=2,model=4")
 run, data = spanax.start(program, plan), spanax.batches("python", plan)
 for _ in range(3):
     run.step(next(data))
 folder = tempfile.mkdtemp()
 run.save(folder, data=data).wait()
 
-plan = spanax.plan(program, spanax.local(), mesh="fsdp=2,model=4")
+plan = spanax.plan(program, spanax.local(), layout="fsdp+tensor", mesh="fsdp=4,model=2")
 resumed = spanax.restore(program, plan, folder)
 for path, array in run.params().items():
     np.testing.assert_array_equal(array, resumed.params()[path])

@@ -13,15 +13,15 @@ spanax.simulate(8)  # eight devices on any machine; leave it out where there are
 config = gpt.GPTConfig(vocab_size=256, seq_len=32, num_layers=4, num_heads=4, embed_dim=64)
 workload = spanax.Workload(
     build=lambda rngs: gpt.GPT(config, rngs),
-    batch=gpt.example_batch(batch_size=32, seq_len=32),
+    batch=gpt.example_batch(batch_size=16, seq_len=32),
     loss=gpt.loss,
 )
-program = workload.trace(learning_rate=1e-3, num_steps=10)  # nothing is allocated
-schedule = Schedule(pipeline="1f1b", microbatches=8)
+program = workload.trace(learning_rate=1e-3, num_steps=6)  # nothing is allocated
+schedule = Schedule(pipeline="1f1b", microbatches=4)
 plan = spanax.plan(program, spanax.local(), mesh={"pipe": 2, "data": 4}, schedule=schedule)
 print(plan)
 
 run = spanax.start(program, plan)
-for _, batch in zip(range(10), spanax.batches("python", plan)):
+for _, batch in zip(range(6), spanax.batches("python", plan)):
     metrics = run.step(batch)
 print(f"loss after {run.num_steps} steps: {float(metrics['loss']):.3f}")

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 if "jax" in sys.modules:
@@ -19,6 +20,12 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
     # Most of the time goes into compiling tiny programs: without LLVM's optimizations a third less of it.
     os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
+if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
+    # One LLVM module a program, not up to 32 that each declare everything anew: two cores have nothing to gain.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
+if version("jaxlib").startswith("0.10.") and "xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]:
+    # The older of its two code generators takes half the time; jaxlib 0.12 has it no more, and aborts at the flag.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # Most test time is compile time. Sizes and costs of a cached program equal the compiled one's; only the source
 # lines in its HLO metadata may be another caller's.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))

@@ -13,7 +13,7 @@ from flax import nnx
 
 from spanax.models.gpt import GPT, SIZES, GPTConfig, loss
 
-TINY = GPTConfig(vocab_size=64, seq_len=16, num_layers=3, num_heads=4, embed_dim=32)
+TINY = GPTConfig(vocab_size=64, seq_len=16, num_layers=2, num_heads=4, embed_dim=32)
 
 
 def tokens(seed: int = 0) -> np.ndarray:

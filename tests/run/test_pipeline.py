@@ -23,7 +23,7 @@ from spanax.run.run import Run
 from spanax.run.state import born
 from spanax.trace.program import Program
 
-STEPS, SIZE = 5, 16
+STEPS, SIZE = 3, 16
 TOLERANCE = 1e-5
 """Largest difference over the largest value of an array, in float32."""
 
@@ -86,8 +86,8 @@ def trained(run: Run, name: str) -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def reference(name: str, microbatches: int, remat: str | None) -> dict[str, np.ndarray]:
-    made = program(name, microbatches, remat)
+def reference(name: str, microbatches: int) -> dict[str, np.ndarray]:
+    made = program(name, microbatches)
     return trained(spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3), name)
 
 
@@ -110,11 +110,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 QUICK = {
     ("gpt", "gpipe", "pipe=2,data=2,model=2", 4),
-    ("gpt", "1f1b", "pipe=4", 8),
+    ("gpt", "1f1b", "pipe=4", 4),
     ("gpt", "zero-bubble", "pipe=4,data=2", 4),
     ("vit", "1f1b", "pipe=2,model=2", 4),
     ("gpt", "interleaved", "pipe=2,data=2", 4),
-    ("vit", "zero-bubble", "pipe=4", 8),
 }
 
 
@@ -136,7 +135,7 @@ def cases() -> list[Any]:
 def test_a_pipeline_gives_the_numbers_of_one_device(name: str, schedule: str, mesh: str, count: int) -> None:
     made = program(name, count)
     run = spanax.start(made, planned(made, mesh, schedule), seed=3)
-    assert_same(reference(name, count, None), trained(run, name))
+    assert_same(reference(name, count), trained(run, name))
 
 
 def test_every_preset_with_stages_is_tried() -> None:
@@ -147,9 +146,8 @@ def test_every_preset_with_stages_is_tried() -> None:
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b"), pytest.param("zero-bubble", marks=pytest.mark.slow)])
 def test_so_does_one_that_computes_layers_again(schedule: str) -> None:
     made = program("gpt", 4, "full")
-    assert_same(
-        reference("gpt", 4, "full"), trained(spanax.start(made, planned(made, "pipe=2", schedule), seed=3), "gpt")
-    )
+    run = spanax.start(made, planned(made, "pipe=2", schedule), seed=3)
+    assert_same(reference("gpt", 4), trained(run, "gpt"))
 
 
 @pytest.mark.slow
@@ -157,7 +155,7 @@ def test_what_layers_leave_for_the_head_goes_with_them() -> None:
     """The experts' balance is a result of every layer, and part of the loss."""
     made = program("mixtral", 4)
     run = spanax.start(made, planned(made, "pipe=2,expert=2", "1f1b"), seed=3)
-    assert_same(reference("mixtral", 4, None), trained(run, "mixtral"))
+    assert_same(reference("mixtral", 4), trained(run, "mixtral"))
 
 
 def test_every_stage_takes_only_its_own_tasks_where_devices_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +164,7 @@ def test_every_stage_takes_only_its_own_tasks_where_devices_can(monkeypatch: pyt
     monkeypatch.setattr(pipeline, "pipelined", lambda *args, meets: inside(*args, meets=False))
     made = program("gpt", 4)
     run = spanax.start(made, planned(made, "pipe=2,data=2", "1f1b"), seed=3)
-    assert_same(reference("gpt", 4, None), trained(run, "gpt"))
+    assert_same(reference("gpt", 4), trained(run, "gpt"))
 
 
 def test_only_permutations_go_from_stage_to_stage() -> None:
@@ -200,16 +198,27 @@ def test_a_step_moves_and_computes_what_the_plan_says(mesh: str, schedule: str, 
             assert found.collectives[axes][kind] == pytest.approx(size, rel=within, abs=64), (axes, kind)
 
 
+class Deep(nnx.Module):
+    """Layers that leave far more than they are given."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.front = nnx.Linear(1, 16, rngs=rngs)
+        self.blocks = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs)))(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        graph, state = nnx.split(self.blocks)
+        x, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(nnx.merge(graph, layer)(x)), None), self.front(x), state)
+        return jnp.square(x).mean()
+
+
 def test_a_stage_keeps_no_more_microbatches_than_its_schedule_says() -> None:
     """Memory of the compiled step: what a microbatch leaves times the slots of the table, and not more with each."""
-    build, loss, _ = MODELS["gpt"]
-    wide = gpt.GPTConfig(32, seq_len=64, num_layers=4, num_heads=2, embed_dim=16)
     temporaries = {}
     for schedule in ("gpipe", "1f1b"):
         for count in (4, 16):
             made = spanax.trace(
-                build=lambda rngs: gpt.GPT(wide, rngs), optimizer=optax.sgd(0.1),
-                batch=gpt.example_batch(4 * count, 64), loss=loss, microbatches=count,
+                build=Deep, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((256 * count, 1), "float32"),
+                loss=lambda model, x: model(x), microbatches=count,
             )  # fmt: skip
             run = spanax.start(made, planned(made, "pipe=4", schedule))
             temporaries[schedule, count] = run.compile().memory_analysis().temp_size_in_bytes
@@ -245,9 +254,10 @@ def test_stages_with_several_chunks_keep_rows_of_several_places() -> None:
 
 
 def test_a_check_holds_stages_against_one_device() -> None:
-    build, loss, _ = MODELS["gpt"]
-    batch = gpt.example_batch(SIZE, 8)
-    made = spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=batch, loss=loss, microbatches=4)
+    made = spanax.trace(
+        build=Watched, optimizer=optax.sgd(0.1), microbatches=4,
+        batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
+    )  # fmt: skip
     assert parity(made, planned(made, "pipe=2", "interleaved"), steps=1).passes
 
 

@@ -47,6 +47,16 @@ CASES: dict[str, zoo.Case] = {
 TRIED = [(name, policy) for name in list(CASES)[:3] for policy in ("none", "dots", "full", "offload")]
 TRIED += [("mlp with dropout", "dots"), ("mlp with dropout", "offload"), ("cnn with batch norm", "dots")]
 
+# Every model and every policy; `slow` is all of it.
+QUICK = {
+    ("scanned", "dots"), ("scanned", "full"), ("unrolled, its own remat", "dots"),
+    ("scanned, its own remat, dropout", "none"), ("scanned, its own remat, dropout", "full"), *TRIED[12:],
+}  # fmt: skip
+
+
+def slow(*case: str, quick: set[Any]) -> Any:
+    return pytest.param(*case, marks=() if case in quick else pytest.mark.slow)
+
 
 @functools.cache
 def program(name: str) -> Program:
@@ -83,15 +93,23 @@ def furthest(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> d
     return {path: float(np.abs(value - found[path]).max(initial=0) / scale[path]) for path, value in expected.items()}
 
 
-@pytest.mark.parametrize(("name", "policy"), TRIED)
+@pytest.mark.parametrize(("name", "policy"), [slow(*case, quick=QUICK) for case in TRIED])
 def test_the_same_numbers(name: str, policy: str) -> None:
     found = furthest(as_written(name), trained(name, policy))
     assert {"loss", "grad_norm"} <= found.keys()
     assert {path: much for path, much in found.items() if not much <= TOLERANCE} == {}
 
 
-@pytest.mark.parametrize(("layout", "mesh"), [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")])
-@pytest.mark.parametrize("policy", ["full", "dots", "offload"])
+SPLIT = [
+    (policy, *cell)
+    for policy in ("full", "dots", "offload")
+    for cell in (("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2"))
+]
+
+
+@pytest.mark.parametrize(
+    ("policy", "layout", "mesh"), [slow(*case, quick={SPLIT[0], SPLIT[3], SPLIT[5]}) for case in SPLIT]
+)
 def test_a_layout_gives_the_numbers_of_one_device(policy: str, layout: str, mesh: str) -> None:
     found = furthest(as_written("scanned"), trained("scanned", policy, layout, mesh))
     assert {path: much for path, much in found.items() if not much <= 10 * TOLERANCE} == {}
