@@ -14,8 +14,8 @@ from spanax.plan.stages import AXIS
 from spanax.plan.ticks import COLUMNS, Ticks, share_name
 from spanax.run.ends import results, shared
 from spanax.run.held import Held, Storage
-from spanax.run.unreduced import in_front, lifted
 from spanax.run.replay import Replay
+from spanax.run.unreduced import in_front, lifted
 from spanax.trace.cut import Cut, Part, State, Sum
 from spanax.trace.halves import Halves
 from spanax.trace.loops import Loop
