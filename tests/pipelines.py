@@ -90,12 +90,12 @@ def planned(made: Program, mesh: str, schedule: str) -> Plan:
     return spanax.plan(made, cluster, mesh=mesh, schedule=asked)
 
 
-def assert_same(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
+def assert_same(expected: dict[str, np.ndarray], found: dict[str, np.ndarray], tolerance: float = TOLERANCE) -> None:
     assert expected.keys() == found.keys()
     assert any(path.startswith("opt") or "grad" in path for path in expected), "the gradients are compared too"
     for path, wanted in expected.items():
         scale = max(np.abs(wanted).max(initial=0), NOUGHT)
-        assert np.abs(wanted - found[path]).max(initial=0) / scale <= TOLERANCE, path
+        assert np.abs(wanted - found[path]).max(initial=0) / scale <= tolerance, path
 
 
 def ranked_layers(_: Any) -> Any:

@@ -52,8 +52,16 @@ class Padded:
     rows: Rows
 
     def dim(self, value: int) -> int | None:
-        """The dim of a value that has padding, if one has."""
-        return longer_dim(self.written.graph, self.step.graph, value)
+        """The dim of a value that has padding, if one has.
+
+        Raises:
+          SpanaxError: one is longer by something else than rows.
+        """
+        dim = longer_dim(self.written.graph, self.step.graph, value)
+        if dim is not None and self.step.graph.shape(value)[dim] != self.rows.parts.num_kept:
+            maker = next(op for op in self.step.graph.ops() if value in op.outputs)
+            raise self._refused(maker)
+        return dim
 
     def masked(self, replay: Replay, written: Cut, pieces: Cut) -> Mapping[Op, Callable[[Sequence[Any]], list[Any]]]:
         """What runs in place of operations that would otherwise take padding for layers.
