@@ -48,18 +48,20 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "uneven_errors.txt"
 class Watched(nnx.Module):
     """Five layers; a penalty on all their weights, and the mean and the largest of what each made, outside of them."""
 
-    def __init__(self, rngs: nnx.Rngs, num_layers: int = 5, length: int | None = None):
+    def __init__(self, rngs: nnx.Rngs, num_layers: int = 5, length: int | None = None, is_scaled: bool = False):
         self.blocks = nnx.split_rngs(splits=num_layers)(nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs)))(rngs)
-        self.length = length
+        self.length, self.is_scaled = length, is_scaled
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         graph, state = nnx.split(self.blocks)
 
+        scales = np.linspace(1, 0.5, len(self.blocks.kernel[...]), dtype=np.float32) if self.is_scaled else None
+
         def layer(x: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
-            x = jnp.tanh(nnx.merge(graph, layer)(x))
+            x = jnp.tanh(nnx.merge(graph, layer[0])(x)) * (1 if layer[1] is None else layer[1])
             return x, jnp.square(x).mean()
 
-        x, sizes = jax.lax.scan(layer, x, state, length=self.length)
+        x, sizes = jax.lax.scan(layer, x, (state, scales), length=self.length)
         penalty = 0.01 * jnp.square(self.blocks.kernel[...]).sum() + sizes.mean() / len(sizes)
         return jnp.square(x).mean() + 0.1 * sizes.max() + penalty, {"sizes": sizes}
 
@@ -232,9 +234,9 @@ def scaled_by_mean(_: Any) -> Any:
     )
 
 
-def watched(optimizer: Any = None, length: int | None = None) -> Program:
+def watched(optimizer: Any = None, **how: Any) -> Program:
     return spanax.trace(
-        build=lambda rngs: Watched(rngs, length=length), optimizer=optimizer or optax.sgd(0.1), microbatches=4,
+        build=lambda rngs: Watched(rngs, **how), optimizer=optimizer or optax.sgd(0.1), microbatches=4,
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
     )  # fmt: skip
 
@@ -255,6 +257,7 @@ REFUSED: dict[str, Callable[[], Callable[[], Any]]] = {
     "more chunks than layers": lambda: asked("pipe=2", Schedule(microbatches=4, pipeline="interleaved", num_chunks=3)),
     "chunks without layers": lambda: asked("pipe=4", Schedule(microbatches=4, pipeline="interleaved", num_chunks=2)),
     "a loop of a length that is written down": lambda: compiled(watched(length=5), "pipe=2"),
+    "numbers made for so many layers": lambda: compiled(watched(is_scaled=True), "pipe=2"),
     "an update by the number of a layer": lambda: compiled(watched(ranked_layers(None)), "pipe=2"),
     "an update of all numbers in one row": lambda: compiled(watched(optax.flatten(optax.sgd(0.1))), "pipe=2"),
     "an update by the mean of all layers": lambda: compiled(watched(scaled_by_mean(None)), "pipe=2"),
@@ -290,7 +293,8 @@ def by_all_layers(updates: Any) -> Any:
 def test_what_adds_layers_up_outside_of_them_has_no_padding_in_it() -> None:
     """Rows of padding are noughts, and would count for ones."""
     change = optax.stateless(lambda updates, params: by_all_layers(updates))
-    made = watched(optax.chain(optax.clip_by_global_norm(0.1), change, optax.sgd(0.1)))
+    steps = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), change, optax.sgd(0.1)), 2)
+    made = watched(steps)
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     run = spanax.start(made, planned(made, "pipe=2", "1f1b"))
     alone = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"))

@@ -5,7 +5,7 @@ operation: what is done to each row alone may do it to padding too, what adds ro
 is refused. What the pipeline itself runs is the step as it was written.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -78,17 +78,38 @@ class Padded:
             *zip(self.written.graph.body.ops, self.step.graph.body.ops, strict=True),
             *zip(written.prepared_ops, pieces.prepared_ops, strict=True),
         ]
-        found = {}
-        for before, op in pairs:
-            if op is not pieces.loop.op and (fills := self._fills(before, op)):
-                found[op] = _with_fills(replay, op, fills, np.asarray(self.rows.layers) >= 0)
-        return found
+        if not self._same_known((*pieces.loop.op.inputs, *self.step.graph.body.outputs)):
+            raise self._refused(pieces.loop.op)
+        is_layer = np.asarray(self.rows.layers) >= 0
+        around = [each for before, op in pairs if op is not pieces.loop.op for each in self._inside(before, op)]
+        fills = {op: self._fills(before, op) for before, op in around}
+        return {op: _with_fills(replay, op, of, is_layer) for op, of in fills.items() if of}
+
+    def _inside(self, before: Op, op: Op) -> Iterator[tuple[Op, Op]]:
+        """An operation and those that it runs, each as it was written and as it is."""
+        if op.bodies and not self._hands_rows_in(op):
+            raise self._refused(op)
+        yield before, op
+        for one, other in zip(before.bodies, op.bodies, strict=True):
+            for pair in zip(one.ops, other.ops, strict=True):
+                yield from self._inside(*pair)
+
+    def _hands_rows_in(self, op: Op) -> bool:
+        """Whether what an operation runs has its rows whole; a loop over layers has one at a time."""
+        graph = self.step.graph
+        wires = graph.wires(op)
+        for outer, inner in (*wires.inputs, *wires.outputs):
+            dim, num_taken = self.dim(outer), len(graph.shape(outer)) - len(graph.shape(inner))
+            if self.dim(inner) != (None if dim is None else dim - num_taken):
+                return False
+        return all(self.dim(before) == self.dim(after) for before, after in wires.carried)
 
     def _fills(self, before: Op, op: Op) -> dict[int, tuple[int, Any]]:
         """For each operand whose padding must not count: the dim of it, and what stands there instead."""
         dims, outs = ([self.dim(value) for value in values] for values in (op.inputs, op.outputs))
         is_along = any(dim is not None for dim in (*dims, *outs))
-        if not self._is_known_alike(before, op) or (is_along and not self._is_by_row(op, dims, outs)):
+        by_row = bool(op.bodies) or not is_along or self._is_by_row(op, dims, outs)
+        if not by_row or not self._is_known_alike(before, op):
             raise self._refused(op)
         if op.name in NEUTRAL and dims[0] is not None and dims[0] in op.params["axes"]:
             dtype = self.step.graph.avals[op.inputs[0]].dtype
@@ -118,19 +139,15 @@ class Padded:
 
     def _is_known_alike(self, before: Op, op: Op) -> bool:
         """Whether an operation is the same with more layers, but for how much it makes."""
-        first, second = self.written.graph.constants, self.step.graph.constants
         for key, value in op.params.items():
             if key not in SIZES and key not in BODIES.get(op.name, ()) and not _same(before.params[key], value):
                 return False
-        known = [value for value in op.inputs if value in second]
-        if any(not _same_array(first[value], second[value]) for value in known):
-            return False
-        inner = [
-            pair
-            for one, other in zip(before.bodies, op.bodies, strict=True)
-            for pair in zip(one.ops, other.ops, strict=True)
-        ]
-        return all(self._is_known_alike(one, other) for one, other in inner)
+        return self._same_known((*op.inputs, *(value for body in op.bodies for value in body.outputs)))
+
+    def _same_known(self, values: Sequence[int]) -> bool:
+        """Whether what is known beforehand of some values is the same with more layers."""
+        first, second = self.written.graph.constants, self.step.graph.constants
+        return all(_same_array(first[value], second[value]) for value in values if value in second)
 
     def _refused(self, op: Op) -> SpanaxError:
         parts = self.rows.parts
