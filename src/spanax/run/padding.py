@@ -78,7 +78,9 @@ class Padded:
             *zip(self.written.graph.body.ops, self.step.graph.body.ops, strict=True),
             *zip(written.prepared_ops, pieces.prepared_ops, strict=True),
         ]
-        if not self._same_known((*pieces.loop.op.inputs, *self.step.graph.body.outputs)):
+        # What is known beforehand and the same for all microbatches is taken as it was written.
+        others = pieces.loop.op.inputs[pieces.loop.num_consts :]
+        if not self._same_known((*others, *self.step.graph.body.outputs)):
             raise self._refused(pieces.loop.op)
         is_layer = np.asarray(self.rows.layers) >= 0
         around = [each for before, op in pairs if op is not pieces.loop.op for each in self._inside(before, op)]

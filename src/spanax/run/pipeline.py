@@ -133,10 +133,12 @@ def pipelined(
     )
 
     reads = _read(pieces)
-    outputs = loop.body.outputs
+    outputs, constants = loop.body.outputs, replay.graph.constants
+    pairs = list(zip(loop.body.inputs, loop.op.inputs, strict=True))[: loop.num_consts]
 
     def run(ins: Sequence[Any]) -> list[Any]:
         values: Values = dict(zip(loop.body.inputs, ins, strict=True))
+        values |= {value: around.kept(value, constants[outer]) for value, outer in pairs if outer in constants}
         around.replay.ops(around.prepared_ops, values)
         carried = ins[loop.num_consts : loop.num_consts + loop.num_carried]
         befores = loop.body.inputs[loop.num_consts :]
