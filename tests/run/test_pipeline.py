@@ -1,6 +1,5 @@
 """Pipelines: the same numbers as one device, under every schedule; only permutations go from stage to stage."""
 
-import functools
 from typing import Any
 
 import jax
@@ -9,102 +8,28 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from pipelines import (
+    SIZE,
+    assert_same,
+    numbers,
+    planned,
+    program,
+    ranked_layers,
+    reference,
+    tokens,
+    trained,
+)
 
 import spanax
 from spanax.check.parity import parity
 from spanax.errors import SpanaxError
-from spanax.models import gpt, moe, vit
-from spanax.plan.plan import Plan, Schedule
+from spanax.plan.plan import Schedule
 from spanax.plan.presets import PRESETS
 from spanax.plan.stages import AXIS
 from spanax.plan.ticks import ticks
 from spanax.run import pipeline
-from spanax.run.run import Run
 from spanax.run.state import born
 from spanax.trace.program import Program
-
-STEPS, SIZE = 3, 16
-TOLERANCE = 1e-5
-"""Largest difference over the largest value of an array, in float32."""
-
-NOUGHT = 1e-3
-"""Arrays below this are rounding about zero (a key's bias under softmax): held against it instead."""
-
-GPT = gpt.GPTConfig(32, seq_len=8, num_layers=4, num_heads=2, embed_dim=16, dropout=0.1)
-VIT = vit.ViTConfig(8, 4, num_layers=4, num_heads=2, embed_dim=16, mlp_dim=32, num_classes=8)
-MIXTRAL = moe.MoEConfig(32, 8, num_layers=2, num_heads=4, num_kv_heads=2, embed_dim=16, mlp_dim=32, num_experts=4)
-
-
-def tokens() -> dict[str, np.ndarray]:
-    rows = np.random.default_rng(0).integers(0, 32, (STEPS * SIZE, 9)).astype(np.int32)
-    return {"inputs": rows[:, :-1], "targets": rows[:, 1:]}
-
-
-def images() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    found = {"images": random.normal(size=(STEPS * SIZE, 8, 8, 3)).astype(np.float32)}
-    return found | {"labels": random.integers(0, 8, STEPS * SIZE).astype(np.int32)}
-
-
-def vit_loss(model: nnx.Module, batch: dict[str, Any]) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["images"]), batch["labels"]).mean()
-
-
-MODELS: dict[str, tuple[Any, Any, Any]] = {
-    "gpt": (lambda rngs: gpt.GPT(GPT, rngs), gpt.loss, tokens),
-    "vit": (lambda rngs: vit.ViT(VIT, rngs), vit_loss, images),
-    "mixtral": (lambda rngs: moe.Mixtral(MIXTRAL, rngs), moe.loss, tokens),
-}
-
-
-@functools.cache
-def program(name: str, microbatches: int, remat: str | None = None) -> Program:
-    """A model whose state holds the gradients of its last step too."""
-    build, loss, batches = MODELS[name]
-    batch = {key: rows[:SIZE] for key, rows in batches().items()}
-    return spanax.trace(
-        build=build,
-        optimizer=optax.adamw(1e-2, eps=0.1),
-        batch=batch,
-        loss=loss,
-        microbatches=microbatches,
-        remat=remat,
-    ).with_gradients()
-
-
-def numbers(array: jax.Array) -> np.ndarray:
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(array) if is_key else array).astype(np.float64)
-
-
-def trained(run: Run, name: str) -> dict[str, np.ndarray]:
-    """The losses, and every array of the state, the gradients too, after the last step."""
-    rows = MODELS[name][2]()
-    batches = [{key: of[step * SIZE : (step + 1) * SIZE] for key, of in rows.items()} for step in range(STEPS)]
-    losses = [float(run.step(batch)["loss"]) for batch in batches]
-    return {"loss": np.array(losses)} | {path: numbers(array) for path, array in run.arrays().items()}
-
-
-@functools.cache
-def reference(name: str, microbatches: int) -> dict[str, np.ndarray]:
-    made = program(name, microbatches)
-    return trained(spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3), name)
-
-
-def planned(made: Program, mesh: str, schedule: str) -> Plan:
-    cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
-    chunks = 2 if schedule == "interleaved" else 1
-    asked = Schedule(pipeline=schedule, microbatches=made.microbatches, num_chunks=chunks)
-    return spanax.plan(made, cluster, mesh=mesh, schedule=asked)
-
-
-def assert_same(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
-    assert expected.keys() == found.keys()
-    assert any(path.startswith("opt") or "grad" in path for path in expected), "the gradients are compared too"
-    for path, wanted in expected.items():
-        scale = max(np.abs(wanted).max(initial=0), NOUGHT)
-        assert np.abs(wanted - found[path]).max(initial=0) / scale <= TOLERANCE, path
-
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -259,14 +184,6 @@ def test_a_check_holds_stages_against_one_device() -> None:
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
     )  # fmt: skip
     assert parity(made, planned(made, "pipe=2", "interleaved"), steps=1).passes
-
-
-def ranked_layers(_: Any) -> Any:
-    """An update that is smaller for each layer."""
-    scale = lambda update: update / (1 + jnp.arange(len(update)).reshape(-1, *[1] * (update.ndim - 1)))  # noqa: E731
-    return optax.GradientTransformation(
-        lambda params: optax.EmptyState(), lambda updates, state, params=None: (jax.tree.map(scale, updates), state)
-    )
 
 
 def test_an_update_that_goes_by_the_number_of_a_layer_is_refused() -> None:

@@ -254,8 +254,9 @@ def _jittered(program: Program, born: Sequence[Any], eps: float, seed: int) -> l
 def _placed(run: Run, plan: Plan, state: Sequence[Any]) -> list[jax.Array]:
     keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in run.program.leaves]
     arrays = [jax.random.wrap_key_data(array) if is_key else array for array, is_key in zip(state, keys, strict=True)]
-    placed = [jax.device_put(array, leaf.sharding(run.mesh)) for array, leaf in zip(arrays, plan.leaves, strict=True)]
-    rows = rows_of(plan)
+    rows = rows_of(run.program, plan)
+    places = plan.leaves if rows is None else rows.shown_as
+    placed = [jax.device_put(array, place.sharding(run.mesh)) for array, place in zip(arrays, places, strict=True)]
     return placed if rows is None else rows.kept(placed)
 
 

@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import math
 import urllib.parse
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from spanax.errors import DataError
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.parts import Parts
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.resolve import Spec
 from spanax.run import manifest
@@ -76,7 +78,7 @@ def placed(path: Path) -> Placed:
 
 
 def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:
-    """The parts of an array in order of their place, each with all devices that hold a copy of it.
+    """The parts of an array in order of their place, each with all devices that hold a copy of it, without padding.
 
     Example:
       >>> leaf = Placement("w", (4, 6), "float32", "param", (None, None), ((), ("model",)), (4, 3), 48, "")
@@ -96,10 +98,11 @@ def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:
                 part = part * dict(mesh.axes)[axis] + place[axis]
             parts.append(part)
         found.setdefault(tuple(parts), []).append(device)
+    dims = [Parts(size, mesh.ways(by)) for size, by in zip(leaf.shape, leaf.spec, strict=True)]
     return [
         Shard(
-            tuple(part * size for part, size in zip(parts, leaf.local_shape, strict=True)),
-            tuple((part + 1) * size for part, size in zip(parts, leaf.local_shape, strict=True)),
+            tuple(of.first_layer(part) for of, part in zip(dims, parts, strict=True)),
+            tuple(of.first_layer(part + 1) for of, part in zip(dims, parts, strict=True)),
             tuple(devices),
         )
         for parts, devices in sorted(found.items())
@@ -115,9 +118,8 @@ def _moved(leaf: Placement, spec: Spec, mesh: MeshShape) -> Placement:
     """A leaf under another spec."""
     if spec == leaf.spec:
         return leaf
-    ways = mesh.ways([axis for by in leaf.spec for axis in by])
     local = tuple(size // mesh.ways(by) for size, by in zip(leaf.shape, spec, strict=True))
-    num_bytes = leaf.local_bytes * ways // mesh.ways([axis for by in spec for axis in by])
+    num_bytes = leaf.local_bytes // max(1, math.prod(leaf.local_shape)) * math.prod(local)
     return replace(leaf, spec=spec, local_shape=local, local_bytes=num_bytes)
 
 

@@ -8,6 +8,7 @@ from spanax.plan.cost import ways_table
 from spanax.plan.hops import hop_bytes
 from spanax.plan.laid import Laid
 from spanax.plan.own import memory_of
+from spanax.plan.parts import shares
 from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.stages import AXIS, inside_stage
@@ -46,7 +47,7 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
     """
     laid = _laid(program, plan)
     terms = tally(laid, adds_first=adds_first, late=unreduced(laid, plan.schedule))
-    stage, num_stages = inside_stage(plan).mesh, plan.schedule.num_stages
+    stage, num_stages = inside_stage(plan).mesh, _shares(laid, plan)
     sizes = np.asarray([[size] for _, size in stage.axes], float)
     works = terms.works
     stages = np.where(works.in_layers, num_stages, 1)
@@ -54,7 +55,7 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
     collectives: dict[str, dict[str, int]] = {}
     for (kind, axes), num_bytes in sorted(terms.moved_bytes(stage, num_stages=num_stages).items()):
         collectives.setdefault(axes, {})[kind] = round(num_bytes)
-    if num_stages > 1:
+    if plan.schedule.num_stages > 1:
         pieces = cut(laid.traced, plan.schedule.microbatches)
         collectives[AXIS] = {"collective-permute": hop_bytes(laid.resolver, pieces, ticks_of(plan.schedule))}
     peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
@@ -81,7 +82,7 @@ def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
     """
     laid = _laid(program, plan)
     only = versions(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
-    moved = tally(laid, only).moved_bytes(inside_stage(plan).mesh, num_stages=plan.schedule.num_stages)
+    moved = tally(laid, only).moved_bytes(inside_stage(plan).mesh, num_stages=_shares(laid, plan))
     return {axes: round(num_bytes) for (kind, axes), num_bytes in sorted(moved.items()) if kind == "all-gather"}
 
 
@@ -89,3 +90,9 @@ def _laid(program: Program, plan: Plan) -> Laid:
     """The step as it would run, laid out."""
     planned = as_planned(program, plan)
     return Laid(resolver_of(program, inside_stage(plan)).of(planned), planned.step)
+
+
+def _shares(laid: Laid, plan: Plan) -> float:
+    """Into how many parts the layers count as divided, padding included."""
+    schedule = plan.schedule
+    return float(shares(laid.traced.layer_carry[1], schedule.num_stages, schedule.num_chunks))

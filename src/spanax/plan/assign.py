@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.layout import LAST_RESORT_AXES, Layout
+from spanax.plan.layout import LAST_RESORT_AXES, PIPE, Layout
+from spanax.plan.parts import Parts
 from spanax.trace.program import Program
 
 Pins = Mapping[str, str | Sequence[str] | None]
@@ -16,11 +17,18 @@ Pins = Mapping[str, str | Sequence[str] | None]
 class Assignment:
     """For each mesh axis, the classes it splits and their rank (lowest first where a value has several).
 
-    `reasons` says of a class that was offered to a mesh axis why that does not split it.
+    `reasons` says of a class that was offered to a mesh axis why that does not split it, `parts` of a class of layers
+    how a pipeline's stages divide it.
     """
 
     ranks: Mapping[str, Mapping[int, int]]
     reasons: Mapping[int, str]
+    parts: Mapping[int, Parts] = field(default_factory=dict)
+
+    def kept(self, label: int | None, size: int) -> int:
+        """How long a dim of a class is where it is kept: layers that stages do not divide are padded."""
+        found = None if label is None else self.parts.get(label)
+        return size if found is None or size != found.num_layers else found.num_kept
 
 
 def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Layout:
@@ -56,8 +64,8 @@ def check_pinned(program: Program, names: Iterable[str]) -> None:
             raise SpanaxError(f"cannot pin axis '{name}': the program has none of that name.", fix=nearest(name, known))
 
 
-def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Assignment:
-    """Decide which classes each mesh axis splits.
+def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_chunks: int = 1) -> Assignment:
+    """Decide which classes each mesh axis splits; of stages each has so many chunks of the layers.
 
     Raises:
       SpanaxError: the batch or a pinned axis does not divide, or a mesh axis would have nothing to split.
@@ -66,6 +74,7 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
     ranks: dict[str, dict[int, int]] = {}
     taken: dict[int, int] = {}
     reasons: dict[int, str] = {}
+    parts: dict[int, Parts] = {}
     # Of two classes of a name the earlier is split: its gradient ends where the model begins, one reduction less.
     labels = program.step.labels_by_name
     for axis, names in layout.computed:
@@ -78,7 +87,10 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
                 continue
             for label in divided_layers(program) if name == "layers" else labels.get(name, ()):
                 ways = taken.get(label, 1) * size
-                if axes.ways[label] % ways:
+                in_parts = axis == PIPE and name == "layers" and ways == size <= axes.ways[label]
+                if in_parts:
+                    parts[label] = Parts(axes.ways[label], size, num_chunks)
+                if axes.ways[label] % ways and not in_parts:
                     reasons[label] = f"{name} ({axes.ways[label]}) does not divide {ways} ways"
                     if name == "batch" or pins.get(name):
                         raise _does_not_divide(program, name, axes.ways[label], ways, layout, mesh)
@@ -95,7 +107,7 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Ass
         ranks[layout.sequence_axis] |= {
             label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (taken.get(label, 1) * size) == 0
         }
-    return Assignment(ranks, reasons)
+    return Assignment(ranks, reasons, parts)
 
 
 def divided_layers(program: Program) -> list[int]:

@@ -12,6 +12,7 @@ from spanax.plan.cost import Costs, Grid
 from spanax.plan.laid import Laid
 from spanax.plan.layout import Layout
 from spanax.plan.memory import Held
+from spanax.plan.parts import shares
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.resolve import resolve
@@ -61,7 +62,7 @@ class Candidate:
             microbatches=int(grid.num_microbatches[at]),
             step_seconds=float(costs.step_seconds[at]),
             seconds={name: float(values[at]) for name, values in costs.terms.items()},
-            memory={name: math.ceil(values[at]) for name, values in memory.groups.items()},
+            memory={name: _whole(values[at]) for name, values in memory.groups.items()},
             flops=float(costs.flops[at]),
         )
 
@@ -196,9 +197,14 @@ def collectives_of(found: Search, one: Candidate, path: str | None = None) -> di
         mesh,
         scale=found.batch_size / program.batch[0].shape[0] / one.microbatches,
         num_microbatches=one.microbatches,
-        num_stages=one.num_stages,
+        num_stages=float(shares(program.step.layer_carry[1], one.num_stages, one.num_chunks)),
     )
     totals: dict[str, dict[str, int]] = {}
     for (kind, axes), num_bytes in moved.items():
-        totals.setdefault(axes, {})[kind] = math.ceil(num_bytes)
+        totals.setdefault(axes, {})[kind] = _whole(num_bytes)
     return totals
+
+
+def _whole(num_bytes: float) -> int:
+    """Whole bytes; a rounding error is none."""
+    return math.ceil(round(float(num_bytes), 3))

@@ -16,6 +16,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
 from spanax.plan.bubble import step_seconds
 from spanax.plan.linked import Links
+from spanax.plan.parts import shares
 from spanax.plan.terms import Moves, Terms, Touches, Works
 from spanax.trace.census import Phase
 
@@ -79,6 +80,7 @@ class Grid:
     """The meshes, and how the batch goes through them; every array has one entry a candidate.
 
     `sizes` has a row for each mesh axis of the terms. `scale` is the batch of one microbatch over the traced batch.
+    `num_layers` are what the stages divide; 0 where they divide them evenly.
     """
 
     sizes: Array
@@ -87,6 +89,12 @@ class Grid:
     scale: Array
     schedule: str = "1f1b"
     num_chunks: int = 1
+    num_layers: int = 0
+
+    @property
+    def shares(self) -> Array:
+        """Into how many parts the layers count as divided: where stages do not divide them, some have padding."""
+        return np.asarray(shares(self.num_layers, self.num_stages, self.num_chunks))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +123,8 @@ def price(
     stages, count = grid.num_stages, grid.num_microbatches
     layers, around = (_sum(parts, moved, inside) for inside in (True, False))
     _wait_for_host(layers, around, terms, stages, given)
-    stage = sum(layers.values()) / stages
+    divided = grid.shares
+    stage = sum(layers.values()) / divided
     # Devices of a stage that hold the same send a part each (Megatron-LM's scatter and gather, arXiv 2104.04473).
     hop = at.hop_seconds(terms.carry_bytes * grid.scale / ways[-1])
     # Forward and backward are told apart only for the bubble, which in the end depends on their sum.
@@ -125,14 +134,14 @@ def price(
         forward_seconds=third, backward_seconds=third, weight_seconds=third, hop_seconds=hop,
     )  # fmt: skip
     # The last stage also has what is around the layers, and all others wait for it.
-    named = {name: (layers[name] / stages + around[name]) * count for name in layers}
+    named = {name: (layers[name] / divided + around[name]) * count for name in layers}
     named["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
     named["gradient sync"] = once
     for name, found in (("weights between devices", moved), ("update", parts)):
-        seconds = sum(value for (phase, _, _), value in found.items() if phase == Phase.UPDATE) / stages
+        seconds = sum(value for (phase, _, _), value in found.items() if phase == Phase.UPDATE) / divided
         named[name] = named.get(name, 0.0) + seconds
     works = terms.works
-    flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], stages, 1)
+    flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], divided, 1)
     return Costs(named, sum(named.values()), flops.sum(0) * count)
 
 
@@ -278,7 +287,7 @@ def _moved(
         seconds = runs * table.seconds(kind, over, total, given)
         is_sum = kind == 1
         if of_weights and is_sum and phase != Phase.FORWARD:
-            once = once + seconds / (grid.num_stages if inside else 1)
+            once = once + seconds / (grid.shares if inside else 1)
         else:  # what is summed on the way to the loss is the loss, or a mean of the batch
             found[phase, inside, of_weights and not is_sum] += seconds
     return found, once

@@ -8,6 +8,9 @@ TENSOR_AXES = ("heads", "mlp", "vocab", "hidden", "channels")
 LAST_RESORT_AXES = ("classes", "features")
 """What it splits where a model has none of those: the outputs, at the price of gathering them."""
 
+PIPE = "pipe"
+"""The mesh axis of a pipeline's stages; the only one that may divide something unevenly: the layers."""
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -105,7 +105,7 @@ def held(
       state: where the leaves lie; the batch's stay until the step ends.
       level: the program's fullest moments.
       sizes: a row for each mesh axis, a column for each mesh.
-      num_stages: of the pipeline; what is stacked by layer is divided among them.
+      num_stages: of the pipeline; what is stacked by layer is divided among them, into fewer where some is padding.
       num_microbatches: gradients are added up over them, in an array of their own if there are several.
       in_flight: the microbatches whose activations a stage holds at once.
       scale: the batch of one microbatch over the traced batch.
@@ -131,7 +131,7 @@ def held_on(state: State, level: Level, grid: Grid, *, fused_attention: bool = F
         state,
         level,
         grid.sizes,
-        num_stages=grid.num_stages,
+        num_stages=grid.shares,
         num_microbatches=grid.num_microbatches,
         in_flight=np.where(grid.num_stages > 1, flying, 1),
         scale=grid.scale,

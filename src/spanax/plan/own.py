@@ -71,4 +71,5 @@ def _grid(program: Program, plan: Plan) -> Grid:
     schedule, one = plan.schedule, np.ones(1, int)
     count = max(schedule.microbatches, program.microbatches)
     sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes])
-    return Grid(sizes, one * schedule.num_stages, one * count, one / count, schedule.pipeline, schedule.num_chunks)
+    stages, num_layers = one * schedule.num_stages, program.step.layer_carry[1]
+    return Grid(sizes, stages, one * count, one / count, schedule.pipeline, schedule.num_chunks, num_layers)

@@ -31,7 +31,7 @@ def placed(
     """
     schedule = schedule or Schedule()
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
-    resolver = resolve(program, layout, mesh, pins)
+    resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
     values = program.step.graph.body.inputs
     everything = [*program.leaves, *program.batch]
     placements = [_place(resolver, leaf, value) for leaf, value in zip(everything, values, strict=True)]
@@ -43,7 +43,7 @@ def placed(
         pins=tuple((name, (to,) if isinstance(to, str) else tuple(to or ())) for name, to in pins.items()),
         leaves=tuple(placements[: len(program.leaves)]),
         batch=tuple(placements[len(program.leaves) :]),
-        why=why,
+        why=why + _padding(resolver),
         schedule=schedule,
     )
 
@@ -55,7 +55,8 @@ def resolver_of(program: Program, plan: Plan) -> Resolver:
       SpanaxError: the plan was made for another program.
     """
     check_made_for(program, plan)
-    return resolve(program, plan.layout, plan.mesh, {name: to or None for name, to in plan.pins})
+    pins = {name: to or None for name, to in plan.pins}
+    return resolve(program, plan.layout, plan.mesh, pins, plan.schedule.num_chunks)
 
 
 def check_made_for(program: Program, plan: Plan) -> None:
@@ -93,11 +94,19 @@ def as_planned(program: Program, plan: Plan) -> Program:
 def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
     labels = resolver.program.step.axes.classes[value]
     spec, reason = resolver.placed(leaf, labels)
-    local = tuple(size // resolver.mesh.ways(by) for size, by in zip(leaf.shape, spec, strict=True))
+    kept = resolver.kept(labels, leaf.shape)
+    local = tuple(size // resolver.mesh.ways(by) for size, by in zip(kept, spec, strict=True))
     num_bytes = itemsize(leaf.dtype)
     for size in local:
         num_bytes *= size
     return Placement(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, reason)
+
+
+def _padding(resolver: Resolver) -> str:
+    """What a plan says of layers that its stages do not divide."""
+    found = [parts for parts in resolver.assignment.parts.values() if parts.num_short]
+    told = "; {0.num_layers} layers in {0.num_parts} parts of {0.num_rows}, the last {0.num_short} with one fewer"
+    return "".join(map(told.format, found))
 
 
 def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:

@@ -58,7 +58,8 @@ class Resolver:
         for axis, ranks in self.assignment.ranks.items():
             candidates = [(ranks[at], dim) for dim, at in enumerate(labels) if at is not None and at in ranks]
             for _, dim in sorted(candidates):
-                if dim not in whole and shape[dim] % self.mesh.ways((*split[dim], axis)) == 0:
+                size = self.assignment.kept(labels[dim], shape[dim])
+                if dim not in whole and size % self.mesh.ways((*split[dim], axis)) == 0:
                     split[dim] = (*split[dim], axis)
                     break
         return tuple(split)
@@ -73,8 +74,8 @@ class Resolver:
         axes = self._stored_axes(used, kind)
         if not axes:
             return used
-        ways = self.mesh.ways(axes)
-        local = [size // self.mesh.ways(by) for size, by in zip(shape, used, strict=True)]
+        ways, kept = self.mesh.ways(axes), self.kept(labels, shape)
+        local = [size // self.mesh.ways(by) for size, by in zip(kept, used, strict=True)]
         order = [
             (self.reluctance(label), bool(used[dim]), -local[dim], label if label is not None else -1, dim)
             for dim, label in enumerate(labels)
@@ -82,6 +83,10 @@ class Resolver:
         ]
         dim = min(order)[-1] if order else None
         return tuple((*by, *axes) if at == dim else by for at, by in enumerate(used))
+
+    def kept(self, labels: Labels, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of an array of the state as it is kept, padding included."""
+        return tuple(self.assignment.kept(label, size) for label, size in zip(labels, shape, strict=True))
 
     def _stored_axes(self, used: Spec, kind: str) -> tuple[str, ...]:
         """The mesh axes over which an array is to be split where it is kept, beyond those that split it already."""
@@ -194,11 +199,11 @@ class Constraints(Sequence[Constraint | None]):
         return self._known[id(role)]
 
 
-def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins) -> Resolver:
-    """A resolver for one program, layout and mesh.
+def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_chunks: int = 1) -> Resolver:
+    """A resolver for one program, layout and mesh; stages have so many chunks of the layers each.
 
     Raises:
       SpanaxError: the layout cannot be laid over this program on this mesh.
     """
     layout = pinned(layout, pins, program, mesh)
-    return Resolver(program, layout, mesh, assign(program, layout, mesh, pins))
+    return Resolver(program, layout, mesh, assign(program, layout, mesh, pins, num_chunks))

@@ -207,7 +207,7 @@ def _grids(family: Family, batch_size: int, traced_batch: int, microbatches: int
         pairs = [
             (column, count)
             for column, (stages, way) in enumerate(zip(family.num_stages, ways, strict=True))
-            if (stages > 1 or schedule == "1f1b") and (num_chunks == 1 or num_layers % (stages * num_chunks) == 0)
+            if (stages > 1 or schedule == "1f1b") and (num_chunks == 1 or num_layers >= stages * num_chunks)
             for count in _microbatches(batch_size // int(way), int(stages), schedule)
             if microbatches in (None, count)
         ]
@@ -215,7 +215,7 @@ def _grids(family: Family, batch_size: int, traced_batch: int, microbatches: int
             columns, counts = np.asarray(pairs).T
             scale = batch_size / counts / traced_batch
             sizes, stages = family.sizes[:, columns], family.num_stages[columns]
-            found.append(Grid(sizes, stages, counts, scale, schedule, num_chunks))
+            found.append(Grid(sizes, stages, counts, scale, schedule, num_chunks, num_layers))
     return found
 
 

@@ -115,7 +115,7 @@ def _meshes(program: Program, num_devices: int) -> Iterator[tuple[int, ...]]:
         "model": num_devices if any(name in names for name in TENSOR_AXES + LAST_RESORT_AXES) else 1,
     }
     for stages in divisors(num_devices):
-        if stages > 1 and (not num_layers or num_layers % stages):
+        if stages > 1 and stages > num_layers:
             continue
         for data in divisors(num_devices // stages):
             for fsdp in divisors(num_devices // stages // data):

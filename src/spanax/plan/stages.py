@@ -6,12 +6,12 @@ from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
 from spanax.plan.assign import divided_layers
-from spanax.plan.layout import Layout
+from spanax.plan.layout import PIPE, Layout
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.schedule import check_counts
 from spanax.trace.program import Program
 
-AXIS = "pipe"
+AXIS = PIPE
 """The mesh axis of the stages."""
 
 SUITS = 4
@@ -98,11 +98,11 @@ def _possible(program: Program, layout: Layout, mesh: MeshShape) -> list[int]:
 
 def _check_chunks(num_layers: int, schedule: Schedule) -> None:
     stages, chunks = schedule.num_stages, schedule.num_chunks
-    if num_layers % (stages * chunks):
-        possible = [one for one in divisors(num_layers) if one > 1 and num_layers % (stages * one) == 0]
+    if stages * chunks > num_layers >= stages:
+        possible = num_layers // stages
         raise SpanaxError(
-            f"{num_layers} layers do not divide {stages} stages of {chunks} chunks each.",
-            fix=f"{possible[0]} chunks" if possible else "schedule '1f1b', or fewer stages",
+            f"{num_layers} layers are too few for {stages} stages of {chunks} chunks each.",
+            fix=f"{possible} chunks" if possible > 1 else "schedule '1f1b', or fewer stages",
         )
 
 

@@ -110,7 +110,7 @@ class Terms:
     num_layers: int
 
     def moved_bytes(
-        self, mesh: MeshShape, *, scale: float = 1.0, num_microbatches: int = 1, num_stages: int = 1
+        self, mesh: MeshShape, *, scale: float = 1.0, num_microbatches: int = 1, num_stages: float = 1
     ) -> dict[tuple[str, str], float]:
         """Output bytes a device and step by (kind of collective, mesh axes), as `("all-reduce", "data+fsdp")`.
 
@@ -121,7 +121,8 @@ class Terms:
           mesh: sizes of the mesh axes inside a stage.
           scale: the batch of one microbatch over the traced batch.
           num_microbatches: what is done for each; gradients are summed and weights updated once.
-          num_stages: of a pipeline, each of which has its part of the layers and of the update.
+          num_stages: of a pipeline, each of which has its part of the layers and of the update; fewer where some of it
+            is padding.
         """
         found, moves = defaultdict[tuple[str, str], float](float), self.moves
         is_update = moves.phase == Phase.UPDATE

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from spanax.plan.parts import Parts
 from spanax.plan.ticks import Ticks
 from spanax.run.replay import Replay
 from spanax.trace.cut import Cut
@@ -37,10 +38,15 @@ class Storage:
     ticks: Ticks
     halves: Halves | None
 
+    @cached_property
+    def parts(self) -> Parts:
+        """Which layers each chunk has."""
+        return Parts(self.cut.num_layers, self.ticks.num_stages, self.ticks.num_chunks)
+
     @property
     def num_rows(self) -> int:
-        """How many layers one chunk has."""
-        return self.cut.num_layers // self.ticks.num_parts
+        """How many rows one chunk has: its layers, and the padding."""
+        return self.parts.num_rows
 
     @cached_property
     def residuals(self) -> tuple[int, ...]:

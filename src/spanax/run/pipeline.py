@@ -4,29 +4,71 @@ All stages take one tick together: each its own task, then activations go one st
 back. Inside of a stage the mesh's other axes split what the layout says; only `pipe` is by hand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from spanax.plan.plan import Schedule
 from spanax.plan.stages import AXIS
 from spanax.plan.ticks import Ticks, ticks_of
+from spanax.run.padding import Padded
 from spanax.run.replay import Replay
-from spanax.run.rows import check_alike, stage_by_stage
+from spanax.run.rows import Rows, check_alike
 from spanax.run.stage import Stage, Values, converted
 from spanax.trace.cut import Cut, cut
+from spanax.trace.graph import Op
 from spanax.trace.halves import halves
 from spanax.trace.traced import Traced
 
 
-def in_stages(replay: Replay, traced: Traced, schedule: Schedule) -> Replay:
+@dataclass(frozen=True, eq=False)
+class Around:
+    """The step around a pipeline, whose stacked arrays lie as they are kept; inside, layers come in their order.
+
+    Attributes:
+      replay: how it runs.
+      loop: its loop over microbatches.
+      prepared_ops: what is computed before the loop, of all layers' rows.
+      rows: how rows are kept, where that is not the layers' order.
+      dim: the dim of layers of a value, if it has one.
+    """
+
+    replay: Replay
+    loop: Op
+    prepared_ops: Sequence[Op]
+    rows: Rows | None
+    dim: Callable[[int], int | None]
+
+    def in_order(self, value: int, array: Any) -> Any:
+        """A value of the loop, its layers in their order."""
+        return array if self.rows is None else self.rows.in_order_along(array, self.dim(value))
+
+    def kept(self, value: int, array: Any) -> Any:
+        """The other way round."""
+        return array if self.rows is None else self.rows.kept_along(array, self.dim(value))
+
+
+def in_stages(
+    replay: Replay,
+    traced: Traced,
+    schedule: Schedule,
+    rows: Rows | None = None,
+    padded: tuple[Replay, Padded] | None = None,
+) -> Replay:
     """A replay whose loop over microbatches is a pipeline, where the schedule has one.
+
+    Args:
+      replay: the step as it was written.
+      traced: the same.
+      schedule: how it is to run.
+      rows: how the rows of stacked arrays are kept, where that is not the layers' order.
+      padded: the step with rows of padding and how that runs, where there are such rows.
 
     Raises:
       SpanaxError: the step cannot be divided so.
@@ -35,19 +77,26 @@ def in_stages(replay: Replay, traced: Traced, schedule: Schedule) -> Replay:
         return replay
     pieces = cut(traced, schedule.microbatches)
     table = ticks_of(schedule)
-    if schedule.num_chunks > 1:
-        check_alike(traced, pieces)
+    instead: dict[Op, Any] = {}
+    if padded is None:
+        dim = partial(rows.dim, traced) if rows else lambda value: None
+        if rows is not None:
+            check_alike(traced, pieces)
+        around = Around(replay, pieces.loop.op, pieces.prepared_ops, rows, dim)
+    else:
+        outer, both = padded
+        other = cut(both.step, schedule.microbatches)
+        instead |= both.masked(outer, pieces, other)
+        around = Around(replace(outer, instead=instead), other.loop.op, other.prepared_ops, rows, both.dim)
     # Each permutation inside of a task waits for all simulated devices, those of other stages too.
     device = next(iter(replay.mesh.devices.flat), None) if isinstance(replay.mesh, Mesh) else None
     meets = device is not None and device.platform == "cpu" and replay.mesh.size > schedule.num_stages
-    labels = {traced.axes.classes[value][0] for value in pieces.rows}
-    of_layers = {v: at for v in pieces.prepared for at, label in enumerate(traced.axes.classes[v]) if label in labels}
-    run = pipelined(replay, pieces, table, of_layers, meets=meets)
-    return replace(replay, instead={pieces.loop.op: run})
+    run = pipelined(replay, pieces, table, around, meets=meets)
+    return replace(around.replay, instead={**instead, around.loop: run})
 
 
 def pipelined(
-    replay: Replay, pieces: Cut, ticks: Ticks, of_layers: Mapping[int, int], *, meets: bool
+    replay: Replay, pieces: Cut, ticks: Ticks, around: Around, *, meets: bool
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """What runs in place of the loop over microbatches: a function of its operands that returns its results.
 
@@ -55,7 +104,7 @@ def pipelined(
       replay: the program, as it runs outside of the pipeline.
       pieces: the loop, cut.
       ticks: who does what when.
-      of_layers: prepared values with a dim of layers, each with that dim; pieces take them in the layers' order.
+      around: what the loop stands in.
       meets: whether all stages take every task that one of them has at a tick, and all but that one forget it.
     """
     loop = pieces.loop
@@ -85,29 +134,48 @@ def pipelined(
         check_vma=False,
     )
 
+    reads = _read(pieces)
+    outputs, constants = loop.body.outputs, replay.graph.constants
+    pairs = list(zip(loop.body.inputs, loop.op.inputs, strict=True))[: loop.num_consts]
+
     def run(ins: Sequence[Any]) -> list[Any]:
         values: Values = dict(zip(loop.body.inputs, ins, strict=True))
-        replay.ops(pieces.prepared_ops, values)
+        values |= {value: around.kept(value, constants[outer]) for value, outer in pairs if outer in constants}
+        around.replay.ops(around.prepared_ops, values)
         carried = ins[loop.num_consts : loop.num_consts + loop.num_carried]
+        befores = loop.body.inputs[loop.num_consts :]
         microbatches = list(ins[loop.num_consts + loop.num_carried :])
         consts = [*loop.body.inputs[: loop.num_consts], *pieces.prepared, *pieces.unchanged.values()]
-        whole = {value: values[value] for value in consts if value not in pieces.rows}
-        if ticks.num_chunks > 1:
-            order = np.argsort(stage_by_stage(pieces.num_layers, ticks.num_stages, ticks.num_chunks))
-            whole |= {value: jnp.take(whole[value], order, axis=dim) for value, dim in of_layers.items()}
+        whole = {value: around.in_order(value, values[value]) for value in consts if value in reads}
+        rest = {at: value for at, value in enumerate(carried) if at not in divided and at not in pieces.unchanged}
         by_rows, by_stage, results = staged(
-            replay.read(values, pieces.rows),
+            around.replay.read(values, pieces.rows),
             {at: carried[at] for at in divided},
-            {at: array for at, array in enumerate(carried) if at not in divided and at not in pieces.unchanged},
+            {at: around.in_order(befores[at], array) for at, array in rest.items()},
             whole,
             microbatches,
             jnp.asarray(ticks.table),
         )
+        by_stage = {at: around.kept(outputs[at], array) for at, array in by_stage.items()}
         found = by_rows | by_stage | {at: carried[at] for at in pieces.unchanged}
         for one in pieces.sums:
             for part in one.parts.get("always", ()):
-                (extra,) = replay.read(values, [part.value])
+                (extra,) = around.replay.read(values, [part.value])
                 found[one.index] = found[one.index] + converted(part, extra) * ticks.num_microbatches
-        return [*(found[at] for at in range(loop.num_carried)), *results]
+        stacked = zip(loop.op.outputs[loop.num_carried :], results, strict=True)
+        return [*(found[at] for at in range(loop.num_carried)), *(around.kept(value, each) for value, each in stacked)]
 
     return run
+
+
+def _read(pieces: Cut) -> set[int]:
+    """Values that some piece reads, beside the rows that each stage has of its own."""
+    ops = (pieces.front_ops, pieces.head_ops, pieces.end_ops, pieces.forward_ops, pieces.backward_ops)
+    found = {value for each in ops for op in each for value in op.inputs}
+    for loop in (pieces.forward, pieces.backward):
+        found |= {*loop.carried, *loop.consts, *loop.scanned}
+    for one in (*pieces.payload_forward, *pieces.payload_backward):
+        found.add(one)
+    found |= {part.value for one in pieces.sums for parts in one.parts.values() for part in parts}
+    found |= {state.after for state in pieces.states} | {value for value, _ in pieces.results}
+    return found - {*pieces.rows}

@@ -59,12 +59,14 @@ def restore(
     """
     program = as_planned(program, plan)
     mesh = plan.mesh.build(devices)
+    rows = rows_of(program, plan)
+    places = plan.leaves if rows is None else rows.shown_as
     targets = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(mesh))
-        for leaf, placement in zip(program.leaves, plan.leaves, strict=True)
+        for leaf, placement in zip(program.leaves, places, strict=True)
     }
     found = checkpoint.restore(directory, targets, step=step, warn=warn)
-    state, rows = [found.arrays[leaf.path] for leaf in program.leaves], rows_of(plan)
+    state = [found.arrays[leaf.path] for leaf in program.leaves]
     state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
     return Run(program, plan, mesh, state, num_steps=found.step, position=found.meta.get("position"))

@@ -13,13 +13,15 @@ from spanax.errors import SpanaxError
 from spanax.plan.laid import Laid
 from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Placement, Plan
+from spanax.plan.stages import inside_stage
 from spanax.plan.unreduced import Unreduced, unreduced
 from spanax.plan.uses import uses
 from spanax.run import checkpoint
 from spanax.run.data import Batches
+from spanax.run.padding import Padded
 from spanax.run.pipeline import in_stages
 from spanax.run.replay import Replay
-from spanax.run.rows import rows_of
+from spanax.run.rows import Rows, rows_of
 from spanax.run.state import born
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
@@ -90,6 +92,10 @@ class Run:
         the batch stays an argument, in their order. With `inputs_only` nothing between is pinned: no step that runs.
         """
         state = _abstract(self.program.leaves, self.plan.leaves, self.mesh)
+        if self._rows is not None:
+            shapes = self._rows.shapes
+            pairs = zip(state, shapes, strict=True)
+            state = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for leaf, shape in pairs]
         batch = _abstract(self.program.batch, self.plan.batch, self.mesh)
         keep_unused = platform is not None
         jitted = self._jitted(self.program.step, is_step=True, keep_unused=keep_unused, inputs_only=inputs_only)
@@ -136,8 +142,11 @@ class Run:
 
     def _in_order(self) -> list[Any]:
         """The state with the layers of stacked arrays in their order; a pipeline may keep them in another."""
-        rows = rows_of(self.plan)
-        return self.state if rows is None else rows.in_order(self.state)
+        return self.state if self._rows is None else self._rows.in_order(self.state)
+
+    @cached_property
+    def _rows(self) -> Rows | None:
+        return rows_of(self.program, self.plan)
 
     @property
     def is_simulated(self) -> bool:
@@ -179,20 +188,19 @@ class Run:
         return self._compiled[name]
 
     def _jitted(self, traced: Traced, *, is_step: bool, keep_unused: bool = False, inputs_only: bool = False) -> Any:
-        resolver = resolver_of(self.program, self.plan)
-        constraints = resolver.constraints(traced)
-        if inputs_only:
-            replay = Replay(traced.graph, [None] * len(constraints), {}, self.mesh)
-        else:
-            late = unreduced(Laid(resolver, traced), self.plan.schedule) if is_step else Unreduced()
-            replay = Replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh, late)
-        if is_step and not inputs_only:
-            replay = in_stages(replay, traced, self.plan.schedule)
-        function = partial(replay.body, traced.graph.body)
-        num_leaves, rows = len(self.program.leaves), rows_of(self.plan)
+        num_leaves, rows = len(self.program.leaves), self._rows
+        padded = (
+            Padded(traced, self.program.resized(rows.shapes), rows) if is_step and rows and rows.is_padded else None
+        )
+        replay = self._replay(traced, padded, is_step=is_step, inputs_only=inputs_only)
+        function = partial(replay.body, replay.graph.body)
+        dim_of = padded.dim if padded else partial(rows.dim, traced) if rows else lambda value: None
 
         def step(state: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             outputs = function([*state, *batch])
+            if rows is not None:
+                results = zip(outputs[num_leaves:], traced.graph.body.outputs[num_leaves:], strict=True)
+                outputs[num_leaves:] = [rows.in_order_along(array, dim_of(value)) for array, value in results]
             return outputs[:num_leaves], outputs[num_leaves:]
 
         def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
@@ -213,6 +221,25 @@ class Run:
             donate_argnums=0,
             keep_unused=keep_unused,
         )
+
+    def _replay(self, traced: Traced, padded: Padded | None, *, is_step: bool, inputs_only: bool) -> Replay:
+        """How a function of the program runs on the mesh."""
+        rows = self._rows
+        # Evaluated are the layers without padding, which the stages cannot divide.
+        is_whole = not is_step and rows is not None and rows.is_padded
+        resolver = resolver_of(self.program, inside_stage(self.plan) if is_whole else self.plan)
+
+        def replay(traced: Traced) -> Replay:
+            constraints = resolver.constraints(traced)
+            if inputs_only:
+                return Replay(traced.graph, [None] * len(constraints), {}, self.mesh)
+            late = unreduced(Laid(resolver, traced), self.plan.schedule) if is_step else Unreduced()
+            return Replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh, late)
+
+        if inputs_only or not is_step:
+            return replay(traced if padded is None else padded.step)
+        around = None if padded is None else (replay(padded.step), padded)
+        return in_stages(replay(traced), traced, self.plan.schedule, rows, around)
 
 
 def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any] | None = None) -> Run:
@@ -241,7 +268,8 @@ def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any]
     """
     program = as_planned(program, plan)
     mesh = plan.mesh.build(devices)
-    state, rows = born(program, plan.leaves, mesh, seed), rows_of(plan)
+    rows = rows_of(program, plan)
+    state = born(program, plan.leaves if rows is None else rows.shown_as, mesh, seed)
     state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
     return Run(program, plan, mesh, state)

@@ -133,7 +133,7 @@ class Stage:
         left = dict(zip(loop.stacked, stacked, strict=True))
         num_going = loop.num_carried + len(cut.ridden)
         collected = [
-            lax.dynamic_update_slice_in_dim(array, left[value], part * self.storage.num_rows, 0)
+            self._collected(array, left[value], part)
             for array, value in zip(payload[num_going:], cut.collected, strict=True)
         ]
         by_rows = {
@@ -202,13 +202,17 @@ class Stage:
         scanned = self._operands(loop, values, self._chunks(mine) | residuals, self._part(mine))
         consts = self.replay.read(values, loop.consts)
 
-        def layer(_: None, each: tuple[list[Any], list[Any]]) -> tuple[None, list[Any]]:
-            names = (*loop.body_consts, *loop.body_scanned, *two.between)
-            inside = dict(zip(names, [*consts, *each[0], *each[1]], strict=True))
-            self.replay.ops(two.second, inside)
-            return None, self.replay.read(inside, two.outputs[loop.num_carried :])
+        names, wanted = (*loop.body_consts, *loop.body_scanned, *two.between), two.outputs[loop.num_carried :]
 
-        _, stacked = lax.scan(layer, None, (scanned, between))
+        def layer(_: None, each: tuple[list[Any], list[Any], Any]) -> tuple[None, list[Any]]:
+            def run() -> tuple[list[Any], list[Any]]:
+                inside = dict(zip(names, [*consts, *each[0], *each[1]], strict=True))
+                self.replay.ops(two.second, inside)
+                return [], self.replay.read(inside, wanted)
+
+            return None, self._unless_padding(each[2], run, [], wanted)[1]
+
+        _, stacked = lax.scan(layer, None, (scanned, between, self._is_layer(self._part(mine))))
         return held | {"by_rows": self._added(held["by_rows"], mine, stacked)}
 
     def _layers(
@@ -223,28 +227,67 @@ class Stage:
         """The layers of one chunk in their order: what goes on, and what they leave (in halves: for the second)."""
         consts, scanned = self.replay.read(values, loop.consts), self._operands(loop, values, chunks, part)
 
-        def layer(carried: list[Any], own_rows: list[Any]) -> tuple[list[Any], list[Any]]:
-            args = [*consts, *carried, *own_rows]
-            if two is None:
-                outs = self.replay.body(loop.body, args)
-                return outs[: loop.num_carried], outs[loop.num_carried :]
-            inside = dict(zip(loop.body.inputs, args, strict=True))
-            self.replay.ops(two.first, inside)
-            going = self.replay.read(inside, two.outputs[: loop.num_carried])
-            return going, self.replay.read(inside, two.between)
+        def layer(carried: list[Any], each: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
+            def run() -> tuple[list[Any], list[Any]]:
+                args = [*consts, *carried, *each[0]]
+                if two is None:
+                    outs = self.replay.body(loop.body, args)
+                    return outs[: loop.num_carried], outs[loop.num_carried :]
+                inside = dict(zip(loop.body.inputs, args, strict=True))
+                self.replay.ops(two.first, inside)
+                going = self.replay.read(inside, two.outputs[: loop.num_carried])
+                return going, self.replay.read(inside, two.between)
 
-        turned = loop.op.params["reverse"]
-        return lax.scan(layer, list(carried), scanned, reverse=turned, length=self.storage.num_rows)
+            outputs = loop.body.outputs if two is None else (*loop.body.outputs[: loop.num_carried], *two.between)
+            return self._unless_padding(each[1], run, carried, outputs)
+
+        xs = scanned, self._is_layer(part)
+        return lax.scan(layer, list(carried), xs, reverse=loop.op.params["reverse"], length=self.storage.num_rows)
+
+    def _is_layer(self, part: Any) -> Any:
+        """For each row of a chunk whether it has a layer; None where all have one."""
+        parts = self.storage.parts
+        if not parts.num_short:
+            return None
+        return (jnp.arange(parts.num_rows) < parts.num_rows - 1) | parts.is_full(part)
+
+    def _unless_padding(
+        self,
+        is_layer: Any,
+        run: Callable[[], tuple[list[Any], list[Any]]],
+        carried: Sequence[Any],
+        outputs: Sequence[int],
+    ) -> tuple[list[Any], list[Any]]:
+        """What a layer gives; a row of padding hands on what it was given, and leaves zeros."""
+        if is_layer is None:
+            return run()
+
+        def placed(going: Sequence[Any], left: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            lies = [self.replay.constraints[value] for value in outputs]
+            found = [self.replay.constrained(*pair) for pair in zip([*going, *left], lies, strict=True)]
+            return found[: len(going)], found[len(going) :]
+
+        left = jax.eval_shape(run)[1]
+        zeros = lambda: placed(carried, [jnp.zeros(each.shape, each.dtype) for each in left])  # noqa: E731
+        return self._choose(is_layer, lambda: placed(*run()), zeros)
+
+    def _collected(self, array: Any, left: Any, part: Any) -> Any:
+        """What layers leave for the head, with that of one chunk; the next chunk's comes over its padding."""
+        short = self.storage.parts.num_short
+        longer = _one_longer(array) if short else array
+        found = lax.dynamic_update_slice_in_dim(longer, left, self.storage.parts.first_layer(part), 0)
+        return found[: len(array)] if short else found
 
     def _operands(self, loop: Loop, values: Values, chunks: Values, part: Any) -> list[Any]:
         """The stacked operands of a loop over layers, as far as they belong to one chunk."""
-        found = []
+        found, parts = [], self.storage.parts
         for value in loop.scanned:
             if value in chunks:
                 found.append(chunks[value])
             else:
                 (array,) = self.replay.read(values, [value])
-                found.append(lax.dynamic_slice_in_dim(array, part * self.storage.num_rows, self.storage.num_rows, 0))
+                array = _one_longer(array) if parts.num_short else array
+                found.append(lax.dynamic_slice_in_dim(array, parts.first_layer(part), parts.num_rows, 0))
         return found
 
     def _part(self, mine: Mine) -> Any:
@@ -331,6 +374,10 @@ def converted(part: Part, array: Any) -> Any:
     for op in part.converts:
         (array,) = op.bind([array])
     return array
+
+
+def _one_longer(array: Any) -> Any:
+    return jnp.concatenate([array, array[-1:]])
 
 
 def _at(array: Any, index: Any) -> Any:

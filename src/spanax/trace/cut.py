@@ -255,7 +255,7 @@ class _Cutter:
             if op is self.backward.op:
                 found |= Needs.BACKWARD
             is_heavy = op.name in CONTRACTIONS or bool(op.bodies) or any(value in self.is_heavy for value in op.inputs)
-            has_rows = any(v in self.from_rows or (v in stacked and v in body.inputs) for v in op.inputs)
+            has_rows = any(v in self.from_rows or (v in stacked and self._is_row(v)) for v in op.inputs)
             states = frozenset[int]().union(*(self.states_needed.get(value, frozenset()) for value in op.inputs))
             for value in op.outputs:
                 self.needs[value], self.producers[value], self.states_needed[value] = found, op, states

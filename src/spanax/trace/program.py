@@ -16,8 +16,9 @@ from spanax.errors import SpanaxError
 from spanax.trace.axes import Axes, Axis, aligned, discover, table
 from spanax.trace.census import label_key
 from spanax.trace.gradients import recording
-from spanax.trace.graph import from_jaxpr
+from spanax.trace.graph import Graph, from_jaxpr
 from spanax.trace.policies import AS_WRITTEN, known_policy
+from spanax.trace.resized import Shapes, resized_graph
 from spanax.trace.step import as_metrics, train_step_of, with_extra
 from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf, Variables, make, take_apart
@@ -53,6 +54,7 @@ class Program:
     microbatches: int
     _retrace: Callable[[str | None, int], "Program"] = field(repr=False)
     _recorded: Callable[..., "Program"] = field(repr=False)
+    _resized: Callable[[str | None, int, Shapes], Graph] = field(repr=False)
 
     @property
     def axes(self) -> list[Axis]:
@@ -148,6 +150,14 @@ class Program:
         """
         return self._recorded(remat=self._policy, microbatches=self.microbatches)
 
+    def resized(self, shapes: Shapes) -> Traced:
+        """The step as it is where the state's leaves have other shapes: operation for operation the same, its axes too.
+
+        Raises:
+          SpanaxError: it cannot be traced so, or is another step then.
+        """
+        return replace(self.step, graph=self._resized(self._policy, self.microbatches, shapes))
+
     @property
     def _policy(self) -> str | None:
         return None if self.remat == AS_WRITTEN else self.remat
@@ -209,28 +219,20 @@ def trace(
     batch_leaves, batch_treedef = _batch_leaves(batch)
 
     variables, init = _initial(build, optimizer)
-    state = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in variables.leaves]
-
-    def run_step(step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
-        model, nnx_optimizer = variables.merge(values)
-        metrics = as_metrics(step(model, nnx_optimizer, batch))
-        return variables.split(model, nnx_optimizer), metrics
-
-    def run_loss(values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
-        model, _ = variables.merge(values)
-        model.eval()
-        scalar, extra = with_extra(loss(model, batch))  # type: ignore[misc]
-        return [], {"loss": scalar} | extra
+    state = variables.abstract()
 
     recorded = partial(
         trace, build=build, optimizer=recording(optimizer), batch=batch,
         loss=loss, train_step=train_step, compute_dtype=compute_dtype, clip_norm=clip_norm,
     )  # fmt: skip
-    trace_evaluation = cache(lambda: _traced(run_loss, state, batch, variables, batch_leaves))
+    trace_evaluation = cache(
+        lambda: _traced(partial(_run_loss, variables, loss), state, batch, variables, batch_leaves)
+    )
 
     @cache
     def retrace(policy: str | None, microbatches: int) -> Program:
-        traced = _traced(partial(run_step, chosen(policy, microbatches)), state, batch, variables, batch_leaves)
+        step = partial(_run_step, variables, chosen(policy, microbatches))
+        traced = _traced(step, state, batch, variables, batch_leaves)
         _say_unknown(traced.axes)
         evaluation = None if loss is None else trace_evaluation()
         if evaluation is not None:
@@ -239,10 +241,29 @@ def trace(
         named = _with_axes(traced, variables.leaves, batch_leaves)
         name = AS_WRITTEN if policy is None else policy
         return Program(
-            *named, traced, evaluation, init, variables, batch_treedef, name, microbatches, retrace, recorded
+            *named, traced, evaluation, init, variables, batch_treedef, name, microbatches, retrace, recorded, resized
         )
 
+    @cache
+    def resized(policy: str | None, microbatches: int, shapes: Shapes) -> Graph:
+        other = variables.of_shapes(shapes)
+        step = partial(_run_step, other, chosen(policy, microbatches))
+        return resized_graph(retrace(policy, microbatches).step.graph, step, other.abstract(), batch)
+
     return retrace(remat, microbatches)
+
+
+def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    model, optimizer = variables.merge(values)
+    metrics = as_metrics(step(model, optimizer, batch))
+    return variables.split(model, optimizer), metrics
+
+
+def _run_loss(variables: Variables, loss: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    model, _ = variables.merge(values)
+    model.eval()
+    scalar, extra = with_extra(loss(model, batch))
+    return [], {"loss": scalar} | extra
 
 
 def _initial(build: Callable[..., nnx.Module], optimizer: Any) -> tuple[Variables, core.ClosedJaxpr]:

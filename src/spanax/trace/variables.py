@@ -6,7 +6,7 @@ NNX has renamed its annotations four times in a year; nothing outside this file 
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -51,6 +51,15 @@ class Variables:
     graphdef: Any
     treedef: Any
     leaves: tuple[Leaf, ...]
+
+    def abstract(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of every leaf."""
+        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+
+    def of_shapes(self, shapes: Sequence[tuple[int, ...]]) -> "Variables":
+        """The same with leaves of other shapes."""
+        pairs = zip(self.leaves, shapes, strict=True)
+        return replace(self, leaves=tuple(replace(leaf, shape=shape) for leaf, shape in pairs))
 
     def merge(self, values: Sequence[Any]) -> tuple[nnx.Module, nnx.Optimizer]:
         """A model and optimizer of their own that hold these values."""

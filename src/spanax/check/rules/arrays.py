@@ -139,10 +139,7 @@ def _large(checked: Checked, kind: str) -> float:
 
 
 def _whole_bytes(leaf: Placement) -> int:
-    parts = 1
-    for size, local in zip(leaf.shape, leaf.local_shape, strict=True):
-        parts *= size // max(1, local)
-    return leaf.local_bytes * parts
+    return leaf.local_bytes // max(1, math.prod(leaf.local_shape)) * math.prod(leaf.shape)
 
 
 def _padding(leaf: Placement, ways: int, axes: str) -> str:
