@@ -31,6 +31,8 @@ def placed(
     """
     schedule = schedule or Schedule()
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
+    if schedule.context != program.context:
+        program = program.with_context(schedule.context)
     resolver = resolve(program, layout, mesh, pins)
     values = program.step.graph.body.inputs
     everything = [*program.leaves, *program.batch]
@@ -87,6 +89,8 @@ def as_planned(program: Program, plan: Plan) -> Program:
         program = program.with_remat(schedule.remat)
     if schedule.microbatches not in (1, program.microbatches):
         program = program.with_microbatches(schedule.microbatches)
+    if schedule.context != program.context:
+        program = program.with_context(schedule.context)
     return program
 
 
