@@ -64,6 +64,7 @@ def _laid(program: Program, plan: Plan) -> Laid:
     remat = plan.schedule.remat
     variant = program if remat in (None, program.remat) else program.with_remat(remat)
     variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
+    variant = variant if variant.context == plan.schedule.context else variant.with_context(plan.schedule.context)
     return Laid(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
 
 
