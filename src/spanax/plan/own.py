@@ -40,7 +40,7 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
     costs = price(tally(laid, adds_first=cluster.adds_first), cluster, grid, given)
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
-    return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, laid.resolver.program.remat, grid, costs, memory)
+    return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, laid.resolver.program, grid, costs, memory)
 
 
 def memory_of(program: Program, plan: Plan, cluster: Cluster) -> Held:

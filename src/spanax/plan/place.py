@@ -1,14 +1,17 @@
 """From a layout and a mesh to a Plan: where every array of a program lives, and why."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Placement, Plan, Schedule
+from spanax.plan.presets import as_ring
 from spanax.plan.resolve import Resolver, resolve
 from spanax.plan.stages import in_stages
+from spanax.trace.policies import RING
 from spanax.trace.program import Program
 from spanax.trace.variables import Leaf, itemsize
 
@@ -33,6 +36,8 @@ def placed(
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
     if schedule.context != program.context:
         program = program.with_context(schedule.context)
+    if schedule.context == RING:
+        layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins)
     values = program.step.graph.body.inputs
     everything = [*program.leaves, *program.batch]

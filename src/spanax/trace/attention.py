@@ -4,6 +4,7 @@ It lives through the gradient (one operation forward, one backward), so that whe
 device part by part, or around a ring of devices.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax.interpreters import partial_eval as pe
 
 from spanax.trace.blockwise import Blocks, Keys, Part, finished, parted
 from spanax.trace.dims import Dims
-from spanax.trace.graph import Op
+from spanax.trace.graph import Graph, Op
 from spanax.trace.primitives import rule
 from spanax.trace.scores import NONE, Form
 from spanax.trace.zigzag import shares
@@ -115,6 +116,12 @@ def turn_back_here(form: Form, grads: tuple[bool, ...], operands: Sequence[Any],
     of_k, of_v = (jnp.concatenate(each, form.num_batch) for each in zip(*of_keys, strict=True))
     found = [jnp.concatenate(of_q, form.queries), of_k, of_v, *joined_extras(form, grads, of_extras)]
     return [one.astype(of.dtype) for one, of in zip(found, wanted_of(grads, operands), strict=True)]
+
+
+def attention_flops(graph: Graph, op: Op) -> int:
+    """FLOPs of the two products of the forward operation, with nothing masked."""
+    form, (q, _, v) = op.params["form"], op.inputs[:3]
+    return 2 * math.prod(form.sizes) * (graph.shape(q)[-1] + graph.shape(v)[-1])
 
 
 def _masked_here(form: Form, starts: Any) -> np.ndarray:
