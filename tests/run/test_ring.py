@@ -235,3 +235,105 @@ def test_without_attention_there_is_no_ring() -> None:
     )
     with pytest.raises(SpanaxError, match="no softmax attention"):
         spanax.plan(mlp, spanax.cluster("cpu:8"), mesh="context=8", schedule=Schedule(context="ring"))
+
+
+@functools.cache
+def long_program(length: int, width: int = 8) -> Program:
+    """One layer, tiny widths: what is held is what grows with the sequence."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed, self.head = nnx.Embed(8, width, rngs=rngs), nnx.Linear(width, 8, rngs=rngs)
+            self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
+
+        def __call__(self, tokens: Any) -> Any:
+            x = self.embed(tokens)
+            q, k, v = (one[:, :, None] for one in jnp.split(self.qkv(x), 3, -1))
+            return self.head(x + jax.nn.dot_product_attention(q, k, v, is_causal=True)[:, :, 0])
+
+    def loss(model: Any, batch: Given) -> Any:
+        return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"]).mean()
+
+    tokens = {key: jax.ShapeDtypeStruct((1, length), "int32") for key in "xy"}
+    return spanax.trace(
+        build=lambda rngs: Layer(rngs), optimizer=optax.sgd(0.1), batch=tokens, loss=loss
+    ).with_gradients()
+
+
+def temporary_bytes(length: int, num_devices: int, layout: str) -> int:
+    mesh = f"context={num_devices}"
+    plan = spanax.plan(long_program(length), spanax.cluster(f"cpu:{num_devices}"), layout=layout, mesh=mesh)
+    memory = spanax.start(long_program(length), plan).lower().compile().memory_analysis()
+    return int(memory.temp_size_in_bytes)
+
+
+def test_what_a_device_holds_falls_with_the_ring() -> None:
+    four, eight = (temporary_bytes(16384, num_devices, "ring") for num_devices in (4, 8))
+    assert eight < 0.55 * four
+    assert 40 * eight < temporary_bytes(16384, 8, "context")
+
+
+def chunked_loss(params: dict[str, Any], tokens: Given, width: int = 8, size: int = 512) -> Any:
+    """The loss of `long_program`, written for one device: a few queries at a time."""
+    x = params["embed.embedding"][tokens["x"][0]]
+    q, k, v = jnp.split(x @ params["qkv.kernel"] + params["qkv.bias"], 3, -1)
+    at = jnp.arange(x.shape[0])
+
+    @jax.checkpoint
+    def rows(pair: Any) -> Any:
+        some, here = pair
+        scores = jnp.where(here[:, None] >= at, some @ k.T / width**0.5, -jnp.inf)
+        return jax.nn.softmax(scores) @ v
+
+    attended = jax.lax.map(rows, (q.reshape(-1, size, width), at.reshape(-1, size))).reshape(x.shape)
+    logits = (x + attended) @ params["head.kernel"] + params["head.bias"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens["y"][0]).mean()
+
+
+@pytest.mark.slow
+def test_a_sequence_of_32k_tokens() -> None:
+    random = np.random.default_rng(0)
+    tokens = {key: random.integers(0, 8, (1, 32768)).astype("int32") for key in "xy"}
+    made = long_program(32768)
+    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="ring", mesh="context=8"))
+    params = {path: jnp.asarray(np.asarray(array)) for path, array in run.params().items()}
+    loss, gradients = jax.jit(jax.value_and_grad(chunked_loss))(params, tokens)
+    wanted = {"loss": np.asarray(loss)} | {PREFIX + path: np.asarray(one) for path, one in gradients.items()}
+    found = {"loss": np.asarray(run.step(tokens)["loss"])}
+    found |= {path: np.asarray(array) for path, array in run.arrays().items() if path.startswith(PREFIX)}
+    off = differences(found, wanted)
+    assert max(off.values()) < TOLERANCE, off
+
+
+@pytest.mark.parametrize("name, mesh", [("scan", "context=4,model=2"), ("biased", "data=2,context=4")])
+def test_what_was_priced_is_what_runs(name: str, mesh: str) -> None:
+    """Bytes that go around, sums and FLOPs: the plan's and the compiled program's, to the byte."""
+    machine = spanax.cluster("cpu:8")
+    report = spanax.check(program(name), ring_plan(name, mesh), machine, cache=False)
+    assert report.compiled is not None
+    assert report.predicted.collectives == report.compiled.collectives
+    assert report.predicted.collectives["context"]["collective-permute"] > 0
+    assert report.predicted.flops == report.compiled.flops
+
+
+def test_a_ring_has_a_name_on_any_mesh() -> None:
+    machine, made = spanax.cluster("cpu:8"), program("causal")
+    plan = spanax.plan(made, machine, layout="ring", mesh="fsdp=2,context=4")
+    assert (plan.layout.name, plan.schedule.context, plan.layout.stored_params) == ("fsdp+ring", "ring", ("fsdp",))
+    assert spanax.plan(made, machine, layout="ring").mesh == spanax.plan(made, machine, layout="context").mesh
+    for asked in ({"layout": "ring", "mesh": "data=8"}, {"mesh": "data=8", "schedule": Schedule(context="ring")}):
+        with pytest.raises(SpanaxError, match="context|splits sequences"):
+            spanax.plan(made, machine, **asked)
+    with pytest.raises(SpanaxError, match="unknown context form 'rings'"):
+        spanax.plan(made, machine, mesh="context=8", schedule=Schedule(context="rings"))
+
+
+def test_a_search_prices_a_ring() -> None:
+    found = spanax.search(long_program(16384), spanax.cluster("h100:8"), layout="ring", microbatches=1, remat=("none",))
+    gathered = spanax.search(
+        long_program(16384), spanax.cluster("h100:8"), layout="context", microbatches=1, remat=("none",)
+    )
+    assert found.best is not None and gathered.best is not None
+    assert found.best.layout == "ring" and found.best.mesh == gathered.best.mesh
+    assert found.model_flops == gathered.model_flops
+    assert found.best.flops < 0.75 * gathered.best.flops and found.best.peak_bytes < 0.1 * gathered.best.peak_bytes

@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from spanax.plan.around import Around
+from spanax.plan.ticks import share_name
 from spanax.trace.attention import (
     BACKWARD,
     NUM_ROWS,
@@ -91,7 +92,7 @@ class _Ring:
     @property
     def blocks(self) -> Blocks:
         """How a part meets another."""
-        return Blocks(self.form, self.share.masked, self.starts, self.grads)
+        return Blocks(self.form, self.share.masked, self.starts, self.grads, share_name(*self.share.counts))
 
     def forward(self, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any]) -> tuple[Any, ...]:
         """The result, and what the way back needs of its rows."""

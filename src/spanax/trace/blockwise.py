@@ -54,12 +54,14 @@ class Blocks:
       masked: which parts of queries meet which parts of keys for nothing, (parts, parts).
       starts: of labels that are divided among devices beside queries and keys, where this device's part starts.
       grads: for every extra whether its gradient is wanted.
+      scope: the name under which parts meet where that is decided on the device.
     """
 
     form: Form
     masked: np.ndarray
     starts: Mapping[int, Any]
     grads: tuple[bool, ...] = ()
+    scope: str = "meet"
 
     def attend(self, part: Part, keys: Keys, state: Any) -> Any:
         """The state of a part's rows (sum of values, largest logit, sum of weights) after these keys too."""
@@ -75,7 +77,8 @@ class Blocks:
         if isinstance(part.index, int) and isinstance(keys.index, int):
             return state if self.masked[part.index, keys.index] else function(state)
         is_masked = jnp.asarray(self.masked)[part.index, keys.index]
-        return lax.cond(is_masked, lambda one: one, function, state)
+        with jax.named_scope(self.scope):
+            return lax.cond(is_masked, lambda one: one, function, state)
 
     def fresh(self, part: Part, width: int) -> Any:
         """The state of rows that have met no keys."""

@@ -51,9 +51,15 @@ class Shares:
         )
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """Pairs that the slowest devices of all steps compute, and how many there would be without a mask."""
+        return int(self.work.max(1).sum()), self.num_devices * len(self.owned[0]) ** 2
+
+    @property
     def share(self) -> float:
-        """What the slowest device of each step computes, of all that there would be without a mask."""
-        return float(self.work.max(1).sum()) / (self.num_devices * len(self.owned[0]) ** 2)
+        """The first of `counts` of the second."""
+        num, of = self.counts
+        return num / of
 
 
 @functools.lru_cache(maxsize=256)
