@@ -94,7 +94,7 @@ def check_ring(layout: Layout, mesh: MeshShape) -> None:
         raise SpanaxError(
             "a ring needs a mesh axis that splits sequences.",
             where=f"mesh {mesh}, layout '{layout.name}'",
-            fix=f"mesh {default_mesh(RING, mesh.size)}",
+            fix=f"mesh {default_mesh(RING, mesh.size)}" if mesh.size > 1 else "several devices, or no ring",
         )
 
 
