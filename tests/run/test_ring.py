@@ -75,7 +75,15 @@ def windowed(q: Any, k: Any, v: Any, given: Given) -> Any:
     return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(seen, scores, -1e9)), v)
 
 
-ATTENTIONS = {f.__name__: f for f in (plain, not_causal, causal, grouped, padded, masked, biased, sloped, windowed)}
+def pooled(q: Any, k: Any, v: Any, given: Given) -> Any:
+    # Half as many keys as queries.
+    k, v = (one.reshape(one.shape[0], -1, 2, *one.shape[2:]).mean(2) for one in (k, v))
+    return jax.nn.dot_product_attention(q, k, v)
+
+
+ATTENTIONS = {
+    one.__name__: one for one in (plain, not_causal, causal, grouped, padded, masked, biased, sloped, windowed, pooled)
+}
 
 
 class Block(nnx.Module):

@@ -79,8 +79,7 @@ def around(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> Ar
     batch = [some([axis for axis in q[dim] if axis in k[dim] and axis in v[dim]]) for dim in range(form.num_batch)]
     queries = some(q[form.queries])
     rows = [some(q[dim]) for dim in range(form.num_batch, form.queries)]
-    is_ring = k[form.num_batch] == queries and form.sizes[form.queries] == form.sizes[form.keys]
-    return Around(form, (*batch, *rows, queries, queries if is_ring else ()))
+    return Around(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))
 
 
 def _lies(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> Spec:

@@ -45,31 +45,33 @@ def attended_part(op: Op, around: Around, mesh: Mesh, manual: frozenset[str]) ->
     axes = [tuple(axis for axis in by if axis not in manual and sizes[axis] > 1) for by in around.axes]
     ring = axes[form.keys]
 
-    def part(*operands: Any) -> tuple[Any, ...]:
-        q = operands[0]
-        starts = {
-            label: lax.axis_index(by) * q.shape[label]
-            for label, by in enumerate(axes[: form.keys])
-            if by and not (ring and label == form.queries)
-        }
-        if op.name != BACKWARD:
-            q, k, v, *extras = operands
-            if not ring:
-                return tuple(attend_here(form, op.params["dtype"], q, k, v, extras, starts))
-            return _Ring(form, ring, math.prod(sizes[axis] for axis in ring), starts).forward(
-                op.params["dtype"], q, k, v, extras
-            )
+    size = math.prod(sizes[axis] for axis in ring)
+
+    def forward(starts: dict[int, Any], operands: Sequence[Any]) -> Sequence[Any]:
+        q, k, v, *extras = operands
+        if ring:
+            return _Ring(form, ring, size, starts).forward(op.params["dtype"], q, k, v, extras)
+        return attend_here(form, op.params["dtype"], q, k, v, extras, starts)
+
+    def backward(starts: dict[int, Any], operands: Sequence[Any]) -> Sequence[Any]:
         grads = op.params["grads"]
         if ring:
-            turned = _Ring(form, ring, math.prod(sizes[axis] for axis in ring), starts, grads)
-            found = turned.backward(operands)
+            found = _Ring(form, ring, size, starts, grads).backward(operands)
         else:
             found = turn_back_here(form, grads, operands, starts)
         used = {axis for by in axes for axis in by}
         own = [{axis for by in spec for axis in by} for spec in around.results(op)]
         sums = [tuple(axis for axis in mesh.axis_names if axis in used - one) for one in own]
         summed = [lax.psum(one, over) if over else one for one, over in zip(found, sums, strict=True)]
-        return tuple(one.astype(of.dtype) for one, of in zip(summed, wanted_of(grads, operands), strict=True))
+        return [one.astype(of.dtype) for one, of in zip(summed, wanted_of(grads, operands), strict=True)]
+
+    def part(*operands: Any) -> tuple[Any, ...]:
+        starts = {
+            label: lax.axis_index(by) * operands[0].shape[label]
+            for label, by in enumerate(axes[: form.keys])
+            if by and not (ring and label == form.queries)
+        }
+        return tuple((backward if op.name == BACKWARD else forward)(starts, operands))
 
     return part
 

@@ -99,7 +99,7 @@ def attend_here(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence
 
 
 def turn_back_here(form: Form, grads: tuple[bool, ...], operands: Sequence[Any], starts: Any = None) -> list[Any]:
-    """The gradients where all queries and keys are, of the operands of `attention_grad_p`."""
+    """The gradients where all queries and keys are, of the operands of `attention_grad_p`, in 32 bits."""
     q, k, v, of_out, *rows = operands[:NUM_ROWS]
     blocks = Blocks(form, _masked_here(form, starts), starts or {}, grads)
     num = len(blocks.masked)
@@ -114,8 +114,7 @@ def turn_back_here(form: Form, grads: tuple[bool, ...], operands: Sequence[Any],
         of_q.append(more_q)
         of_extras.append(more)
     of_k, of_v = (jnp.concatenate(each, form.num_batch) for each in zip(*of_keys, strict=True))
-    found = [jnp.concatenate(of_q, form.queries), of_k, of_v, *joined_extras(form, grads, of_extras)]
-    return [one.astype(of.dtype) for one, of in zip(found, wanted_of(grads, operands), strict=True)]
+    return [jnp.concatenate(of_q, form.queries), of_k, of_v, *joined_extras(form, grads, of_extras)]
 
 
 def attention_flops(graph: Graph, op: Op) -> int:
@@ -175,7 +174,8 @@ def _forward_here(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any) 
 
 
 def _backward_here(*operands: Any, form: Form, grads: tuple[bool, ...]) -> list[Any]:
-    return turn_back_here(form, grads, operands)
+    found = turn_back_here(form, grads, operands)
+    return [one.astype(of.dtype) for one, of in zip(found, wanted_of(grads, operands), strict=True)]
 
 
 attention_p.def_impl(jax.jit(_forward_here, static_argnames=("form", "dtype")))
