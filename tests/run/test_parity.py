@@ -45,6 +45,8 @@ SEQUENCE = [
     ("fsdp+tensor+seq", "fsdp=2,model=4"),
     ("context", "data=4,context=2"),
     ("context", "data=2,context=4"),
+    ("ring", "data=2,context=4"),
+    ("ring", "fsdp=2,context=2,model=2"),
 ]
 EXPERT = [("expert", "data=4,expert=2"), ("expert", "expert=8")]
 
@@ -67,7 +69,7 @@ QUICK = {
     "dropout": {"data", "fsdp", "tensor"},
     "cnn": {"fsdp", "hsdp", "tensor"},
     "gpt": {"zero1", "fsdp+tensor+seq"},
-    "gqa": {"context", "fsdp+tensor"},
+    "gqa": {"context", "ring", "fsdp+tensor"},
     "moe": {"expert", "data+tensor"},
 } | dict.fromkeys(("annotated", "clip", "llama", "lora", "mixed-dtype", "mixer", "mixtral", "multitask", "resnet",
                    "sequential", "vae", "vit-scan"), {"fsdp"})  # fmt: skip

@@ -17,6 +17,7 @@ from spanax.plan.plan import Plan
 from spanax.run.rows import rows_of
 from spanax.run.run import Run, start
 from spanax.trace.gradients import PREFIX
+from spanax.trace.policies import GATHERED
 from spanax.trace.program import Program
 
 Group = Literal["loss", "gradients", "parameters"]
@@ -194,7 +195,7 @@ def _recorded(program: Program, plan: Plan) -> tuple[Plan, Program, Plan]:
 
 
 def _alone(program: Program, plan: Plan) -> Plan:
-    schedule = replace(plan.schedule, num_stages=1, num_chunks=1)
+    schedule = replace(plan.schedule, num_stages=1, num_chunks=1, context=GATHERED)
     return make_plan(program, cluster("cpu:1"), layout="data", schedule=schedule)
 
 

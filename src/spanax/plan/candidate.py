@@ -15,10 +15,11 @@ from spanax.plan.memory import Held
 from spanax.plan.parts import shares
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
+from spanax.plan.presets import as_ring
 from spanax.plan.resolve import resolve
 from spanax.plan.space import AXES, layout_on
 from spanax.plan.terms import tally
-from spanax.trace.policies import POLICIES
+from spanax.trace.policies import POLICIES, RING
 from spanax.trace.program import Program
 from spanax.trace.versions import versions
 from spanax.units import bytes_text
@@ -47,18 +48,25 @@ class Candidate:
 
     @staticmethod
     def of(
-        layout: Layout, storing: str, mesh: MeshShape, remat: str, grid: Grid, costs: Costs, memory: Held, at: int = 0
+        layout: Layout,
+        storing: str,
+        mesh: MeshShape,
+        program: Program,
+        grid: Grid,
+        costs: Costs,
+        memory: Held,
+        at: int = 0,
     ) -> "Candidate":
-        """One entry of a grid that was priced."""
+        """One entry of a grid that was priced, of a program as it was traced."""
         return Candidate(
-            layout=layout.name,
+            layout=as_ring(layout.name) if program.context == RING else layout.name,
             storing=storing,
             sequence=layout.sequence_axis is not None,
             mesh=mesh,
             num_stages=int(grid.num_stages[at]),
             schedule=grid.schedule,
             num_chunks=grid.num_chunks,
-            remat=remat,
+            remat=program.remat,
             microbatches=int(grid.num_microbatches[at]),
             step_seconds=float(costs.step_seconds[at]),
             seconds={name: float(values[at]) for name, values in costs.terms.items()},
@@ -171,6 +179,7 @@ def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = 
             num_stages=candidate.num_stages,
             num_chunks=candidate.num_chunks,
             pipeline=candidate.schedule,
+            context=program.context,
         ),
     )
 

@@ -13,10 +13,10 @@ from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import default_mesh, layout_for, layout_named
+from spanax.plan.presets import check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.search import REMAT, TOO_LARGE, search
 from spanax.plan.stages import AXIS
-from spanax.trace.policies import AS_WRITTEN
+from spanax.trace.policies import AS_WRITTEN, RING
 from spanax.trace.program import Program
 from spanax.units import bytes_text
 
@@ -41,9 +41,10 @@ def plan(
       program: what `spanax.trace` returned.
       cluster: what `spanax.cluster` or `spanax.local` returned.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
-        `context`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` behind a tensor one), or a Layout. Left out:
-        what the mesh's names mean; with neither given, the fastest of all layouts that fit, as `spanax.search` finds
-        it. Of chips whose speed is not known: `data` where the state fits on one device and `fsdp` where it does not.
+        `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` behind a tensor one), or a Layout. Left
+        out: what the mesh's names mean; with neither given, the fastest of all that fit, as `spanax.search` finds it,
+        keys gathered. Of chips whose speed is not known: `data` where the state fits on one device and `fsdp` where it
+        does not.
       mesh: axis sizes, slowest axis first; left out, one that suits the layout.
       sequence_parallel: also split the sequence over the model axis wherever that axis splits nothing else.
       pin: axis name -> mesh axis (or several, or None to keep the axis whole), before the layout's own choice.
@@ -81,6 +82,10 @@ def plan(
         )
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
+    if isinstance(layout, str) and RING in layout.split("+"):
+        schedule = replace(schedule or Schedule(), context=RING)
+    if schedule is not None and schedule.context == RING:
+        check_ring(chosen, shape)
     made = placed(program, chosen, shape, pins=pins, why=why, schedule=schedule)
     if schedule is not None and schedule.microbatches == 0:
         return replace(made, why=f"{why}; {made.schedule.microbatches} microbatches, as suits the stages")

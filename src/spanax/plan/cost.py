@@ -13,7 +13,7 @@ import numpy as np
 
 from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster
-from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds
+from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds, permute_seconds
 from spanax.plan.bubble import step_seconds
 from spanax.plan.linked import Links
 from spanax.plan.parts import shares
@@ -387,6 +387,12 @@ class TableAt:
         if kind == 1:
             rate = link["all_reduce_bytes_per_second"]
             return all_reduce_seconds(num_bytes, size, rate, link["latency_seconds"], start, link["way_seconds"])
+        if kind >= 4:  # a hop, or as many as there are devices
+            hops = np.where(kind == 4, 1, size)
+            return (
+                permute_seconds(num_bytes / size, size, link["permute_bytes_per_second"], link["latency_seconds"])
+                * hops
+            )
         if kind == 3:
             rate = link["all_to_all_bytes_per_second"]
             return all_to_all_seconds(num_bytes / size, size, rate, link["way_seconds"], start)

@@ -7,7 +7,9 @@ from typing import Any
 
 from spanax.plan.partition import Masks, Shift, Split, as_masks, partition, transition, union
 from spanax.plan.resolve import Constraint, Resolver
+from spanax.plan.rounds import ring_split
 from spanax.plan.uses import LOOKUPS, Use, use_of
+from spanax.trace.attention import RING
 from spanax.trace.graph import Op
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.traced import Traced
@@ -82,7 +84,7 @@ class Laid:
         op = self.traced.alike[op]
         if op not in self._divisions:
             lies = tuple(self._lying(value)[0] for value in (*op.inputs, *op.outputs))
-            key = (op, lies, self.resolver.mesh if op.name in LOOKUPS else None)
+            key = (op, lies, self.resolver.mesh if op.name in LOOKUPS | RING else None)
             if key not in self.known.divisions:
                 self.known.divisions[key] = self._divide(op)
             self._divisions[op] = self.known.divisions[key]
@@ -110,7 +112,10 @@ class Laid:
         for at, constraint in enumerate(use.outputs if use else ()):
             if constraint is not None:
                 wanted[at] = self.masks_of(op.outputs[at], constraint)
-        split = partition(self.traced.graph, self.traced.axes.classes, op, ins, wanted)
+        if use is not None and use.around is not None:
+            split = ring_split(self.traced.graph, op, use.around, self.resolver.mesh)
+        else:
+            split = partition(self.traced.graph, self.traced.axes.classes, op, ins, wanted)
         shifts += split.shifts
         for value, before, after in zip(op.outputs, wanted, outs, strict=True):
             further = union(after) & ~union(before)

@@ -17,6 +17,8 @@ from spanax.plan.cost import Grid, ways_table
 from spanax.plan.laid import Laid
 from spanax.plan.partition import as_masks, union
 from spanax.plan.resolve import Constraint, Resolver
+from spanax.plan.rounds import worked_bytes
+from spanax.trace.attention import RING
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.graph import Body, Op
 from spanax.trace.lifetimes import Lifetimes
@@ -191,7 +193,7 @@ def _level(laid: Laid, lifetimes: Mapping[Body, Lifetimes], body: Body) -> Level
     num_ops = len(ops)
     columns: dict[Column, int] = {}
     of_group = [columns.setdefault(_column(laid, value), len(columns)) for value in alive.values]
-    spans = [*_gathered(laid, ops), *_summed(laid, ops)]
+    spans = [*_gathered(laid, ops), *_summed(laid, ops), *_worked(laid, ops)]
     of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
     first = np.concatenate([alive.first, np.asarray([span.first for span in spans], int)])
     last = np.concatenate([alive.last, np.asarray([span.last for span in spans], int)])
@@ -223,7 +225,7 @@ def _gathered(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
     spans: dict[tuple[int, Constraint], list[int]] = {}
     for at, op in enumerate(ops):
         use = None if op.bodies or op in laid.traced.inert else laid.division(op).use
-        for value, asked in zip(op.inputs, use.inputs, strict=True) if use is not None else ():
+        for value, asked in zip(op.inputs, use.inputs, strict=True) if use is not None and not use.around else ():
             if asked is not None:
                 spans.setdefault((value, asked), [at, at])[1] = at
     for (value, asked), (first, last) in spans.items():
@@ -243,6 +245,17 @@ def _summed(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
             if shift.kind == "reduce-scatter":
                 (value,) = op.outputs
                 yield Span(at, max(at, last_loop), (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
+
+
+def _worked(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
+    """What an attention around a ring holds while it runs."""
+    bits = {axis: 1 << at for at, axis in enumerate(laid.resolver.mesh.names)}
+    for at, op in enumerate(ops):
+        use = laid.division(op).use if op.name in RING else None
+        for spec, num_bytes in (
+            worked_bytes(laid.traced.graph, op, use.around, laid.resolver.mesh) if use and use.around else ()
+        ):
+            yield Span(at, at, (union(as_masks(spec, bits)), *_column(laid, op.inputs[0])[1:]), num_bytes)
 
 
 def _column(laid: Laid, value: int) -> Column:

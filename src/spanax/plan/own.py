@@ -40,7 +40,7 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
     costs = price(tally(laid, adds_first=cluster.adds_first), cluster, grid, given)
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
-    return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, laid.resolver.program.remat, grid, costs, memory)
+    return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, laid.resolver.program, grid, costs, memory)
 
 
 def memory_of(program: Program, plan: Plan, cluster: Cluster) -> Held:
@@ -64,6 +64,7 @@ def _laid(program: Program, plan: Plan) -> Laid:
     remat = plan.schedule.remat
     variant = program if remat in (None, program.remat) else program.with_remat(remat)
     variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
+    variant = variant if variant.context == plan.schedule.context else variant.with_context(plan.schedule.context)
     return Laid(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
 
 

@@ -26,11 +26,13 @@ class Shift:
     """Bytes between devices, for one value.
 
     Attributes:
-      kind: `all-gather`, `all-reduce`, `reduce-scatter` or `all-to-all`.
+      kind: `all-gather`, `all-reduce`, `reduce-scatter` or `all-to-all`; around a ring, `round` or
+        `collective-permute`.
       value: which.
       over: the mesh axes it goes over.
       kept: the mesh axes that split the value before and after alike: each of their groups moves its own part.
       is_operand: it happens to an operand on its way in, and is shared by those who read it so.
+      times: how often.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Shift:
     over: int
     kept: int
     is_operand: bool
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,17 @@
 """From a layout and a mesh to a Plan: where every array of a program lives, and why."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Placement, Plan, Schedule
+from spanax.plan.presets import as_ring
 from spanax.plan.resolve import Resolver, resolve
 from spanax.plan.stages import in_stages
+from spanax.trace.policies import RING
 from spanax.trace.program import Program
 from spanax.trace.variables import Leaf, itemsize
 
@@ -31,6 +34,10 @@ def placed(
     """
     schedule = schedule or Schedule()
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
+    if schedule.context != program.context:
+        program = program.with_context(schedule.context)
+    if schedule.context == RING:
+        layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
     values = program.step.graph.body.inputs
     everything = [*program.leaves, *program.batch]
@@ -88,6 +95,8 @@ def as_planned(program: Program, plan: Plan) -> Program:
         program = program.with_remat(schedule.remat)
     if schedule.microbatches not in (1, program.microbatches):
         program = program.with_microbatches(schedule.microbatches)
+    if schedule.context != program.context:
+        program = program.with_context(schedule.context)
     return program
 
 

@@ -11,6 +11,7 @@ from spanax.errors import DataError, SpanaxError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.resolve import Spec
+from spanax.trace.policies import GATHERED
 from spanax.units import bytes_text, count_text
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Schedule:
     `remat` is what the backward pass keeps (None: as the model has it), `compute_dtype` what is computed in (None: what
     the parameters are), `microbatches` over how many parts of the batch gradients are added up. With `num_stages` above
     1 the layers are divided into stages, each of `num_chunks` parts, which follow the order of the name `pipeline`.
+    `context` is how queries meet keys of other devices where a sequence is split: `gathered`, or around a `ring`.
 
     Example:
       >>> Schedule(remat="full", microbatches=4).num_stages
@@ -78,6 +80,7 @@ class Schedule:
     num_stages: int = 1
     num_chunks: int = 1
     pipeline: str = "1f1b"
+    context: str = GATHERED
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ class Plan:
         data = asdict(self) | {"mesh": dict(self.mesh.axes)}
         if not self.allow:
             del data["allow"]  # an older Spanax reads what does not need it
+        if self.schedule.context == GATHERED:
+            del data["schedule"]["context"]
         return json.dumps(data, indent=1) + "\n"
 
     @staticmethod

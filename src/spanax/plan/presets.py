@@ -6,6 +6,7 @@ from dataclasses import replace
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
+from spanax.trace.policies import RING
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "data": ("data",),
@@ -17,6 +18,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "data+tensor": ("data", "model"),
     "fsdp+tensor": ("fsdp", "model"),
     "context": ("data", "context"),
+    "ring": ("data", "context"),
     "expert": ("data", "expert"),
     "pipeline": ("pipe", "data"),
     "pipeline+tensor": ("pipe", "model"),
@@ -40,7 +42,7 @@ STORED: dict[str, tuple[str, ...]] = {
 }
 """What the ZeRO stages below three store split; every other preset with `fsdp` stores all of it."""
 
-BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED}
+BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED and name != RING}
 """The presets by what they are made of."""
 
 
@@ -49,7 +51,8 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
 
     A mesh axis takes the part of its own name; parts left over go to the axes left over, in order, so that
     `fsdp` on the mesh `data=8` is FSDP over `data`. A `data` axis that a preset does not ask for splits the batch
-    too. `+seq` behind a tensor preset is sequence parallelism.
+    too. `+seq` behind a tensor preset is sequence parallelism. `ring` is whatever the names of a mesh with
+    `context` mean; that keys go around is for the schedule to say.
 
     Raises:
       SpanaxError: no such preset, or mesh and preset do not go together.
@@ -59,6 +62,8 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
       ('data',)
     """
     base, plus, option = name.partition("+seq")
+    if base == RING and _is_canonical(mesh) and mesh.ways(["context"]) > 1:
+        return replace(layout_for(mesh), name=as_ring(layout_for(mesh).name))
     if base not in PRESETS or option or (plus and "model" not in PRESETS[base]):
         raise SpanaxError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
     roles = _roles(base, PRESETS[base], mesh)
@@ -67,6 +72,34 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
     if wants_sequence and "model" not in PRESETS[base]:
         raise SpanaxError(f"layout '{base}' has no model axis to split the sequence over.", fix="fsdp+tensor+seq")
     return replace(layout, sequence_axis=roles["model"] if wants_sequence else None)
+
+
+def as_ring(name: str) -> str:
+    """The name of a layout whose keys go around a ring, instead of being gathered.
+
+    Example:
+      >>> as_ring("fsdp+context")
+      'fsdp+ring'
+    """
+    return "+".join(RING if part == "context" else part for part in name.split("+"))
+
+
+def check_ring(layout: Layout, mesh: MeshShape) -> None:
+    """Hold a ring against the mesh that it is to be had on.
+
+    Raises:
+      SpanaxError: no mesh axis of several devices splits sequences.
+    """
+    if not any("seq" in names and mesh.ways([axis]) > 1 for axis, names in layout.computed):
+        raise SpanaxError(
+            "a ring needs a mesh axis that splits sequences.",
+            where=f"mesh {mesh}, layout '{layout.name}'",
+            fix=f"mesh {default_mesh(RING, mesh.size)}" if mesh.size > 1 else "several devices, or no ring",
+        )
+
+
+def _is_canonical(mesh: MeshShape) -> bool:
+    return all(axis in MEANING for axis in mesh.names)
 
 
 def layout_for(mesh: MeshShape) -> Layout:

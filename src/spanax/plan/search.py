@@ -17,11 +17,13 @@ from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.cost import Assumptions, Costs, Grid, Table, price
 from spanax.plan.laid import Known, Laid
 from spanax.plan.memory import Held, held_on, state_of, walk
-from spanax.plan.presets import PRESETS
+from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
 from spanax.plan.terms import Terms, tally
+from spanax.trace.attention import FORWARD, attention_flops
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Phase, contraction_flops
+from spanax.trace.policies import RING
 from spanax.trace.program import Program
 
 REMAT = ("none", "dots", "full")
@@ -83,6 +85,8 @@ def search(
         raise SpanaxError(f"the batch is {batch_size}; it takes a whole number from 1.")
     _check_asked(cluster, layout, mesh)
     check_pinned(program, pins or ())
+    if layout is not None and RING in layout.split("+"):
+        program = program.with_context(RING)
     given = assumptions or Assumptions()
     rejected: Counter[str] = Counter()
     began_tracing = time.perf_counter()
@@ -137,7 +141,7 @@ def _check_asked(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -
 @dataclass(frozen=True, eq=False)
 class _Priced:
     family: Family
-    remat: str
+    program: Program
     terms: Terms
     grid: Grid
     memory: Held
@@ -166,7 +170,8 @@ def _asked(
         if stages > 1 and not pipeline:
             continue
         if wanted in (None, set(here.axes) - {("data", 1)}):
-            if layout in (None, layout_on(family.storing, family.sequence, here).name):
+            name = layout_on(family.storing, family.sequence, here).name
+            if layout in (None, name) or (layout == as_ring(name) and layout != name):
                 kept.append(at)
                 continue
         rejected[UNASKED] += 1
@@ -194,7 +199,7 @@ def _price(
             for grid, at in several:
                 memory = held_on(state, level, grid, fused_attention=given.fused_attention)
                 costs = price(terms, cluster, grid, given, at)
-                found.append(_Priced(family, program.remat, terms, grid, memory, costs))
+                found.append(_Priced(family, program, terms, grid, memory, costs))
     return found
 
 
@@ -252,7 +257,7 @@ def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
     one, at = found[int(row[0])], int(row[1])
     mesh = mesh_of(one.grid.sizes[:, at].tolist())
     layout = layout_on(one.family.storing, one.family.sequence, mesh)
-    return Candidate.of(layout, one.family.storing, mesh, one.remat, one.grid, one.costs, one.memory, at)
+    return Candidate.of(layout, one.family.storing, mesh, one.program, one.grid, one.costs, one.memory, at)
 
 
 def _dtype(found: Sequence[_Priced]) -> str:
@@ -271,5 +276,7 @@ def _model_flops(programs: dict[str, Program], scale: float) -> float:
     """
     program = next(iter(programs.values()))
     graph = program.step.graph
-    kinds = [kind for kind in program.step.census if kind.op.name in CONTRACTIONS and kind.phase == Phase.FORWARD]
-    return 3.0 * scale * sum(kind.runs * contraction_flops(graph, kind.op) for kind in kinds)
+    kinds = [kind for kind in program.step.census if kind.phase == Phase.FORWARD]
+    matmuls = sum(kind.runs * contraction_flops(graph, kind.op) for kind in kinds if kind.op.name in CONTRACTIONS)
+    attended = sum(kind.runs * attention_flops(graph, kind.op) for kind in kinds if kind.op.name == FORWARD)
+    return 3.0 * scale * (matmuls + attended)

@@ -16,14 +16,19 @@ import numpy as np
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.laid import Laid, scattered
 from spanax.plan.partition import Shift, Split, transition, union
+from spanax.plan.rounds import HOP, ROUND, works
 from spanax.plan.unreduced import Unreduced
+from spanax.trace.attention import RING
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
 from spanax.trace.graph import Op
 from spanax.trace.meeting import Meeting
 
-KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", HOP, ROUND)
 """The collectives, in the order in which `Moves.kind` counts them."""
+
+AS_WHOLE = ("all-gather", "all-reduce", ROUND)
+"""Those of which a device receives as much as the whole of what goes over them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +140,10 @@ class Terms:
                 [axis for bit, axis in enumerate(self.axes) if mask >> bit & 1 and mesh.ways([axis]) > 1]
                 for mask in (int(moves.over[row]), int(moves.kept[row]))
             )
-            split = kept if KINDS[at] in ("all-gather", "all-reduce") else [*kept, *over]
+            split = kept if KINDS[at] in AS_WHOLE else [*kept, *over]
             if over:
-                found[KINDS[at], "+".join(over)] += float(num_bytes[row] / mesh.ways(split))
+                name = HOP if KINDS[at] == ROUND else KINDS[at]
+                found[name, "+".join(over)] += float(num_bytes[row] / mesh.ways(split))
         return dict(found)
 
 
@@ -189,6 +195,11 @@ class _Tally:
         for shift in division.split.shifts if division.split else ():
             is_counted = shift.is_operand or self._only is not None
             self._move(self._runs(kind, shift) if is_counted else kind.runs, kind.phase, kind.in_layers, [shift])
+        if op.name in RING and division.use and division.use.around and division.split:
+            of_q = op.inputs[0]
+            told = laid.is_batched(of_q), _dtype_name(self.traced.graph.avals[of_q].dtype)
+            rows = works(self.traced.graph, op, division.use.around, laid.resolver.mesh, *told)
+            self._works += [(*row, kind.runs, int(kind.phase), kind.in_layers) for row in rows]
         if op.name in CONTRACTIONS and division.split:
             known = laid.known.matmuls
             if division not in known:
@@ -288,7 +299,7 @@ class _Tally:
                 in_layers,
                 not self.laid.is_batched(shift.value),
             )
-            self._moves[key] += runs
+            self._moves[key] += runs * shift.times
 
     def works(self) -> Works:
         """The contractions, as arrays."""

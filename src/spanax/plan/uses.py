@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spanax.plan.around import Around, around
 from spanax.plan.partition import as_masks, partition, union
 from spanax.plan.resolve import Constraint, Resolver, Spec
 from spanax.trace.axes import CONTRACTIONS
@@ -39,6 +40,7 @@ class Use:
       is_local: whether it runs shard by shard, each device on its part of what `inputs` split.
       summed: the mesh axes over which the results of shards are then added up.
       parts: into how many the groups of a convolution are divided.
+      around: how an attention that is one operation is divided.
     """
 
     inputs: tuple[Constraint | None, ...]
@@ -46,6 +48,7 @@ class Use:
     is_local: bool = False
     summed: tuple[str, ...] = ()
     parts: int = 1
+    around: Around | None = None
 
 
 def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | None]) -> dict[Op, Use]:
@@ -56,6 +59,10 @@ def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | 
 
 def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     """How one operation takes its operands, if otherwise than they lie."""
+    attended = around(traced.graph, op, constraints)
+    if attended is not None:
+        inputs, outputs = (tuple(map(Constraint, specs)) for specs in (attended.operands(op), attended.results(op)))
+        return Use(inputs, outputs, is_local=True, around=attended)
     if op.name in CONTRACTIONS:
         return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
     return _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _gathered(op, constraints)

@@ -17,9 +17,9 @@ class TrainConfig:
 
     Attributes:
       workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), or file.py:name.
-      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, expert, pipeline,
-        pipeline+tensor or 3d; `+seq` behind a tensor one splits the sequence too. Left out: what the mesh's names mean,
-        or what fits.
+      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert,
+        pipeline, pipeline+tensor or 3d; `+seq` behind a tensor one splits the sequence too. Left out: what the mesh's
+        names mean, or what fits.
       mesh: axis sizes, slowest first, such as data=4,model=2.
       plan: a plan file to obey, instead of layout and mesh.
       devices: how many devices; simulated on a CPU where there is no accelerator (8 by default there).

@@ -20,6 +20,7 @@ from spanax.plan.resolve import Constraint
 from spanax.plan.unreduced import Unreduced
 from spanax.plan.uses import Use
 from spanax.run.lookup import look_up, split_lookup
+from spanax.run.ring import attended_part
 from spanax.run.unreduced import behind, in_front, in_parts, lifted, together
 from spanax.trace.graph import BODIES, Body, Graph, Op, retraced, scan_counts
 from spanax.trace.primitives import ELEMENTWISE
@@ -103,7 +104,8 @@ class Replay:
         elif late:
             outs = in_parts(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
         elif use is not None and use.is_local and self.mesh.size > 1:
-            outs = _shard_by_shard(op, use, self.mesh, ins, self.manual)
+            part = None if use.around is None else attended_part(op, use.around, self.mesh, self.manual)
+            outs = _shard_by_shard(op, use, self.mesh, ins, self.manual, part)
         else:
             outs = op.bind(ins)
         if use is not None:
@@ -180,8 +182,10 @@ def as_traced(op: Op) -> AbstractContextManager[None]:
     return source_info_util.user_context(told.traceback, name_stack=name_stack)
 
 
-def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any], manual: frozenset[str]) -> list[Any]:
-    """The operation on each device's part, without a word from the compiler."""
+def _shard_by_shard(
+    op: Op, use: Use, mesh: Mesh, ins: Sequence[Any], manual: frozenset[str], instead: Callable[..., Any] | None = None
+) -> list[Any]:
+    """The operation on each device's part, or what runs instead of it there, without a word from the compiler."""
     specs = [
         tuple(PartitionSpec() if wanted is None else _partition_spec(wanted, manual) for wanted in group)
         for group in (use.inputs, use.outputs)
@@ -194,7 +198,7 @@ def _shard_by_shard(op: Op, use: Use, mesh: Mesh, ins: Sequence[Any], manual: fr
 
     # Inside of a manual part of the mesh it is the rest that is split here, of the mesh that is known there.
     where: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
-    return list(jax.shard_map(part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **where)(*ins))
+    return list(jax.shard_map(instead or part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **where)(*ins))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -181,7 +181,22 @@ def _scan(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: s
             _claim(claims, dims.classes(outer)[0], "layers" if is_weight else "steps")
 
 
+def _attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+    """The two products of an attention that is one operation."""
+    form, (q, k, v) = op.params["form"], op.inputs[:3]
+    labels, of_keys = dims.classes(q), dims.classes(k)
+    for label in labels[: form.queries]:
+        if label in in_params and not _is_named(claims, label, "batch"):
+            _claim(claims, label, "heads")
+    _claim(claims, labels[form.queries], "seq")
+    _claim(claims, of_keys[form.num_batch], "seq")
+    for width in (of_keys[-1], dims.classes(v)[-1]):
+        if width in in_params:
+            _claim(claims, width, "head_dim")
+
+
 _EVIDENCE = {
+    "spanax_attention": _attention,
     "gather": _gather,
     "dot_general": _dot_general,
     "top_k": _top_k,

@@ -23,3 +23,22 @@ def known_policy(policy: str | None) -> str | None:
     if policy is not None and policy not in POLICIES:
         raise SpanaxError(f"unknown remat policy '{policy}'.", fix=nearest(str(policy), POLICIES))
     return policy
+
+
+GATHERED, RING = "gathered", "ring"
+"""How queries meet the keys of other devices where a sequence is split: all keys come to each, or go around."""
+
+
+def known_context(form: str) -> str:
+    """The form of context parallelism, if there is one of that name.
+
+    Raises:
+      SpanaxError: there is none.
+
+    Example:
+      >>> known_context("ring")
+      'ring'
+    """
+    if form not in (GATHERED, RING):
+        raise SpanaxError(f"unknown context form '{form}'.", fix=nearest(str(form), (GATHERED, RING)))
+    return form

@@ -202,14 +202,14 @@ def _squeeze(op: Op, dims: Dims) -> None:
 @rule("reshape")
 def _reshape(op: Op, dims: Dims) -> None:
     x, out = op.inputs[0], op.outputs[0]
-    for in_dims, out_dims in _reshape_groups(dims.shape(x), dims.shape(out)):
+    for in_dims, out_dims in reshape_groups(dims.shape(x), dims.shape(out)):
         size_in, size_out = dims.shape(x)[in_dims[0]], dims.shape(out)[out_dims[0]]
         # Shards are contiguous, so only the major factor of a merged dim carries its split.
         if max(size_in, size_out) % min(size_in, size_out) == 0:
             dims.join(x, in_dims[0], out, out_dims[0], factor=min(size_in, size_out))
 
 
-def _reshape_groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+def reshape_groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
     """Pairs of the smallest runs of dims, from the left, with equal products; dims of size 1 are left out."""
     ins = [dim for dim, size in enumerate(old) if size != 1]
     outs = [dim for dim, size in enumerate(new) if size != 1]

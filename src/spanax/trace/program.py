@@ -13,11 +13,12 @@ from flax import nnx
 from jax.extend import core
 
 from spanax.errors import SpanaxError
+from spanax.trace.attended import attended
 from spanax.trace.axes import Axes, Axis, aligned, discover, table
 from spanax.trace.census import label_key
 from spanax.trace.gradients import recording
 from spanax.trace.graph import Graph, from_jaxpr
-from spanax.trace.policies import AS_WRITTEN, known_policy
+from spanax.trace.policies import AS_WRITTEN, GATHERED, RING, known_context, known_policy
 from spanax.trace.resized import Shapes, resized_graph
 from spanax.trace.step import as_metrics, train_step_of, with_extra
 from spanax.trace.traced import Traced
@@ -29,7 +30,8 @@ class Program:
     """A train step, its state and its batch, as shapes and axes.
 
     `leaves` are the state's arrays, `batch` the batch's; both are in the order in which the step takes them.
-    `remat` names what the backward pass keeps, `as written` where the model decides itself.
+    `remat` names what the backward pass keeps, `as written` where the model decides itself; `context` is `ring` where
+    each attention is one operation that can go around a ring of devices.
 
     Example:
       >>> import optax
@@ -52,9 +54,10 @@ class Program:
     batch_treedef: Any
     remat: str
     microbatches: int
-    _retrace: Callable[[str | None, int], "Program"] = field(repr=False)
+    context: str
+    _retrace: Callable[[str | None, int, str], "Program"] = field(repr=False)
     _recorded: Callable[..., "Program"] = field(repr=False)
-    _resized: Callable[[str | None, int, Shapes], Graph] = field(repr=False)
+    _resized: Callable[[str | None, int, str, Shapes], Graph] = field(repr=False)
 
     @property
     def axes(self) -> list[Axis]:
@@ -106,7 +109,7 @@ class Program:
             shared = {old: new for old, new in names.items() if old in known}
             evaluation = replace(evaluation, axes=evaluation.axes.renamed(shared))
         leaves, batch = _with_axes(step, self.leaves, self.batch)
-        retrace = cache(lambda policy, microbatches: self._retrace(policy, microbatches).rename(names))
+        retrace = cache(lambda *asked: self._retrace(*asked).rename(names))
         recorded = lambda **asked: self._recorded(**asked).rename(names)  # noqa: E731
         named = replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch)
         return replace(named, _retrace=retrace, _recorded=recorded)
@@ -133,7 +136,7 @@ class Program:
           >>> program.remat, program.with_remat("dots").remat, program.with_remat("dots").with_remat(None) is program
           ('as written', 'dots', True)
         """
-        return self._retrace(policy, self.microbatches)
+        return self._retrace(policy, self.microbatches, self.context)
 
     def with_microbatches(self, microbatches: int) -> "Program":
         """The same program with gradients added up over so many parts of the batch; traced once for each number.
@@ -141,14 +144,23 @@ class Program:
         Raises:
           SpanaxError: they do not divide the batch, or the program has a train step of its own.
         """
-        return self._retrace(self._policy, microbatches)
+        return self._retrace(self._policy, microbatches, self.context)
+
+    def with_context(self, form: str) -> "Program":
+        """The same program with every attention as one operation (`ring`), or as written (`gathered`); traced once.
+
+        Raises:
+          SpanaxError: there is no such form, no attention, one that cannot go around a ring, or the program has a train
+            step of its own.
+        """
+        return self._retrace(self._policy, self.microbatches, known_context(form))
 
     def with_gradients(self) -> "Program":
         """The same program with more state: the gradients that its optimizer was given in the last step.
 
         They are leaves of the optimizer; `gradients.PREFIX` and the parameter's path make up theirs.
         """
-        return self._recorded(remat=self._policy, microbatches=self.microbatches)
+        return self._recorded(remat=self._policy, microbatches=self.microbatches).with_context(self.context)
 
     def resized(self, shapes: Shapes) -> Traced:
         """The step as it is where the state's leaves have other shapes: operation for operation the same, its axes too.
@@ -156,7 +168,7 @@ class Program:
         Raises:
           SpanaxError: it cannot be traced so, or is another step then.
         """
-        return replace(self.step, graph=self._resized(self._policy, self.microbatches, shapes))
+        return replace(self.step, graph=self._resized(self._policy, self.microbatches, self.context, shapes))
 
     @property
     def _policy(self) -> str | None:
@@ -207,7 +219,7 @@ def trace(
       [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
     """
     chosen = partial(_chosen_step, loss, train_step, compute_dtype, clip_norm)
-    chosen(remat, microbatches)  # a wrong request is told before anything is traced
+    chosen(remat, microbatches, GATHERED)  # a wrong request is told before anything is traced
     try:
         batch = jax.eval_shape(lambda tree: tree, batch)
     except TypeError as error:
@@ -221,36 +233,35 @@ def trace(
     variables, init = _initial(build, optimizer)
     state = variables.abstract()
 
-    recorded = partial(
-        trace, build=build, optimizer=recording(optimizer), batch=batch,
-        loss=loss, train_step=train_step, compute_dtype=compute_dtype, clip_norm=clip_norm,
-    )  # fmt: skip
-    trace_evaluation = cache(
-        lambda: _traced(partial(_run_loss, variables, loss), state, batch, variables, batch_leaves)
-    )
+    given = {"loss": loss, "train_step": train_step, "compute_dtype": compute_dtype, "clip_norm": clip_norm}
+    recorded = partial(trace, build=build, optimizer=recording(optimizer), batch=batch, **given)
+    run_loss = partial(_run_loss, variables, loss)
+    evaluate: dict[str, Callable[..., Any]] = {GATHERED: run_loss, RING: attended(run_loss)}
+    trace_evaluation = cache(lambda context: _traced(evaluate[context], state, batch, variables, batch_leaves))
 
     @cache
-    def retrace(policy: str | None, microbatches: int) -> Program:
-        step = partial(_run_step, variables, chosen(policy, microbatches))
+    def retrace(policy: str | None, microbatches: int, context: str) -> Program:
+        step = partial(_run_step, variables, chosen(policy, microbatches, context))
         traced = _traced(step, state, batch, variables, batch_leaves)
         _say_unknown(traced.axes)
-        evaluation = None if loss is None else trace_evaluation()
+        evaluation = None if loss is None else trace_evaluation(context)
         if evaluation is not None:
             axes = aligned(evaluation.axes, evaluation.graph.body.inputs, traced.axes, traced.graph.body.inputs)
             evaluation = replace(evaluation, axes=axes)
         named = _with_axes(traced, variables.leaves, batch_leaves)
         name = AS_WRITTEN if policy is None else policy
         return Program(
-            *named, traced, evaluation, init, variables, batch_treedef, name, microbatches, retrace, recorded, resized
-        )
+            *named, traced, evaluation, init, variables, batch_treedef, name, microbatches, context,
+            retrace, recorded, resized,
+        )  # fmt: skip
 
     @cache
-    def resized(policy: str | None, microbatches: int, shapes: Shapes) -> Graph:
+    def resized(policy: str | None, microbatches: int, context: str, shapes: Shapes) -> Graph:
         other = variables.of_shapes(shapes)
-        step = partial(_run_step, other, chosen(policy, microbatches))
-        return resized_graph(retrace(policy, microbatches).step.graph, step, other.abstract(), batch)
+        step = partial(_run_step, other, chosen(policy, microbatches, context))
+        return resized_graph(retrace(policy, microbatches, context).step.graph, step, other.abstract(), batch)
 
-    return retrace(remat, microbatches)
+    return retrace(remat, microbatches, GATHERED)
 
 
 def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -281,7 +292,13 @@ def _initial(build: Callable[..., nnx.Module], optimizer: Any) -> tuple[Variable
 
 
 def _chosen_step(
-    loss: Any, train_step: Any, compute_dtype: Any, clip_norm: float | None, remat: str | None, microbatches: int
+    loss: Any,
+    train_step: Any,
+    compute_dtype: Any,
+    clip_norm: float | None,
+    remat: str | None,
+    microbatches: int,
+    context: str,
 ) -> Any:
     if (loss is None) == (train_step is None):
         raise SpanaxError(
@@ -297,12 +314,14 @@ def _chosen_step(
             compute_dtype=compute_dtype,
             clip_norm=clip_norm,
             remat=known_policy(remat),
+            context=context,
         )
     given = {
         "microbatches": microbatches != 1,
         "compute_dtype": compute_dtype is not None,
         "clip_norm": clip_norm,
         "remat": remat is not None,
+        "context": context != GATHERED,
     }
     for name, is_given in given.items():
         if is_given:

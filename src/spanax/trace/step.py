@@ -9,6 +9,8 @@ import optax
 from flax import nnx
 
 from spanax.errors import SpanaxError
+from spanax.trace.attended import attended
+from spanax.trace.policies import RING
 from spanax.trace.remat import rematerialized
 
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
@@ -21,12 +23,13 @@ def train_step_of(
     compute_dtype: Any,
     clip_norm: float | None,
     remat: str | None,
+    context: str = "gathered",
 ) -> TrainStep:
     """An ordinary NNX train step: gradients over microbatches, clipping, one optimizer update.
 
     Parameters stay as the model made them; `compute_dtype` is what the loss sees of them and of the batch, and
-    `remat` is what its gradient keeps. The step returns `loss`, `grad_norm` (before clipping) and whatever the loss
-    returned beside its value.
+    `remat` is what its gradient keeps; where `context` is `ring` each attention is one operation. The step returns
+    `loss`, `grad_norm` (before clipping) and whatever the loss returned beside its value.
     """
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
@@ -38,7 +41,8 @@ def train_step_of(
             nnx.pop(part, nnx.Intermediate)
             return scalar.astype(jnp.float32), (extra, _like(nnx.state(part, nnx.Not(optimizer.wrt)), rest))
 
-        gradient = jax.value_and_grad(rematerialized(value, remat), has_aux=True)
+        pure = attended(value) if context == RING else value
+        gradient = jax.value_and_grad(rematerialized(pure, remat), has_aux=True)
         if microbatches == 1:
             (scalar, (extra, rest)), grads = gradient(params, rest, batch)
         else:

@@ -1,0 +1,129 @@
+"""Attended: a loss run again with every attention in it as one operation.
+
+Done before the loss is differentiated, so that the operation's own gradient is taken. Layers (scans, remats, branches)
+are followed; what has a derivative of its own stays as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core, source_info_util
+
+from spanax.errors import SpanaxError
+from spanax.trace.attention import attention
+from spanax.trace.graph import bind, opened, retraced
+from spanax.trace.lines import Line, Lines
+from spanax.trace.softmax import Found, Refused, as_written, attentions, canonical
+
+REMAT = frozenset({"remat2", "checkpoint"})
+
+
+def attended(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A pure function of arrays that computes the same, its attentions as operations that can go around a ring.
+
+    Raises:
+      SpanaxError: when called, if there is no attention in it, or one that cannot be taken so.
+
+    Example:
+      >>> def loss(q, k, v):
+      ...     return jax.nn.dot_product_attention(q, k, v, is_causal=True).sum()
+      >>> q = k = v = jax.ShapeDtypeStruct((2, 16, 4, 8), "float32")
+      >>> str(jax.make_jaxpr(attended(loss))(q, k, v)).count("= spanax_attention[")
+      1
+    """
+
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        jaxpr, consts = opened(closed)
+        seen: list[Found | Refused] = []
+        outs = _evaluate(jaxpr, consts, jax.tree.leaves(args), seen)
+        _check(seen)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return run
+
+
+def _check(seen: Sequence[Found | Refused]) -> None:
+    refused = [one for one in seen if isinstance(one, Refused)]
+    if refused:
+        raise SpanaxError(
+            f"an attention cannot go around a ring: it has {refused[0].why}.",
+            where=source_info_util.summarize(refused[0].line.eqn.source_info),
+            fix="no dropout on attention weights, or the gathered form: layout 'context'",
+        )
+    if not seen:
+        raise SpanaxError(
+            "nothing can go around a ring: the loss has no softmax attention.",
+            where="two products with a softmax over one dim between them, in the loss or its layers",
+            fix="the gathered form: layout 'context'",
+        )
+
+
+def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], seen: list[Found | Refused]) -> list[Any]:
+    lines = Lines.of(jaxpr, consts)
+    found = attentions(lines)
+    seen += found.values()
+    values = dict(lines.known) | dict(zip(lines.inputs, args, strict=True))
+    for at in _needed(lines, found):
+        line, one = lines.lines[at], found.get(at)
+        with source_info_util.user_context(
+            line.eqn.source_info.traceback,
+            name_stack=source_info_util.current_name_stack() + line.eqn.source_info.name_stack,
+        ):
+            if isinstance(one, Found):
+                outs = [_attend(lines, line, one, values)]
+            else:
+                outs = _apply(line, [values[value] for value in line.ins], seen)
+        values.update(zip(line.outs, outs, strict=True))
+    return [values[value] for value in lines.outputs]
+
+
+def _needed(lines: Lines, found: dict[int, Found | Refused]) -> list[int]:
+    """The lines that are still to be run: those that only made scores are not."""
+    wanted, needed = set(lines.outputs), []
+    for at in range(len(lines.lines) - 1, -1, -1):
+        line, one = lines.lines[at], found.get(at)
+        if line.eqn.effects or wanted.intersection(line.outs):
+            needed.append(at)
+            wanted.update(one.needs if isinstance(one, Found) else line.ins)
+    return needed[::-1]
+
+
+def _attend(lines: Lines, line: Line, one: Found, values: dict[int, Any]) -> Any:
+    q, k, v = (canonical(values[value], order) for value, order in one.operands)
+    (result,) = line.outs
+    dtype = lines.avals[result].dtype
+    out = attention(one.form, dtype, q, k, v, [values[value] for value in one.extras])
+    return as_written(out, one.out, lines.shape(result))
+
+
+def _apply(line: Line, ins: Sequence[Any], seen: list[Found | Refused]) -> list[Any]:
+    eqn, name, params = line.eqn, line.name, dict(line.eqn.params)
+
+    def inner(body: Any) -> Callable[..., list[Any]]:
+        jaxpr, consts = opened(body)
+        return lambda *args: _evaluate(jaxpr, consts, args, seen)
+
+    if name in REMAT:
+        if not _holds(params["jaxpr"]):
+            return bind(eqn, ins, params)
+        function = jax.checkpoint(inner(params["jaxpr"]), policy=params["policy"], prevent_cse=params["prevent_cse"])
+        found: list[Any] = function(*ins)
+        return found
+    if name == "scan" and _holds(params["jaxpr"]):
+        return bind(eqn, ins, params | {"jaxpr": retraced(params["jaxpr"], inner(params["jaxpr"]))})
+    if name == "cond" and any(map(_holds, params["branches"])):
+        return bind(eqn, ins, params | {"branches": tuple(retraced(one, inner(one)) for one in params["branches"])})
+    return bind(eqn, ins, params)
+
+
+def _holds(body: Any) -> bool:
+    """Whether there is a product in a body, however deep: without one nothing is to be found there."""
+    jaxpr, _ = opened(body)
+    return any(eqn.primitive.name == "dot_general" or any(map(_holds, _bodies(eqn))) for eqn in jaxpr.eqns)
+
+
+def _bodies(eqn: core.JaxprEqn) -> list[Any]:
+    held = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
+    return [one for one in held if hasattr(opened(one)[0], "eqns")]
