@@ -36,7 +36,7 @@ from spanax.plan.laid import Laid  # noqa: E402
 from spanax.plan.layout import Layout  # noqa: E402
 from spanax.plan.place import resolver_of  # noqa: E402
 from spanax.plan.presets import PRESETS  # noqa: E402
-from spanax.plan.terms import tally  # noqa: E402
+from spanax.plan.tally import tally  # noqa: E402
 from spanax.run.run import Run  # noqa: E402
 from zoo import ZOO, Case  # noqa: E402
 

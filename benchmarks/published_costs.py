@@ -18,11 +18,13 @@ from spanax.errors import SpanaxError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster, cluster
-from spanax.plan.cost import Assumptions, Costs, Grid, price, repeated
+from spanax.plan.assumptions import Assumptions
+from spanax.plan.cost import Costs, Grid, price, repeated
 from spanax.plan.laid import Laid
 from spanax.plan.resolve import resolve
 from spanax.plan.space import AXES, layout_on, mesh_of
-from spanax.plan.terms import Terms, tally
+from spanax.plan.tally import tally
+from spanax.plan.terms import Terms
 
 DISPATCH_SECONDS = 79e-6
 """On the host, for each kernel of the fused program, where PyTorch runs op by op. Source: --fit, as `Assumptions`."""

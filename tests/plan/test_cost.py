@@ -17,11 +17,13 @@ from programs import array, small_gpt, workload, zoo_program
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
-from spanax.plan.cost import TILE, Assumptions, Costs, Grid, Table, matmul_seconds, price, ways_table
+from spanax.plan.assumptions import Assumptions
+from spanax.plan.cost import TILE, Costs, Grid, Table, matmul_seconds, price, ways_table
 from spanax.plan.laid import Laid
 from spanax.plan.place import resolver_of
 from spanax.plan.search import Candidate, search
-from spanax.plan.terms import KINDS, Terms, Works, tally
+from spanax.plan.tally import tally
+from spanax.plan.terms import KINDS, Terms, Works
 from spanax.trace.census import Phase, contraction_flops
 from spanax.trace.program import Program
 

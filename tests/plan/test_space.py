@@ -18,7 +18,7 @@ from spanax.plan.memory import held, state_of, walk
 from spanax.plan.partition import as_masks, union
 from spanax.plan.resolve import Resolver, resolve
 from spanax.plan.space import AXES, BATCH, IDLE, UNEVEN, UNSTORED, Family, families, layout_on, mesh_of
-from spanax.plan.terms import tally
+from spanax.plan.tally import tally
 from spanax.trace.program import Program
 
 PLACES = [("gpt-nano", "cpu:8"), ("gpt-nano", "a100:2x8"), ("moe-nano", "cpu:8"), ("moe-nano", "a100:2x8")]

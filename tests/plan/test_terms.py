@@ -10,7 +10,7 @@ import pytest
 import spanax
 import zoo
 from spanax.models import gpt
-from spanax.plan import laid, partition, terms
+from spanax.plan import laid, partition, tally
 from spanax.plan.place import resolver_of
 from spanax.run.run import Run
 from spanax.trace.versions import versions
@@ -45,7 +45,7 @@ def planned(model: str, layout: str, mesh: str) -> tuple[spanax.Program, spanax.
 
 def predicted(model: str, layout: str, mesh: str) -> dict[tuple[str, str], float]:
     program, plan = planned(model, layout, mesh)
-    return terms.tally(laid.Laid(resolver_of(program, plan), program.step)).moved_bytes(plan.mesh)
+    return tally.tally(laid.Laid(resolver_of(program, plan), program.step)).moved_bytes(plan.mesh)
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def test_what_moves_is_what_xla_moves(cell: tuple[str, str, str]) -> None:
     assert sum(compiled(*cell).values()) > 10_000
 
 
-def gathered_again(tally: terms._Tally, kind: terms.Kind, shift: partition.Shift) -> int:
+def gathered_again(found: tally._Tally, kind: tally.Kind, shift: partition.Shift) -> int:
     return kind.runs
 
 
@@ -86,8 +86,8 @@ def unsummed(*args: object, **kwargs: object) -> list[partition.Shift]:
 
 BREAKAGES = [
     (laid, "use_of", lambda *args: None, ("gpt", "fsdp", "fsdp=8")),
-    (terms._Tally, "_runs", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
-    (terms._Tally, "add_ends", lambda tally: None, ("gpt", "zero2", "data=2,fsdp=4")),
+    (tally._Tally, "_runs", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
+    (tally._Tally, "add_ends", lambda tally: None, ("gpt", "zero2", "data=2,fsdp=4")),
     (partition, "_finished", unsummed, ("moe", "expert", "data=4,expert=2")),
     (laid, "transition", unsummed, ("moe", "expert", "data=4,expert=2")),
 ]
@@ -123,7 +123,7 @@ def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, k
     resolver, total = resolver_of(program, plan), 0.0
     for at, leaf in enumerate(program.leaves):
         if leaf.kind == "param":
-            of_leaf = terms.tally(laid.Laid(resolver, program.step), versions(program.step, at))
+            of_leaf = tally.tally(laid.Laid(resolver, program.step), versions(program.step, at))
             total += of_leaf.moved_bytes(plan.mesh).get((kind, "fsdp"), 0.0)
     assert total > 0 and total == pytest.approx(predicted("gpt", layout, "fsdp=8")[kind, "fsdp"])
 
@@ -131,12 +131,12 @@ def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, k
 def test_what_is_done_once_a_step_does_not_grow_with_microbatches() -> None:
     for layout, kind in (("zero1", "all-gather"), ("data", "all-reduce")):
         program, plan = planned("gpt", layout, "data=8" if layout == "data" else "fsdp=8")
-        found = terms.tally(laid.Laid(resolver_of(program, plan), program.step))
+        found = tally.tally(laid.Laid(resolver_of(program, plan), program.step))
         one, four = found.moved_bytes(plan.mesh), found.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
         axes = plan.mesh.names[0]
         assert four[kind, axes] == pytest.approx(one[kind, axes], rel=1e-3)
     program, plan = planned("gpt", "fsdp", "fsdp=8")
-    found = terms.tally(laid.Laid(resolver_of(program, plan), program.step))
+    found = tally.tally(laid.Laid(resolver_of(program, plan), program.step))
     one, four = found.moved_bytes(plan.mesh), found.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
     assert four["all-gather", "fsdp"] == pytest.approx(4 * one["all-gather", "fsdp"], rel=0.05)
 

@@ -13,7 +13,7 @@ from programs import zoo_program
 from spanax.plan.laid import Laid
 from spanax.plan.own import candidate_of
 from spanax.plan.place import resolver_of
-from spanax.plan.terms import tally
+from spanax.plan.tally import tally
 from spanax.trace.program import Program
 from spanax.trace.versions import versions
 

@@ -12,7 +12,7 @@ from spanax.plan.parts import shares
 from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.stages import AXIS, inside_stage
-from spanax.plan.terms import tally
+from spanax.plan.tally import tally
 from spanax.plan.ticks import ticks_of
 from spanax.plan.unreduced import unreduced
 from spanax.trace.cut import cut

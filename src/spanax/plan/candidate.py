@@ -18,7 +18,7 @@ from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
 from spanax.plan.resolve import resolve
 from spanax.plan.space import AXES, layout_on
-from spanax.plan.terms import tally
+from spanax.plan.tally import tally
 from spanax.trace.policies import POLICIES, RING
 from spanax.trace.program import Program
 from spanax.trace.versions import versions

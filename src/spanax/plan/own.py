@@ -3,14 +3,15 @@
 import numpy as np
 
 from spanax.hardware.cluster import Cluster
+from spanax.plan.assumptions import Assumptions
 from spanax.plan.candidate import Candidate
-from spanax.plan.cost import Assumptions, Grid, price
+from spanax.plan.cost import Grid, price
 from spanax.plan.laid import Laid
 from spanax.plan.memory import Held, held_on, state_of, walk
 from spanax.plan.place import check_made_for, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.stages import inside_stage
-from spanax.plan.terms import tally
+from spanax.plan.tally import tally
 from spanax.trace.program import Program
 
 

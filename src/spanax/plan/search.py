@@ -13,13 +13,15 @@ from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins, check_pinned
+from spanax.plan.assumptions import Assumptions
 from spanax.plan.candidate import RESERVE, Candidate, Search
-from spanax.plan.cost import Assumptions, Costs, Grid, Table, price
+from spanax.plan.cost import Costs, Grid, Table, price
 from spanax.plan.laid import Known, Laid
 from spanax.plan.memory import Held, held_on, state_of, walk
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
-from spanax.plan.terms import Terms, tally
+from spanax.plan.tally import tally
+from spanax.plan.terms import Terms
 from spanax.trace.attention import FORWARD, attention_flops
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Phase, contraction_flops

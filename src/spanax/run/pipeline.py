@@ -23,7 +23,7 @@ from spanax.run.rows import Rows, check_alike
 from spanax.run.stage import Stage, Values, converted
 from spanax.trace.cut import Cut, cut
 from spanax.trace.graph import Op
-from spanax.trace.halves import halves
+from spanax.trace.halves import Halves, halves
 from spanax.trace.traced import Traced
 
 
@@ -109,12 +109,7 @@ def pipelined(
     """
     loop = pieces.loop
     two = halves(pieces.backward) if ticks.is_split else None
-    uses, sums = dict(replay.uses), dict(replay.unreduced.sums)
-    for op, written in two.as_written.items() if two else ():
-        uses |= {op: uses[written]} if written in uses else {}
-        sums |= {op: sums[written]} if written in sums else {}
-    late = replace(replay.unreduced, sums=sums)
-    inner = replace(replay, uses=uses, unreduced=late, instead={}, manual=frozenset([AXIS]))
+    inner = _inside(replay, two)
     divided = [one.index for one in pieces.sums if one.is_rows] + [state.index for state in pieces.layer_states]
 
     def inside(
@@ -166,6 +161,16 @@ def pipelined(
         return [*(found[at] for at in range(loop.num_carried)), *(around.kept(value, each) for value, each in stacked)]
 
     return run
+
+
+def _inside(replay: Replay, two: Halves | None) -> Replay:
+    """How operations run inside of a stage, those of a layer's halves as they were written."""
+    uses, sums = dict(replay.uses), dict(replay.unreduced.sums)
+    for op, written in two.as_written.items() if two else ():
+        uses |= {op: uses[written]} if written in uses else {}
+        sums |= {op: sums[written]} if written in sums else {}
+    late = replace(replay.unreduced, sums=sums)
+    return replace(replay, uses=uses, unreduced=late, instead={}, manual=frozenset([AXIS]))
 
 
 def _read(pieces: Cut) -> set[int]:

@@ -8,7 +8,7 @@ from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
 from spanax.plan.laid import Laid
 from spanax.plan.place import resolver_of
-from spanax.plan.terms import tally
+from spanax.plan.tally import tally
 
 MANY_LAYERS = 8
 """Equal layers, written out, from which on compiling takes minutes."""
