@@ -36,7 +36,7 @@ def residual_bytes(run: Any, schedule: Any) -> int:
 
     traced = run.program.step
     table = ticks(schedule.pipeline, schedule.num_stages, schedule.microbatches)
-    storage = Storage(Replay(traced.graph, [], {}, run.mesh, {}), cut(traced, schedule.microbatches), table, None)
+    storage = Storage(Replay(traced.graph, [], {}, run.mesh), cut(traced, schedule.microbatches), table, None)
     avals = [traced.graph.avals[value] for value in storage.residuals]
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals) // schedule.num_stages
 

@@ -29,7 +29,7 @@ MESH = spanax.MeshShape.of("data=4,model=2")
 
 def replay(graph: Graph, constraints: Any, mesh: Any, taken: Any = MappingProxyType({})) -> Callable[..., list[Any]]:
     """A graph replayed under constraints, its operands taken as they lie, or as said."""
-    whole = Replay(graph, constraints, taken, mesh, {})
+    whole = Replay(graph, constraints, taken, mesh)
     return lambda *args: whole.body(graph.body, args)
 
 

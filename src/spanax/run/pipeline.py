@@ -28,7 +28,7 @@ from spanax.trace.traced import Traced
 
 
 @dataclass(frozen=True, eq=False)
-class Around:
+class Outside:
     """The step around a pipeline, whose stacked arrays lie as they are kept; inside, layers come in their order.
 
     Attributes:
@@ -82,21 +82,21 @@ def in_stages(
         dim = partial(rows.dim, traced) if rows else lambda value: None
         if rows is not None:
             check_alike(traced, pieces)
-        around = Around(replay, pieces.loop.op, pieces.prepared_ops, rows, dim)
+        outside = Outside(replay, pieces.loop.op, pieces.prepared_ops, rows, dim)
     else:
         outer, both = padded
         other = cut(both.step, schedule.microbatches)
         instead |= both.masked(outer, pieces, other)
-        around = Around(replace(outer, instead=instead), other.loop.op, other.prepared_ops, rows, both.dim)
+        outside = Outside(replace(outer, instead=instead), other.loop.op, other.prepared_ops, rows, both.dim)
     # Each permutation inside of a task waits for all simulated devices, those of other stages too.
     device = next(iter(replay.mesh.devices.flat), None) if isinstance(replay.mesh, Mesh) else None
     meets = device is not None and device.platform == "cpu" and replay.mesh.size > schedule.num_stages
-    run = pipelined(replay, pieces, table, around, meets=meets)
-    return replace(around.replay, instead={**instead, around.loop: run})
+    run = pipelined(replay, pieces, table, outside, meets=meets)
+    return replace(outside.replay, instead={**instead, outside.loop: run})
 
 
 def pipelined(
-    replay: Replay, pieces: Cut, ticks: Ticks, around: Around, *, meets: bool
+    replay: Replay, pieces: Cut, ticks: Ticks, outside: Outside, *, meets: bool
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """What runs in place of the loop over microbatches: a function of its operands that returns its results.
 
@@ -104,7 +104,7 @@ def pipelined(
       replay: the program, as it runs outside of the pipeline.
       pieces: the loop, cut.
       ticks: who does what when.
-      around: what the loop stands in.
+      outside: what the loop stands in.
       meets: whether all stages take every task that one of them has at a tick, and all but that one forget it.
     """
     loop = pieces.loop
@@ -135,30 +135,30 @@ def pipelined(
 
     def run(ins: Sequence[Any]) -> list[Any]:
         values: Values = dict(zip(loop.body.inputs, ins, strict=True))
-        values |= {value: around.kept(value, constants[outer]) for value, outer in pairs if outer in constants}
-        around.replay.ops(around.prepared_ops, values)
+        values |= {value: outside.kept(value, constants[outer]) for value, outer in pairs if outer in constants}
+        outside.replay.ops(outside.prepared_ops, values)
         carried = ins[loop.num_consts : loop.num_consts + loop.num_carried]
         befores = loop.body.inputs[loop.num_consts :]
         microbatches = list(ins[loop.num_consts + loop.num_carried :])
         consts = [*loop.body.inputs[: loop.num_consts], *pieces.prepared, *pieces.unchanged.values()]
-        whole = {value: around.in_order(value, values[value]) for value in consts if value in reads}
+        whole = {value: outside.in_order(value, values[value]) for value in consts if value in reads}
         rest = {at: value for at, value in enumerate(carried) if at not in divided and at not in pieces.unchanged}
         by_rows, by_stage, results = staged(
-            around.replay.read(values, pieces.rows),
+            outside.replay.read(values, pieces.rows),
             {at: carried[at] for at in divided},
-            {at: around.in_order(befores[at], array) for at, array in rest.items()},
+            {at: outside.in_order(befores[at], array) for at, array in rest.items()},
             whole,
             microbatches,
             jnp.asarray(ticks.table),
         )
-        by_stage = {at: around.kept(outputs[at], array) for at, array in by_stage.items()}
+        by_stage = {at: outside.kept(outputs[at], array) for at, array in by_stage.items()}
         found = by_rows | by_stage | {at: carried[at] for at in pieces.unchanged}
         for one in pieces.sums:
             for part in one.parts.get("always", ()):
-                (extra,) = around.replay.read(values, [part.value])
+                (extra,) = outside.replay.read(values, [part.value])
                 found[one.index] = found[one.index] + converted(part, extra) * ticks.num_microbatches
         stacked = zip(loop.op.outputs[loop.num_carried :], results, strict=True)
-        return [*(found[at] for at in range(loop.num_carried)), *(around.kept(value, each) for value, each in stacked)]
+        return [*(found[at] for at in range(loop.num_carried)), *(outside.kept(value, each) for value, each in stacked)]
 
     return run
 
