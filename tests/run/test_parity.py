@@ -71,8 +71,9 @@ QUICK = {
     "gpt": {"zero1", "fsdp+tensor+seq"},
     "gqa": {"context", "ring", "fsdp+tensor"},
     "moe": {"expert", "data+tensor"},
-} | dict.fromkeys(("annotated", "clip", "llama", "lora", "mixed-dtype", "mixer", "mixtral", "multitask", "resnet",
-                   "sequential", "vae", "vit-scan"), {"fsdp"})  # fmt: skip
+} | dict.fromkeys(
+    ("annotated", "clip", "lora", "mixed-dtype", "mixer", "multitask", "resnet", "sequential", "vae"), {"fsdp"}
+)
 
 
 def cases() -> list[Any]:
