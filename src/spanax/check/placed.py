@@ -119,7 +119,7 @@ def _moved(leaf: Placement, spec: Spec, mesh: MeshShape) -> Placement:
     if spec == leaf.spec:
         return leaf
     local = tuple(size // mesh.ways(by) for size, by in zip(leaf.shape, spec, strict=True))
-    num_bytes = leaf.local_bytes // max(1, math.prod(leaf.local_shape)) * math.prod(local)
+    num_bytes = leaf.item_bytes * math.prod(local)
     return replace(leaf, spec=spec, local_shape=local, local_bytes=num_bytes)
 
 

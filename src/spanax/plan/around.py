@@ -84,6 +84,4 @@ def around(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> Ar
 
 def _lies(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> Spec:
     lies = constraints[value]
-    if lies is None:
-        return ((),) * len(graph.shape(value))
-    return lies.spec if lies.used is None else lies.used
+    return ((),) * len(graph.shape(value)) if lies is None else lies.computed

@@ -350,11 +350,8 @@ class TableAt:
             rate = link["all_reduce_bytes_per_second"]
             return all_reduce_seconds(num_bytes, size, rate, link["latency_seconds"], start, link["way_seconds"])
         if kind >= 4:  # a hop, or as many as there are devices
-            hops = np.where(kind == 4, 1, size)
-            return (
-                permute_seconds(num_bytes / size, size, link["permute_bytes_per_second"], link["latency_seconds"])
-                * hops
-            )
+            rate, latency = link["permute_bytes_per_second"], link["latency_seconds"]
+            return permute_seconds(num_bytes / size, size, rate, latency) * (1 if kind == 4 else size)
         if kind == 3:
             rate = link["all_to_all_bytes_per_second"]
             return all_to_all_seconds(num_bytes / size, size, rate, link["way_seconds"], start)

@@ -249,13 +249,13 @@ def _summed(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
 
 def _worked(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
     """What an attention around a ring holds while it runs."""
-    bits = {axis: 1 << at for at, axis in enumerate(laid.resolver.mesh.names)}
     for at, op in enumerate(ops):
         use = laid.division(op).use if op.name in RING else None
-        for spec, num_bytes in (
-            worked_bytes(laid.traced.graph, op, use.around, laid.resolver.mesh) if use and use.around else ()
-        ):
-            yield Span(at, at, (union(as_masks(spec, bits)), *_column(laid, op.inputs[0])[1:]), num_bytes)
+        if use is None or use.around is None:
+            continue
+        for spec, num_bytes in worked_bytes(laid.traced.graph, op, use.around, laid.resolver.mesh):
+            mask = laid.mask([axis for by in spec for axis in by])
+            yield Span(at, at, (mask, *_column(laid, op.inputs[0])[1:]), num_bytes)
 
 
 def _column(laid: Laid, value: int) -> Column:

@@ -46,6 +46,11 @@ class Placement:
     reason: str
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of one number."""
+        return self.local_bytes // max(1, math.prod(self.local_shape))
+
+    @property
     def partition_spec(self) -> "PartitionSpec":
         """The spec as JAX writes it."""
         from jax.sharding import PartitionSpec

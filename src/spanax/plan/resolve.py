@@ -36,6 +36,11 @@ class Constraint:
     is_open: bool = False
     used: Spec | None = None
 
+    @property
+    def computed(self) -> Spec:
+        """How the value is split where activations meet it."""
+        return self.spec if self.used is None else self.used
+
 
 @dataclass(frozen=True, eq=False)
 class Resolver:

@@ -1,7 +1,7 @@
 """Rounds: what an attention around a ring computes, moves and holds, as the terms of a price."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from spanax.hardware.mesh import MeshShape
@@ -30,9 +30,8 @@ def ring_split(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> Split:
     lie on it, everything with queries or keys is exchanged on its way in and out, once. What others have added to a
     gradient is summed.
     """
-    bits = {axis: 1 << at for at, axis in enumerate(mesh.names)}
-    mask = lambda spec: union(as_masks(spec, bits))  # noqa: E731
-    ring = mask([around.ring])
+    mask = _masks(mesh)
+    ring = mask((around.ring,))
     shifts: list[Shift] = []
     if mesh.ways(around.ring) > 1:
         is_moved = ring_of(around, mesh).is_moved
@@ -48,6 +47,12 @@ def ring_split(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> Split:
             if over := used & ~mask(spec):
                 shifts.append(Shift("all-reduce", value, over, mask(spec), False, _words(graph, value)))
     return Split(mask(around.axes), (), (), tuple(shifts))
+
+
+def _masks(mesh: MeshShape) -> Callable[[Spec], int]:
+    """The mesh axes of a spec as one mask."""
+    bits = {axis: 1 << at for at, axis in enumerate(mesh.names)}
+    return lambda spec: union(as_masks(spec, bits))
 
 
 def _moving(graph: Graph, op: Op, around: Around) -> Iterator[tuple[int, Spec, int, int]]:
@@ -101,8 +106,7 @@ def products(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> list[tupl
 
 def works(graph: Graph, op: Op, around: Around, mesh: MeshShape, is_batched: bool, dtype: str) -> list[tuple[Any, ...]]:
     """Rows of `Works` for its matmuls but for when they run and how often."""
-    bits = {axis: 1 << at for at, axis in enumerate(mesh.names)}
-    mask = lambda spec: union(as_masks(spec, bits))  # noqa: E731
+    mask = _masks(mesh)
     form = around.form
     separate, rows = mask(around.axes[: form.num_batch]), mask(around.axes[form.num_batch : form.keys])
     queries, size = math.prod(form.sizes[form.num_batch : form.keys]), graph.avals[op.inputs[0]].dtype.itemsize

@@ -133,15 +133,13 @@ def _summed_over(laid: Laid, op: Op) -> int:
     if division.split is None or (division.use is not None and division.use.is_local):
         return 0
     results = laid.traced.alike[op].outputs
-    mask = union([shift.over for shift in division.split.shifts if shift.value in results and _is_sum(shift.kind)])
+    mask = union(
+        [shift.over for shift in division.split.shifts if shift.value in results and shift.kind == "all-reduce"]
+    )
     masks = [union([by for _, by in dims]) for dims in _split_sums(laid, op) if dims is not None]
     for each in masks:  # every operand must have its part
         mask &= each
     return mask
-
-
-def _is_sum(kind: str) -> bool:
-    return kind == "all-reduce"
 
 
 def _split_sums(laid: Laid, op: Op) -> list[list[tuple[int, int]] | None]:

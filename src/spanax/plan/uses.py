@@ -82,7 +82,7 @@ def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence
     values = (*op.inputs[:2], op.outputs[0])
     whole = [((),) * len(traced.graph.shape(value)) for value in values]
     lies = [constraints[value] or Constraint(spec) for value, spec in zip(values, whole, strict=True)]
-    specs = [one.spec if one.used is None else one.used for one in lies]
+    specs = [one.computed for one in lies]
     batch = _shared(specs, batch_dims)
     split = tuple(axis for axis in _shared(specs, channel_dims) if axis not in batch)
     if num_groups % resolver.mesh.ways(split):
@@ -220,7 +220,7 @@ def _lookup(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Co
     lies, result = (constraints[found.table], constraints[found.rows]) if found else (None, None)
     if found is None or lies is None or result is None:
         return None
-    used = lies.spec if lies.used is None else lies.used
+    used = lies.computed
     summed = {axis for dim in found.looked_up for axis in used[dim]}
     if lies.used is None and not summed & _axes(result.spec):
         return None
@@ -240,7 +240,7 @@ def _ways_to_look_up(
 ) -> list[tuple[Spec, Spec, float]]:
     """How the table is split and how the rows, and how many numbers move there and back a device."""
     shape, classes, ways = traced.graph.shape, traced.axes.classes, resolver.mesh.ways
-    used = lies.spec if lies.used is None else lies.used
+    used = lies.computed
     row_size, table_size = math.prod(shape(found.rows)), math.prod(shape(found.table))
     is_split = ways([*summed]) > 1
     computed = _without(result.spec, summed)

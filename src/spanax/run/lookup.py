@@ -118,8 +118,7 @@ def _spec(graph: Graph, value: int, constraints: Sequence[Constraint | None], ma
     lies = constraints[value]
     if lies is None:
         return ((),) * len(graph.shape(value))
-    used = lies.spec if lies.used is None else lies.used
-    return tuple(tuple(axis for axis in by if axis not in manual) for by in used)
+    return tuple(tuple(axis for axis in by if axis not in manual) for by in lies.computed)
 
 
 def _over_rows(flags: Any, rank: int, columns: Sequence[int]) -> Any:

@@ -139,7 +139,7 @@ def _large(checked: Checked, kind: str) -> float:
 
 
 def _whole_bytes(leaf: Placement) -> int:
-    return leaf.local_bytes // max(1, math.prod(leaf.local_shape)) * math.prod(leaf.shape)
+    return leaf.item_bytes * math.prod(leaf.shape)
 
 
 def _padding(leaf: Placement, ways: int, axes: str) -> str:
