@@ -1,0 +1,67 @@
+"""Events: what happened to a run, one JSON object a line in events.jsonl, by its leader and by its supervisor.
+
+Nothing here imports JAX: a supervisor and `spanax report` read and write the same file as a run.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Events:
+    """Who tells of a run, and where.
+
+    Attributes:
+      folder: the run folder.
+      by: `rank 0` or `supervisor`.
+      attempt: how often the run was started again before this time.
+
+    Example:
+      >>> import tempfile
+      >>> events = Events(Path(tempfile.mkdtemp()), by="supervisor", attempt=2)
+      >>> events.tell("died", rank=1, signal="SIGKILL")
+      >>> [(line["event"], line["attempt"], line["rank"]) for line in read(events.folder)]
+      [('died', 2, 1)]
+    """
+
+    folder: Path
+    by: str = "rank 0"
+    attempt: int = 0
+
+    def tell(self, event: str, **values: Any) -> None:
+        """Append one event; a disk that is full or gone is told of on standard error, and ends nothing."""
+        record = {"event": event, "time": round(time.time(), 3), "by": self.by, "attempt": self.attempt, **values}
+        line = (json.dumps(record) + "\n").encode()
+        try:
+            # One write at the end of the file: lines of two processes never mix.
+            descriptor = os.open(self.folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            print(f"spanax: cannot write to '{self.folder / FILE}': {error.strerror}: {line.decode()}", file=sys.stderr)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The events of a run in the order they were told; half a line, from a kill or a full disk, is left out."""
+    try:
+        lines = (folder / FILE).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            found.append(event)
+    return found

@@ -1,0 +1,112 @@
+"""Heartbeat: the sign of life of one process of a run, heartbeats/<rank>.json, beaten by its loop and by no thread.
+
+A thread would go on beating while the loop hangs. What is written are facts; how long a silence may last is for the
+one who reads them to decide.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = "heartbeats"
+
+APART_SECONDS = 0.5
+"""Beats of one phase are at least so far apart: a small model takes thousands of steps a second."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a process last said of itself.
+
+    Attributes:
+      rank: its number among the processes of the run.
+      pid: its process on `host`.
+      attempt: how often the run was started again before.
+      phase: `start`, `compile`, `step`, `save`, `evaluate`, `restore` or `end`.
+      step: steps taken.
+      step_seconds: the median of its steps so far; 0 before the first.
+      time: when, by its own clock, in Unix seconds.
+      seconds: what its wall time went to so far, by bucket (`run.ledger`).
+    """
+
+    rank: int
+    pid: int
+    host: str
+    attempt: int
+    phase: str
+    step: int
+    step_seconds: float
+    time: float
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Pulse:
+    """The heart of one process.
+
+    Example:
+      >>> import tempfile
+      >>> pulse = Pulse(Path(tempfile.mkdtemp()), rank=1, attempt=0)
+      >>> pulse.beat("step", 7, step_seconds=0.25)
+      >>> found = read(pulse.folder)[1]
+      >>> found.phase, found.step, found.pid == os.getpid()
+      ('step', 7, True)
+    """
+
+    folder: Path
+    rank: int
+    attempt: int
+    _phase: str = ""
+    _beaten: float = 0.0
+
+    def beat(
+        self, phase: str, step: int, *, step_seconds: float = 0.0, seconds: Mapping[str, float] | None = None
+    ) -> None:
+        """Say where the loop is; a disk without room must not end a run, so an error only leaves the old beat."""
+        now = time.monotonic()
+        if phase == self._phase and now - self._beaten < APART_SECONDS:
+            return
+        self._phase, self._beaten = phase, now
+        said = Heartbeat(
+            self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
+            dict(seconds or {}),
+        )  # fmt: skip
+        path = self.folder / FOLDER / f"{self.rank}.json"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            new = path.with_suffix(".new")
+            new.write_text(json.dumps(asdict(said)))
+            os.replace(new, path)
+        except OSError:
+            # A full disk still takes a time: alive is alive.
+            if path.exists():
+                os.utime(path)
+
+
+def read(folder: Path) -> dict[int, Heartbeat]:
+    """The last beat of every process of a run, by rank; a file that cannot be read is no beat."""
+    found = {}
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        try:
+            beat = Heartbeat(**_checked(json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError):
+            continue
+        found[beat.rank] = beat
+    return found
+
+
+def forget(folder: Path) -> None:
+    """Take the beats of an earlier attempt away, so that nobody takes them for life."""
+    for path in (folder / FOLDER).glob("*"):
+        path.unlink(missing_ok=True)
+
+
+def _checked(said: Any) -> dict[str, Any]:
+    if not isinstance(said, dict) or not isinstance(said.get("rank"), int) or not isinstance(said.get("step"), int):
+        raise ValueError("no heartbeat")
+    return said
