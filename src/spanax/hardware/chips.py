@@ -9,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from spanax.documents import read_toml
 from spanax.errors import DataError, SpanaxError, nearest
 from spanax.hardware.chip import Chip, Link
 from spanax.units import quantity
@@ -135,10 +136,10 @@ def read_file(path: str | Path) -> tuple[Chip, str | None]:
       SpanaxError: as `read_chip`.
     """
     try:
-        table = tomllib.loads(Path(path).read_text())
+        table = read_toml(path)
     except OSError as error:
         raise DataError(f"cannot read the cluster file '{path}'.", where=error.strerror or str(error)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise DataError(f"'{path}' is not TOML.", where=str(error)) from None
     own = {key: value for key, value in table.items() if key not in ("name", "shape")}
     shape = table.get("shape")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from spanax.documents import read_bytes
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run import manifest
 from spanax.run.layers import Regrouped, told
@@ -116,7 +117,7 @@ def save(
     leaves = {key: told(value) for key, value in arrays.items()}
     document = {"saved_at": manifest.utc(time.time()), "leaves": leaves, "meta": dict(meta)}
     try:
-        texts = {PLAN: plan_json.encode(), META: (json.dumps(document, indent=1) + "\n").encode()}
+        texts = {PLAN: plan_json.encode(), META: (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()}
     except (TypeError, ValueError) as error:
         raise SpanaxError(f"meta cannot be saved: {error}.", fix="give JSON values only") from error
     stored = {_stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
@@ -164,7 +165,7 @@ def restore(
     folder = root / _from_first(lambda: _choose(root, step, warn).name, DataError)
     found = manifest.step_of(folder) or 0
     try:
-        plan_json = (folder / PLAN).read_bytes().decode()
+        plan_json = read_bytes(folder / PLAN).decode()
         _, leaves, meta = read_meta(folder)
         regrouped = Regrouped.of(leaves, targets)
         _compare(found, folder, leaves, regrouped.reads)

@@ -9,13 +9,13 @@ import os
 import platform
 import socket
 import sys
-import tomllib
 from collections.abc import Mapping
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import IO, Any
 
+from spanax.documents import read_toml
 from spanax.errors import DataError, WriteError
 from spanax.run import manifest
 
@@ -71,8 +71,8 @@ def read_config(path: Path) -> dict[str, Any]:
       DataError: there is no such file, or it is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        return read_toml(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"cannot read the configuration '{path}'.", where=str(error)) from None
 
 
