@@ -124,7 +124,7 @@ def made(kind: type[Made], data: Any) -> Made:
     """
     if not isinstance(data, Mapping):
         raise ValueError(f"{repr(data)[:60]} is no {kind.__name__}")
-    hints = _hints(kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
     for name in data:
         if name not in hints:
             raise ValueError(f"a {kind.__name__} has no '{name[:60]}'")
