@@ -145,6 +145,7 @@ def _train(config: TrainConfig) -> None:
     from functools import partial
 
     from spanax.models.workloads import load
+    from spanax.run.preemption import EXIT_CODE
     from spanax.run.simulate import devices
     from spanax.run.trainer import train
     from spanax.show.events import reporter
@@ -156,6 +157,8 @@ def _train(config: TrainConfig) -> None:
             from spanax.show.profiling import profile_event
 
             emit(profile_event(Path(done["out"])))
+    if done["event"] == "preempted":
+        sys.exit(EXIT_CODE)
 
 
 def _plan(command: PlanCommand) -> None:

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ class Pulse:
             os.replace(new, path)
         except OSError:
             # A full disk still takes a time: alive is alive.
-            if path.exists():
+            with suppress(OSError):
                 os.utime(path)
 
 
