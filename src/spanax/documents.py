@@ -98,7 +98,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep") from None
 
 
-def lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
+def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
     """The objects in a file of JSON lines, one at a time; a line that is none, or half of one, is left out."""
     with open(path, "rb") as file:
         while line := file.readline(max_bytes):

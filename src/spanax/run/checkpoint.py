@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pending", "Restored", "Saved", "describe", "restore", "save", "verify"]
 
+FULL = "no space left on the device"
+
 # One save at a time into a folder, so that the host never holds two copies; also what tells living saves from dead.
 _STARTING = threading.Lock()
 _ATTEMPTS = itertools.count()
@@ -52,13 +54,22 @@ class Restored:
 
 @final
 class Pending:
-    """A save that goes on in the background; `wait` ends it, before the program ends at the latest."""
+    """A save that goes on in the background; `wait` ends it, before the program ends at the latest.
+
+    `seconds` is how long it took, once it has ended.
+    """
 
     def __init__(self, root: Path, step: int, finish: Callable[[], None]):
         self.step = step
         self._root, self._finish = root, finish
         self._error: WriteError | None = None
+        self._began, self.seconds = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._run, name=f"spanax-save-{step}")
+
+    def is_running(self, after_seconds: float) -> bool:
+        """Whether it still goes on in any process after so long; all of them ask at the same place."""
+        self._thread.join(after_seconds)
+        return not everywhere(not self._thread.is_alive())
 
     def wait(self) -> None:
         """Blocks until the step is finished on disk, and steps over `keep` are gone.
@@ -87,6 +98,7 @@ class Pending:
         finally:
             # It holds the host's copy of the arrays.
             del self._finish
+            self.seconds = time.monotonic() - self._began
 
 
 def save(
@@ -179,6 +191,26 @@ def restore(
         raise DataError(what, where=str(folder)) from error
 
 
+def make_room(directory: str | os.PathLike[str]) -> int | None:
+    """Removes the oldest finished step of a full disk, and returns its number; None where none can go.
+
+    The newest step stays, and goes on to be the one that a run is restored from: it is held against its manifest first.
+    """
+    found = manifest.finished(directory)
+    if len({step for step, _ in found}) < 2 or manifest.problems(found[-1][1]):
+        return None
+    step, folder = found[0]
+    with contextlib.suppress(OSError):
+        discard(folder)
+        return step
+    return None
+
+
+def is_full(error: WriteError) -> bool:
+    """Whether it was for want of room that a save failed."""
+    return FULL in str(error)
+
+
 # ---- saving
 
 
@@ -257,7 +289,8 @@ def _abandon(staging: Path) -> None:
 
 
 def _failure(root: Path, step: int, error: BaseException) -> WriteError:
-    reason = "no space left on the device" if "No space left" in str(error) else _first_line(error)
+    is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))
+    reason = FULL if is_out else _first_line(error)
     fix = "make room or name another folder"
     with contextlib.suppress(OSError):
         fix += f"; finished steps there: {', '.join(map(str, manifest.steps(root))) or 'none'}"

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,9 @@ class Lines:
         except OSError as error:
             if not self._is_told:
                 told = f"cannot write '{self.path}': {error.strerror}; the run goes on, and its lines wait for room."
-                print(f"spanax: {told}", file=sys.stderr, flush=True)
                 self._is_told = True
+                with suppress(OSError):  # it may be a file on the same disk
+                    print(f"spanax: {told}", file=sys.stderr, flush=True)
         else:
             self._is_told = False
 

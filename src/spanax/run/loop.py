@@ -7,19 +7,18 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spanax.errors import DataError
 from spanax.run.bigram import bigram_loss
-from spanax.run.checkpoint import Pending
 from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
 from spanax.run.heartbeat import Pulse
 from spanax.run.profile import INPUT, STEP, Profile, marked
 from spanax.run.run import Run
+from spanax.run.saves import Saves
 from spanax.trace.program import Program
 
 Event = dict[str, Any]
@@ -34,6 +33,7 @@ class Loop:
 
     Attributes:
       held_out: opens the held-out batches, or returns None where there are none.
+      saves: its checkpoints.
       tell: takes every event.
       is_over: says behind a step whether to stop there, the same on every process.
       pulse: gives the sign of life of this process.
@@ -44,7 +44,7 @@ class Loop:
     data: Batches
     held_out: Callable[[], Batches | None]
     config: TrainConfig
-    checkpoints: Path
+    saves: Saves
     tell: Callable[[Event], None]
     is_over: Callable[[int], bool]
     pulse: Pulse
@@ -52,7 +52,6 @@ class Loop:
     _seconds: list[float] = field(default_factory=list)
     _loss: float | None = None
     _evaluated: Event = field(default_factory=dict)
-    _saving: Pending | None = None
     _clock: float = 0.0
 
     def run_to_end(self) -> Event:
@@ -88,10 +87,10 @@ class Loop:
             if evaluates or saves:
                 self._clock = time.perf_counter()
             if self.run.num_steps < steps and self.is_over(self.run.num_steps):
-                return self._preempted(saves)
+                return self._preempted()
         if not self._evaluated:
             self._evaluate()
-        self._wait_for_save()
+        self._finish_saving()
         spent, wait = time.perf_counter() - began, self.data.wait_seconds - waited
         # The first step is mostly compiling.
         median = statistics.median(self._seconds[1:] or self._seconds or [math.nan])
@@ -126,11 +125,9 @@ class Loop:
             event: Event = {"event": "step", "step": step, **values, "step_seconds": seconds}
             self.tell(event | {"tokens_per_second": rate, "data_wait_seconds": self.data.wait_seconds})
 
-    def _preempted(self, is_saved: bool) -> Event:
+    def _preempted(self) -> Event:
         """Save where the run was asked to stop, so that no step of it is lost."""
-        if not is_saved:
-            self._save()
-        self._wait_for_save()
+        self._finish_saving()
         return {"event": "preempted", "step": self.run.num_steps}
 
     def _evaluate(self) -> None:
@@ -154,14 +151,11 @@ class Loop:
 
     def _save(self) -> None:
         self._beat("save")
-        began = time.perf_counter()
-        self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
-        self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
+        self.saves.start(self.run, self.data)
 
-    def _wait_for_save(self) -> None:
-        if self._saving is not None:
-            self._beat("save")
-            self._saving.wait()
+    def _finish_saving(self) -> None:
+        self._beat("save")
+        self.saves.finish(self.run, self.data)
 
     def _beat(self, phase: str) -> None:
         # The median of the last steps is what a watcher measures the silence of a step by.
