@@ -98,7 +98,7 @@ def fill(disk: Path) -> None:
 
 def test_a_full_disk_ends_no_run_and_leaves_nothing(disk: Path) -> None:
     out = disk / "run"
-    told = run(out, {3: between_saves(lambda: fill(disk)), 5: (disk / "ballast").unlink})
+    told = run(out, {3: between_saves(lambda: fill(disk)), 5: between_saves((disk / "ballast").unlink)})
     failed = kinds(told, "save_failed")
     assert [event["step"] for event in failed] == [4] and "no space left" in failed[0]["reason"]
     assert failed[0]["removed"] is None, "the only good step stays"
@@ -140,7 +140,7 @@ def size_limit() -> Iterator[Callable[[int], None]]:
 
 
 def test_files_that_cannot_grow_end_no_run(tmp_path: Path, size_limit: Callable[[int], None]) -> None:
-    told = run(tmp_path / "run", {3: between_saves(lambda: size_limit(8192)), 5: lambda: size_limit(-1)})
+    told = run(tmp_path / "run", {3: between_saves(lambda: size_limit(8192)), 5: between_saves(lambda: size_limit(-1))})
     assert [event["step"] for event in kinds(told, "save_failed")] == [4]
     assert [event["step"] for event in events.read(tmp_path / "run") if event["event"] == "save_failed"] == [4]
     assert names(tmp_path / "run" / "checkpoints") == ["2", "6", "8"]
