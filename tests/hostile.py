@@ -385,7 +385,8 @@ def clusters() -> None:
     texts = {
         "nested deep": "memory = " + "[" * 30_000, "like itself": 'like = "c"',
         "of endless hosts": "devices_per_host = " + "9" * 1000,
-        "of a billion cubed": 'like = "v5p"\ninside.shape = [1000000000, 1000000000, 1000000000]', "of no bytes": 'like = "h100"\nmemory = "nan GB"',
+        "of a billion cubed": 'like = "v5p"\ninside.shape = [1000000000, 1000000000, 1000000000]',
+        "of no bytes": 'like = "h100"\nmemory = "nan GB"',
         "of endless bytes": 'like = "h100"\nmemory = "1e999 GB"', "of numbers for text": 'like = "h100"\nshape = 8',
     }  # fmt: skip
     for name, text in texts.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.documents import MAX_INT, made, parse_json, read_bytes
-from spanax.errors import DataError, SpanaxError, nearest
+from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.resolve import Spec
@@ -168,8 +168,15 @@ class Plan:
             raise DataError("this is not a plan file.", where=reason) from None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file."""
-        Path(path).write_text(self.to_json())
+        """Write the plan to a file.
+
+        Raises:
+          WriteError: it cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_json())
+        except OSError as error:
+            raise WriteError(f"cannot write the plan '{path}'.", where=error.strerror or str(error)) from None
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
