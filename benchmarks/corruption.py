@@ -79,7 +79,7 @@ def campaign(num_trials: int, seed: int) -> dict[str, Any]:
 
 
 def seconds_per_gb(megabytes: int) -> float:
-    """What holding a step against its manifest takes."""
+    """What holding a step against its manifest takes, at best: a busy machine takes longer."""
     with tempfile.TemporaryDirectory() as folder:
         step = Path(folder) / "7"
         step.mkdir()
@@ -88,9 +88,12 @@ def seconds_per_gb(megabytes: int) -> float:
             for _ in range(megabytes):
                 file.write(piece)
         manifest.write(step)
-        began = time.perf_counter()
-        assert not manifest.problems(step)
-        return (time.perf_counter() - began) / (megabytes / 1000)
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            assert not manifest.problems(step)
+            seconds.append(time.perf_counter() - began)
+        return min(seconds) / (megabytes * (1 << 20) / 1e9)
 
 
 def _flipped(content: bytes, bit: int) -> bytes:
