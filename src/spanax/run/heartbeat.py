@@ -101,6 +101,14 @@ def read(folder: Path) -> dict[int, Heartbeat]:
     return found
 
 
+def stamp(folder: Path, rank: int) -> int | None:
+    """What changes with every beat of a process: two reads tell life without comparing two machines' clocks."""
+    try:
+        return (folder / FOLDER / f"{rank}.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 def forget(folder: Path) -> None:
     """Take the beats of an earlier attempt away, so that nobody takes them for life."""
     for path in (folder / FOLDER).glob("*"):

@@ -7,13 +7,18 @@ A process is told by its environment that it is one of several, by whoever start
     SPANAX_HOST          which of them this one is, from 0; under Slurm left out, SLURM_PROCID says it
     SPANAX_HOST_DEVICES  devices to simulate in each, where there is no accelerator
     SPANAX_ATTEMPT       how often the run was started again before
+    SPANAX_SUPERVISOR    the process on this machine that watches it; without that one it stops as if asked to
 
 Without them JAX's own detection is asked where there is a sign of a group (an MPI or Slurm step, a TPU slice).
 `jax.distributed` is the engine.
 """
 
+import ctypes
+import faulthandler
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +30,11 @@ JOIN_SECONDS = 300
 
 DEATH_SECONDS = 15
 """A process that JAX has not heard of for so long is dead to the others, and they abort. JAX's own default is 100."""
+
+STDERR = 2
+
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2): the signal that a process gets when its parent dies. Source: linux/prctl.h."""
 
 LONGEST_TEXT = 4096
 """Letters in a decision that one process hands to the others."""
@@ -60,8 +70,9 @@ class Hosts:
           1
         """
         attempt = _number(environ, "SPANAX_ATTEMPT", 0)
+        here = _number(environ, "SPANAX_HOST_DEVICES", 0) or None
         if "SPANAX_COORDINATOR" not in environ:
-            return Hosts(attempt=attempt)
+            return Hosts(attempt=attempt, devices_per_host=here)
         num_hosts = _number(environ, "SPANAX_NUM_HOSTS", None)
         rank = _number(environ, "SPANAX_HOST" if "SPANAX_HOST" in environ else "SLURM_PROCID", None)
         if not 0 <= rank < num_hosts:
@@ -69,7 +80,6 @@ class Hosts:
                 f"this process is host {rank}, and there are {num_hosts}, counted from 0.",
                 where=f"SPANAX_HOST={rank}, SPANAX_NUM_HOSTS={num_hosts}",
             )
-        here = _number(environ, "SPANAX_HOST_DEVICES", 0) or None
         return Hosts(num_hosts, rank, attempt, environ["SPANAX_COORDINATOR"], here)
 
     def join(self) -> None:
@@ -101,6 +111,18 @@ class Hosts:
                 where=f"rank {self.rank}, coordinator {self.coordinator or 'as JAX finds it'}",
                 fix="spanax doctor --hosts HOST:PORT on each of them",
             ) from None
+
+
+def obey_supervisor(environ: Mapping[str, str] = os.environ) -> None:
+    """Under a supervisor: SIGUSR1 and every crash write all stacks to standard error, and its death asks to stop."""
+    if "SPANAX_SUPERVISOR" not in environ:
+        return
+    faulthandler.enable(STDERR)
+    faulthandler.register(signal.SIGUSR1, STDERR)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != _number(environ, "SPANAX_SUPERVISOR", None):
+        sys.exit("spanax: the supervisor is gone")
 
 
 def is_first() -> bool:
