@@ -92,6 +92,12 @@ def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_kills_at_one_step_are_no_crash_loop_so_soon(tmp_path: Path) -> None:
+    code = "beat('step', 7); attempt < 4 and os.kill(os.getpid(), signal.SIGKILL)"
+    watched, said = supervised(tmp_path, code)
+    assert watched.watch() == 0 and len(said) == 4
+
+
 def test_steps_gained_are_no_crash_loop_but_restarts_are_counted(tmp_path: Path) -> None:
     watched, said = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
     assert watched.watch() == 70
