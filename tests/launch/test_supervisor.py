@@ -129,7 +129,8 @@ def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: P
     hang = "if attempt == 0: in_a_loader()"
     if what == "is stopped":
         hang = "if attempt == 0: rank or os.kill(os.getpid(), signal.SIGSTOP); in_a_loader()"
-    watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2)
+    limits = Limits(stuck_seconds=2, backoff_seconds=0.01)
+    watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2, limits=limits)
     began = time.monotonic()
     assert watched.watch() == 0 and time.monotonic() - began < 20
     assert told(tmp_path) == ["stuck", "restart", "end"]
