@@ -98,7 +98,10 @@ def test_half_lines_missing_ends_and_nonsense_are_borne(tmp_path: Path) -> None:
         for seconds in ('{"step": NaN}', '{"step": "9"}', '{"step": 1e300}', "{}", "[]", "7", "null"):
             file.write('{"event": "ledger", "attempt": 1, "time": 1060, "step": 7, "wall_seconds": 9, ')
             file.write(f'"seconds": {seconds}}}\n')
-        file.write('{"event": "ledger", "attempt": 1, "time": "soon"}\n{"event": "begin", "time": null}\n[1]\n')
+        file.write(
+            '{"event": "ledger", "attempt": 1, "time": "soon"}\n{"event": "begin", "time": null}\n[1]\n'
+            '{"event": [], "time": 1060}\n{"event": "died", "time": 1e999}\n'
+        )
         file.write('{"event": "ledger", "attempt": 1, "time": 1061.0, "st')
     found = account(tmp_path)
     assert len(found.attempts) == 2 and found.attempts[1].last_step == 6

@@ -106,7 +106,7 @@ def account(folder: Path) -> Account:
       >>> found.goodput, found.seconds["restart"]
       (0.64, 28)
     """
-    events = read(folder)
+    events = _told(folder)
     parts = _parts(events)
     if not parts:
         raise DataError(
@@ -118,6 +118,9 @@ def account(folder: Path) -> Account:
     if last is not None and begun:
         begun[-1].append(last)
     attempts = [_attempt(part) for part in parts]
+    for number, (before, after) in enumerate(pairwise(attempts), 1):
+        if before.outcome != "finished":
+            attempts[number] = replace(after, seconds=_as_restart(after.seconds))
     if attempts[-1].outcome == "killed" and beat is not None and _is_alive(beat):
         attempts[-1] = replace(attempts[-1], outcome="running")
     seconds = {bucket: sum(one.seconds.get(bucket, 0) for one in attempts) for bucket in BUCKETS}
@@ -127,9 +130,7 @@ def account(folder: Path) -> Account:
         if before.outcome == "finished":
             paused += gap
         else:
-            # Started by hand, an attempt does not know that it is not the first.
-            seconds["start"] -= after.seconds.get("start", 0)
-            seconds["restart"] += after.seconds.get("start", 0) + gap
+            seconds["restart"] += gap
     faults = [event for event in events if event["event"] not in ("begin", "ledger", "end")]
     return Account(attempts, seconds, paused, faults)
 
@@ -137,7 +138,7 @@ def account(folder: Path) -> Account:
 def reached(folder: Path) -> int:
     """The last step that was finished in a run folder, saved or not; 0 in a new one."""
     beat = heartbeat.read(folder).get(0)
-    records = [event for event in read(folder) if _is_record(event)]
+    records = [event for event in _told(folder) if _is_record(event)]
     records += [last] if beat is not None and (last := _record(beat)) is not None else []
     return max((record["step"] for record in records), default=0)
 
@@ -149,16 +150,21 @@ def keep_beat(events: Events) -> None:
     """
     beat = heartbeat.read(events.folder).get(0)
     record = None if beat is None else _record(beat)
-    known = [event["time"] for event in read(events.folder) if _is_record(event)]
+    known = [event["time"] for event in _told(events.folder) if _is_record(event)]
     if record is not None and record["time"] > max(known, default=0.0):
         events.tell(**record)
+
+
+def _told(folder: Path) -> list[Event]:
+    """The events that can be ordered: a broken program may have written anything."""
+    return [event for event in read(folder) if isinstance(event["event"], str) and _is_number(event.get("time"))]
 
 
 def _parts(events: Sequence[Event]) -> list[list[Event]]:
     """The events from each beginning to the next; the number of an attempt is no sign: by hand, every one is 0."""
     parts: list[list[Event]] = []
     for event in events:
-        if event["event"] == "begin" and event.get("by") != "supervisor" and _is_number(event.get("time")):
+        if event["event"] == "begin" and event.get("by") != "supervisor":
             parts.append([event])
         elif parts:
             parts[-1].append(event)
@@ -173,7 +179,7 @@ def _attempt(events: Sequence[Event]) -> Attempt:
     newest = max(records, key=lambda record: record["wall_seconds"], default=None)
     if newest is None:
         # Killed before it could say anything of its time.
-        told = [event["time"] for event in own if event.get("by") == begin.get("by") and _is_number(event.get("time"))]
+        told = [event["time"] for event in own if event.get("by") == begin.get("by")]
         spent = max(told) - begin["time"]
         newest = {"time": max(told), "wall_seconds": spent, "seconds": {"start": spent}}
     names = {event["event"] for event in own}
@@ -187,6 +193,13 @@ def _attempt(events: Sequence[Event]) -> Attempt:
         seconds=newest["seconds"],
         place={key: begin[key] for key in ("devices", "hosts", "mesh", "layout") if key in begin},
     )
+
+
+def _as_restart(seconds: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of an attempt after a fault; started by hand, it does not know that it is not the first."""
+    spent = dict(seconds)
+    spent["restart"] = spent.get("restart", 0) + spent.pop("start", 0)
+    return spent
 
 
 def _record(beat: heartbeat.Heartbeat) -> Event | None:
@@ -208,7 +221,7 @@ def _is_record(event: Event) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value of a file can be computed with: what is written by a broken program can be anything."""
+    """Whether a value can be computed with: not NaN, and not 10 ** 400."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
 
