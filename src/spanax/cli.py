@@ -15,7 +15,13 @@ from tyro.conf import Positional
 from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
-from spanax.show.requests import CheckCommand, CompareCommand, InspectCommand, PlanCommand
+from spanax.show.requests import (
+    CheckCommand,
+    CompareCommand,
+    InspectCommand,
+    PlanCommand,
+    ReportCommand,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +80,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": CompareCommand,
     "inspect": InspectCommand,
     "checkpoint": CheckpointCommand,
+    "report": ReportCommand,
 }
 
 
@@ -103,6 +110,8 @@ def main(args: Sequence[str] | None = None) -> None:
             _compare(command)
         elif isinstance(command, InspectCommand):
             _inspect(command)
+        elif isinstance(command, ReportCommand):
+            _report(command)
         else:
             _checkpoint(command)
     except SpanaxError as error:
@@ -241,6 +250,13 @@ def _checkpoint(command: CheckpointCommand) -> None:
     print(text)
     if problems and command.action == "verify":
         sys.exit(65)
+
+
+def _report(command: ReportCommand) -> None:
+    from spanax.show.reporting import report, report_text, sections
+
+    found = report(command.run)
+    print(json.dumps(found.to_json()) if command.json else report_text(sections(found)))
 
 
 def _clean_stdout() -> TextIO:

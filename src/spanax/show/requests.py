@@ -177,3 +177,16 @@ class InspectCommand:
     hlo: Path | None = None
     workload: str | None = None
     json: bool = False
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Say where the time of a run went, what befell it, and how to go on. JAX is not started.
+
+    Attributes:
+      run: the run folder, of a run that goes on or is over.
+      json: print one JSON object.
+    """
+
+    run: Positional[Path]
+    json: bool = False
