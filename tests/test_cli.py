@@ -37,6 +37,7 @@ FLAGS = {
     },
     "probe": {"out", "devices", "seconds"},
     "report": {"run", "json"},
+    "doctor": {"out", "hosts", "timeout", "json"},
 }  # fmt: skip
 
 
@@ -130,6 +131,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "inspecting what is no run": (["inspect", "old"], 65, "neither plan nor checkpoint"),
     "reporting nothing": (["report", "nowhere"], 65, "there is no folder 'nowhere'"),
     "reporting what is no run": (["report", "old"], 65, "no run told of itself in 'old'"),
+    "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is no address"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 

@@ -18,6 +18,7 @@ from spanax.run.folder import CONFIG, read_config
 from spanax.show.requests import (
     CheckCommand,
     CompareCommand,
+    DoctorCommand,
     InspectCommand,
     PlanCommand,
     ReportCommand,
@@ -81,6 +82,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "inspect": InspectCommand,
     "checkpoint": CheckpointCommand,
     "report": ReportCommand,
+    "doctor": DoctorCommand,
 }
 
 
@@ -112,6 +114,8 @@ def main(args: Sequence[str] | None = None) -> None:
             _inspect(command)
         elif isinstance(command, ReportCommand):
             _report(command)
+        elif isinstance(command, DoctorCommand):
+            _doctor(command)
         else:
             _checkpoint(command)
     except SpanaxError as error:
@@ -257,6 +261,17 @@ def _report(command: ReportCommand) -> None:
 
     found = report(command.run)
     print(json.dumps(found.to_json()) if command.json else report_text(sections(found)))
+
+
+def _doctor(command: DoctorCommand) -> None:
+    from spanax.doctor.examine import examined
+    from spanax.show.doctor import is_well, verdicts_json, verdicts_text, wants_colours
+
+    found = examined(out=command.out, hosts=command.hosts, timeout=command.timeout)
+    in_colours = wants_colours(sys.stdout)
+    print(json.dumps(verdicts_json(found)) if command.json else verdicts_text(found, in_colours=in_colours))
+    if not is_well(found):
+        sys.exit(1)
 
 
 def _clean_stdout() -> TextIO:

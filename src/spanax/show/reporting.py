@@ -18,7 +18,7 @@ from spanax.run import manifest
 from spanax.run.account import Account, Event, account
 from spanax.run.folder import CHECKPOINTS, CONFIG, read_config
 from spanax.run.ledger import BUCKETS
-from spanax.show.tables import table_text
+from spanax.show.tables import plain_text, table_text
 
 MEANING = {
     "step": "steps that count",
@@ -122,7 +122,7 @@ def sections(found: Report) -> list[Section]:
             duration_text(one.ended - one.began),
             one.outcome,
             f"{one.first_step}-{one.last_step}",
-            _plain(one.place.get("devices", "")),
+            plain_text(one.place.get("devices", "")),
             _values(one.place.get("mesh") or {}),
         )
         for one in made.attempts
@@ -169,7 +169,7 @@ def duration_text(seconds: float) -> str:
 def _fault(event: Event) -> tuple[str, str, str]:
     """Who told, of what, and with which values."""
     values = {key: value for key, value in event.items() if key not in ("event", "time", "by", "attempt")}
-    return _plain(event.get("by", "")), _plain(event["event"]), _values(values)
+    return plain_text(event.get("by", "")), plain_text(event["event"]), _values(values)
 
 
 def _checkpoint(found: Report) -> str:
@@ -183,11 +183,5 @@ def _checkpoint(found: Report) -> str:
 
 def _values(values: Any) -> str:
     if not isinstance(values, dict):
-        return _plain(values)
-    return ", ".join(f"{_plain(key)} {_plain(value)}" for key, value in values.items())
-
-
-def _plain(value: Any) -> str:
-    """A value of a file as one line that a terminal only shows."""
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return "".join(letter if letter.isprintable() else " " for letter in text)[:200]
+        return plain_text(values)
+    return ", ".join(f"{plain_text(key)} {plain_text(value)}" for key, value in values.items())

@@ -190,3 +190,20 @@ class ReportCommand:
 
     run: Positional[Path]
     json: bool = False
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Look for what would stop a run on this machine; each finding with what to do. Exits with 1 at a problem.
+
+    Attributes:
+      out: the folder that runs are to be written to.
+      hosts: addresses to reach, host:port with commas between them.
+      timeout: seconds that JAX may take to start.
+      json: print one JSON object.
+    """
+
+    out: Path = Path("runs")
+    hosts: str = ""
+    timeout: float = 60.0
+    json: bool = False
