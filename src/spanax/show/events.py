@@ -58,6 +58,8 @@ def line(event: Event) -> str:
         return f"step {event['step']}  checkpoint, {event['blocked_seconds']:.3f} s blocked"
     if kind == "warning":
         return f"WARNING: {event['message']}"
+    if kind == "preempted":
+        return f"stopped behind step {event['step']}, all saved\nto go on: --out {event['out']} --resume"
     if kind == "done":
         return _done_line(event)
     if kind == "profile":
