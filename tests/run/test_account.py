@@ -80,6 +80,21 @@ def test_a_run_that_ended_well_and_goes_on_was_not_down(tmp_path: Path) -> None:
     assert found.seconds["start"] == 4 + 3
 
 
+def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> None:
+    """The supervisor ends with the run; both say so, and a later one begins anew."""
+    told = [
+        *FAULTY[:3],
+        (1031.0, 0, "rank 0", {"event": "end", "how": "preempted", "step": 9}),
+        (1032.0, 0, "supervisor", {"event": "end", "how": "asked to stop", "code": 75}),
+        (1090.0, 0, "rank 0", {"event": "begin", "step": 9}),
+        (1095.0, 0, "rank 0", {"event": "ledger", "step": 12, "seconds": {"start": 5, "step": 10}}),
+        (1096.0, 0, "rank 0", {"event": "end", "how": "done", "step": 12}),
+    ]
+    found = account(write(tmp_path, told))
+    assert [one.outcome for one in found.attempts] == ["preempted", "finished"]
+    assert found.seconds["restart"] == (1080 - 1030) + 5 and not found.paused_seconds
+
+
 def test_started_again_by_hand_after_a_kill_is_a_restart(tmp_path: Path) -> None:
     """Nobody counts attempts then: both are number 0, and the second takes its beginning for the first."""
     again = [

@@ -20,8 +20,8 @@ from spanax.run.ledger import BUCKETS
 
 Event = dict[str, Any]
 
-OUTCOMES = {"preempted": "preempted", "stuck": "stuck", "died": "died", "stopped": "stopped", "end": "finished"}
-"""How an attempt ended, by the event that says so; the first of them that was told counts."""
+OUTCOMES = {"stuck": "stuck", "died": "died", "preempted": "preempted", "end": "finished", "stopped": "stopped"}
+"""How an attempt ended, by the event that says so; the first of these that was told counts."""
 
 SILENT_SECONDS = 120.0
 """A process on another host that was silent for so long counts as ended: nobody can look."""
@@ -182,7 +182,8 @@ def _attempt(events: Sequence[Event]) -> Attempt:
         told = [event["time"] for event in own if event.get("by") == begin.get("by")]
         spent = max(told) - begin["time"]
         newest = {"time": max(told), "wall_seconds": spent, "seconds": {"start": spent}}
-    names = {event["event"] for event in own}
+    # A run that was asked to stop ends, too, and says so.
+    names = {"preempted" if event.get("how") == "preempted" else event["event"] for event in own}
     first = begin["step"] if _is_number(begin.get("step")) else 0
     return Attempt(
         began=newest["time"] - newest["wall_seconds"],
