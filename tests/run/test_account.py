@@ -80,6 +80,21 @@ def test_a_run_that_ended_well_and_goes_on_was_not_down(tmp_path: Path) -> None:
     assert found.seconds["start"] == 4 + 3
 
 
+def test_an_attempt_that_did_not_come_to_its_beginning_counts(tmp_path: Path) -> None:
+    """Two died while JAX started: one before the first beginning, one after it."""
+    told = [
+        (990.0, 0, "rank 0", {"event": "ledger", "step": 0, "seconds": {"start": 10}}),
+        (991.0, 0, "supervisor", {"event": "restart"}),
+        *((when, attempt + 1, by, event) for when, attempt, by, event in FAULTY[:5]),
+        (1044.0, 2, "rank 0", {"event": "ledger", "step": 0, "seconds": {"restart": 5}}),
+        *((when, 3, by, event) for when, _, by, event in FAULTY[5:]),
+    ]
+    found = account(write(tmp_path, told))
+    assert [one.outcome for one in found.attempts] == ["killed", "died", "killed", "finished"]
+    assert found.wall_seconds == 1070 - 980 and found.seconds["step"] == 29 and found.reached == 12
+    assert found.seconds["start"] == 10 and found.seconds["restart"] == (1000 - 990) + 4 + (1045 - 1030) + 8
+
+
 def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> None:
     """The supervisor ends with the run; both say so, and a later one begins anew."""
     told = [

@@ -161,10 +161,15 @@ def _told(folder: Path) -> list[Event]:
 
 
 def _parts(events: Sequence[Event]) -> list[list[Event]]:
-    """The events from each beginning to the next; the number of an attempt is no sign: by hand, every one is 0."""
+    """The events of each attempt, from its beginning, or from what is known of one that did not come so far.
+
+    The number of an attempt is no sign of a new one: started by hand, every one is 0.
+    """
     parts: list[list[Event]] = []
     for event in events:
-        if event["event"] == "begin" and event.get("by") != "supervisor":
+        begins = event["event"] == "begin" and event.get("by") != "supervisor"
+        is_orphan = _is_record(event) and not (parts and parts[-1][0].get("attempt") == event.get("attempt"))
+        if begins or is_orphan:
             parts.append([event])
         elif parts:
             parts[-1].append(event)
