@@ -35,6 +35,8 @@ def write(folder: Path, told: list[tuple[float, int, str, dict]]) -> Path:  # ty
         values = {"time": when} | event
         if "seconds" in event:
             values["wall_seconds"] = sum(event["seconds"].values())
+        if "silent" in event:
+            values["seconds"] = event["silent"]
         Events(folder, by, attempt).tell(**values)
     return folder
 
@@ -78,6 +80,27 @@ def test_a_run_that_ended_well_and_goes_on_was_not_down(tmp_path: Path) -> None:
     found = account(write(tmp_path, FAULTY + later))
     assert found.paused_seconds == 9000 - 1070 and found.wall_seconds == 70 + 10
     assert found.seconds["start"] == 4 + 3
+
+
+@pytest.mark.parametrize(
+    ("phase", "last", "lost"), [("step", 1030.0, 0), ("step", 1043.0, 10), ("save", 1043.0, 10), ("step", 1035.0, 3)]
+)
+def test_what_a_process_hung_is_no_step_though_it_was_woken(
+    phase: str, last: float, lost: float, tmp_path: Path
+) -> None:
+    """Silent from 1032 to 1042, and then woken to write its stacks down; usually it is never heard of again."""
+    seconds = {"start": 4, "compile": 6, "step": 18, "save": 2}
+    seconds[phase] += last - 1030
+    told = [
+        *FAULTY[:2],
+        (last, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds}),
+        (1042.0, 0, "supervisor", {"event": "stuck", "rank": 0, "phase": phase, "silent": 10}),
+        *FAULTY[4:],
+    ]
+    found = account(write(tmp_path, told))
+    assert found.attempts[0].seconds[phase] == seconds[phase] - lost and found.attempts[0].outcome == "stuck"
+    assert found.attempts[0].seconds.get("restart", 0) == lost
+    assert found.wall_seconds == 1070 - 1000
 
 
 def test_an_attempt_that_did_not_come_to_its_beginning_counts(tmp_path: Path) -> None:

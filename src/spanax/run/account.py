@@ -196,9 +196,23 @@ def _attempt(events: Sequence[Event]) -> Attempt:
         outcome=next((outcome for name, outcome in OUTCOMES.items() if name in names), "killed"),
         first_step=first,
         last_step=max([first, *(record["step"] for record in records)]),
-        seconds=newest["seconds"],
+        seconds=_without_silence(newest, own),
         place={key: begin[key] for key in ("devices", "hosts", "mesh", "layout") if key in begin},
     )
+
+
+def _without_silence(record: Event, events: Sequence[Event]) -> Mapping[str, float]:
+    """The seconds of a record without those in which the process hung, if it was woken and went on before its end."""
+    seconds = dict(record["seconds"])
+    for event in events:
+        silent = event.get("seconds")
+        if event["event"] == "stuck" and _is_number(silent):
+            lost = min(silent, record["time"] - (event["time"] - silent))
+            bucket = max(seconds, key=lambda name: (name == event.get("phase"), seconds[name]))
+            lost = max(0, min(lost, seconds[bucket]))
+            seconds[bucket] -= lost
+            seconds["restart"] = seconds.get("restart", 0) + lost
+    return seconds
 
 
 def _as_restart(seconds: Mapping[str, float]) -> dict[str, float]:
