@@ -16,7 +16,7 @@ from typing import Any
 
 FOLDER = "heartbeats"
 
-APART_SECONDS = 0.5
+APART_SECONDS = 0.1
 """Beats of one phase are at least so far apart: a small model takes thousands of steps a second."""
 
 
