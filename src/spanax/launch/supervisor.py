@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spanax.errors import SpanaxError
 from spanax.launch.ending import PREEMPTED, Ending, ending_of, last_words
-from spanax.run import heartbeat
+from spanax.run import account, heartbeat
 from spanax.run.events import Events
 
 POLL_SECONDS = 0.2
@@ -117,6 +117,7 @@ class Supervisor:
 
     def _attempt(self, attempt: int, events: Events) -> Ending:
         """Start the processes once, and see them all to their end."""
+        account.keep_beat(events)
         heartbeat.forget(self.folder)
         began = time.time()
         processes = list(self.start(attempt))

@@ -18,6 +18,7 @@ from spanax.run.checkpoint import Pending
 from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
 from spanax.run.heartbeat import Pulse
+from spanax.run.ledger import Ledger
 from spanax.run.profile import INPUT, STEP, Profile, marked
 from spanax.run.run import Run
 from spanax.trace.program import Program
@@ -37,6 +38,7 @@ class Loop:
       tell: takes every event.
       is_over: says behind a step whether to stop there, the same on every process.
       pulse: gives the sign of life of this process.
+      ledger: accounts for its wall time.
       profile: traces some of the steps.
     """
 
@@ -48,6 +50,7 @@ class Loop:
     tell: Callable[[Event], None]
     is_over: Callable[[int], bool]
     pulse: Pulse
+    ledger: Ledger
     profile: Profile | None = None
     _seconds: list[float] = field(default_factory=list)
     _loss: float | None = None
@@ -69,6 +72,10 @@ class Loop:
                 self.profile.before(self.run)
             self._beat("step" if self._seconds else "compile")
             batch = self._next_batch()
+            if self._seconds:
+                self.ledger.take(self.run.num_steps + 1)
+            else:
+                self.ledger.enter("compile")
             with marked(STEP):
                 metrics = self.run.step(batch)
             step = self.run.num_steps
@@ -108,7 +115,7 @@ class Loop:
         }
 
     def _next_batch(self) -> Any:
-        with marked(INPUT):
+        with self.ledger.within("data"), marked(INPUT):
             batch = next(self.data, None)
         if batch is None:
             raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
@@ -139,7 +146,7 @@ class Loop:
         if held_out is None:
             return
         self._beat("evaluate")
-        with closing(held_out):
+        with closing(held_out), self.ledger.within("evaluate"):
             pairs = zip(range(self.config.eval_batches), held_out, strict=False)
             losses = [float(self.run.evaluate(batch)["loss"]) for _, batch in pairs]
             if not losses:
@@ -155,18 +162,22 @@ class Loop:
     def _save(self) -> None:
         self._beat("save")
         began = time.perf_counter()
-        self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
+        with self.ledger.within("save"):
+            self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
         self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
 
     def _wait_for_save(self) -> None:
         if self._saving is not None:
             self._beat("save")
-            self._saving.wait()
+            with self.ledger.within("save"):
+                self._saving.wait()
 
     def _beat(self, phase: str) -> None:
+        if not self.pulse.is_due(phase):
+            return
         # The median of the last steps is what a watcher measures the silence of a step by.
         seconds = statistics.median(self._seconds[-16:]) if self._seconds else 0.0
-        self.pulse.beat(phase, self.run.num_steps, step_seconds=seconds)
+        self.pulse.beat(phase, self.run.num_steps, step_seconds=seconds, seconds=self.ledger.seconds())
 
 
 def num_tokens(program: Program) -> int:
