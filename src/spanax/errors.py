@@ -3,7 +3,10 @@
     SpanaxError            exit code 2: something asked for cannot be done
     ├── DataError          65: what was read is not what it should be
     ├── CompilerError      70: a compiler died or took too long
-    └── WriteError         73: the place to write to cannot be written
+    ├── WriteError         73: the place to write to cannot be written
+    └── ConfigError        78: a run is to go on as another run than it was
+
+A run that was asked to stop, and can go on, ends with 75.
 
 A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
 """
@@ -66,6 +69,17 @@ class WriteError(SpanaxError):
     """
 
     exit_code = 73
+
+
+class ConfigError(SpanaxError):
+    """A run is to go on with settings that would make it another run; exit code 78.
+
+    Example:
+      >>> ConfigError("the run was begun with batch 8, and is to go on with 16.").exit_code
+      78
+    """
+
+    exit_code = 78
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

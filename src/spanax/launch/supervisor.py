@@ -119,14 +119,12 @@ class Supervisor:
         """Start the processes once, and see them all to their end."""
         account.keep_beat(events)
         heartbeat.forget(self.folder)
-        began = time.time()
         processes = list(self.start(attempt))
         try:
             ended = self._watched(processes, events)
         finally:
             self._kill(processes)
-        steps = [beat.step for beat in heartbeat.read(self.folder).values() if beat.time >= began]
-        return ended.at(max(steps, default=0))
+        return ended.at(max((beat.step for beat in heartbeat.read(self.folder).values()), default=0))
 
     def _watched(self, processes: Sequence[subprocess.Popen[bytes]], events: Events) -> Ending:
         seen: dict[int, tuple[int | None, float]] = {}

@@ -66,6 +66,8 @@ def train(
         pulse.beat("start", 0, seconds=ledger.seconds())
         planned = None if config.plan is None else _planned(config, len(devices))
         workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
+        if config.resume:
+            run_folder.check_same_run(folder, config.record())
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
         plan = planned or _chosen(program, config, folder, devices, emit, events)
@@ -262,6 +264,8 @@ def _begun(
 ) -> Run:
     """The run from its newest good checkpoint, or a new one."""
     if config.resume:
+        for change in run_folder.changed_versions(folder):
+            emit({"event": "warning", "message": f"the run was last in another environment: {change}"})
         if manifest.steps(folder / run_folder.CHECKPOINTS):
             warn = lambda line: emit({"event": "warning", "message": line})  # noqa: E731
             return restore(program, plan, folder / run_folder.CHECKPOINTS, devices=devices, warn=warn)
