@@ -3,6 +3,7 @@
     SpanaxError            exit code 2: something asked for cannot be done
     ├── DataError          65: what was read is not what it should be
     ├── CompilerError      70: a compiler died or took too long
+    ├── HostsError         70: the processes of a run did not come together
     ├── WriteError         73: the place to write to cannot be written
     └── ConfigError        78: a run is to go on as another run than it was
 
@@ -54,6 +55,17 @@ class CompilerError(SpanaxError):
 
     Example:
       >>> CompilerError("XLA's compiler for v5e took longer than 60 s.", fix="--timeout 600").exit_code
+      70
+    """
+
+    exit_code = 70
+
+
+class HostsError(SpanaxError):
+    """The processes of a run did not come together; another attempt may do better; exit code 70.
+
+    Example:
+      >>> HostsError("127.0.0.1:9911 is taken.", fix="another port").exit_code
       70
     """
 
