@@ -3,6 +3,7 @@
     SpanaxError            exit code 2: something asked for cannot be done
     ├── DataError          65: what was read is not what it should be
     ├── CompilerError      70: a compiler died or took too long
+    ├── NumbersError       70: the numbers of a run went wrong
     └── WriteError         73: the place to write to cannot be written
 
 A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
@@ -52,6 +53,18 @@ class CompilerError(SpanaxError):
     Example:
       >>> CompilerError("XLA's compiler for v5e took longer than 60 s.", fix="--timeout 600").exit_code
       70
+    """
+
+    exit_code = 70
+
+
+class NumbersError(SpanaxError):
+    """A loss, a gradient or a parameter of a run went wrong, and the run is to end; exit code 70.
+
+    Example:
+      >>> print(NumbersError("step 7 went wrong: loss is nan.", fix="--on-bad-step rollback"))
+      step 7 went wrong: loss is nan.
+        fix: --on-bad-step rollback
     """
 
     exit_code = 70

@@ -17,7 +17,9 @@ from spanax.run.bigram import bigram_loss
 from spanax.run.checkpoint import Pending
 from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
+from spanax.run.guard import STEP_OK
 from spanax.run.profile import INPUT, STEP, Profile, marked
+from spanax.run.remedy import Remedy
 from spanax.run.run import Run
 from spanax.trace.program import Program
 
@@ -34,6 +36,7 @@ class Loop:
     Attributes:
       held_out: opens the held-out batches, or returns None where there are none.
       tell: takes every event.
+      remedy: what is done about bad steps.
       profile: traces some of the steps.
     """
 
@@ -43,6 +46,7 @@ class Loop:
     config: TrainConfig
     checkpoints: Path
     tell: Callable[[Event], None]
+    remedy: Remedy
     profile: Profile | None = None
     _seconds: list[float] = field(default_factory=list)
     _loss: float | None = None
@@ -58,7 +62,7 @@ class Loop:
         began = self._clock = time.perf_counter()
         waited = self.data.wait_seconds
         # Metrics are fetched once the next step is under way, so that the devices never wait for them.
-        behind: deque[tuple[int, dict[str, Any]]] = deque()
+        behind: deque[tuple[int, int, dict[str, Any]]] = deque()
         while self.run.num_steps < steps:
             if self.profile is not None:
                 self.profile.before(self.run)
@@ -66,15 +70,16 @@ class Loop:
             with marked(STEP):
                 metrics = self.run.step(batch)
             step = self.run.num_steps
-            behind.append((step, metrics))
+            behind.append((step, self.data.last_index, metrics))
             evaluates, saves = (
                 _is_due(step, self.config.eval_every, steps),
                 _is_due(step, self.config.save_every, steps),
             )
-            while len(behind) > (0 if self.run.is_simulated or evaluates or saves else 1):
-                self._report(*behind.popleft())
+            is_gone = self._reported(behind, 0 if self.run.is_simulated or evaluates or saves else 1)
             if self.profile is not None:
                 self.profile.after(self.run)
+            if is_gone:
+                continue
             if evaluates:
                 self._evaluate()
             if saves:
@@ -107,9 +112,21 @@ class Loop:
             raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
         return batch
 
-    def _report(self, step: int, metrics: dict[str, Any]) -> None:
-        """Fetch a step's metrics and tell of them; a step takes from the last one's metrics to its own."""
-        values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+    def _reported(self, behind: deque[tuple[int, int, dict[str, Any]]], num_left: int) -> bool:
+        """Report all but so many steps, and see to bad ones; whether the run went back, and the others are no more."""
+        while len(behind) > num_left:
+            step, batch, metrics = behind.popleft()
+            values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            self._report(step, {name: value for name, value in values.items() if name != STEP_OK})
+            reason = self.run.judge(step, values)
+            if reason is not None and self.remedy.treat(step, batch, values, reason):
+                self._clock = time.perf_counter()
+                behind.clear()
+                return True
+        return False
+
+    def _report(self, step: int, values: Event) -> None:
+        """Tell of a step; it takes from the last one's metrics to its own."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._seconds.append(seconds)
@@ -139,7 +156,9 @@ class Loop:
 
     def _save(self) -> None:
         began = time.perf_counter()
+        self.remedy.check_state()
         self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
+        self.remedy.saved(self._saving)
         self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
 
 

@@ -21,9 +21,11 @@ from spanax.run import folder as run_folder
 from spanax.run import manifest
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data import Batches, batches
+from spanax.run.events import Events
 from spanax.run.loop import Event, Loop
 from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
+from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.tokens import load_tokens
@@ -59,19 +61,24 @@ def train(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
         )
         data = stack.enter_context(closing(read(_source(config, workload))))
-        run = _begun(program, plan, config, folder, devices, emit)
+        begin = partial(_begun, program, plan, folder=folder, devices=devices, emit=emit)
+        run = begin(config)
         if run.position is not None:
             data.restore(run.position)
         run_folder.write_records(folder, config.record(), plan.to_json(), devices)
         metrics = stack.enter_context(run_folder.open_metrics(folder, run.num_steps))
 
         def tell(event: Event) -> None:
+            nonlocal metrics
+            if event["event"] == "rolled_back":
+                metrics = stack.enter_context(run_folder.open_metrics(folder, event["step"]))
             metrics.write(json.dumps(event) + "\n")
             emit(event)
 
         tell(_start_event(run, config, folder))
         held_out = partial(_held_out, read, config, workload)
-        loop = Loop(run, data, held_out, config, folder / run_folder.CHECKPOINTS, tell, profile)
+        remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, Events(folder).tell)
+        loop = Loop(run, data, held_out, config, folder / run_folder.CHECKPOINTS, tell, remedy, profile)
         done = loop.run_to_end() | {"out": str(folder)}
         tell(done)
         return done
@@ -166,9 +173,10 @@ def _begun(
     if config.resume:
         if manifest.steps(folder / run_folder.CHECKPOINTS):
             warn = lambda line: emit({"event": "warning", "message": line})  # noqa: E731
-            return restore(program, plan, folder / run_folder.CHECKPOINTS, devices=devices, warn=warn)
+            checkpoints = folder / run_folder.CHECKPOINTS
+            return restore(program, plan, checkpoints, devices=devices, warn=warn, guard=config.guard)
         emit({"event": "warning", "message": f"'{folder}' has no finished checkpoint: starting from step 0"})
-    return start(program, plan, seed=config.seed, devices=devices)
+    return start(program, plan, seed=config.seed, devices=devices, guard=config.guard)
 
 
 def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
