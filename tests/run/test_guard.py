@@ -92,6 +92,9 @@ def test_a_history_that_was_saved_decides_as_before() -> None:
     again = History.of(json.loads(json.dumps(history.record())), 40)
     assert again == history
     assert History.of(None, 7).last_good_step == 7
+    for bad in (7, [[1]], [["a", {}]], [[1, {"loss": "much"}]], {"loss": 1}):
+        with pytest.raises(spanax.DataError, match="no history of good steps"):
+            History.of(bad, 7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

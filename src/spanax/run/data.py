@@ -201,7 +201,9 @@ class Batches:
 
     def _checked(self, state: Mapping[str, Any]) -> int:
         index = state.get("next_index") if isinstance(state, Mapping) else None
-        if not isinstance(index, int) or index < 0:
+        skipped = state.get("skipped", []) if isinstance(state, Mapping) else []
+        are_numbers = isinstance(skipped, list) and all(isinstance(one, int) for one in skipped)
+        if not isinstance(index, int) or index < 0 or not are_numbers:
             raise DataError("this is no position in data.", where=repr(state)[:120], fix="what Batches.state() gave")
         for key, now in (("source", self.source), ("order", self._order)):
             if state.get(key) != now:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import DataError, SpanaxError, nearest
 
 HALT, SKIP, ROLLBACK = "halt", "skip", "rollback"
 POLICIES = (HALT, SKIP, ROLLBACK)
@@ -47,8 +47,18 @@ class History:
 
     @staticmethod
     def of(record: Sequence[Any] | None, step: int) -> "History":
-        """What `record` gave; of a run that nobody watched so far, that it came to a step."""
-        return History(((step, {}),) if record is None else tuple((number, values) for number, values in record))
+        """What `record` gave; of a run that nobody watched so far, that it came to a step.
+
+        Raises:
+          DataError: it is no such record.
+        """
+        if record is None:
+            return History(((step, {}),))
+        try:
+            pairs = [(int(number), {str(name): float(value) for name, value in of.items()}) for number, of in record]
+        except (TypeError, ValueError, AttributeError):
+            raise DataError("this is no history of good steps.", where=repr(record)[:120]) from None
+        return History(tuple(pairs))
 
 
 @dataclass(frozen=True)

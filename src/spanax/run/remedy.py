@@ -1,11 +1,12 @@
 """Remedy: what `spanax train` does about a step whose numbers are bad."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spanax.errors import NumbersError
+from spanax.errors import NumbersError, WriteError
 from spanax.run.checkpoint import Pending
 from spanax.run.data import Batches
 from spanax.run.guard import HALT, SKIP, WATCHED
@@ -51,17 +52,17 @@ class Remedy:
         what = f"step {step} went wrong: {reason}."
         if policy == HALT:
             cures = f"--resume with --on-bad-step rollback or skip, which leave the batch out; or {CURE}"
-            raise NumbersError(what, where=f"batch {batch} of {self.data.source}", fix=cures)
+            raise self._end(what, f"batch {batch} of {self.data.source}", cures)
         if policy == SKIP:
             num_bad = step - self.run.history.last_good_step
             if num_bad > patience:
                 where = f"{num_bad} bad steps in a row, the last one on batch {batch} of {self.data.source}"
-                raise NumbersError(what, where=where, fix=f"{CURE}, --on-bad-step rollback, or a higher --patience")
+                raise self._end(what, where, f"{CURE}, --on-bad-step rollback, or a higher --patience")
             self._say("skipped", step=step, batch=batch)
             return False
         if self._num_rollbacks == patience:
             where = f"{patience} rollbacks and no checkpoint since; now batch {batch} of {self.data.source}"
-            raise NumbersError(what, where=where, fix=f"{CURE}, --on-bad-step skip, or a higher --patience")
+            raise self._end(what, where, f"{CURE}, --on-bad-step skip, or a higher --patience")
         self._go_back(step, batch)
         return True
 
@@ -74,15 +75,20 @@ class Remedy:
         bad = [] if self.run.guard is None else self.run.unsound()
         if bad:
             listed = ", ".join(f"`{path}`" for path in bad[:3]) + (", ..." if len(bad) > 3 else "")
-            raise NumbersError(
-                f"the state after step {self.run.num_steps} is not finite, though all it returned was.",
-                where=f"{len(bad)} of {len(self.run.program.leaves)} arrays: {listed}; it is not saved",
-                fix=f"{CURE}, or --on-bad-step ignore where an infinite parameter is meant",
-            )
+            what = f"the state after step {self.run.num_steps} is not finite, though all it returned was."
+            where = f"{len(bad)} of {len(self.run.program.leaves)} arrays: {listed}; it is not saved"
+            raise self._end(what, where, f"{CURE}, or --on-bad-step ignore where an infinite parameter is meant")
 
     def saved(self, saving: Pending) -> None:
         """A checkpoint is being written: the run has got on."""
         self._saving, self._num_rollbacks = saving, 0
+
+    def _end(self, what: str, where: str, fix: str) -> NumbersError:
+        """The error to end with, once the good step that may still be on its way to the disk is there."""
+        if self._saving is not None:
+            with contextlib.suppress(WriteError):
+                self._saving.wait()
+        return NumbersError(what, where=where, fix=fix)
 
     def _go_back(self, step: int, batch: int) -> None:
         if self._saving is not None:
