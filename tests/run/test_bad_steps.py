@@ -3,6 +3,10 @@
 import functools
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -194,6 +198,15 @@ def test_a_run_that_is_resumed_leaves_the_same_out(policy: str, tmp_path: Path) 
     assert_same(saved(out, source)[STEPS], saved(whole, source)[STEPS])
 
 
+@pytest.mark.parametrize("policy", ["rollback", "skip"])
+def test_a_step_that_is_to_be_saved_may_be_the_bad_one(policy: str, tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    source = batches({7: NAN})
+    trained(source, config(tmp_path / "run", policy, steps=8), told.append)
+    assert [event["step"] for event in told if event["event"] == "save"] == [4, 8]
+    assert all(np.isfinite(array).all() for array in saved(tmp_path / "run", source)[8].values())
+
+
 def test_before_the_first_checkpoint_the_run_begins_anew(folder: Path, tmp_path: Path) -> None:
     source = batches({1: NAN})
     trained(source, config(tmp_path / "run", "rollback", steps=2))
@@ -236,3 +249,57 @@ def test_a_state_that_went_wrong_unseen_is_not_saved(policy: str, tmp_path: Path
     with pytest.raises(NumbersError, match="the state after step 4 is not finite, though all it returned was"):
         trained(batches({}), config(tmp_path / "run", policy), optimizer=optax.sgd(rate))
     assert steps_in(tmp_path / "run") == []
+
+
+# Several processes
+
+PROCESS = """
+import hashlib, sys, jax, numpy as np
+rank, port, folder, out = sys.argv[1:]
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize("127.0.0.1:" + port, 2, int(rank), coordinator_bind_address="127.0.0.1:" + port)
+sys.path.insert(0, folder)
+import spanax
+from test_bad_steps import Net, batches, loss, workload
+
+source = batches({4: float("nan"), 20: 3000.0})
+program = workload(source)().trace(learning_rate=0, num_steps=0)
+plan = spanax.plan(program, spanax.cluster("cpu:8"), mesh="fsdp=8")
+said = []
+for policy in ("skip", "rollback"):
+    guard = spanax.Guard(policy, spike=20.0)
+    run, data = spanax.start(program, plan, guard=guard), spanax.batches(source, plan)
+    for _ in range(22):
+        metrics = run.step(next(data))
+        reason = run.judge(run.num_steps, {name: np.asarray(value).tolist() for name, value in metrics.items()})
+        if reason:
+            said.append((policy, run.num_steps, data.last_index, reason))
+        if reason and policy == "rollback":
+            left_out = {*data.skipped, data.last_index}
+            run.go_back(lambda: spanax.restore(program, plan, out, guard=guard))
+            data.restore(run.position)
+            data.skip(*left_out)
+        elif run.num_steps % 4 == 0 and policy == "rollback":
+            assert run.unsound() == []
+            run.save(out, data=data).wait()
+    said.append((policy, run.num_steps, run.unsound(), sorted(data.skipped)))
+print("SAID", said)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_see_it_in_the_same_step(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", PROCESS]
+    places = [str(Path(__file__).parent), str(tmp_path / "saved")]
+    runs = [subprocess.Popen([*command, rank, port, *places], env=environment, stdout=-1, text=True) for rank in "01"]
+    said = [run.communicate(timeout=240)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0]
+    first, second = ([line for line in text.splitlines() if line.startswith("SAID")] for text in said)
+    assert first == second and len(first) == 1
+    for told in ("('skip', 5, 4, 'loss is nan')", "('rollback', 5, 4, 'loss is nan')", "('skip', 22, [], [])"):
+        assert told in first[0], first
+    assert first[0].count("over its limit") == 2 and "[], [4, 20])" in first[0], first

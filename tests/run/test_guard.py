@@ -188,6 +188,7 @@ def test_a_skipped_batch_is_as_if_it_had_not_come(place: str) -> None:
     losses = [float(run.step(rows(index))["loss"]) for index in range(3)]
     expected = bits(run)
     run.go_back(begin)
+    assert run.history == History() and run.num_steps == 0
     found = [run.step(rows(index)) for index in range(2)]
     before = bits(run)
     bad = run.step(spoilt(rows(3)))
@@ -197,6 +198,7 @@ def test_a_skipped_batch_is_as_if_it_had_not_come(place: str) -> None:
     assert [float(one["loss"]) for one in found] == losses and all(bool(one["step_ok"]) for one in found)
     assert bits(run) == expected and run.num_steps == 4
     assert run.unsound() == []
+    assert run.judge(5, {"loss": NAN}) == "loss is nan" and [step for step, _ in run.history.good] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "fsdp=8"])
