@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "models": PUBLIC,
     "interop": PUBLIC,
     "workloads": PUBLIC,
-    "launch": PUBLIC,
+    "launch": FOUNDATION | {"run"},
     "cli": OBEY | PUBLIC | {"interop", "workloads", "launch"},
     "__main__": {"cli"},
     "spanax": OBEY | PUBLIC | {"interop", "workloads", "launch"},

@@ -5,7 +5,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -13,6 +15,7 @@ import tyro
 from tyro.conf import Positional
 
 from spanax.errors import SpanaxError
+from spanax.launch.commands import launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
 from spanax.show.requests import CheckCommand, CompareCommand, InspectCommand, PlanCommand
@@ -86,6 +89,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"spanax {version('spanax')}")
         return
     try:
+        if argv[:1] == ["launch"]:
+            sys.exit(launch(argv[1:]))
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="spanax", description="Train plain Flax NNX models on any devices.", args=argv
         )
@@ -145,17 +150,40 @@ def _train(config: TrainConfig) -> None:
     from functools import partial
 
     from spanax.models.workloads import load
+    from spanax.run.hosts import Hosts, obey_supervisor
+    from spanax.run.preemption import EXIT_CODE
     from spanax.run.simulate import devices
     from spanax.run.trainer import train
     from spanax.show.events import reporter
 
-    stream = _clean_stdout() if config.json else sys.stdout
-    with reporter(as_json=config.json, stream=stream) as emit:
+    obey_supervisor()
+    stream = _clean_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout
+    with _leaving_no_one_waiting(), reporter(as_json=config.json, stream=stream) as emit:
         done = train(partial(load, config.workload), config, devices(config.devices), emit)
         if config.profile is not None:
             from spanax.show.profiling import profile_event
 
             emit(profile_event(Path(done["out"])))
+    if done["event"] == "preempted":
+        sys.exit(EXIT_CODE)
+
+
+@contextmanager
+def _leaving_no_one_waiting() -> Iterator[None]:
+    """In a group, end at an error at once: at its ordinary end JAX would wait for the others, and they for this one."""
+    try:
+        yield
+    except Exception as error:
+        from spanax.run.hosts import Hosts
+
+        if Hosts.of().num_hosts == 1:
+            raise
+        if isinstance(error, SpanaxError):
+            print(f"spanax: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(error.exit_code if isinstance(error, SpanaxError) else 70)
 
 
 def _plan(command: PlanCommand) -> None:

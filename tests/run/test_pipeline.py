@@ -74,7 +74,6 @@ def test_so_does_one_that_computes_layers_again(schedule: str) -> None:
     assert_same(reference("gpt", 4), trained(run, "gpt"))
 
 
-@pytest.mark.slow
 def test_what_layers_leave_for_the_head_goes_with_them() -> None:
     """The experts' balance is a result of every layer, and part of the loss."""
     made = program("mixtral", 4)

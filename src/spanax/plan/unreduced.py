@@ -78,7 +78,9 @@ def _handed(laid: Laid, schedule: Schedule) -> set[int]:
     states = [value for state in (*pieces.states, *pieces.layer_states) for value in (state.before, state.after)]
     between = halves(pieces.backward).between if ticks_of(schedule).is_split else ()
     handed = {*pieces.payload_forward, *pieces.payload_backward, *pieces.prepared, *pieces.rows, *states, *between}
-    return handed.union(*(loop.scanned for loop in loops), *(loop.results for loop in loops), pieces.forward.stacked)
+    # From layer to layer is from stage to stage as well.
+    loops_hand_on = ((*loop.scanned, *loop.results, *loop.body_carried) for loop in loops)
+    return handed.union(*loops_hand_on, pieces.forward.stacked)
 
 
 def _found(laid: Laid, reduced: Collection[int]) -> Unreduced:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run import manifest
+from spanax.run.hosts import everywhere, from_first, is_first
 from spanax.run.layers import Regrouped, told
 from spanax.run.manifest import ARRAYS, META, PLAN, Saved, describe, discard, read_meta, verify
 
@@ -67,12 +68,12 @@ class Pending:
           WriteError: the step could not be written; nothing of it is left. Raised by every call.
         """
         self._thread.join()
-        everywhere = _everywhere(self._error is None)
+        is_everywhere = everywhere(self._error is None)
         if _RUNNING.get(self._root) is self:
             del _RUNNING[self._root]
         if self._error is not None:
             raise self._error
-        if not everywhere:
+        if not is_everywhere:
             raise WriteError(f"step {self.step} was not saved: another process failed.", where=str(self._root))
 
     def _run(self) -> None:
@@ -161,7 +162,7 @@ def restore(
         # Its outcome decides which step is the newest. Errors stay with whoever waits for it.
         _RUNNING[root]._thread.join()
     warn = warn or functools.partial(print, file=sys.stderr)
-    folder = root / _from_first(lambda: _choose(root, step, warn).name, DataError)
+    folder = root / from_first(lambda: _choose(root, step, warn).name, DataError)
     found = manifest.step_of(folder) or 0
     try:
         plan_json = (folder / PLAN).read_bytes().decode()
@@ -209,7 +210,7 @@ def _prepare(root: Path, step: int, texts: Mapping[str, bytes]) -> Path:
             raise _failure(root, step, error) from error
         return staging.name
 
-    return root / _from_first(make, WriteError)
+    return root / from_first(make, WriteError)
 
 
 def _start(folder: Path, stored: Mapping[str, jax.Array]) -> Any:
@@ -227,7 +228,7 @@ def _finish(response: Any, staging: Path, root: Path, step: int, keep: int | Non
     try:
         # Returns after a barrier: then every process has written its part.
         response.result()
-        if not _is_first():
+        if not is_first():
             return
         manifest.write(staging)
     except BaseException as error:
@@ -249,7 +250,7 @@ def _abandon(staging: Path) -> None:
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
             thread.join(timeout=10)
-    if _is_first():
+    if is_first():
         with contextlib.suppress(OSError):
             discard(staging)
 
@@ -352,46 +353,6 @@ def _orbax() -> Any:
     # On a failed write each of its threads logs a page of traces; the one WriteError says it in a line.
     logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
     return v1
-
-
-def _is_first() -> bool:
-    import jax
-
-    return jax.process_index() == 0
-
-
-def _everywhere(here: bool) -> bool:
-    """Whether it is true on every process; a barrier where there are several."""
-    import jax
-
-    if jax.process_count() == 1:
-        return here
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    return bool(np.all(multihost_utils.process_allgather(np.int32(here))))
-
-
-def _from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
-    """What the first process decides, on every process; its error there, and a short one of that kind elsewhere."""
-    import jax
-
-    if jax.process_count() == 1:
-        return decide()
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    failed, text = None, ""
-    if _is_first():
-        try:
-            text = decide()
-        except Exception as error:
-            failed = error
-    letters = np.frombuffer(text.encode().ljust(64), np.uint8)
-    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(letters))).decode().strip()
-    if failed is not None or not text:
-        raise failed or kind("the checkpoint folder cannot be used; process 0 says why.")
-    return text
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,12 +1,13 @@
 """The run folder: one place a run, with its configuration, plan, environment, metrics and checkpoints.
 
-config.toml  plan.json  env.json  metrics.jsonl  checkpoints/<step>/  LOCK
+config.toml  plan.json  env.json  metrics.jsonl  events.jsonl  heartbeats/  log/  checkpoints/<step>/  LOCK
 """
 
 import fcntl
 import json
 import os
 import platform
+import shutil
 import socket
 import sys
 import tomllib
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spanax.errors import DataError, WriteError
-from spanax.run import manifest
+from spanax.run import heartbeat, manifest
 
 CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOCK = (
     "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "LOCK",
@@ -59,9 +60,8 @@ def claimed(folder: Path, *, resume: bool):  # type: ignore[no-untyped-def]
             yield
         finally:
             # A request that was refused leaves nothing behind.
-            if [path.name for path in folder.iterdir()] == [LOCK]:
-                (folder / LOCK).unlink()
-                folder.rmdir()
+            if {path.name for path in folder.iterdir()} <= {LOCK, heartbeat.FOLDER}:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -74,6 +74,11 @@ def read_config(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise DataError(f"cannot read the configuration '{path}'.", where=str(error)) from None
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    """The settings that the run in a folder was last started with; none where there is no run."""
+    return read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
 
 
 def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any]) -> None:

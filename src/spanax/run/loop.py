@@ -18,6 +18,7 @@ from spanax.run.checkpoint import Pending
 from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
 from spanax.run.guard import STEP_OK
+from spanax.run.heartbeat import Pulse
 from spanax.run.profile import INPUT, STEP, Profile, marked
 from spanax.run.remedy import Remedy
 from spanax.run.run import Run
@@ -37,6 +38,8 @@ class Loop:
       held_out: opens the held-out batches, or returns None where there are none.
       tell: takes every event.
       remedy: what is done about bad steps.
+      is_over: says behind a step whether to stop there, the same on every process.
+      pulse: gives the sign of life of this process.
       profile: traces some of the steps.
     """
 
@@ -47,6 +50,8 @@ class Loop:
     checkpoints: Path
     tell: Callable[[Event], None]
     remedy: Remedy
+    is_over: Callable[[int], bool]
+    pulse: Pulse
     profile: Profile | None = None
     _seconds: list[float] = field(default_factory=list)
     _loss: float | None = None
@@ -55,7 +60,7 @@ class Loop:
     _clock: float = 0.0
 
     def run_to_end(self) -> Event:
-        """Take the steps that are left, evaluate and save when due, and return the `done` event."""
+        """Take the steps that are left, evaluate and save when due; return the `done` or the `preempted` event."""
         steps = self.config.steps or 0
         if self.profile is not None:
             self.profile.prepare(self.run)
@@ -66,6 +71,7 @@ class Loop:
         while self.run.num_steps < steps:
             if self.profile is not None:
                 self.profile.before(self.run)
+            self._beat("step" if self._seconds else "compile")
             batch = self._next_batch()
             with marked(STEP):
                 metrics = self.run.step(batch)
@@ -86,10 +92,12 @@ class Loop:
                 self._save()
             if evaluates or saves:
                 self._clock = time.perf_counter()
+            if self.run.num_steps < steps and self.is_over(self.run.num_steps):
+                # Where the last step turns out bad, the run is back at a checkpoint, and there is nothing to save.
+                return self._preempted(self._reported(behind, 0) or saves)
         if not self._evaluated:
             self._evaluate()
-        if self._saving is not None:
-            self._saving.wait()
+        self._wait_for_save()
         spent, wait = time.perf_counter() - began, self.data.wait_seconds - waited
         # The first step is mostly compiling.
         median = statistics.median(self._seconds[1:] or self._seconds or [math.nan])
@@ -119,7 +127,10 @@ class Loop:
             values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
             self._report(step, {name: value for name, value in values.items() if name != STEP_OK})
             reason = self.run.judge(step, values)
-            if reason is not None and self.remedy.treat(step, batch, values, reason):
+            if reason is None:
+                continue
+            self._beat("restore")
+            if self.remedy.treat(step, batch, values, reason):
                 self._clock = time.perf_counter()
                 behind.clear()
                 return True
@@ -136,11 +147,19 @@ class Loop:
             event: Event = {"event": "step", "step": step, **values, "step_seconds": seconds}
             self.tell(event | {"tokens_per_second": rate, "data_wait_seconds": self.data.wait_seconds})
 
+    def _preempted(self, is_saved: bool) -> Event:
+        """Save where the run was asked to stop, so that no step of it is lost."""
+        if not is_saved:
+            self._save()
+        self._wait_for_save()
+        return {"event": "preempted", "step": self.run.num_steps}
+
     def _evaluate(self) -> None:
         """Mean loss on the first held-out batches, beside a bigram's on the same tokens."""
         held_out = self.held_out() if self.run.program.evaluation is not None else None
         if held_out is None:
             return
+        self._beat("evaluate")
         with closing(held_out):
             pairs = zip(range(self.config.eval_batches), held_out, strict=False)
             losses = [float(self.run.evaluate(batch)["loss"]) for _, batch in pairs]
@@ -155,11 +174,22 @@ class Loop:
         self.tell(self._evaluated)
 
     def _save(self) -> None:
+        self._beat("save")
         began = time.perf_counter()
         self.remedy.check_state()
         self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
         self.remedy.saved(self._saving)
         self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
+
+    def _wait_for_save(self) -> None:
+        if self._saving is not None:
+            self._beat("save")
+            self._saving.wait()
+
+    def _beat(self, phase: str) -> None:
+        # The median of the last steps is what a watcher measures the silence of a step by.
+        seconds = statistics.median(self._seconds[-16:]) if self._seconds else 0.0
+        self.pulse.beat(phase, self.run.num_steps, step_seconds=seconds)
 
 
 def num_tokens(program: Program) -> int:

@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from spanax.errors import SpanaxError
+from spanax.run.hosts import Hosts
 
 DEFAULT_SIMULATED = 8
 
@@ -34,7 +35,9 @@ def devices(wanted: int | None) -> list[Any]:
     Raises:
       SpanaxError: there are fewer than wanted.
     """
-    _prepare(wanted or DEFAULT_SIMULATED)
+    hosts = Hosts.of()
+    _prepare(hosts.devices_per_host or _share(wanted or DEFAULT_SIMULATED, hosts.num_hosts))
+    hosts.join()
     import jax
 
     found = jax.devices()
@@ -45,6 +48,16 @@ def devices(wanted: int | None) -> list[Any]:
             fix=f"--devices {len(found)}" + ("" if kind == "cpu" else ", or JAX_PLATFORMS=cpu to simulate them"),
         )
     return found[:wanted]
+
+
+def _share(wanted: int, num_hosts: int) -> int:
+    """The devices that each process of a run simulates."""
+    if wanted % num_hosts:
+        raise SpanaxError(
+            f"{wanted} devices cannot be divided among {num_hosts} processes.",
+            fix=f"--devices {-(-wanted // num_hosts) * num_hosts}",
+        )
+    return wanted // num_hosts
 
 
 def _prepare(num_simulated: int) -> None:

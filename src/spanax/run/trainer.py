@@ -4,15 +4,18 @@ Read this file first: it names every part of Spanax in the order in which a run 
 """
 
 import json
+import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spanax.errors import DataError, SpanaxError
+import jax
+
+from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
@@ -22,7 +25,10 @@ from spanax.run import manifest
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data import Batches, batches
 from spanax.run.events import Events
+from spanax.run.heartbeat import Pulse
+from spanax.run.hosts import Hosts, from_first, is_first
 from spanax.run.loop import Event, Loop
+from spanax.run.preemption import listening
 from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
 from spanax.run.remedy import Remedy
@@ -36,52 +42,55 @@ from spanax.trace.workload import Workload
 def train(
     load: Callable[..., Workload], config: TrainConfig, devices: list[Any], emit: Callable[[Event], None]
 ) -> Event:
-    """Train a workload and return the last event, `done`.
+    """Train a workload and return the last event: `done`, or `preempted` where a signal asked it to stop.
+
+    In a run of several processes each of them calls this, with the devices of all; the first one leads.
 
     Args:
       load: makes the workload, given `batch_size`, `seq_len` and `vocab_size`.
       config: the settings; what is None takes the workload's own.
       devices: the devices to use.
-      emit: called with every event: `start`, `warning`, `step`, `eval`, `save`, `done`.
+      emit: called on the first process with every event: `start`, `warning`, `step`, `eval`, `save`, `done`,
+        `preempted`.
 
     Raises:
       SpanaxError: the settings do not go together; also its kinds DataError and WriteError.
     """
     with ExitStack() as stack:
-        folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
-        stack.enter_context(run_folder.claimed(folder, resume=config.resume))
+        is_leader, hosts = is_first(), Hosts.of()
+        emit = emit if is_leader else _unheard
+        folder = _claimed(config, stack)
+        events = Events(folder, attempt=hosts.attempt).tell if is_leader else _unheard
+        pulse = Pulse(folder, jax.process_index(), hosts.attempt)
+        pulse.beat("start", 0)
         planned = None if config.plan is None else _planned(config, len(devices))
         workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
-        schedule = wished(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
-        plan = planned or make_plan(program, local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule)
+        plan = planned or _chosen(program, config, folder, devices, emit, events)
         check_wished(config.schedule, plan)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
         )
         data = stack.enter_context(closing(read(_source(config, workload))))
+        pulse.beat("restore", 0)
         begin = partial(_begun, program, plan, folder=folder, devices=devices, emit=emit)
         run = begin(config)
         if run.position is not None:
             data.restore(run.position)
-        run_folder.write_records(folder, config.record(), plan.to_json(), devices)
-        metrics = stack.enter_context(run_folder.open_metrics(folder, run.num_steps))
-
-        def tell(event: Event) -> None:
-            nonlocal metrics
-            if event["event"] == "rolled_back":
-                metrics = stack.enter_context(run_folder.open_metrics(folder, event["step"]))
-            metrics.write(json.dumps(event) + "\n")
-            emit(event)
-
+        tell = stack.enter_context(_telling(run, config, folder, devices, emit)) if is_leader else _unheard
+        events("begin", pid=os.getpid(), hosts=jax.process_count(), **_placed(plan), step=run.num_steps)
         tell(_start_event(run, config, folder))
         held_out = partial(_held_out, read, config, workload)
-        remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, Events(folder).tell)
-        loop = Loop(run, data, held_out, config, folder / run_folder.CHECKPOINTS, tell, remedy, profile)
-        done = loop.run_to_end() | {"out": str(folder)}
-        tell(done)
-        return done
+        is_over = stack.enter_context(listening())
+        remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
+        checkpoints = folder / run_folder.CHECKPOINTS
+        loop = Loop(run, data, held_out, config, checkpoints, tell, remedy, is_over, pulse, profile)
+        last = loop.run_to_end() | {"out": str(folder)}
+        tell(last)
+        events("end", how=last["event"], step=run.num_steps)
+        pulse.beat("end", run.num_steps)
+        return last
 
 
 def traced(
@@ -166,6 +175,87 @@ def _planned(config: TrainConfig, num_devices: int) -> Plan:
     return plan
 
 
+def _chosen(
+    program: Program,
+    config: TrainConfig,
+    folder: Path,
+    devices: list[Any],
+    emit: Callable[..., None],
+    events: Callable[..., None],
+) -> Plan:
+    """The plan as asked for; of a run resumed on other devices, where its layout cannot be had, the planner's own.
+
+    Raises:
+      SpanaxError: what was asked for cannot be had.
+    """
+    schedule = wished(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
+    try:
+        return make_plan(program, local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule)
+    except SpanaxError as error:
+        before = run_folder.recorded(folder) if config.resume else {}
+        if not before or before.get("devices") == len(devices) or before.get("layout") != config.layout or config.mesh:
+            raise
+        plan = _replanned(program, devices)
+        reason = str(error).splitlines()[0]
+        idle = len(devices) - plan.mesh.size
+        emit(
+            {
+                "event": "warning",
+                "message": f"{before.get('devices')} devices before, {len(devices)} now: {reason} Going on with "
+                f"{plan.layout.name} on {plan.mesh}" + (f"; {idle} devices idle" if idle else ""),
+            }
+        )
+        events("replanned", reason=reason, idle=idle, before=before.get("devices"), **_placed(plan))
+        return plan
+
+
+def _replanned(program: Program, devices: list[Any]) -> Plan:
+    """The planner's choice for these devices, or for as many of them as it finds a layout for."""
+    for count in range(len(devices), 1, -1):
+        try:
+            return make_plan(program, local(devices[:count]))
+        except SpanaxError:
+            continue
+    return make_plan(program, local(devices[:1]))
+
+
+def _claimed(config: TrainConfig, stack: ExitStack) -> Path:
+    """The run folder, held by the first process and known to all."""
+
+    def claim() -> str:
+        folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
+        stack.enter_context(run_folder.claimed(folder, resume=config.resume))
+        return str(folder)
+
+    return Path(from_first(claim, WriteError))
+
+
+@contextmanager
+def _telling(
+    run: Run, config: TrainConfig, folder: Path, devices: list[Any], emit: Callable[[Event], None]
+) -> Iterator[Callable[[Event], None]]:
+    """Writes the run's records, and then every event into its metrics, besides emitting it."""
+    run_folder.write_records(folder, config.record(), run.plan.to_json(), devices)
+    metrics = run_folder.open_metrics(folder, run.num_steps)
+
+    def tell(event: Event) -> None:
+        nonlocal metrics
+        if event["event"] == "rolled_back":
+            metrics.close()
+            metrics = run_folder.open_metrics(folder, event["step"])
+        metrics.write(json.dumps(event) + "\n")
+        emit(event)
+
+    try:
+        yield tell
+    finally:
+        metrics.close()
+
+
+def _unheard(*args: Any, **values: Any) -> None:
+    """What takes the events of a process that does not lead."""
+
+
 def _begun(
     program: Program, plan: Plan, config: TrainConfig, folder: Path, devices: list[Any], emit: Callable[[Event], None]
 ) -> Run:
@@ -187,13 +277,15 @@ def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
         "step": run.num_steps,
         "steps": config.steps,
         "parameters": run.program.num_params,
-        "layout": plan.layout.name,
-        "mesh": dict(plan.mesh.axes),
-        "devices": plan.mesh.size,
+        **_placed(plan),
         "why": plan.why,
         "state_bytes_per_device": plan.state_bytes(),
         "out": str(folder),
     }
+
+
+def _placed(plan: Plan) -> dict[str, Any]:
+    return {"layout": plan.layout.name, "mesh": dict(plan.mesh.axes), "devices": plan.mesh.size}
 
 
 def _short(workload: str) -> str:

@@ -64,6 +64,8 @@ def line(event: Event) -> str:
         return f"step {event['step']}  changed nothing; batch {event['batch']} is left out"
     if kind == "warning":
         return f"WARNING: {event['message']}"
+    if kind == "preempted":
+        return f"stopped behind step {event['step']}, all saved\nto go on: --out {event['out']} --resume"
     if kind == "done":
         return _done_line(event)
     if kind == "profile":
