@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -205,6 +206,20 @@ def test_a_step_that_is_to_be_saved_may_be_the_bad_one(policy: str, tmp_path: Pa
     trained(source, config(tmp_path / "run", policy, steps=8), told.append)
     assert [event["step"] for event in told if event["event"] == "save"] == [4, 8]
     assert all(np.isfinite(array).all() for array in saved(tmp_path / "run", source)[8].values())
+
+
+def test_a_run_that_is_asked_to_stop_behind_a_bad_step_does_not_save_it(tmp_path: Path) -> None:
+    """On one device, where the metrics of that step have not come yet."""
+    out, source = tmp_path / "run", batches({BAD: NAN})
+
+    def stop(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == BAD:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    last = trained(source, config(out, "rollback", mesh="data=1"), stop)
+    assert (last["event"], last["step"]) == ("preempted", 4) and steps_in(out) == [4]
+    trained(source, config(out, "rollback", mesh="data=1", resume=True))
+    assert all(np.isfinite(array).all() for array in saved(out, source)[STEPS].values())
 
 
 def test_before_the_first_checkpoint_the_run_begins_anew(folder: Path, tmp_path: Path) -> None:

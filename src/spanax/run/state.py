@@ -29,7 +29,7 @@ def born(program: Program, placements: Sequence[Placement], mesh: jax.sharding.M
     for value, placement in zip(graph.body.outputs, placements, strict=True):
         sharding = placement.sharding(mesh)
         if value in known:
-            arrays.append(jax.device_put(known[value], sharding))
+            arrays.append(_placed(known[value], sharding))
             continue
         ops, inputs = _slice(value, producers, known)
         key = (_signature(graph, ops, inputs, value), sharding)
@@ -37,6 +37,14 @@ def born(program: Program, placements: Sequence[Placement], mesh: jax.sharding.M
             compiled[key] = jax.jit(_program(ops, inputs, value), out_shardings=sharding)
         arrays.append(compiled[key](*(known[v] for v in inputs)))
     return arrays
+
+
+def _placed(number: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """A number that every process knows, on all devices; device_put takes no key to those of another process."""
+    if sharding.is_fully_addressable or not jax.dtypes.issubdtype(number.dtype, jax.dtypes.prng_key):
+        return jax.device_put(number, sharding)
+    words, kind = np.asarray(jax.random.key_data(number)), jax.random.key_impl(number)
+    return jax.jit(lambda: jax.random.wrap_key_data(words, impl=kind), out_shardings=sharding)()
 
 
 def _single_numbers(graph: Graph, seed: Any) -> dict[int, Any]:
