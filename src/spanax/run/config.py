@@ -46,7 +46,7 @@ class TrainConfig:
       log_every: steps between lines.
       on_bad_step: what follows on a loss, gradient norm or parameter that is not finite, or a spike: halt, skip (the
         step changes nothing), rollback (to the newest checkpoint, and the batch is left out) or ignore.
-      spike: a loss or gradient norm over so many times the median of the last 64 good steps is bad too; such as 3.
+      spike: a loss or gradient norm over so many times the median of the last 64 good steps is bad too; such as 10.
       patience: how many bad steps in a row, or rollbacks to one checkpoint, are borne.
       profile: trace the steps from A to B, as A:B, and say what their time goes to.
       config: a TOML file with any of these settings; flags win over it.
