@@ -36,6 +36,8 @@ FLAGS = {
         "out", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
     },
     "probe": {"out", "devices", "seconds"},
+    "report": {"run", "json"},
+    "doctor": {"out", "hosts", "timeout", "json"},
 }  # fmt: skip
 
 
@@ -130,6 +132,9 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "inspecting nothing": (["inspect", "nowhere"], 65, "there is no plan or run 'nowhere'"),
     "inspecting what is no plan": (["inspect", "bad.json"], 65, "this is not a plan file"),
     "inspecting what is no run": (["inspect", "old"], 65, "neither plan nor checkpoint"),
+    "reporting nothing": (["report", "nowhere"], 65, "there is no folder 'nowhere'"),
+    "reporting what is no run": (["report", "old"], 65, "no run told of itself in 'old'"),
+    "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is no address"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 

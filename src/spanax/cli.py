@@ -18,7 +18,14 @@ from spanax.errors import SpanaxError
 from spanax.launch.commands import launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
-from spanax.show.requests import CheckCommand, CompareCommand, InspectCommand, PlanCommand
+from spanax.show.requests import (
+    CheckCommand,
+    CompareCommand,
+    DoctorCommand,
+    InspectCommand,
+    PlanCommand,
+    ReportCommand,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +84,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": CompareCommand,
     "inspect": InspectCommand,
     "checkpoint": CheckpointCommand,
+    "report": ReportCommand,
+    "doctor": DoctorCommand,
 }
 
 
@@ -108,6 +117,10 @@ def main(args: Sequence[str] | None = None) -> None:
             _compare(command)
         elif isinstance(command, InspectCommand):
             _inspect(command)
+        elif isinstance(command, ReportCommand):
+            _report(command)
+        elif isinstance(command, DoctorCommand):
+            _doctor(command)
         else:
             _checkpoint(command)
     except SpanaxError as error:
@@ -269,6 +282,24 @@ def _checkpoint(command: CheckpointCommand) -> None:
     print(text)
     if problems and command.action == "verify":
         sys.exit(65)
+
+
+def _report(command: ReportCommand) -> None:
+    from spanax.show.reporting import report, report_text, sections
+
+    found = report(command.run)
+    print(json.dumps(found.to_json()) if command.json else report_text(sections(found)))
+
+
+def _doctor(command: DoctorCommand) -> None:
+    from spanax.doctor.examine import examined
+    from spanax.show.doctor import is_well, verdicts_json, verdicts_text, wants_colours
+
+    found = examined(out=command.out, hosts=command.hosts, timeout=command.timeout)
+    in_colours = wants_colours(sys.stdout)
+    print(json.dumps(verdicts_json(found)) if command.json else verdicts_text(found, in_colours=in_colours))
+    if not is_well(found):
+        sys.exit(1)
 
 
 def _clean_stdout() -> TextIO:

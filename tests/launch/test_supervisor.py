@@ -92,6 +92,12 @@ def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_kills_at_one_step_are_no_crash_loop_so_soon(tmp_path: Path) -> None:
+    code = "beat('step', 7); attempt < 4 and os.kill(os.getpid(), signal.SIGKILL)"
+    watched, said = supervised(tmp_path, code)
+    assert watched.watch() == 0 and len(said) == 4
+
+
 def test_steps_gained_are_no_crash_loop_but_restarts_are_counted(tmp_path: Path) -> None:
     watched, said = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
     assert watched.watch() == 70
@@ -123,7 +129,8 @@ def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: P
     hang = "if attempt == 0: in_a_loader()"
     if what == "is stopped":
         hang = "if attempt == 0: rank or os.kill(os.getpid(), signal.SIGSTOP); in_a_loader()"
-    watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2)
+    limits = Limits(stuck_seconds=2, backoff_seconds=0.01)
+    watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2, limits=limits)
     began = time.monotonic()
     assert watched.watch() == 0 and time.monotonic() - began < 20
     assert told(tmp_path) == ["stuck", "restart", "end"]

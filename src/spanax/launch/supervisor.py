@@ -16,7 +16,7 @@ from pathlib import Path
 
 from spanax.errors import SpanaxError
 from spanax.launch.ending import PREEMPTED, Ending, ending_of, last_words
-from spanax.run import heartbeat
+from spanax.run import account, heartbeat
 from spanax.run.events import Events
 
 POLL_SECONDS = 0.2
@@ -26,8 +26,8 @@ STACKS_SECONDS = 2.0
 
 LONGEST_BACKOFF_SECONDS = 60.0
 
-SAME_STEP = 3
-"""So many ends at one step in a row are no accident."""
+SAME_STEP, SAME_STEP_KILLED = 3, 10
+"""So many ends at one step in a row are no accident; a kill may come from anyone, or from a lack of memory."""
 
 STEP_FACTOR = 10
 """A step may take so many times the median step before it counts as stuck, or `stuck_seconds` if that is longer."""
@@ -99,7 +99,8 @@ class Supervisor:
                 gained, last_step = ended.step > last_step, ended.step
                 backoff_seconds = self.limits.backoff_seconds if gained else backoff_seconds * 2
                 why = ended.is_final and "it would end the same way again"
-                why = why or (fallen >= SAME_STEP and f"it ended {fallen} times at step {ended.step}")
+                allowed = SAME_STEP_KILLED if ended.is_killed else SAME_STEP
+                why = why or (fallen >= allowed and f"it ended {fallen} times at step {ended.step}")
                 why = why or (attempt >= self.limits.restarts and f"it was started again {attempt} times")
                 if why:
                     events.tell("stopped", why=why, what=ended.what, step=ended.step, code=ended.code)
@@ -116,6 +117,7 @@ class Supervisor:
 
     def _attempt(self, attempt: int, events: Events) -> Ending:
         """Start the processes once, and see them all to their end."""
+        account.keep_beat(events)
         heartbeat.forget(self.folder)
         began = time.time()
         processes = list(self.start(attempt))

@@ -19,6 +19,7 @@ from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
 from spanax.run.guard import STEP_OK
 from spanax.run.heartbeat import Pulse
+from spanax.run.ledger import Ledger
 from spanax.run.profile import INPUT, STEP, Profile, marked
 from spanax.run.remedy import Remedy
 from spanax.run.run import Run
@@ -40,6 +41,7 @@ class Loop:
       remedy: what is done about bad steps.
       is_over: says behind a step whether to stop there, the same on every process.
       pulse: gives the sign of life of this process.
+      ledger: accounts for its wall time.
       profile: traces some of the steps.
     """
 
@@ -52,6 +54,7 @@ class Loop:
     remedy: Remedy
     is_over: Callable[[int], bool]
     pulse: Pulse
+    ledger: Ledger
     profile: Profile | None = None
     _seconds: list[float] = field(default_factory=list)
     _loss: float | None = None
@@ -73,6 +76,10 @@ class Loop:
                 self.profile.before(self.run)
             self._beat("step" if self._seconds else "compile")
             batch = self._next_batch()
+            if self._seconds:
+                self.ledger.take(self.run.num_steps + 1)
+            else:
+                self.ledger.enter("compile")
             with marked(STEP):
                 metrics = self.run.step(batch)
             step = self.run.num_steps
@@ -114,7 +121,7 @@ class Loop:
         }
 
     def _next_batch(self) -> Any:
-        with marked(INPUT):
+        with self.ledger.within("data"), marked(INPUT):
             batch = next(self.data, None)
         if batch is None:
             raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
@@ -130,7 +137,9 @@ class Loop:
             if reason is None:
                 continue
             self._beat("restore")
-            if self.remedy.treat(step, batch, values, reason):
+            with self.ledger.within("restore"):
+                has_gone_back = self.remedy.treat(step, batch, values, reason)
+            if has_gone_back:
                 self._clock = time.perf_counter()
                 behind.clear()
                 return True
@@ -160,7 +169,7 @@ class Loop:
         if held_out is None:
             return
         self._beat("evaluate")
-        with closing(held_out):
+        with closing(held_out), self.ledger.within("evaluate"):
             pairs = zip(range(self.config.eval_batches), held_out, strict=False)
             losses = [float(self.run.evaluate(batch)["loss"]) for _, batch in pairs]
             if not losses:
@@ -176,20 +185,24 @@ class Loop:
     def _save(self) -> None:
         self._beat("save")
         began = time.perf_counter()
-        self.remedy.check_state()
-        self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
+        with self.ledger.within("save"):
+            self.remedy.check_state()
+            self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
         self.remedy.saved(self._saving)
         self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
 
     def _wait_for_save(self) -> None:
         if self._saving is not None:
             self._beat("save")
-            self._saving.wait()
+            with self.ledger.within("save"):
+                self._saving.wait()
 
     def _beat(self, phase: str) -> None:
+        if not self.pulse.is_due(phase):
+            return
         # The median of the last steps is what a watcher measures the silence of a step by.
         seconds = statistics.median(self._seconds[-16:]) if self._seconds else 0.0
-        self.pulse.beat(phase, self.run.num_steps, step_seconds=seconds)
+        self.pulse.beat(phase, self.run.num_steps, step_seconds=seconds, seconds=self.ledger.seconds())
 
 
 def num_tokens(program: Program) -> int:

@@ -39,12 +39,17 @@ def born(program: Program, placements: Sequence[Placement], mesh: jax.sharding.M
     return arrays
 
 
-def _placed(number: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """A number that every process knows, on all devices; device_put takes no key to those of another process."""
-    if sharding.is_fully_addressable or not jax.dtypes.issubdtype(number.dtype, jax.dtypes.prng_key):
-        return jax.device_put(number, sharding)
-    words, kind = np.asarray(jax.random.key_data(number)), jax.random.key_impl(number)
-    return jax.jit(lambda: jax.random.wrap_key_data(words, impl=kind), out_shardings=sharding)()
+def _placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    """A value that every process has, where it is to lie."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        # Keys cannot be made from a callback: their numbers can.
+        spec = jax.sharding.PartitionSpec(*sharding.spec, *(None,) * (value.ndim + 1 - len(sharding.spec)))
+        numbers = _placed(jax.random.key_data(value), jax.sharding.NamedSharding(sharding.mesh, spec))
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(value))
+    here = np.asarray(value)
+    return jax.make_array_from_callback(here.shape, sharding, lambda index: here[index])
 
 
 def _single_numbers(graph: Graph, seed: Any) -> dict[int, Any]:

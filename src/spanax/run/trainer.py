@@ -20,13 +20,14 @@ from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
 from spanax.plan.stages import check_wished, wished
+from spanax.run import account, manifest
 from spanax.run import folder as run_folder
-from spanax.run import manifest
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data import Batches, batches
 from spanax.run.events import Events
 from spanax.run.heartbeat import Pulse
 from spanax.run.hosts import Hosts, from_first, is_first
+from spanax.run.ledger import Ledger, process_age_seconds
 from spanax.run.loop import Event, Loop
 from spanax.run.preemption import listening
 from spanax.run.profile import FOLDER as PROFILE
@@ -60,9 +61,10 @@ def train(
         is_leader, hosts = is_first(), Hosts.of()
         emit = emit if is_leader else _unheard
         folder = _claimed(config, stack)
-        events = Events(folder, attempt=hosts.attempt).tell if is_leader else _unheard
+        ledger = Ledger(hosts.attempt, account.reached(folder), process_age_seconds())
+        events = _events(folder, hosts.attempt) if is_leader else _unheard
         pulse = Pulse(folder, jax.process_index(), hosts.attempt)
-        pulse.beat("start", 0)
+        pulse.beat("start", 0, seconds=ledger.seconds())
         planned = None if config.plan is None else _planned(config, len(devices))
         workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
         steps = profiled_steps(config)
@@ -73,9 +75,10 @@ def train(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
         )
         data = stack.enter_context(closing(read(_source(config, workload))))
-        pulse.beat("restore", 0)
+        pulse.beat("restore", 0, seconds=ledger.seconds())
         begin = partial(_begun, program, plan, folder=folder, devices=devices, emit=emit)
-        run = begin(config)
+        with ledger.within("restore" if config.resume else ledger.bucket):
+            run = begin(config)
         if run.position is not None:
             data.restore(run.position)
         tell = stack.enter_context(_telling(run, config, folder, devices, emit)) if is_leader else _unheard
@@ -85,11 +88,13 @@ def train(
         is_over = stack.enter_context(listening())
         remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
         checkpoints = folder / run_folder.CHECKPOINTS
-        loop = Loop(run, data, held_out, config, checkpoints, tell, remedy, is_over, pulse, profile)
+        loop = Loop(run, data, held_out, config, checkpoints, tell, remedy, is_over, pulse, ledger, profile)
         last = loop.run_to_end() | {"out": str(folder)}
+        ledger.enter("idle")
         tell(last)
         events("end", how=last["event"], step=run.num_steps)
-        pulse.beat("end", run.num_steps)
+        events("ledger", **ledger.record(run.num_steps))
+        pulse.beat("end", run.num_steps, seconds=ledger.seconds())
         return last
 
 
@@ -250,6 +255,13 @@ def _telling(
         yield tell
     finally:
         metrics.close()
+
+
+def _events(folder: Path, attempt: int) -> Callable[..., None]:
+    """What tells the events of this attempt, once the last sign of life of the one before is among them."""
+    events = Events(folder, attempt=attempt)
+    account.keep_beat(events)
+    return events.tell
 
 
 def _unheard(*args: Any, **values: Any) -> None:
