@@ -4,6 +4,7 @@
     ├── DataError          65: what was read is not what it should be
     ├── CompilerError      70: a compiler died or took too long
     ├── HostsError         70: the processes of a run did not come together
+    ├── NumbersError       70: the numbers of a run went wrong
     ├── WriteError         73: the place to write to cannot be written
     └── ConfigError        78: a run is to go on as another run than it was
 
@@ -67,6 +68,18 @@ class HostsError(SpanaxError):
     Example:
       >>> HostsError("127.0.0.1:9911 is taken.", fix="another port").exit_code
       70
+    """
+
+    exit_code = 70
+
+
+class NumbersError(SpanaxError):
+    """A loss, a gradient or a parameter of a run went wrong, and the run is to end; exit code 70.
+
+    Example:
+      >>> print(NumbersError("step 7 went wrong: loss is nan.", fix="--on-bad-step rollback"))
+      step 7 went wrong: loss is nan.
+        fix: --on-bad-step rollback
     """
 
     exit_code = 70

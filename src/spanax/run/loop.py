@@ -17,9 +17,11 @@ from spanax.run.bigram import bigram_loss
 from spanax.run.checkpoint import Pending
 from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
+from spanax.run.guard import STEP_OK
 from spanax.run.heartbeat import Pulse
 from spanax.run.ledger import Ledger
 from spanax.run.profile import INPUT, STEP, Profile, marked
+from spanax.run.remedy import Remedy
 from spanax.run.run import Run
 from spanax.trace.program import Program
 
@@ -36,6 +38,7 @@ class Loop:
     Attributes:
       held_out: opens the held-out batches, or returns None where there are none.
       tell: takes every event.
+      remedy: what is done about bad steps.
       is_over: says behind a step whether to stop there, the same on every process.
       pulse: gives the sign of life of this process.
       ledger: accounts for its wall time.
@@ -48,6 +51,7 @@ class Loop:
     config: TrainConfig
     checkpoints: Path
     tell: Callable[[Event], None]
+    remedy: Remedy
     is_over: Callable[[int], bool]
     pulse: Pulse
     ledger: Ledger
@@ -66,7 +70,7 @@ class Loop:
         began = self._clock = time.perf_counter()
         waited = self.data.wait_seconds
         # Metrics are fetched once the next step is under way, so that the devices never wait for them.
-        behind: deque[tuple[int, dict[str, Any]]] = deque()
+        behind: deque[tuple[int, int, dict[str, Any]]] = deque()
         while self.run.num_steps < steps:
             if self.profile is not None:
                 self.profile.before(self.run)
@@ -79,15 +83,16 @@ class Loop:
             with marked(STEP):
                 metrics = self.run.step(batch)
             step = self.run.num_steps
-            behind.append((step, metrics))
+            behind.append((step, self.data.last_index, metrics))
             evaluates, saves = (
                 _is_due(step, self.config.eval_every, steps),
                 _is_due(step, self.config.save_every, steps),
             )
-            while len(behind) > (0 if self.run.is_simulated or evaluates or saves else 1):
-                self._report(*behind.popleft())
+            is_gone = self._reported(behind, 0 if self.run.is_simulated or evaluates or saves else 1)
             if self.profile is not None:
                 self.profile.after(self.run)
+            if is_gone:
+                continue
             if evaluates:
                 self._evaluate()
             if saves:
@@ -95,7 +100,8 @@ class Loop:
             if evaluates or saves:
                 self._clock = time.perf_counter()
             if self.run.num_steps < steps and self.is_over(self.run.num_steps):
-                return self._preempted(saves)
+                # Where the last step turns out bad, the run is back at a checkpoint, and there is nothing to save.
+                return self._preempted(self._reported(behind, 0) or saves)
         if not self._evaluated:
             self._evaluate()
         self._wait_for_save()
@@ -121,9 +127,26 @@ class Loop:
             raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
         return batch
 
-    def _report(self, step: int, metrics: dict[str, Any]) -> None:
-        """Fetch a step's metrics and tell of them; a step takes from the last one's metrics to its own."""
-        values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+    def _reported(self, behind: deque[tuple[int, int, dict[str, Any]]], num_left: int) -> bool:
+        """Report all but so many steps, and see to bad ones; whether the run went back, and the others are no more."""
+        while len(behind) > num_left:
+            step, batch, metrics = behind.popleft()
+            values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            self._report(step, {name: value for name, value in values.items() if name != STEP_OK})
+            reason = self.run.judge(step, values)
+            if reason is None:
+                continue
+            self._beat("restore")
+            with self.ledger.within("restore"):
+                has_gone_back = self.remedy.treat(step, batch, values, reason)
+            if has_gone_back:
+                self._clock = time.perf_counter()
+                behind.clear()
+                return True
+        return False
+
+    def _report(self, step: int, values: Event) -> None:
+        """Tell of a step; it takes from the last one's metrics to its own."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._seconds.append(seconds)
@@ -163,7 +186,9 @@ class Loop:
         self._beat("save")
         began = time.perf_counter()
         with self.ledger.within("save"):
+            self.remedy.check_state()
             self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
+        self.remedy.saved(self._saving)
         self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
 
     def _wait_for_save(self) -> None:

@@ -32,6 +32,7 @@ from spanax.run.loop import Event, Loop
 from spanax.run.preemption import listening
 from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
+from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.tokens import load_tokens
@@ -77,8 +78,9 @@ def train(
         )
         data = stack.enter_context(closing(read(_source(config, workload))))
         pulse.beat("restore", 0, seconds=ledger.seconds())
+        begin = partial(_begun, program, plan, folder=folder, devices=devices, emit=emit)
         with ledger.within("restore" if config.resume else ledger.bucket):
-            run = _begun(program, plan, config, folder, devices, emit)
+            run = begin(config)
         if run.position is not None:
             data.restore(run.position)
         tell = stack.enter_context(_telling(run, config, folder, devices, emit)) if is_leader else _unheard
@@ -86,7 +88,9 @@ def train(
         tell(_start_event(run, config, folder))
         held_out = partial(_held_out, read, config, workload)
         is_over = stack.enter_context(listening())
-        loop = Loop(run, data, held_out, config, folder / run_folder.CHECKPOINTS, tell, is_over, pulse, ledger, profile)
+        remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
+        checkpoints = folder / run_folder.CHECKPOINTS
+        loop = Loop(run, data, held_out, config, checkpoints, tell, remedy, is_over, pulse, ledger, profile)
         last = loop.run_to_end() | {"out": str(folder)}
         ledger.enter("idle")
         tell(last)
@@ -239,13 +243,20 @@ def _telling(
 ) -> Iterator[Callable[[Event], None]]:
     """Writes the run's records, and then every event into its metrics, besides emitting it."""
     run_folder.write_records(folder, config.record(), run.plan.to_json(), devices)
-    with run_folder.open_metrics(folder, run.num_steps) as metrics:
+    metrics = run_folder.open_metrics(folder, run.num_steps)
 
-        def tell(event: Event) -> None:
-            metrics.write(json.dumps(event) + "\n")
-            emit(event)
+    def tell(event: Event) -> None:
+        nonlocal metrics
+        if event["event"] == "rolled_back":
+            metrics.close()
+            metrics = run_folder.open_metrics(folder, event["step"])
+        metrics.write(json.dumps(event) + "\n")
+        emit(event)
 
+    try:
         yield tell
+    finally:
+        metrics.close()
 
 
 def _events(folder: Path, attempt: int) -> Callable[..., None]:
@@ -268,9 +279,10 @@ def _begun(
             emit({"event": "warning", "message": f"the run was last in another environment: {change}"})
         if manifest.steps(folder / run_folder.CHECKPOINTS):
             warn = lambda line: emit({"event": "warning", "message": line})  # noqa: E731
-            return restore(program, plan, folder / run_folder.CHECKPOINTS, devices=devices, warn=warn)
+            checkpoints = folder / run_folder.CHECKPOINTS
+            return restore(program, plan, checkpoints, devices=devices, warn=warn, guard=config.guard)
         emit({"event": "warning", "message": f"'{folder}' has no finished checkpoint: starting from step 0"})
-    return start(program, plan, seed=config.seed, devices=devices)
+    return start(program, plan, seed=config.seed, devices=devices, guard=config.guard)
 
 
 def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
