@@ -73,6 +73,8 @@ def manifest(command: KubernetesCommand, request: TrainRequest) -> dict[str, Any
             where=f"claim {command.claim}, mounted on {command.mount}",
             fix=f"--out {PurePosixPath(command.mount) / request.folder.name}",
         )
+    if command.restarts < 0:
+        raise SpanaxError(f"--restarts is {command.restarts}; it takes a number from 0.", fix="--restarts 0")
     job = {
         "parallelism": hosts,
         "completions": hosts,
@@ -144,7 +146,6 @@ def _pod(command: KubernetesCommand, request: TrainRequest, name: str, hosts: in
         "command": [command.python, "-m", "spanax", "launch", "workers", "--restarts", "0", "--"]
         + request.argv(is_again=False),
         "env": _environment(command, name, hosts),
-        "ports": [{"containerPort": PORT}],
         "resources": {"limits": {RESOURCES[command.device]: devices}},
         "volumeMounts": [shared | {"mountPath": command.mount}, memory | {"mountPath": "/dev/shm"}],
     }
@@ -164,7 +165,9 @@ def _pod(command: KubernetesCommand, request: TrainRequest, name: str, hosts: in
 
 
 def _environment(command: KubernetesCommand, name: str, hosts: int) -> list[dict[str, Any]]:
-    said = {"SPANAX_COORDINATOR": f"{name}-workers-0-0.{name}:{PORT}", "SPANAX_NUM_HOSTS": str(hosts)}
+    said: dict[str, str] = {}
+    if hosts > 1:
+        said = {"SPANAX_COORDINATOR": f"{name}-workers-0-0.{name}:{PORT}", "SPANAX_NUM_HOSTS": str(hosts)}
     fields = {
         "SPANAX_HOST": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
         "SPANAX_ATTEMPT": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']",

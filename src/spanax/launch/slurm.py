@@ -74,7 +74,7 @@ def script(command: SlurmCommand, request: TrainRequest) -> str:
         "nodes": hosts,
         "ntasks-per-node": 1,
         "gpus-per-node": devices if command.device == "gpu" else None,
-        "cpus-per-task": command.cpus_per_host and count("cpus-per-host", command.cpus_per_host),
+        "cpus-per-task": None if command.cpus_per_host is None else count("cpus-per-host", command.cpus_per_host),
         "partition": command.partition,
         "account": command.account,
         "time": command.time,
