@@ -2,17 +2,19 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch.ranks import attempts, interpreter
 from launch.slurm_cluster import Slurm, is_installed, slurm_cluster, wait_for
 
-from spanax.run import events
+from spanax.run import events, heartbeat, manifest
 
 pytestmark = [
     pytest.mark.slow,
@@ -115,12 +117,44 @@ def test_what_sbatch_refuses_is_told(slurm: Slurm, tmp_path: Path) -> None:
     assert done.returncode == 2 and "sbatch refused the job" in done.stderr and "partition" in done.stderr
 
 
-def test_two_ranks_train_gpt_nano(slurm: Slurm, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    flags = ("--python", sys.executable, "--cpus-per-host", "1")
-    number = submitted(slurm, folder, *flags, args=("gpt-nano", "--steps", "4", "--save-every", "2"))
+def test_a_run_with_a_killed_rank_ends_bit_equal(slurm: Slurm, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train = ("gpt-nano", "--steps", "8", "--save-every", "2", "--eval-batches", "2")
+    flags = ("--python", sys.executable)
+    assert slurm.ended(submitted(slurm, whole, *flags, args=train), 240)["ExitCode"] == "0:0", log(whole)
+    number = submitted(slurm, killed, *flags, args=train)
+    wait_for(lambda: manifest.steps(killed / "checkpoints"), 120)
+    os.kill(heartbeat.read(killed)[1].pid, signal.SIGKILL)
     job = slurm.ended(number, 240)
-    assert job["ExitCode"] == "0:0", log(folder)
-    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in told if event["event"] == "step"] == [1, 2, 3, 4]
-    assert told[0]["devices"] == 4 and os.listdir(folder / "checkpoints")
+    assert job["ExitCode"] == "0:0" and job["Restarts"] == "0", log(killed)
+    told = events.read(killed)
+    (died,) = [event for event in told if event["event"] == "died"]
+    begun = [event for event in told if event["event"] == "begin"]
+    assert died["rank"] == 1 and len(begun) == 2 and begun[1]["step"] >= 2
+    print(f"died to begun again: {begun[1]['time'] - died['time']:.1f} s")
+    assert losses(killed) == losses(whole) and len(losses(whole)) == 8
+    assert metrics(whole)[0]["devices"] == 4
+
+
+def test_a_preempted_run_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train = ("gpt-nano", "--steps", "60", "--save-every", "0", "--eval-batches", "1")
+    number = submitted(slurm, folder, "--python", sys.executable, args=train)
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 2, 120)
+    slurm.run("scancel", "--signal=TERM", "--batch", number)
+    wait_for(lambda: slurm.job(number)["JobState"] == "PENDING", 60)
+    (reached,) = manifest.steps(folder / "checkpoints")
+    time.sleep(2)
+    slurm.run("scontrol", "update", f"job={number}", "StartTime=now")
+    assert slurm.ended(number, 240)["ExitCode"] == "0:0", log(folder)
+    begun = [event for event in events.read(folder) if event["event"] == "begin"]
+    assert 2 < reached < 60 and [(one["step"], one["attempt"]) for one in begun] == [(0, 0), (reached, 1)]
+    assert len(losses(folder)) == 60
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in metrics(folder) if event["event"] == "step"]
