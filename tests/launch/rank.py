@@ -21,7 +21,8 @@ def main() -> None:
     if mode == "group":
         (folder / f"{rank}.json").write_text(json.dumps(group()))
     elif mode == "bad":
-        sys.exit(65)
+        # The other one is ended for it, and that must not be what is told.
+        sys.exit(65) if rank == 1 else time.sleep(300)
     elif attempt == 0 and mode == "stuck":
         Pulse(folder, rank, attempt).beat("step", 3)
         time.sleep(300)

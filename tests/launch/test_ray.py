@@ -64,6 +64,15 @@ def test_a_lost_rank_ends_the_others_and_all_start_again(cluster: str, tmp_path:
     assert attempts(folder) == ["0 0 False", "0 1 False", "1 0 True", "1 1 True"]
 
 
+def test_stuck_ranks_write_their_stacks_and_all_start_again(cluster: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    code, errors = ended(launched(cluster, folder, "stuck", "--stuck-seconds", "2"))
+    assert code == 0, errors
+    assert attempts(folder) == ["0 0 False", "0 1 False", "1 0 True", "1 1 True"]
+    for rank in (0, 1):
+        assert "most recent call first" in (folder / "log" / f"rank{rank}.log").read_text()
+
+
 def test_a_signal_to_the_driver_reaches_every_rank(cluster: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     driver = launched(cluster, folder, "preempted")
