@@ -108,6 +108,13 @@ def test_a_cluster_without_room_is_told(cluster: str, tmp_path: Path) -> None:
     assert code == 2 and "has no room for 3" in errors and "Traceback" not in errors, errors
 
 
+def test_an_interpreter_that_is_not_on_the_nodes_is_told(cluster: str, tmp_path: Path) -> None:
+    flags = ("--address", cluster, "--device", "cpu", "--python", "/nowhere/python")
+    words = [sys.executable, "-m", "spanax", "launch", "ray", *flags, "--", "train", "--out", str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "/nowhere/python" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
 def test_no_cluster_is_told(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'spanax[ray]'")
     code, errors = ended(launched("127.0.0.1:1", tmp_path / "run", "bad"))

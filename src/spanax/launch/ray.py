@@ -100,12 +100,24 @@ class Worker:
         if self.returncode is None:
             self._ask("kill")
 
-    def _ask(self, method: str, *args: Any, lost: Any = None) -> Any:
+    def must(self, method: str, *args: Any) -> Any:
+        """What a method of the host returns.
+
+        Raises:
+          SpanaxError: it fails there.
+        """
         import ray
 
         try:
             return ray.get(getattr(self.host, method).remote(*args))
-        except ray.exceptions.RayError:
+        except ray.exceptions.RayError as error:
+            why = str(error).strip().splitlines()[-1:]
+            raise SpanaxError("cannot start a process on a node of the Ray cluster.", where="".join(why)) from None
+
+    def _ask(self, method: str, *args: Any, lost: Any = None) -> Any:
+        try:
+            return self.must(method, *args)
+        except SpanaxError:
             return lost
 
 
@@ -172,7 +184,7 @@ class Cluster:
         command = self.command
         words = [command.python, "-m", "spanax", *self.request.argv(is_again=attempt > 0)]
         environment = {
-            "SPANAX_COORDINATOR": hosts[0]._ask("coordinator"),
+            "SPANAX_COORDINATOR": hosts[0].must("coordinator"),
             "SPANAX_NUM_HOSTS": str(len(hosts)),
             "SPANAX_ATTEMPT": str(attempt),
         }
@@ -181,7 +193,7 @@ class Cluster:
         folder = os.path.abspath(self.request.folder)
         for rank, host in enumerate(hosts):
             log = os.path.join(folder, LOGS, f"rank{rank}.log")
-            host._ask("start", words, environment | {"SPANAX_HOST": str(rank)}, os.getcwd(), log)
+            host.must("start", words, environment | {"SPANAX_HOST": str(rank)}, os.getcwd(), log)
         return hosts
 
     def close(self) -> None:
