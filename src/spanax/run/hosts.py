@@ -7,7 +7,8 @@ A process is told by its environment that it is one of several, by whoever start
     SPANAX_HOST          which of them this one is, from 0; under Slurm left out, SLURM_PROCID says it
     SPANAX_HOST_DEVICES  devices to simulate in each, where there is no accelerator
     SPANAX_ATTEMPT       how often the run was started again before
-    SPANAX_SUPERVISOR    the process on this machine that watches it; without that one it stops as if asked to
+    SPANAX_SUPERVISOR    the process that watches it, its parent; without that one it stops as if asked to; 0 for one
+                         on another machine
 
 Without them JAX's own detection is asked where there is a sign of a group (an MPI or Slurm step, a TPU slice).
 `jax.distributed` is the engine.
@@ -125,7 +126,7 @@ def obey_supervisor(environ: Mapping[str, str] = os.environ) -> None:
     faulthandler.register(signal.SIGUSR1, STDERR)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != _number(environ, "SPANAX_SUPERVISOR", None):
+    if _number(environ, "SPANAX_SUPERVISOR", None) not in (0, os.getppid()):
         sys.exit("spanax: the supervisor is gone")
 
 
