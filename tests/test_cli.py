@@ -18,7 +18,7 @@ FLAGS = {
     "train": {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "profile",
-        "config", "json", "microbatches", "schedule", "chunks",
+        "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
@@ -36,6 +36,8 @@ FLAGS = {
         "out", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
     },
     "probe": {"out", "devices", "seconds"},
+    "report": {"run", "json"},
+    "doctor": {"out", "hosts", "timeout", "json"},
 }  # fmt: skip
 
 
@@ -87,6 +89,9 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "no steps": (["train", "--steps", "0"], 2, "--steps is 0"),
     "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),
     "unknown dtype": (["train", "--dtype", "float23"], 2, "did you mean 'float32'"),
+    "unknown policy for bad steps": (["train", "--on-bad-step", "roll-back"], 2, "did you mean 'rollback'"),
+    "a spike that is none": (["train", "--spike", "1"], 2, "--spike is 1.0; it takes a number from 1.1"),
+    "no number of bad steps": (["train", "--patience", "-1"], 2, "--patience is -1"),
     "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
     "a profile of no steps": (["train", "--profile", "20:10"], 2, "takes the first and the last step"),
     "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),
@@ -127,6 +132,9 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "inspecting nothing": (["inspect", "nowhere"], 65, "there is no plan or run 'nowhere'"),
     "inspecting what is no plan": (["inspect", "bad.json"], 65, "this is not a plan file"),
     "inspecting what is no run": (["inspect", "old"], 65, "neither plan nor checkpoint"),
+    "reporting nothing": (["report", "nowhere"], 65, "there is no folder 'nowhere'"),
+    "reporting what is no run": (["report", "old"], 65, "no run told of itself in 'old'"),
+    "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is no address"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 

@@ -5,7 +5,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -13,9 +15,17 @@ import tyro
 from tyro.conf import Positional
 
 from spanax.errors import SpanaxError, WriteError
+from spanax.launch.commands import launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
-from spanax.show.requests import CheckCommand, CompareCommand, InspectCommand, PlanCommand
+from spanax.show.requests import (
+    CheckCommand,
+    CompareCommand,
+    DoctorCommand,
+    InspectCommand,
+    PlanCommand,
+    ReportCommand,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +84,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "compare": CompareCommand,
     "inspect": InspectCommand,
     "checkpoint": CheckpointCommand,
+    "report": ReportCommand,
+    "doctor": DoctorCommand,
 }
 
 
@@ -86,6 +98,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print(f"spanax {version('spanax')}")
         return
     try:
+        if argv[:1] == ["launch"]:
+            sys.exit(launch(argv[1:]))
         command = tyro.extras.subcommand_cli_from_dict(
             COMMANDS, prog="spanax", description="Train plain Flax NNX models on any devices.", args=argv
         )
@@ -103,6 +117,10 @@ def main(args: Sequence[str] | None = None) -> None:
             _compare(command)
         elif isinstance(command, InspectCommand):
             _inspect(command)
+        elif isinstance(command, ReportCommand):
+            _report(command)
+        elif isinstance(command, DoctorCommand):
+            _doctor(command)
         else:
             _checkpoint(command)
     except SpanaxError as error:
@@ -145,13 +163,15 @@ def _train(config: TrainConfig) -> None:
     from functools import partial
 
     from spanax.models.workloads import load
+    from spanax.run.hosts import Hosts, obey_supervisor
     from spanax.run.preemption import EXIT_CODE
     from spanax.run.simulate import devices
     from spanax.run.trainer import train
     from spanax.show.events import reporter
 
-    stream = _clean_stdout() if config.json else sys.stdout
-    with reporter(as_json=config.json, stream=stream) as emit:
+    obey_supervisor()
+    stream = _clean_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout
+    with _leaving_no_one_waiting(), reporter(as_json=config.json, stream=stream) as emit:
         done = train(partial(load, config.workload), config, devices(config.devices), emit)
         if config.profile is not None:
             from spanax.show.profiling import profile_event
@@ -159,6 +179,24 @@ def _train(config: TrainConfig) -> None:
             emit(profile_event(Path(done["out"])))
     if done["event"] == "preempted":
         sys.exit(EXIT_CODE)
+
+
+@contextmanager
+def _leaving_no_one_waiting() -> Iterator[None]:
+    """In a group, end at an error at once: at its ordinary end JAX would wait for the others, and they for this one."""
+    try:
+        yield
+    except Exception as error:
+        from spanax.run.hosts import Hosts
+
+        if Hosts.of().num_hosts == 1:
+            raise
+        if isinstance(error, SpanaxError):
+            print(f"spanax: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(error.exit_code if isinstance(error, SpanaxError) else 70)
 
 
 def _plan(command: PlanCommand) -> None:
@@ -246,6 +284,24 @@ def _checkpoint(command: CheckpointCommand) -> None:
     print(text)
     if problems and command.action == "verify":
         sys.exit(65)
+
+
+def _report(command: ReportCommand) -> None:
+    from spanax.show.reporting import report, report_text, sections
+
+    found = report(command.run)
+    print(json.dumps(found.to_json()) if command.json else report_text(sections(found)))
+
+
+def _doctor(command: DoctorCommand) -> None:
+    from spanax.doctor.examine import examined
+    from spanax.show.doctor import is_well, verdicts_json, verdicts_text, wants_colours
+
+    found = examined(out=command.out, hosts=command.hosts, timeout=command.timeout)
+    in_colours = wants_colours(sys.stdout)
+    print(json.dumps(verdicts_json(found)) if command.json else verdicts_text(found, in_colours=in_colours))
+    if not is_well(found):
+        sys.exit(1)
 
 
 def _clean_stdout() -> TextIO:

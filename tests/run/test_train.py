@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launched import arrays
 from spanax.run import manifest
 
 WORKLOAD = """
@@ -48,30 +49,6 @@ def train(place: Path, out: str, *args: str) -> list[dict[str, Any]]:
     done = spanax_cli(place, "train", "tiny.py:tiny", "--out", out, *SETTINGS, *args)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def last_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """Every array of the newest step, on one device."""
-    import jax
-
-    from spanax.run import checkpoint
-
-    step = manifest.steps(folder / "checkpoints")[-1]
-    meta = json.loads((folder / "checkpoints" / str(step) / "meta.json").read_text())
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    plan = json.loads((folder / "plan.json").read_text())
-    assert len(meta["leaves"]) == len(plan["leaves"])
-    targets = {
-        leaf["path"]: jax.ShapeDtypeStruct(
-            leaf["shape"], jax.random.key(0).dtype if "key<" in leaf["dtype"] else leaf["dtype"], sharding=here
-        )
-        for leaf in plan["leaves"]
-    }
-    found = checkpoint.restore(folder / "checkpoints", targets)
-    is_key = lambda a: jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return {
-        path: np.asarray(jax.random.key_data(array) if is_key(array) else array) for path, array in found.arrays.items()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +113,7 @@ def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dic
 
 
 def same_bits(one: Path, other: Path) -> None:
-    mine, theirs = last_arrays(one), last_arrays(other)
+    mine, theirs = arrays(one), arrays(other)
     assert mine.keys() == theirs.keys()
     for path, array in mine.items():
         np.testing.assert_array_equal(array, theirs[path], err_msg=path)

@@ -16,7 +16,7 @@ from typing import Any
 
 FOLDER = "heartbeats"
 
-APART_SECONDS = 0.5
+APART_SECONDS = 0.1
 """Beats of one phase are at least so far apart: a small model takes thousands of steps a second."""
 
 
@@ -65,14 +65,17 @@ class Pulse:
     _phase: str = ""
     _beaten: float = 0.0
 
+    def is_due(self, phase: str) -> bool:
+        """Whether a beat of this phase would be written now."""
+        return phase != self._phase or time.monotonic() - self._beaten >= APART_SECONDS
+
     def beat(
         self, phase: str, step: int, *, step_seconds: float = 0.0, seconds: Mapping[str, float] | None = None
     ) -> None:
         """Say where the loop is; a disk without room must not end a run, so an error only leaves the old beat."""
-        now = time.monotonic()
-        if phase == self._phase and now - self._beaten < APART_SECONDS:
+        if not self.is_due(phase):
             return
-        self._phase, self._beaten = phase, now
+        self._phase, self._beaten = phase, time.monotonic()
         said = Heartbeat(
             self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
             dict(seconds or {}),
@@ -99,6 +102,14 @@ def read(folder: Path) -> dict[int, Heartbeat]:
             continue
         found[beat.rank] = beat
     return found
+
+
+def stamp(folder: Path, rank: int) -> int | None:
+    """What changes with every beat of a process: two reads tell life without comparing two machines' clocks."""
+    try:
+        return (folder / FOLDER / f"{rank}.json").stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 def forget(folder: Path) -> None:

@@ -58,6 +58,10 @@ class Saves:
             self._failed(run.num_steps, error)
             return None
 
+    def covers(self, step: int) -> bool:
+        """Whether a step is saved, or on its way to the disk."""
+        return step == self.saved or (self._going is not None and self._going.step == step)
+
     def finish(self, run: Run, data: Batches) -> None:
         """See the newest state saved and on disk, and older steps go where the disk has no room for it.
 

@@ -29,7 +29,7 @@ def born(program: Program, placements: Sequence[Placement], mesh: jax.sharding.M
     for value, placement in zip(graph.body.outputs, placements, strict=True):
         sharding = placement.sharding(mesh)
         if value in known:
-            arrays.append(jax.device_put(known[value], sharding))
+            arrays.append(_placed(known[value], sharding))
             continue
         ops, inputs = _slice(value, producers, known)
         key = (_signature(graph, ops, inputs, value), sharding)
@@ -37,6 +37,19 @@ def born(program: Program, placements: Sequence[Placement], mesh: jax.sharding.M
             compiled[key] = jax.jit(_program(ops, inputs, value), out_shardings=sharding)
         arrays.append(compiled[key](*(known[v] for v in inputs)))
     return arrays
+
+
+def _placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+    """A value that every process has, where it is to lie."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(value, sharding)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        # Keys cannot be made from a callback: their numbers can.
+        spec = jax.sharding.PartitionSpec(*sharding.spec, *(None,) * (value.ndim + 1 - len(sharding.spec)))
+        numbers = _placed(jax.random.key_data(value), jax.sharding.NamedSharding(sharding.mesh, spec))
+        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(value))
+    here = np.asarray(value)
+    return jax.make_array_from_callback(here.shape, sharding, lambda index: here[index])
 
 
 def _single_numbers(graph: Graph, seed: Any) -> dict[int, Any]:

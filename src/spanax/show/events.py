@@ -59,6 +59,12 @@ def line(event: Event) -> str:
     if kind == "save_failed":
         removed = "" if event["removed"] is None else f" Step {event['removed']} was removed to make room."
         return f"WARNING: {event['reason']}{removed} The run goes on, and saves again when the next step is due."
+    if kind == "bad_step":
+        return f"WARNING: step {event['step']} (batch {event['batch']}) went wrong: {event['reason']}"
+    if kind == "rolled_back":
+        return f"step {event['step']}  gone back to from step {event['from_step']}; batch {event['batch']} is left out"
+    if kind == "skipped":
+        return f"step {event['step']}  changed nothing; batch {event['batch']} is left out"
     if kind == "warning":
         return f"WARNING: {event['message']}"
     if kind == "preempted":

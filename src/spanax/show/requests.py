@@ -177,3 +177,33 @@ class InspectCommand:
     hlo: Path | None = None
     workload: str | None = None
     json: bool = False
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Say where the time of a run went, what befell it, and how to go on. JAX is not started.
+
+    Attributes:
+      run: the run folder, of a run that goes on or is over.
+      json: print one JSON object.
+    """
+
+    run: Positional[Path]
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class DoctorCommand:
+    """Look for what would stop a run on this machine; each finding with what to do. Exits with 1 at a problem.
+
+    Attributes:
+      out: the folder that runs are to be written to.
+      hosts: addresses to reach, host:port with commas between them.
+      timeout: seconds that JAX may take to start.
+      json: print one JSON object.
+    """
+
+    out: Path = Path("runs")
+    hosts: str = ""
+    timeout: float = 60.0
+    json: bool = False

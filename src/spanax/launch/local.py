@@ -1,0 +1,95 @@
+"""Local: the processes of a run on this machine, met on the loopback interface, under a supervisor."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from spanax.errors import SpanaxError
+from spanax.launch.ending import ATTEMPT, LOGS
+from spanax.launch.request import TrainRequest
+from spanax.launch.supervisor import Limits, Supervisor, check
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class LocalCommand:
+    """Train in one or several processes on this machine, and start again from the newest checkpoint what fails.
+
+    Attributes:
+      hosts: how many processes.
+      devices_per_host: devices in each; GPUs are divided among them, and CPU devices simulated (8 in all by default).
+      limits: when to start again, and when to give up.
+    """
+
+    hosts: int = 1
+    devices_per_host: int | None = None
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
+
+
+def launch(command: LocalCommand, argv: Sequence[str]) -> int:
+    """Run `train ...` in as many processes as wanted until it ends; returns the exit code.
+
+    Raises:
+      SpanaxError: the request cannot be carried out.
+    """
+    for name, value in (("hosts", command.hosts), ("devices-per-host", command.devices_per_host)):
+        if value is not None and value < 1:
+            raise SpanaxError(f"--{name} is {value}; it takes a number from 1.", fix=f"--{name} 1")
+    request = TrainRequest.of(argv)
+    return Supervisor(partial(start, command, request), request.folder, check(command.limits)).watch()
+
+
+def start(command: LocalCommand, request: TrainRequest, attempt: int) -> list[subprocess.Popen[bytes]]:
+    """Start every process of an attempt; the first one talks to whoever called, all others into their logs."""
+    logs = request.folder / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    shared = {
+        "SPANAX_ATTEMPT": str(attempt), "SPANAX_SUPERVISOR": str(os.getpid()),
+        "SPANAX_NUM_HOSTS": str(command.hosts), "SPANAX_COORDINATOR": f"{LOOPBACK}:{_free_port()}",
+    }  # fmt: skip
+    if command.devices_per_host is not None:
+        shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_host)
+    if command.hosts == 1:
+        del shared["SPANAX_COORDINATOR"]
+    argv = [sys.executable, "-m", "spanax", *request.argv(is_again=attempt > 0)]
+    processes = []
+    for rank in range(command.hosts):
+        own = {"SPANAX_HOST": str(rank)} | _gpus(command, rank)
+        with open(logs / f"rank{rank}.log", "ab", buffering=0) as log:
+            log.write(f"{ATTEMPT} {attempt}\n".encode())
+            processes.append(
+                subprocess.Popen(
+                    argv,
+                    env={**os.environ, **shared, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if rank == 0 else log,
+                    stderr=log,
+                    # Ctrl-C on a terminal goes to the supervisor alone, which asks all of them to stop.
+                    start_new_session=True,
+                )
+            )
+    return processes
+
+
+def _gpus(command: LocalCommand, rank: int) -> dict[str, str]:
+    """The process's share of the machine's GPUs, where there are several processes to divide them among."""
+    if command.hosts == 1 or command.devices_per_host is None or not Path("/dev/nvidiactl").exists():
+        return {}
+    first = rank * command.devices_per_host
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + command.devices_per_host)))}
+
+
+def _free_port() -> int:
+    """A port that nobody has now; should somebody take it first, the attempt fails and the next one has another."""
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,133 @@
+"""Disks, shared memory, clock and limits that the doctor must object to."""
+
+import os
+import resource
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spanax.doctor import machine
+from spanax.doctor.machine import Reading
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_full_disk(small: Path) -> None:
+    for name, fix in (("temporary", "TMPDIR"), ("run folder", "--out"), ("compile cache", "XDG_CACHE_HOME")):
+        found = machine.disk(name, small / "runs" / "a")
+        assert found.state == "problem" and "No space left on device" in found.what and fix in found.fix, found
+    assert not list(small.iterdir()), "something was left behind"
+
+
+def test_shared_memory_of_a_container(small: Path) -> None:
+    found = machine.shared_memory(small)
+    assert found.state == "warning" and found.what.startswith("4 MiB are free") and "--shm-size" in found.fix
+
+
+def test_no_shared_memory(tmp_path: Path) -> None:
+    found = machine.shared_memory(tmp_path / "nowhere")
+    assert found.state == "warning" and "No such file" in found.what
+
+
+def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = machine.disk("run folder", tmp_path / "file" / "a")
+    assert found.state == "problem" and "Not a directory" in found.what
+
+
+def test_a_good_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SLOW_BYTES_PER_SECOND", 0.0)
+    monkeypatch.setitem(machine.PLENTY, "run folder", 0)
+    found = machine.disk("run folder", tmp_path / "runs" / "a")
+    assert found.state == "ok" and "/s with fsync" in found.what and found.where == f"'{tmp_path}'"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_with_little_room_few_files_or_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = machine.disk("run folder", tmp_path)
+    real = os.statvfs(tmp_path)
+    changed = {"f_bavail": 1 << 18, "f_favail": 9, "f_frsize": 4096, "f_files": 1000}
+
+    def statvfs(place: Path) -> os.statvfs_result:
+        return os.statvfs_result([changed.get(name, getattr(real, name)) for name in NAMES])
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    found = machine.disk("run folder", tmp_path)
+    assert found.state == "warning" and "only 1 GiB are free" in found.what and "make room" in found.fix
+    changed["f_bavail"] = 1 << 30
+    found = machine.disk("run folder", tmp_path)
+    assert found.state == "warning" and "only 9 more files fit" in found.what
+    changed["f_favail"] = 1 << 30
+    monkeypatch.setattr(machine, "_written", lambda place: 2.0**20)
+    found = machine.disk("run folder", tmp_path)
+    assert found.state == "warning" and "a checkpoint of 1 GiB takes 1024 s" in found.what
+    assert machine.disk("temporary", tmp_path).state == "ok"
+
+
+NAMES = (
+    "f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail", "f_flag", "f_namemax",
+)  # fmt: skip
+
+
+def test_a_disk_that_cannot_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, how: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(machine.fcntl, "flock", flock)
+    found = machine.disk("run folder", tmp_path)
+    assert found.state == "problem" and "Function not implemented" in found.what
+
+
+@pytest.mark.parametrize(
+    ("after", "is_synchronised", "state", "what"),
+    [
+        (Reading(102, 12), True, "ok", "steady, set by a time server"),
+        (Reading(102, 12), None, "ok", "cannot be told"),
+        (Reading(102, 12), False, "warning", "no time server sets the clock"),
+        (Reading(3702, 12), True, "warning", "set by +3600.0 s"),
+        (Reading(72, 12), True, "warning", "set by -30.0 s"),
+    ],
+)
+def test_clocks(after: Reading, is_synchronised: bool | None, state: str, what: str) -> None:
+    found = machine.clock(Reading(100, 10), after, is_synchronised)
+    assert (found.state, bool(found.fix)) == (state, state != "ok") and what in found.what
+
+
+def test_this_clock_is_steady() -> None:
+    before = Reading.now()
+    assert machine.clock(before, Reading.now(), True).state == "ok"
+    assert machine.synchronised() in (True, False, None)
+
+
+@pytest.mark.parametrize(
+    ("which", "what", "fix"),
+    [
+        (resource.RLIMIT_NOFILE, "256 open files are allowed", "ulimit -n"),
+        (resource.RLIMIT_NPROC, "256 processes are allowed", "ulimit -u"),
+    ],
+)
+def test_low_limits(which: int, what: str, fix: str) -> None:
+    found = machine.limits(lambda asked: (256, 1024) if asked == which else (-1, -1))
+    assert [one.state for one in found] == ["warning"]
+    assert what in found[0].what and fix in found[0].fix and found[0].where == "at most 1024"
+
+
+def test_no_limits() -> None:
+    found = machine.limits(lambda asked: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert [one.state for one in found] == ["ok"] and found[
+        0
+    ].what == "any number of open files, any number of processes"

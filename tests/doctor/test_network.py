@@ -1,0 +1,188 @@
+"""Networks that the doctor must object to: ports that are taken, hosts that are silent, clocks that differ."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from spanax.doctor import network
+from spanax.doctor.verdict import Verdict
+from spanax.errors import SpanaxError
+
+ELSEWHERE = "198.51.100.7"
+"""An address for documentation: no host has it."""
+
+
+@contextmanager
+def listening() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def free_port() -> int:
+    with listening() as port:
+        return port
+
+
+def test_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert network.loopback().state == "ok"
+
+    def refuse(*args: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    found = network.loopback()
+    assert found.state == "problem" and "Network is unreachable" in found.what and "ip link" in found.fix
+
+
+def test_the_coordinators_port() -> None:
+    with listening() as port:
+        taken = {"SPANAX_COORDINATOR": f"127.0.0.1:{port}"}
+        found = network.coordinator(taken)
+        assert (
+            found.state == "problem" and f"port {port} of 127.0.0.1 is taken" in found.what and "ss -ltnp" in found.fix
+        )
+        assert network.coordinator(taken | {"SPANAX_HOST": "1"}).state == "ok"
+    assert network.coordinator(taken).what == f"127.0.0.1:{port} is free, and no other interface is listened on"
+    found = network.coordinator(taken | {"SPANAX_NUM_HOSTS": "2"})
+    assert found.state == "ok" and "only processes of this host can reach it" in found.what
+
+
+def test_the_coordinators_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"SPANAX_COORDINATOR": f"{ELSEWHERE}:9911"}
+    found = network.coordinator(there)
+    assert found.state == "problem" and "is no address of this host" in found.what
+    assert network.coordinator(there | {"SPANAX_HOST": "3"}).state == "ok"
+    monkeypatch.setattr(network, "_address_of", lambda host: None)
+    found = network.coordinator(there)
+    assert found.state == "problem" and "has no address" in found.what
+    monkeypatch.setattr(network, "_address_of", lambda host: "127.0.1.1")
+    monkeypatch.setattr(network, "_own_address", lambda: "10.0.0.7")
+    assert "reach it at 10.0.0.7, not by its name, which is 127.0.1.1 here" in network.coordinator({}).what
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", ":80", "host:", "host:0", "host:65536", "host:http", "host:9²"])
+def test_addresses_that_are_none(address: str) -> None:
+    with pytest.raises(SpanaxError, match="is no address"):
+        network.parse_address(address, "--hosts")
+
+
+def test_a_host_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as port:
+        found = network.reach(f"127.0.0.1:{port}")
+        assert found.state == "ok" and f"127.0.0.1:{port} answers in" in found.what
+        monkeypatch.setattr(network, "SLOW_SECONDS", 0.0)
+        found = network.reach(f"127.0.0.1:{port}")
+        assert found.state == "warning" and "every step waits" in found.what
+
+
+def test_a_host_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = network.reach(f"127.0.0.1:{free_port()}")
+    assert found.state == "warning" and "nothing listens on its port" in found.what
+    monkeypatch.setattr(network, "CONNECT_SECONDS", 0.2)
+    with socket.socket() as server:
+        # With its queue full, a server that accepts nobody is as silent as a firewall.
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        port = server.getsockname()[1]
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        found = network.reach(f"127.0.0.1:{port}")
+        for one in waiting:
+            one.close()
+    assert found.state == "problem" and "nothing within 0.2 s" in found.what and "firewall" in found.fix
+    monkeypatch.setattr(network, "_address_of", lambda host: None)
+    assert "'nowhere' has no address" in network.reach("nowhere:80").what
+
+
+def met(num_hosts: int, coming: dict[int, float], timeout: float = 5.0) -> dict[int, Verdict]:
+    """What each host of a group finds; they come with clocks that are so far ahead."""
+    found: dict[int, Verdict] = {}
+    environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{free_port()}", "SPANAX_NUM_HOSTS": str(num_hosts)}
+
+    def come(rank: int, ahead: float) -> None:
+        verdict = network.group(environ | {"SPANAX_HOST": str(rank)}, timeout, lambda: time.time() + ahead)
+        assert verdict is not None
+        found[rank] = verdict
+
+    threads = [threading.Thread(target=come, args=one) for one in coming.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def test_a_group_that_meets() -> None:
+    found = met(4, {0: 0.0, 1: 0.0, 2: -7.0, 3: 7.0})
+    assert found[0].state == "ok" and "all 4 hosts came" in found[0].what
+    assert found[1].state == "ok" and abs(float(found[1].what.split("clock is ")[1].split(" s")[0])) < 0.5
+    assert found[2].state == "warning" and "+7.0" in found[2].what and "timedatectl" in found[2].fix
+    assert found[3].state == "warning" and "-7.0" in found[3].what
+
+
+def test_a_host_of_a_group_that_does_not_come() -> None:
+    found = met(3, {0: 0.0, 2: 0.0}, timeout=1.0)
+    assert found[0].state == "problem" and "host 1 did not come within 1 s" in found[0].what
+    found = met(2, {1: 0.0}, timeout=0.3)
+    assert found[1].state == "problem" and "host 0 was not met" in found[1].what and "firewall" in found[1].fix
+
+
+def test_something_else_where_the_coordinator_should_be() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        stop = threading.Event()
+
+        def talk() -> None:
+            server.settimeout(0.05)
+            while not stop.is_set():
+                try:
+                    other, _ = server.accept()
+                except TimeoutError:
+                    continue
+                other.sendall(b"SSH")
+                other.close()
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{server.getsockname()[1]}", "SPANAX_NUM_HOSTS": "2"}
+        found = network.group(environ | {"SPANAX_HOST": "1"}, 0.3)
+        leader = network.group(environ | {"SPANAX_HOST": "0"}, 0.3)
+        stop.set()
+        thread.join()
+    assert found is not None and found.state == "problem"
+    assert leader is not None and leader.state == "problem" and "cannot listen" in leader.what
+
+
+def test_a_stranger_does_not_stop_the_group() -> None:
+    """Whoever connects and says nonsense, or nothing, is no host."""
+    environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{free_port()}", "SPANAX_NUM_HOSTS": "2"}
+    port, found = int(environ["SPANAX_COORDINATOR"].split(":")[1]), []
+    leader = threading.Thread(target=lambda: found.append(network.group(environ, 5.0)))
+    leader.start()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GE")
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    assert network.group(environ | {"SPANAX_HOST": "1"}, 5.0).state == "ok"  # type: ignore[union-attr]
+    leader.join(10)
+    assert found[0].state == "ok"
+
+
+def test_an_environment_of_nonsense() -> None:
+    with pytest.raises(SpanaxError, match="cannot be read from the environment"):
+        network.place({"SPANAX_HOST": "one"})
+    assert network.place({"SLURM_PROCID": "3", "SPANAX_NUM_HOSTS": "4"}) == (3, 4)
+
+
+def test_no_group() -> None:
+    assert network.group({}, 1.0) is None
+    assert network.group({"SPANAX_COORDINATOR": "127.0.0.1:1", "SPANAX_NUM_HOSTS": "1"}, 1.0) is None

@@ -1,0 +1,109 @@
+"""Versions and settings that the doctor must object to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from spanax.doctor import software
+from spanax.doctor.software import Installed
+
+
+@dataclass
+class Shelf:
+    """Packages that might be installed: name to version and requirements."""
+
+    versions: dict[str, str]
+    needs: dict[str, list[str]] = field(default_factory=dict)
+
+    def version(self, name: str) -> str | None:
+        return self.versions.get(name)
+
+    def requires(self, name: str) -> Sequence[str]:
+        return self.needs.get(name, [])
+
+    def python(self, name: str) -> str:
+        return ">=3.11"
+
+    def names(self) -> Sequence[str]:
+        return sorted(self.versions)
+
+
+NEEDS = {
+    "spanax": ["jax<0.13,>=0.10.2", "flax>=0.12.8", 'libtpu>=0.0.51; extra == "tpu"'],
+    "jax": ["jaxlib<=0.10.2,>=0.10.1", 'jaxlib==0.10.1; extra == "ci"'],
+    "flax": ["jax>=0.10.0"],
+}
+GOOD = {"spanax": "0.1.0.dev0", "jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.12.8"}
+
+
+def shelf(**changes: str | None) -> Installed:
+    versions = {name.replace("_", "-"): version for name, version in (GOOD | changes).items() if version is not None}
+    return Shelf(versions, NEEDS)  # type: ignore[return-value]
+
+
+def test_this_environment_is_well() -> None:
+    found = [software.python(Installed()), software.packages(Installed()), software.plugins(Installed())]
+    assert [one.state for one in found] == ["ok"] * 3, found
+    assert "jax 0.1" in found[1].what
+
+
+def test_a_good_shelf_is_well() -> None:
+    assert software.packages(shelf()).state == software.plugins(shelf()).state == "ok"
+    assert software.packages(shelf(jaxlib="0.10.2.dev3")).state == "ok"
+    assert software.python(shelf(), "3.15.0rc1").state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "fix"),
+    [
+        ({"jax": "0.9.1"}, "spanax needs jax<0.13,>=0.10.2, and 0.9.1 is here.", "pip install 'jax<0.13,>=0.10.2'"),
+        ({"jax": "0.13.0.dev1"}, "and 0.13.0.dev1 is here", "jax<0.13"),
+        ({"jaxlib": "0.10.0"}, "jax needs jaxlib<=0.10.2,>=0.10.1, and 0.10.0 is here.", "'jaxlib<=0.10.2,>=0.10.1'"),
+        ({"flax": None}, "spanax needs flax>=0.12.8, and none is here.", "pip install 'flax>=0.12.8'"),
+    ],
+)
+def test_versions_that_do_not_go_together(changes: dict[str, str | None], what: str, fix: str) -> None:
+    found = software.packages(shelf(**changes))
+    assert found.state == "problem" and what in found.what and fix in found.fix, found
+
+
+def test_a_spanax_that_is_not_installed() -> None:
+    found = software.packages(shelf(spanax=None))
+    assert found.state == "warning" and found.fix == "pip install spanax"
+
+
+def test_an_old_python() -> None:
+    found = software.python(shelf(), "3.10.14")
+    assert found.state == "problem" and "3.10.14" in found.what and ">=3.11" in found.where
+
+
+def test_a_plugin_of_another_jaxlib() -> None:
+    good = software.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.10.2", libtpu="0.0.51"))
+    assert good.state == "ok" and "libtpu 0.0.51" in good.what
+    found = software.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.9.0"))
+    assert found.state == "problem" and "jax-cuda12-pjrt 0.9.0 does not go with jaxlib 0.10.2" in found.what
+    assert found.fix == "pip install jax-cuda12-pjrt==0.10.2 jax-cuda12-plugin==0.10.2"
+
+
+@pytest.mark.parametrize(
+    ("environ", "what"),
+    [
+        ({"NPROC": "2"}, "NPROC=2: simulated devices may wait"),
+        ({"NPROC": "many"}, "NPROC=many"),
+        ({"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4"}, "JAX refuses"),
+        ({"JAX_DEBUG_NANS": "True"}, "JAX_DEBUG_NANS is set"),
+        ({"JAX_DISABLE_JIT": "1"}, "nothing is compiled"),
+        ({"JAX_ENABLE_X64": "on"}, "twice the bytes"),
+        ({"https_proxy": "http" + "://proxy:3128"}, "a proxy is set"),
+    ],
+)
+def test_settings_that_are_traps(environ: dict[str, str], what: str) -> None:
+    found = software.settings(environ, is_group=True)
+    assert [one.state for one in found] == ["warning"] and what in found[0].what and found[0].fix
+
+
+def test_settings_that_are_none() -> None:
+    found = software.settings({"NPROC": "32", "JAX_ENABLE_X64": "0", "HTTPS_PROXY": "proxy"}, is_group=False)
+    assert [one.state for one in found] == ["ok"] and "NPROC=32" in found[0].what
+    assert software.settings({}, is_group=True)[0].what == "nothing is set"

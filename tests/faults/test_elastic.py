@@ -1,0 +1,116 @@
+"""A run that goes on with other devices than before: the same state, the same data, another plan."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from launched import WORKLOAD, arrays, examples, losses
+from spanax.errors import ConfigError, SpanaxError
+from spanax.models.workloads import load
+from spanax.run import events, manifest
+from spanax.run.config import TrainConfig
+from spanax.run.restore import restore
+from spanax.run.trainer import train
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "small.py").write_text(WORKLOAD)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def go_on(num_devices: int, until: int, **settings: Any) -> list[dict[str, Any]]:
+    """A part of the run `elastic`, as the command line would start it, asked to stop behind a step."""
+    said: list[dict[str, Any]] = []
+
+    def emit(event: dict[str, Any]) -> None:
+        said.append(event)
+        if event["event"] == "step" and event["step"] == until < 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    config = TrainConfig(
+        workload="small.py:small", out="elastic", steps=8, save_every=0, seed=5, keep=9, devices=num_devices,
+        resume=until > 2, **settings,
+    )  # fmt: skip
+    train(lambda **sizes: load(config.workload, **sizes), config, jax.devices()[:num_devices], emit)
+    assert said[-1]["event"] == ("preempted" if until < 8 else "done")
+    return said
+
+
+def test_eight_four_six_eight(place: Path) -> None:
+    """The examples come in the order of a run that never changed, and the losses are its losses."""
+    for part, num_devices in enumerate((8, 4, 6, 8)):
+        go_on(num_devices, 2 * part + 2, layout="fsdp")
+    begins = [one for one in events.read(place / "elastic") if one["event"] == "begin"]
+    assert [(one["devices"], one["step"]) for one in begins] == [(8, 0), (4, 2), (6, 4), (8, 6)]
+    whole = TrainConfig(workload="small.py:small", out="whole", steps=8, seed=5, layout="fsdp")
+    train(lambda **sizes: load(whole.workload, **sizes), whole, jax.devices(), lambda event: None)
+    assert examples(place / "elastic") == examples(place / "whole")
+    np.testing.assert_allclose(losses(place / "elastic"), losses(place / "whole"), rtol=2e-6)
+
+
+@pytest.mark.parametrize("num_devices", [4, 6, 1])
+def test_a_hand_over_changes_no_bit(place: Path, num_devices: int) -> None:
+    go_on(8, 2, layout="fsdp")
+    before = arrays(place / "elastic", 2)
+    program, plan = _planned(num_devices)
+    run = restore(program, plan, place / "elastic" / "checkpoints", devices=jax.devices()[:num_devices])
+    for path, array in run.arrays().items():
+        mine = jax.random.key_data(array) if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) else array
+        assert np.asarray(mine).tobytes() == before[path].tobytes(), path
+
+
+def _planned(num_devices: int) -> tuple[Any, Any]:
+    import spanax
+    from spanax.hardware.cluster import local
+
+    workload = load("small.py:small", batch_size=None, seq_len=None)
+    program = workload.trace(learning_rate=1e-3, num_steps=2)
+    return program, spanax.plan(program, local(jax.devices()[:num_devices]), layout="fsdp")
+
+
+def test_where_the_layout_cannot_be_had_the_planner_chooses(place: Path) -> None:
+    go_on(8, 2, layout="fsdp+tensor", mesh="fsdp=2,model=4")
+    said = go_on(5, 4, layout="fsdp+tensor")
+    (warning,) = (event["message"] for event in said if event["event"] == "warning")
+    assert warning.startswith("8 devices before, 5 now: ") and "1 devices idle" in warning
+    (replanned,) = (one for one in events.read(place / "elastic") if one["event"] == "replanned")
+    assert replanned["before"] == 8 and replanned["idle"] == 1 and replanned["devices"] == 4
+    assert manifest.steps(place / "elastic" / "checkpoints") == [2, 4]
+
+
+def test_what_is_asked_for_now_is_not_replaced(place: Path) -> None:
+    go_on(8, 2, layout="fsdp")
+    with pytest.raises(SpanaxError, match="model"):
+        go_on(5, 4, layout="tensor")
+    with pytest.raises(SpanaxError, match="fsdp"):
+        go_on(6, 4, layout="fsdp", mesh="fsdp=5")
+
+
+@pytest.mark.parametrize("setting", [{"batch": 48}, {"seq": 8}, {"seed": 6}])
+def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, int]) -> None:
+    (place / "elastic").mkdir()
+    (place / "elastic" / "config.toml").write_text("batch = 24\nseq = 16\nseed = 5\n")
+    settings = {"batch": 24, "seq": 16, "seed": 5} | setting
+    config = TrainConfig("small.py:small", out="elastic", resume=True, steps=2, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"is to go on with {next(iter(setting.values()))}") as told:
+        train(lambda **sizes: load(config.workload, **sizes), config, jax.devices(), lambda event: None)
+    assert told.value.exit_code == 78 and len(str(told.value).splitlines()) <= 4
+
+
+def test_another_version_is_told_of(place: Path) -> None:
+    go_on(8, 2, layout="fsdp")
+    path = place / "elastic" / "env.json"
+    environment = json.loads(path.read_text())
+    environment["packages"]["optax"] = "0.0.1"
+    path.write_text(json.dumps(environment))
+    said = go_on(8, 4, layout="fsdp")
+    (warning,) = (event["message"] for event in said if event["event"] == "warning")
+    assert "optax 0.0.1, now " in warning

@@ -1,0 +1,256 @@
+"""The supervisor, over processes that are no runs: they beat, die, hang and stop as they are told."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from spanax.errors import SpanaxError
+from spanax.launch.ending import ATTEMPT, LOGS, ending_of
+from spanax.launch.request import TrainRequest
+from spanax.launch.supervisor import Limits, Supervisor, check
+from spanax.run import events
+
+BEFORE = """
+import os, signal, sys, time
+from pathlib import Path
+from spanax.run.heartbeat import Pulse
+rank, attempt, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+pulse = Pulse(folder, rank, attempt)
+def beat(phase, step): pulse._beaten = -9; pulse.beat(phase, step)
+"""
+
+QUICK = Limits(stuck_seconds=0.6, quiet_seconds=5, stop_seconds=2, restarts=4, backoff_seconds=0.01)
+
+
+def supervised(folder: Path, code: str, num_hosts: int = 1, limits: Limits = QUICK) -> tuple[Supervisor, list[str]]:
+    said: list[str] = []
+    script = folder / "worker.py"
+    script.write_text(BEFORE + code)
+    (folder / LOGS).mkdir()
+
+    def start(attempt: int) -> list[subprocess.Popen[bytes]]:
+        found = []
+        for rank in range(num_hosts):
+            with open(folder / LOGS / f"rank{rank}.log", "ab") as log:
+                log.write(f"{ATTEMPT} {attempt}\n".encode())
+                log.flush()
+                argv = [sys.executable, str(script), str(rank), str(attempt), str(folder)]
+                found.append(subprocess.Popen(argv, stderr=log, stdout=log, start_new_session=True))
+        return found
+
+    return Supervisor(start, folder, limits, said.append), said
+
+
+def told(folder: Path) -> list[str]:
+    return [one["event"] for one in events.read(folder)]
+
+
+def test_a_run_that_ends_well_is_left_alone(tmp_path: Path) -> None:
+    watched, said = supervised(tmp_path, "beat('step', 3); beat('end', 3)", num_hosts=2)
+    assert watched.watch() == 0 and not said and told(tmp_path) == ["end"]
+
+
+def test_a_killed_process_ends_the_others_and_all_start_again(tmp_path: Path) -> None:
+    code = """
+beat("step", 4 + attempt)
+if attempt == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if attempt == 0:
+    (folder / "alive").write_text(str(os.getpid()))
+    time.sleep(60)
+"""
+    watched, said = supervised(tmp_path, code, num_hosts=2)
+    began = time.monotonic()
+    assert watched.watch() == 0
+    assert time.monotonic() - began < 15 and told(tmp_path) == ["died", "restart", "end"]
+    assert said == ["rank 1 was killed by SIGKILL. Starting again in 0.01 s (1 of 4)."]
+    left = tmp_path / "alive"
+    assert not left.exists() or not Path(f"/proc/{left.read_text()}").exists()
+
+
+@pytest.mark.parametrize("code", [2, 65, 73, 78])
+def test_what_would_end_the_same_way_is_not_started_again(tmp_path: Path, code: int) -> None:
+    script = f"beat('start', 0); print('spanax: the reason.', file=sys.stderr); sys.exit({code})"
+    watched, said = supervised(tmp_path, script)
+    assert watched.watch() == code and told(tmp_path) == ["died", "stopped"]
+    assert said[-1] == "rank 0: spanax: the reason." and events.read(tmp_path)[0]["words"] == "spanax: the reason."
+
+
+def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
+    watched, said = supervised(tmp_path, "beat('step', 7); sys.exit('bad luck')")
+    assert watched.watch() == 70
+    assert told(tmp_path) == ["died", "restart"] * 2 + ["died", "stopped"]
+    assert said[-2:] == [
+        "rank 0 ended with 1. Not starting again: it ended 3 times at step 7.", "rank 0: bad luck",
+    ]  # fmt: skip
+
+
+def test_kills_at_one_step_are_no_crash_loop_so_soon(tmp_path: Path) -> None:
+    code = "beat('step', 7); attempt < 4 and os.kill(os.getpid(), signal.SIGKILL)"
+    watched, said = supervised(tmp_path, code)
+    assert watched.watch() == 0 and len(said) == 4
+
+
+def test_steps_gained_are_no_crash_loop_but_restarts_are_counted(tmp_path: Path) -> None:
+    watched, said = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
+    assert watched.watch() == 70
+    assert told(tmp_path).count("restart") == QUICK.restarts and "it was started again 4 times" in said[-1]
+
+
+def test_the_wait_before_a_restart_doubles_while_nothing_is_gained(tmp_path: Path) -> None:
+    limits = Limits(restarts=6, backoff_seconds=0.01)
+    watched, _ = supervised(
+        tmp_path, "beat('step', [0, 0, 1, 1, 2][attempt] if attempt < 5 else 9); sys.exit(attempt < 5)"
+    )
+    watched.limits = limits
+    assert watched.watch() == 0
+    waits = [one["wait_seconds"] for one in events.read(tmp_path) if one["event"] == "restart"]
+    assert waits == [0.01, 0.02, 0.01, 0.02, 0.01]
+
+
+HANGS = """
+import faulthandler
+faulthandler.register(signal.SIGUSR1, 2)
+def in_a_loader(): time.sleep(60)
+beat("step", 5 + rank + attempt)
+{what}
+"""
+
+
+@pytest.mark.parametrize("what", ["sleeps", "is stopped"])
+def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: Path, what: str) -> None:
+    hang = "if attempt == 0: in_a_loader()"
+    if what == "is stopped":
+        hang = "if attempt == 0: rank or os.kill(os.getpid(), signal.SIGSTOP); in_a_loader()"
+    limits = Limits(stuck_seconds=2, backoff_seconds=0.01)
+    watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2, limits=limits)
+    began = time.monotonic()
+    assert watched.watch() == 0 and time.monotonic() - began < 20
+    assert told(tmp_path) == ["stuck", "restart", "end"]
+    stuck = events.read(tmp_path)[0]
+    assert stuck["rank"] == 0 and stuck["step"] == 5 and stuck["stopped"] == ([0] if what == "is stopped" else [])
+    assert "gave no sign of life" in said[0] and ("stopped by a signal" in said[0]) == (what == "is stopped")
+    for rank in range(2):
+        text = (tmp_path / LOGS / f"rank{rank}.log").read_text()
+        assert "most recent call first" in text and ("in_a_loader" in text or (rank == 0 and what == "is stopped"))
+
+
+def test_a_long_save_is_no_hang_but_a_short_one_of_a_stopped_disk_is(tmp_path: Path) -> None:
+    watched, _ = supervised(tmp_path, "beat('save', 5); time.sleep(1.5)")
+    assert watched.watch() == 0
+    watched.limits = Limits(stuck_seconds=0.2, quiet_seconds=0.4, restarts=0)
+    assert watched.watch() == 70
+
+
+def test_long_steps_may_take_ten_times_their_median(tmp_path: Path) -> None:
+    watched, _ = supervised(tmp_path, "pulse.beat('step', 5, step_seconds=0.5); time.sleep(2)")
+    assert watched.watch() == 0
+    watched, _ = supervised(_below(tmp_path), "pulse.beat('step', 5, step_seconds=0.01); time.sleep(60)")
+    watched.limits = Limits(stuck_seconds=0.4, restarts=0)
+    assert watched.watch() == 70
+
+
+def test_a_clock_that_is_wrong_changes_nothing(tmp_path: Path) -> None:
+    """Of another machine, or of one that was set: a day ahead and a day behind, in what is written and in its stamp."""
+    code = """
+import spanax.run.heartbeat
+spanax.run.heartbeat.time = type("", (), {"monotonic": time.monotonic, "time": lambda: time.time() + skew})
+skew = [-86400, 86400][rank]
+for step in range(8):
+    beat("step", step)
+    stamp = time.time() + skew + step
+    os.utime(folder / "heartbeats" / f"{rank}.json", (stamp, stamp))
+    time.sleep(0.15)
+sys.exit(attempt == 0)
+"""
+    watched, _ = supervised(tmp_path, code, num_hosts=2)
+    assert watched.watch() == 0 and told(tmp_path) == ["died", "restart", "end"]
+    assert events.read(tmp_path)[1]["step"] == 7
+
+
+def asked(watched: Supervisor, when: Callable[[], bool]) -> int:
+    """The exit code of a watch that is asked to stop as soon as something holds."""
+
+    def ask() -> None:
+        while not when():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        return watched.watch()
+    finally:
+        asking.join()
+
+
+WAITS = """
+def save(number, frame): (folder / f"saved{rank}").write_text("all"); sys.exit(75)
+signal.signal(signal.SIGTERM, save if not (folder / "deaf").exists() else signal.SIG_IGN)
+beat("save", 5); (folder / f"up{rank}").write_text("")
+time.sleep(60)
+"""
+
+
+def test_asked_to_stop_it_lets_every_process_save(tmp_path: Path) -> None:
+    watched, _ = supervised(tmp_path, WAITS, num_hosts=2)
+    assert asked(watched, lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2))) == 75
+    assert all((tmp_path / f"saved{rank}").exists() for rank in range(2)) and told(tmp_path) == ["end"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_what_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "deaf").write_text("")
+    watched, _ = supervised(tmp_path, WAITS)
+    watched.limits = Limits(stop_seconds=0.5)
+    assert asked(watched, (tmp_path / "up0").exists) == 70
+
+
+def test_asked_to_stop_between_two_attempts_it_starts_none(tmp_path: Path) -> None:
+    watched, _ = supervised(tmp_path, "beat('step', 1); sys.exit(1)")
+    watched.limits = Limits(backoff_seconds=30)
+    assert asked(watched, lambda: "restart" in told(tmp_path)) == 75
+
+
+def test_one_signal_to_one_process_is_a_preemption_too(tmp_path: Path) -> None:
+    watched, _ = supervised(tmp_path, "beat('step', 3); sys.exit(75)", num_hosts=2)
+    assert watched.watch() == 75 and told(tmp_path) == ["end"]
+
+
+def test_of_several_ends_the_cause_is_told() -> None:
+    assert ending_of([-6, 1]).rank == 1 and ending_of([-6, -9]).rank == 1 and ending_of([1, 65]).code == 65
+    assert ending_of([-6, None]).what == "rank 0 was killed by SIGABRT." and ending_of([75, None, 0]).code == 75
+
+
+def test_limits_that_make_no_sense() -> None:
+    for wrong in (Limits(stuck_seconds=0), Limits(restarts=-1), Limits(backoff_seconds=float("nan"))):
+        with pytest.raises(SpanaxError, match="--"):
+            check(wrong)
+
+
+def test_the_request_behind_the_dashes() -> None:
+    assert TrainRequest.of(["train", "--out=runs/b", "--resume"]).argv(is_again=True).count("--resume") == 1
+    assert TrainRequest.of(["train"]).folder.parent == Path("runs")
+    for wrong in ([], ["plan"], ["train", "--out"], ["train", "--stpes", "3"]):
+        with pytest.raises((SpanaxError, SystemExit)):
+            TrainRequest.of(wrong)
+
+
+def test_it_is_a_process_without_jax() -> None:
+    code = (
+        "import sys, spanax.cli, spanax.launch.commands; sys.exit(any(m.split('.')[0] == 'jax' for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def _below(folder: Path) -> Path:
+    below = folder / "below"
+    below.mkdir()
+    return below
