@@ -55,7 +55,7 @@ def test_killed_at_random_moments(place: Path, form: str, whole: Launched) -> No
         for kill in range(num_kills):
             run.until(lambda: len(run.events("begin")) > kill)  # noqa: B023
             run.until(lambda: run.step() > run.events("begin")[-1]["step"])
-            run.pause(moments.uniform(0, 0.3))
+            run.pause(moments.uniform(0, 1))
             run.send(signal.SIGKILL, moments.randrange(hosts))
         assert run.end() == 0, run.said()
         assert len(run.events("died")) == len(run.events("restart")) == num_kills, run.said()

@@ -92,6 +92,12 @@ def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_kills_at_one_step_are_no_crash_loop_so_soon(tmp_path: Path) -> None:
+    code = "beat('step', 7); attempt < 4 and os.kill(os.getpid(), signal.SIGKILL)"
+    watched, said = supervised(tmp_path, code)
+    assert watched.watch() == 0 and len(said) == 4
+
+
 def test_steps_gained_are_no_crash_loop_but_restarts_are_counted(tmp_path: Path) -> None:
     watched, said = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
     assert watched.watch() == 70
@@ -123,7 +129,8 @@ def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: P
     hang = "if attempt == 0: in_a_loader()"
     if what == "is stopped":
         hang = "if attempt == 0: rank or os.kill(os.getpid(), signal.SIGSTOP); in_a_loader()"
-    watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2)
+    limits = Limits(stuck_seconds=2, backoff_seconds=0.01)
+    watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2, limits=limits)
     began = time.monotonic()
     assert watched.watch() == 0 and time.monotonic() - began < 20
     assert told(tmp_path) == ["stuck", "restart", "end"]
@@ -148,6 +155,24 @@ def test_long_steps_may_take_ten_times_their_median(tmp_path: Path) -> None:
     watched, _ = supervised(_below(tmp_path), "pulse.beat('step', 5, step_seconds=0.01); time.sleep(60)")
     watched.limits = Limits(stuck_seconds=0.4, restarts=0)
     assert watched.watch() == 70
+
+
+def test_a_clock_that_is_wrong_changes_nothing(tmp_path: Path) -> None:
+    """Of another machine, or of one that was set: a day ahead and a day behind, in what is written and in its stamp."""
+    code = """
+import spanax.run.heartbeat
+spanax.run.heartbeat.time = type("", (), {"monotonic": time.monotonic, "time": lambda: time.time() + skew})
+skew = [-86400, 86400][rank]
+for step in range(8):
+    beat("step", step)
+    stamp = time.time() + skew + step
+    os.utime(folder / "heartbeats" / f"{rank}.json", (stamp, stamp))
+    time.sleep(0.15)
+sys.exit(attempt == 0)
+"""
+    watched, _ = supervised(tmp_path, code, num_hosts=2)
+    assert watched.watch() == 0 and told(tmp_path) == ["died", "restart", "end"]
+    assert events.read(tmp_path)[1]["step"] == 7
 
 
 def asked(watched: Supervisor, when: Callable[[], bool]) -> int:
@@ -213,8 +238,8 @@ def test_limits_that_make_no_sense() -> None:
 def test_the_request_behind_the_dashes() -> None:
     assert TrainRequest.of(["train", "--out=runs/b", "--resume"]).argv(is_again=True).count("--resume") == 1
     assert TrainRequest.of(["train"]).folder.parent == Path("runs")
-    for wrong in ([], ["plan"], ["train", "--out"]):
-        with pytest.raises(SpanaxError):
+    for wrong in ([], ["plan"], ["train", "--out"], ["train", "--stpes", "3"]):
+        with pytest.raises((SpanaxError, SystemExit)):
             TrainRequest.of(wrong)
 
 

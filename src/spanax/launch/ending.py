@@ -33,12 +33,14 @@ class Ending:
       what: a sentence, or `done`.
       rank: whose end it was.
       step: how far any process had come.
+      is_killed: whether SIGKILL ended it.
     """
 
     code: int
     what: str
     rank: int = 0
     step: int = 0
+    is_killed: bool = False
 
     @property
     def is_final(self) -> bool:
@@ -69,7 +71,9 @@ def ending_of(codes: Sequence[int | None]) -> Ending:
         return Ending(PREEMPTED, "stopped where it was asked to.")
     _, rank, code = min(failed)
     if code < 0:
-        return Ending(70, f"rank {rank} was killed by {signal.Signals(-code).name}.", rank)
+        return Ending(
+            70, f"rank {rank} was killed by {signal.Signals(-code).name}.", rank, is_killed=code == -signal.SIGKILL
+        )
     told = f"ended with {code}: {FINAL[code]}" if code in FINAL else f"ended with {code}"
     return Ending(code if code in FINAL else 70, f"rank {rank} {told}.", rank)
 
