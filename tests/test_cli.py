@@ -18,7 +18,7 @@ FLAGS = {
     "train": {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "profile",
-        "config", "json", "microbatches", "schedule", "chunks",
+        "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
@@ -89,6 +89,9 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "no steps": (["train", "--steps", "0"], 2, "--steps is 0"),
     "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),
     "unknown dtype": (["train", "--dtype", "float23"], 2, "did you mean 'float32'"),
+    "unknown policy for bad steps": (["train", "--on-bad-step", "roll-back"], 2, "did you mean 'rollback'"),
+    "a spike that is none": (["train", "--spike", "1"], 2, "--spike is 1.0; it takes a number from 1.1"),
+    "no number of bad steps": (["train", "--patience", "-1"], 2, "--patience is -1"),
     "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
     "a profile of no steps": (["train", "--profile", "20:10"], 2, "takes the first and the last step"),
     "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from machines import Device
 
-from spanax.errors import DataError, SpanaxError, WriteError, nearest
+from spanax.errors import DataError, NumbersError, SpanaxError, WriteError, nearest
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, read_chip
 from spanax.hardware.cluster import Cluster, cluster
@@ -93,6 +93,6 @@ def test_a_message_is_short_and_whole(name: str) -> None:
 
 
 def test_the_tree_of_errors() -> None:
-    assert [kind.exit_code for kind in (SpanaxError, DataError, WriteError)] == [2, 65, 73]
-    assert issubclass(DataError, SpanaxError) and issubclass(WriteError, SpanaxError)
+    assert [kind.exit_code for kind in (SpanaxError, DataError, NumbersError, WriteError)] == [2, 65, 70, 73]
+    assert all(issubclass(kind, SpanaxError) for kind in (DataError, NumbersError, WriteError))
     assert issubclass(SpanaxError, ValueError)

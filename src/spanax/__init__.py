@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from spanax.check.check import check
     from spanax.check.report import Report
-    from spanax.errors import CompilerError, DataError, SpanaxError, WriteError
+    from spanax.errors import CompilerError, DataError, NumbersError, SpanaxError, WriteError
     from spanax.hardware.cluster import Cluster, cluster, local
     from spanax.hardware.mesh import MeshShape
     from spanax.models.lists import stack
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spanax.plan.plan import Placement, Plan
     from spanax.plan.search import search
     from spanax.run.data import Batches, batches
+    from spanax.run.guard import Guard
     from spanax.run.restore import restore
     from spanax.run.run import Run, start
     from spanax.run.simulate import simulate
@@ -35,9 +36,11 @@ _HOME = {
     "Cluster": "hardware.cluster",
     "CompilerError": "errors",
     "DataError": "errors",
+    "Guard": "run.guard",
     "Layout": "plan.layout",
     "Leaf": "trace.variables",
     "MeshShape": "hardware.mesh",
+    "NumbersError": "errors",
     "Placement": "plan.plan",
     "Plan": "plan.plan",
     "Program": "trace.program",
@@ -67,9 +70,11 @@ __all__ = [
     "Cluster",
     "CompilerError",
     "DataError",
+    "Guard",
     "Layout",
     "Leaf",
     "MeshShape",
+    "NumbersError",
     "Placement",
     "Plan",
     "Program",

@@ -3,7 +3,12 @@
     SpanaxError            exit code 2: something asked for cannot be done
     ├── DataError          65: what was read is not what it should be
     ├── CompilerError      70: a compiler died or took too long
-    └── WriteError         73: the place to write to cannot be written
+    ├── HostsError         70: the processes of a run did not come together
+    ├── NumbersError       70: the numbers of a run went wrong
+    ├── WriteError         73: the place to write to cannot be written
+    └── ConfigError        78: a run is to go on as another run than it was
+
+A run that was asked to stop, and can go on, ends with 75.
 
 A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
 """
@@ -57,6 +62,29 @@ class CompilerError(SpanaxError):
     exit_code = 70
 
 
+class HostsError(SpanaxError):
+    """The processes of a run did not come together; another attempt may do better; exit code 70.
+
+    Example:
+      >>> HostsError("127.0.0.1:9911 is taken.", fix="another port").exit_code
+      70
+    """
+
+    exit_code = 70
+
+
+class NumbersError(SpanaxError):
+    """A loss, a gradient or a parameter of a run went wrong, and the run is to end; exit code 70.
+
+    Example:
+      >>> print(NumbersError("step 7 went wrong: loss is nan.", fix="--on-bad-step rollback"))
+      step 7 went wrong: loss is nan.
+        fix: --on-bad-step rollback
+    """
+
+    exit_code = 70
+
+
 class WriteError(SpanaxError):
     """The place to write to is in use or cannot be written; exit code 73.
 
@@ -66,6 +94,17 @@ class WriteError(SpanaxError):
     """
 
     exit_code = 73
+
+
+class ConfigError(SpanaxError):
+    """A run is to go on with settings that would make it another run; exit code 78.
+
+    Example:
+      >>> ConfigError("the run was begun with batch 8, and is to go on with 16.").exit_code
+      78
+    """
+
+    exit_code = 78
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

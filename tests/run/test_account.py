@@ -118,6 +118,12 @@ def test_an_attempt_that_did_not_come_to_its_beginning_counts(tmp_path: Path) ->
     assert found.seconds["start"] == 10 and found.seconds["restart"] == (1000 - 990) + 4 + (1045 - 1030) + 8
 
 
+def test_a_clock_set_back_between_attempts_makes_no_time_negative(tmp_path: Path) -> None:
+    early = [(when - 500 * attempt, attempt, by, event) for when, attempt, by, event in FAULTY]
+    found = account(write(tmp_path, early))
+    assert found.seconds["restart"] == 8 and found.wall_seconds == 30 + 25
+
+
 def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> None:
     """The supervisor ends with the run; both say so, and a later one begins anew."""
     told = [

@@ -337,6 +337,22 @@ def test_a_position_gives_the_same_batches_at_every_step(
             assert take(found, 5 - step) == wanted[step:]
 
 
+@pytest.mark.parametrize("kind", sources())
+def test_batches_that_are_left_out_stay_so(kind: str, opened: Callable[..., Batches]) -> None:
+    wanted = [values(image_batch(k)) for k in (0, 2, 3)]
+    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, repeat=False)
+    found.skip(4, 1)
+    assert take(found, 1) == wanted[:1] and found.last_index == 0
+    state = json.loads(json.dumps(found.state()))
+    assert state["skipped"] == [1, 4]
+    assert take(found, 99) == wanted[1:]
+    fresh = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, repeat=False, position=state)
+    assert take(fresh, 1) == wanted[1:2] and fresh.last_index == 2
+    again = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, repeat=False)
+    again.restore(state | {"next_index": 0, "mark": None})
+    assert take(again, 99) == wanted
+
+
 def test_grain_jumps_and_does_not_read_past(opened: Callable[..., Batches]) -> None:
     read: list[int] = []
     dataset = (
@@ -403,7 +419,10 @@ def test_a_position_of_other_data_is_refused(
         opened(path, change.pop("plan", TEXT_PLAN), position=state, **change)
 
 
-@pytest.mark.parametrize("state", [{}, {"next_index": -1}, {"next_index": "3"}, None, 7])
+NO_POSITIONS = [{}, {"next_index": -1}, {"next_index": "3"}, {"next_index": 3, "skipped": [{}]}, None, 7]
+
+
+@pytest.mark.parametrize("state", NO_POSITIONS)
 def test_what_is_no_position_is_refused(state: Any, text: Path, opened: Callable[..., Batches]) -> None:
     with pytest.raises(DataError, match="this is no position in data"):
         opened(text, TEXT_PLAN).restore(state)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from spanax.errors import SpanaxError
 from spanax.launch.ending import PREEMPTED, Ending, ending_of, last_words
-from spanax.run import heartbeat
+from spanax.run import account, heartbeat
 from spanax.run.events import Events
 
 POLL_SECONDS = 0.2
@@ -136,15 +136,14 @@ class Supervisor:
 
     def _attempt(self, attempt: int, events: Events) -> Ending:
         """Start the processes once, and see them all to their end."""
+        account.keep_beat(events)
         heartbeat.forget(self.folder)
-        began = time.time()
         processes = list(self.start(self.begun + attempt))
         try:
             ended = self._watched(processes, events)
         finally:
             self._kill(processes)
-        steps = [beat.step for beat in heartbeat.read(self.folder).values() if beat.time >= began]
-        return ended.at(max(steps, default=0))
+        return ended.at(max((beat.step for beat in heartbeat.read(self.folder).values()), default=0))
 
     def _watched(self, processes: Sequence[Process], events: Events) -> Ending:
         seen: dict[int, tuple[int | None, float]] = {}

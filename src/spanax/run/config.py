@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 from tyro.conf import Positional
 
 from spanax.errors import SpanaxError, nearest
+from spanax.run.guard import POLICIES, Guard
 from spanax.trace.policies import known_policy
 
 
@@ -43,6 +44,10 @@ class TrainConfig:
       eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.
       eval_batches: how many batches one evaluation takes.
       log_every: steps between lines.
+      on_bad_step: what follows on a loss, gradient norm or parameter that is not finite, or a spike: halt, skip (the
+        step changes nothing), rollback (to the newest checkpoint, and the batch is left out) or ignore.
+      spike: a loss or gradient norm over so many times the median of the last 64 good steps is bad too; such as 10.
+      patience: how many bad steps in a row, or rollbacks to one checkpoint, are borne.
       profile: trace the steps from A to B, as A:B, and say what their time goes to.
       config: a TOML file with any of these settings; flags win over it.
       json: write JSON lines, and nothing else, to standard output.
@@ -72,6 +77,9 @@ class TrainConfig:
     eval_every: int = 0
     eval_batches: int = 20
     log_every: int = 1
+    on_bad_step: str = "halt"
+    spike: float | None = None
+    patience: int = 3
     profile: str | None = None
     config: str | None = None
     json: bool = False
@@ -81,12 +89,19 @@ class TrainConfig:
         how = ("out", "resume", "profile", "config", "json")
         return {key: value for key, value in asdict(self).items() if key not in how}
 
+    @property
+    def guard(self) -> Guard | None:
+        """What watches the numbers, if anything does."""
+        return None if self.on_bad_step == "ignore" else Guard(self.on_bad_step, self.spike, self.patience)
+
 
 DTYPES = ("float32", "bfloat16")
+ON_BAD_STEP = (*POLICIES, "ignore")
 
 LEAST: dict[str, float] = {
     "devices": 1, "steps": 1, "batch": 1, "seq": 1, "microbatches": 1, "chunks": 1, "lr": 0.0, "seed": 0,
     "save_every": 0, "keep": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1,
+    "spike": 1.1, "patience": 0,
 }  # fmt: skip
 
 
@@ -121,6 +136,9 @@ def check(config: TrainConfig) -> TrainConfig:
             raise SpanaxError(f"{flag} is {value}; it takes a number from {least:g}.", fix=f"{flag} {least:g}")
     if config.dtype not in DTYPES:
         raise SpanaxError(f"unknown dtype '{config.dtype}'.", fix=nearest(config.dtype, DTYPES))
+    if config.on_bad_step not in ON_BAD_STEP:
+        what = f"--on-bad-step is '{config.on_bad_step}'."
+        raise SpanaxError(what, fix=nearest(config.on_bad_step, ON_BAD_STEP))
     known_policy(config.remat)
     profiled_steps(config)
     if config.resume and config.out is None:

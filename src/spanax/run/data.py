@@ -99,6 +99,7 @@ class Batches:
 
     Attributes:
       source: what is read, with a hash of its content.
+      skipped: the indices of batches that are left out.
       tokens: the token ids of a text or token source; else None.
       num_batches: how many there are; None when they start again at the end, or nobody knows.
       wait_seconds: how long `next` waited for data so far.
@@ -122,11 +123,11 @@ class Batches:
         self.source, self.tokens, self.num_batches = source.name, source.tokens, source.num_batches
         self.wait_seconds = 0.0
         self._source, self._order, self._place, self._prefetch = source, order, place, prefetch
-        self._next_index = 0
+        self._next_index, self.skipped = 0, frozenset[int]()
         self._mark: Any = None
         self._error: Exception | None = None
         if position is not None:
-            self._go_to(self._checked(position), position.get("mark"))
+            self._go_to(self._checked(position), position)
         self._open_feed()
 
     @property
@@ -143,7 +144,10 @@ class Batches:
             raise self._error
         started = time.perf_counter()
         try:
-            made = self._feed.take()
+            made = self._take()
+            # One that is left out is read all the same: an iterable knows no other way past it.
+            while made is not None and self.last_index in self.skipped:
+                made = self._take()
             if made is None:
                 raise StopIteration
         except Exception as error:  # the thread has ended: what it said holds until restore()
@@ -152,13 +156,28 @@ class Batches:
         finally:
             self.wait_seconds += time.perf_counter() - started
         batch, self._mark = made
-        self._next_index += 1
         return batch
+
+    def _take(self) -> Any:
+        made = self._feed.take()
+        self._next_index += made is not None
+        return made
 
     def state(self) -> dict[str, Any]:
         """Where the user is, as JSON: what was made ready ahead does not count."""
         state = {"next_index": self._next_index, "source": self.source, "order": self._order}
+        if self.skipped:
+            state["skipped"] = sorted(self.skipped)
         return state if self._mark is None else {**state, "mark": self._mark}
+
+    @property
+    def last_index(self) -> int:
+        """The index of the batch that came last, -1 before the first: its place in the order that the seed decides."""
+        return self._next_index - 1
+
+    def skip(self, *indices: int) -> None:
+        """Leaves batches out when their turn comes; `state()` keeps their indices."""
+        self.skipped |= {*indices}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state()` of the same source, seed and batch.
@@ -168,9 +187,10 @@ class Batches:
         """
         index = self._checked(state)
         if index == self._next_index and self._error is None:
+            self.skipped = frozenset(state.get("skipped", ()))
             return
         self.close()
-        self._go_to(index, state.get("mark"))
+        self._go_to(index, state)
         self._error = None
         self._open_feed()
 
@@ -181,7 +201,9 @@ class Batches:
 
     def _checked(self, state: Mapping[str, Any]) -> int:
         index = state.get("next_index") if isinstance(state, Mapping) else None
-        if not isinstance(index, int) or index < 0:
+        skipped = state.get("skipped", []) if isinstance(state, Mapping) else []
+        are_numbers = isinstance(skipped, list) and all(isinstance(one, int) for one in skipped)
+        if not isinstance(index, int) or index < 0 or not are_numbers:
             raise DataError("this is no position in data.", where=repr(state)[:120], fix="what Batches.state() gave")
         for key, now in (("source", self.source), ("order", self._order)):
             if state.get(key) != now:
@@ -192,9 +214,10 @@ class Batches:
                 )
         return index
 
-    def _go_to(self, index: int, mark: Any) -> None:
+    def _go_to(self, index: int, state: Mapping[str, Any]) -> None:
+        mark = state.get("mark")
         self._source.seek(index, mark)
-        self._next_index, self._mark = index, mark
+        self._next_index, self._mark, self.skipped = index, mark, frozenset(state.get("skipped", ()))
 
     def _open_feed(self) -> None:
         # The feed does not know this object: dropping the last name for it ends the thread as well.

@@ -13,16 +13,23 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from contextlib import contextmanager
-from importlib.metadata import distributions
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import IO, Any
 
-from spanax.errors import DataError, WriteError
+from spanax.errors import ConfigError, DataError, WriteError
 from spanax.run import heartbeat, manifest
 
 CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOCK = (
     "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "LOCK",
 )  # fmt: skip
+
+
+SAME_RUN = ("workload", "data", "tokenizer", "seed", "batch", "seq")
+"""Settings that a run keeps for life: they make its model and the order of its data."""
+
+VERSIONS = ("jax", "jaxlib", "flax", "optax")
+"""Packages that the numbers of a run follow from."""
 
 
 @contextmanager
@@ -79,6 +86,33 @@ def read_config(path: Path) -> dict[str, Any]:
 def recorded(folder: Path) -> dict[str, Any]:
     """The settings that the run in a folder was last started with; none where there is no run."""
     return read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+
+
+def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
+    """Hold the settings that a run goes on with against those it has; others than its data and model may change.
+
+    Raises:
+      ConfigError: one of them would make it another run.
+    """
+    before = recorded(folder)
+    for key in SAME_RUN:
+        if key in before and before[key] != config.get(key):
+            raise ConfigError(
+                f"the run was begun with {key} {before[key]}, and is to go on with {config.get(key)}.",
+                where=f"'{folder}'",
+                fix=f"--{key} {before[key]}, or another --out",
+            )
+
+
+def changed_versions(folder: Path) -> list[str]:
+    """What of the environment that a run was last in is another now; a run may go on, but not bit for bit."""
+    try:
+        before = json.loads((folder / ENV).read_text())
+        then = {name: before["packages"].get(name) for name in VERSIONS} | {"python": before["python"]}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    now = {name: version(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
+    return [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] not in (None, now[name])]
 
 
 def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any]) -> None:

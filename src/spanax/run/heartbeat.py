@@ -65,14 +65,17 @@ class Pulse:
     _phase: str = ""
     _beaten: float = 0.0
 
+    def is_due(self, phase: str) -> bool:
+        """Whether a beat of this phase would be written now."""
+        return phase != self._phase or time.monotonic() - self._beaten >= APART_SECONDS
+
     def beat(
         self, phase: str, step: int, *, step_seconds: float = 0.0, seconds: Mapping[str, float] | None = None
     ) -> None:
         """Say where the loop is; a disk without room must not end a run, so an error only leaves the old beat."""
-        now = time.monotonic()
-        if phase == self._phase and now - self._beaten < APART_SECONDS:
+        if not self.is_due(phase):
             return
-        self._phase, self._beaten = phase, now
+        self._phase, self._beaten = phase, time.monotonic()
         said = Heartbeat(
             self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
             dict(seconds or {}),

@@ -17,8 +17,11 @@ from spanax.run.bigram import bigram_loss
 from spanax.run.checkpoint import Pending
 from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
+from spanax.run.guard import STEP_OK
 from spanax.run.heartbeat import Pulse
+from spanax.run.ledger import Ledger
 from spanax.run.profile import INPUT, STEP, Profile, marked
+from spanax.run.remedy import Remedy
 from spanax.run.run import Run
 from spanax.trace.program import Program
 
@@ -35,8 +38,10 @@ class Loop:
     Attributes:
       held_out: opens the held-out batches, or returns None where there are none.
       tell: takes every event.
+      remedy: what is done about bad steps.
       is_over: says behind a step whether to stop there, the same on every process.
       pulse: gives the sign of life of this process.
+      ledger: accounts for its wall time.
       profile: traces some of the steps.
     """
 
@@ -46,8 +51,10 @@ class Loop:
     config: TrainConfig
     checkpoints: Path
     tell: Callable[[Event], None]
+    remedy: Remedy
     is_over: Callable[[int], bool]
     pulse: Pulse
+    ledger: Ledger
     profile: Profile | None = None
     _seconds: list[float] = field(default_factory=list)
     _loss: float | None = None
@@ -63,24 +70,29 @@ class Loop:
         began = self._clock = time.perf_counter()
         waited = self.data.wait_seconds
         # Metrics are fetched once the next step is under way, so that the devices never wait for them.
-        behind: deque[tuple[int, dict[str, Any]]] = deque()
+        behind: deque[tuple[int, int, dict[str, Any]]] = deque()
         while self.run.num_steps < steps:
             if self.profile is not None:
                 self.profile.before(self.run)
             self._beat("step" if self._seconds else "compile")
             batch = self._next_batch()
+            if self._seconds:
+                self.ledger.take(self.run.num_steps + 1)
+            else:
+                self.ledger.enter("compile")
             with marked(STEP):
                 metrics = self.run.step(batch)
             step = self.run.num_steps
-            behind.append((step, metrics))
+            behind.append((step, self.data.last_index, metrics))
             evaluates, saves = (
                 _is_due(step, self.config.eval_every, steps),
                 _is_due(step, self.config.save_every, steps),
             )
-            while len(behind) > (0 if self.run.is_simulated or evaluates or saves else 1):
-                self._report(*behind.popleft())
+            is_gone = self._reported(behind, 0 if self.run.is_simulated or evaluates or saves else 1)
             if self.profile is not None:
                 self.profile.after(self.run)
+            if is_gone:
+                continue
             if evaluates:
                 self._evaluate()
             if saves:
@@ -88,7 +100,8 @@ class Loop:
             if evaluates or saves:
                 self._clock = time.perf_counter()
             if self.run.num_steps < steps and self.is_over(self.run.num_steps):
-                return self._preempted(saves)
+                # Where the last step turns out bad, the run is back at a checkpoint, and there is nothing to save.
+                return self._preempted(self._reported(behind, 0) or saves)
         if not self._evaluated:
             self._evaluate()
         self._wait_for_save()
@@ -108,15 +121,32 @@ class Loop:
         }
 
     def _next_batch(self) -> Any:
-        with marked(INPUT):
+        with self.ledger.within("data"), marked(INPUT):
             batch = next(self.data, None)
         if batch is None:
             raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
         return batch
 
-    def _report(self, step: int, metrics: dict[str, Any]) -> None:
-        """Fetch a step's metrics and tell of them; a step takes from the last one's metrics to its own."""
-        values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+    def _reported(self, behind: deque[tuple[int, int, dict[str, Any]]], num_left: int) -> bool:
+        """Report all but so many steps, and see to bad ones; whether the run went back, and the others are no more."""
+        while len(behind) > num_left:
+            step, batch, metrics = behind.popleft()
+            values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            self._report(step, {name: value for name, value in values.items() if name != STEP_OK})
+            reason = self.run.judge(step, values)
+            if reason is None:
+                continue
+            self._beat("restore")
+            with self.ledger.within("restore"):
+                has_gone_back = self.remedy.treat(step, batch, values, reason)
+            if has_gone_back:
+                self._clock = time.perf_counter()
+                behind.clear()
+                return True
+        return False
+
+    def _report(self, step: int, values: Event) -> None:
+        """Tell of a step; it takes from the last one's metrics to its own."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self._seconds.append(seconds)
@@ -139,7 +169,7 @@ class Loop:
         if held_out is None:
             return
         self._beat("evaluate")
-        with closing(held_out):
+        with closing(held_out), self.ledger.within("evaluate"):
             pairs = zip(range(self.config.eval_batches), held_out, strict=False)
             losses = [float(self.run.evaluate(batch)["loss"]) for _, batch in pairs]
             if not losses:
@@ -155,18 +185,24 @@ class Loop:
     def _save(self) -> None:
         self._beat("save")
         began = time.perf_counter()
-        self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
+        with self.ledger.within("save"):
+            self.remedy.check_state()
+            self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
+        self.remedy.saved(self._saving)
         self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
 
     def _wait_for_save(self) -> None:
         if self._saving is not None:
             self._beat("save")
-            self._saving.wait()
+            with self.ledger.within("save"):
+                self._saving.wait()
 
     def _beat(self, phase: str) -> None:
+        if not self.pulse.is_due(phase):
+            return
         # The median of the last steps is what a watcher measures the silence of a step by.
         seconds = statistics.median(self._seconds[-16:]) if self._seconds else 0.0
-        self.pulse.beat(phase, self.run.num_steps, step_seconds=seconds)
+        self.pulse.beat(phase, self.run.num_steps, step_seconds=seconds, seconds=self.ledger.seconds())
 
 
 def num_tokens(program: Program) -> int:

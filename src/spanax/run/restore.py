@@ -9,6 +9,7 @@ import jax
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run import checkpoint
+from spanax.run.guard import Guard, History
 from spanax.run.rows import rows_of
 from spanax.run.run import Run, assert_placed
 from spanax.trace.program import Program
@@ -22,6 +23,7 @@ def restore(
     step: int | None = None,
     devices: Sequence[Any] | None = None,
     warn: Callable[[str], None] | None = None,
+    guard: Guard | None = None,
 ) -> Run:
     """The run that was saved in a folder, laid out by `plan`: parameters, optimizer, RNG, statistics, step.
 
@@ -36,6 +38,7 @@ def restore(
       step: this step and no other.
       devices: the devices to use; all of this process by default.
       warn: gets the loud line; standard error by default.
+      guard: as for `spanax.start`; it goes on from what it had seen.
 
     Raises:
       DataError: no good step, or one of another program.
@@ -69,4 +72,6 @@ def restore(
     state = [found.arrays[leaf.path] for leaf in program.leaves]
     state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
-    return Run(program, plan, mesh, state, num_steps=found.step, position=found.meta.get("position"))
+    history = History.of(found.meta.get("history"), found.step)
+    position = found.meta.get("position")
+    return Run(program, plan, mesh, state, num_steps=found.step, position=position, guard=guard, history=history)

@@ -1,12 +1,14 @@
 """Run: a program on devices. It obeys its plan and decides nothing."""
 
 import os
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from spanax.errors import SpanaxError
@@ -18,6 +20,8 @@ from spanax.plan.unreduced import Unreduced, unreduced
 from spanax.plan.uses import uses
 from spanax.run import checkpoint
 from spanax.run.data import Batches
+from spanax.run.guard import LATE, STEP_OK, WATCHED, Guard, History
+from spanax.run.guarded import Guarded, unsound
 from spanax.run.padding import Padded
 from spanax.run.pipeline import in_stages
 from spanax.run.replay import Replay
@@ -33,7 +37,8 @@ class Run:
     """A program's state on a mesh, and the compiled step that moves it on.
 
     `num_steps` counts the steps taken since the state was born, over restarts too; `position` is the data
-    position that the state was saved with, where it was restored.
+    position that the state was saved with, where it was restored. `guard` says which steps are bad, `history` what the
+    good ones of late returned.
 
     Example:
       >>> import numpy as np, optax, spanax
@@ -56,20 +61,55 @@ class Run:
     state: list[jax.Array]
     num_steps: int = 0
     position: dict[str, Any] | None = None
+    guard: Guard | None = None
+    history: History = field(default_factory=History, repr=False)
     _compiled: dict[str, Any] = field(default_factory=dict, repr=False)
+    _returned: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque, repr=False)
 
     def step(self, batch: Any) -> dict[str, Any]:
         """One train step: the state moves on, the metrics come back as arrays.
+
+        A step that a guard with `skip` finds bad counts, and leaves the state as it was: its `step_ok` is False.
 
         Raises:
           SpanaxError: the batch is not the one that the program was traced with.
         """
         leaves = self._batch(batch)
         function = self._compiled.get("step") or self._compile("step", self.program.step)
-        self.state, metrics = function(self.state, leaves)
+        self.state, metrics = function(self.state, leaves, *self._limits())
         self.num_steps += 1
         self._settle(metrics)
-        return jax.tree.unflatten(self.program.step.result, metrics)
+        num_results = self.program.step.num_results
+        found = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
+        if len(metrics) > num_results:
+            found[STEP_OK] = metrics[num_results]
+        if self.guard is not None:
+            self._returned.append((self.num_steps, found))
+        return found
+
+    def judge(self, step: int, values: Mapping[str, Any]) -> str | None:
+        """Why a step that was taken is bad by what it returned, as plain numbers; None where it is good."""
+        if self.guard is None:
+            return None
+        self._note(step - 1)
+        return self.guard.reason(self.history, step, values)
+
+    def unsound(self) -> list[str]:
+        """Paths of the state that must not be kept: parameters that are not finite, a NaN anywhere; one pass."""
+        if "unsound" not in self._compiled:
+            whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+            self._compiled["unsound"] = jax.jit(partial(unsound, self.program, self._rows), out_shardings=whole)
+        found = np.asarray(self._compiled["unsound"](self.state))
+        return [leaf.path for leaf, is_bad in zip(self.program.leaves, found, strict=True) if is_bad]
+
+    def go_back(self, begin: Callable[[], "Run"]) -> None:
+        """Take over the state, the step and the history of a run begun anew; what is compiled stays."""
+        for array in self.state:
+            array.delete()  # there may be no room for two states
+        begun = begin()
+        self.state, self.num_steps = begun.state, begun.num_steps
+        self.position, self.history = begun.position, begun.history
+        self._returned.clear()
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
         """The loss and its metrics on a batch, in evaluation mode; nothing of the state changes."""
@@ -99,7 +139,7 @@ class Run:
         batch = _abstract(self.program.batch, self.plan.batch, self.mesh)
         keep_unused = platform is not None
         jitted = self._jitted(self.program.step, is_step=True, keep_unused=keep_unused, inputs_only=inputs_only)
-        traced = jitted.trace(state, batch)
+        traced = jitted.trace(state, batch, *self._limits())
         return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
     def compile(self) -> Any:
@@ -123,7 +163,9 @@ class Run:
         Raises:
           WriteError: the folder cannot be written.
         """
-        meta = {"fingerprint": self.program.fingerprint, "position": None if data is None else data.state()}
+        self._note(self.num_steps)
+        position, history = None if data is None else data.state(), self.history.record() if self.guard else None
+        meta = {"fingerprint": self.program.fingerprint, "position": position, "history": history}
         plan_json = self.plan.to_json()
         return checkpoint.save(directory, self.num_steps, self.arrays(), plan_json=plan_json, meta=meta, keep=keep)
 
@@ -147,6 +189,25 @@ class Run:
     @cached_property
     def _rows(self) -> Rows | None:
         return rows_of(self.program, self.plan)
+
+    @cached_property
+    def _guarded(self) -> Guarded | None:
+        return Guarded.of(self.guard, self.program, self._rows)
+
+    def _limits(self) -> tuple[np.ndarray, ...]:
+        """What the next step must keep below, for a step that looks itself."""
+        step = self.num_steps + 1
+        self._note(step - LATE)
+        if self.guard is None or self._guarded is None:
+            return ()
+        return (np.array([self.guard.limit(self.history, step, name) for name in self._guarded.watched], np.float32),)
+
+    def _note(self, step: int) -> None:
+        """Bring the history up to a step; the values of the last one may have to be waited for."""
+        while self.guard is not None and self._returned and self._returned[0][0] <= step:
+            number, metrics = self._returned.popleft()
+            values = {name: np.asarray(metrics[name]).tolist() for name in (*WATCHED, STEP_OK) if name in metrics}
+            self.history = self.guard.seen(self.history, number, values)
 
     @property
     def is_simulated(self) -> bool:
@@ -196,12 +257,15 @@ class Run:
         function = partial(replay.body, replay.graph.body)
         dim_of = padded.dim if padded else partial(rows.dim, traced) if rows else lambda value: None
 
-        def step(state: Sequence[Any], batch: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        guarded = self._guarded if is_step else None
+
+        def step(state: Sequence[Any], batch: Sequence[Any], *limits: Any) -> tuple[list[Any], list[Any]]:
             outputs = function([*state, *batch])
             if rows is not None:
                 results = zip(outputs[num_leaves:], traced.graph.body.outputs[num_leaves:], strict=True)
                 outputs[num_leaves:] = [rows.in_order_along(array, dim_of(value)) for array, value in results]
-            return outputs[:num_leaves], outputs[num_leaves:]
+            after, metrics = outputs[:num_leaves], outputs[num_leaves:]
+            return (after, metrics) if guarded is None else guarded.finish(state, after, metrics, *limits)
 
         def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
             state = state if rows is None else rows.in_order(state)
@@ -210,13 +274,13 @@ class Run:
         state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
         batch = self._batch_shardings
         whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        metrics = [whole] * traced.num_results
+        metrics = [whole] * (traced.num_results + bool(guarded))
         if not is_step:
             return jax.jit(evaluate, in_shardings=(state, batch), out_shardings=metrics)
         # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
         return jax.jit(
             step,
-            in_shardings=(state, batch),
+            in_shardings=(state, batch, *([whole] if guarded else [])),
             out_shardings=(state, metrics),
             donate_argnums=0,
             keep_unused=keep_unused,
@@ -242,7 +306,14 @@ class Run:
         return in_stages(replay(traced), traced, self.plan.schedule, rows, around)
 
 
-def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any] | None = None) -> Run:
+def start(
+    program: Program,
+    plan: Plan,
+    *,
+    seed: int = 0,
+    devices: Sequence[Any] | None = None,
+    guard: Guard | None = None,
+) -> Run:
     """Bring a program to life as planned: every array is made on the devices that keep it.
 
     Args:
@@ -250,6 +321,7 @@ def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any]
       plan: what `spanax.plan` returned for it.
       seed: the numbers `nnx.Rngs` starts from; they are the same on every mesh.
       devices: the devices to use; all of this process by default.
+      guard: what makes a step bad, and what follows; nothing by default.
 
     Raises:
       SpanaxError: the plan is another program's, or there are too few devices.
@@ -272,7 +344,7 @@ def start(program: Program, plan: Plan, *, seed: int = 0, devices: Sequence[Any]
     state = born(program, plan.leaves if rows is None else rows.shown_as, mesh, seed)
     state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
-    return Run(program, plan, mesh, state)
+    return Run(program, plan, mesh, state, guard=guard)
 
 
 def assert_placed(plan: Plan, state: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> None:

@@ -20,17 +20,19 @@ from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
 from spanax.plan.stages import check_wished, wished
+from spanax.run import account, manifest
 from spanax.run import folder as run_folder
-from spanax.run import manifest
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data import Batches, batches
 from spanax.run.events import Events
 from spanax.run.heartbeat import Pulse
 from spanax.run.hosts import Hosts, from_first, is_first
+from spanax.run.ledger import Ledger, process_age_seconds
 from spanax.run.loop import Event, Loop
 from spanax.run.preemption import listening
 from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
+from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.tokens import load_tokens
@@ -59,11 +61,14 @@ def train(
         is_leader, hosts = is_first(), Hosts.of()
         emit = emit if is_leader else _unheard
         folder = _claimed(config, stack)
-        events = Events(folder, attempt=hosts.attempt).tell if is_leader else _unheard
+        ledger = Ledger(hosts.attempt, account.reached(folder), process_age_seconds())
+        events = _events(folder, hosts.attempt) if is_leader else _unheard
         pulse = Pulse(folder, jax.process_index(), hosts.attempt)
-        pulse.beat("start", 0)
+        pulse.beat("start", 0, seconds=ledger.seconds())
         planned = None if config.plan is None else _planned(config, len(devices))
         workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
+        if config.resume:
+            run_folder.check_same_run(folder, config.record())
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
         plan = planned or _chosen(program, config, folder, devices, emit, events)
@@ -72,8 +77,10 @@ def train(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
         )
         data = stack.enter_context(closing(read(_source(config, workload))))
-        pulse.beat("restore", 0)
-        run = _begun(program, plan, config, folder, devices, emit)
+        pulse.beat("restore", 0, seconds=ledger.seconds())
+        begin = partial(_begun, program, plan, folder=folder, devices=devices, emit=emit)
+        with ledger.within("restore" if config.resume else ledger.bucket):
+            run = begin(config)
         if run.position is not None:
             data.restore(run.position)
         tell = stack.enter_context(_telling(run, config, folder, devices, emit)) if is_leader else _unheard
@@ -81,11 +88,15 @@ def train(
         tell(_start_event(run, config, folder))
         held_out = partial(_held_out, read, config, workload)
         is_over = stack.enter_context(listening())
-        loop = Loop(run, data, held_out, config, folder / run_folder.CHECKPOINTS, tell, is_over, pulse, profile)
+        remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
+        checkpoints = folder / run_folder.CHECKPOINTS
+        loop = Loop(run, data, held_out, config, checkpoints, tell, remedy, is_over, pulse, ledger, profile)
         last = loop.run_to_end() | {"out": str(folder)}
+        ledger.enter("idle")
         tell(last)
         events("end", how=last["event"], step=run.num_steps)
-        pulse.beat("end", run.num_steps)
+        events("ledger", **ledger.record(run.num_steps))
+        pulse.beat("end", run.num_steps, seconds=ledger.seconds())
         return last
 
 
@@ -232,13 +243,27 @@ def _telling(
 ) -> Iterator[Callable[[Event], None]]:
     """Writes the run's records, and then every event into its metrics, besides emitting it."""
     run_folder.write_records(folder, config.record(), run.plan.to_json(), devices)
-    with run_folder.open_metrics(folder, run.num_steps) as metrics:
+    metrics = run_folder.open_metrics(folder, run.num_steps)
 
-        def tell(event: Event) -> None:
-            metrics.write(json.dumps(event) + "\n")
-            emit(event)
+    def tell(event: Event) -> None:
+        nonlocal metrics
+        if event["event"] == "rolled_back":
+            metrics.close()
+            metrics = run_folder.open_metrics(folder, event["step"])
+        metrics.write(json.dumps(event) + "\n")
+        emit(event)
 
+    try:
         yield tell
+    finally:
+        metrics.close()
+
+
+def _events(folder: Path, attempt: int) -> Callable[..., None]:
+    """What tells the events of this attempt, once the last sign of life of the one before is among them."""
+    events = Events(folder, attempt=attempt)
+    account.keep_beat(events)
+    return events.tell
 
 
 def _unheard(*args: Any, **values: Any) -> None:
@@ -250,11 +275,14 @@ def _begun(
 ) -> Run:
     """The run from its newest good checkpoint, or a new one."""
     if config.resume:
+        for change in run_folder.changed_versions(folder):
+            emit({"event": "warning", "message": f"the run was last in another environment: {change}"})
         if manifest.steps(folder / run_folder.CHECKPOINTS):
             warn = lambda line: emit({"event": "warning", "message": line})  # noqa: E731
-            return restore(program, plan, folder / run_folder.CHECKPOINTS, devices=devices, warn=warn)
+            checkpoints = folder / run_folder.CHECKPOINTS
+            return restore(program, plan, checkpoints, devices=devices, warn=warn, guard=config.guard)
         emit({"event": "warning", "message": f"'{folder}' has no finished checkpoint: starting from step 0"})
-    return start(program, plan, seed=config.seed, devices=devices)
+    return start(program, plan, seed=config.seed, devices=devices, guard=config.guard)
 
 
 def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:

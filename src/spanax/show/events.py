@@ -56,6 +56,12 @@ def line(event: Event) -> str:
         return f"step {event['step']}  held-out loss {event['val_loss']:.4f}{bigram}"
     if kind == "save":
         return f"step {event['step']}  checkpoint, {event['blocked_seconds']:.3f} s blocked"
+    if kind == "bad_step":
+        return f"WARNING: step {event['step']} (batch {event['batch']}) went wrong: {event['reason']}"
+    if kind == "rolled_back":
+        return f"step {event['step']}  gone back to from step {event['from_step']}; batch {event['batch']} is left out"
+    if kind == "skipped":
+        return f"step {event['step']}  changed nothing; batch {event['batch']} is left out"
     if kind == "warning":
         return f"WARNING: {event['message']}"
     if kind == "preempted":
