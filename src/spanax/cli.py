@@ -14,7 +14,7 @@ from typing import Any, Literal, TextIO
 import tyro
 from tyro.conf import Positional
 
-from spanax.errors import SpanaxError
+from spanax.errors import SpanaxError, WriteError
 from spanax.launch.commands import launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
@@ -235,6 +235,8 @@ def _probe(command: ProbeCommand) -> None:
     from spanax.hardware.probe import probe
     from spanax.run.simulate import devices
 
+    if not command.out.parent.is_dir() or command.out.is_dir():  # better said before the measuring than behind it
+        raise WriteError(f"cannot write '{command.out}'.", fix="--out cluster.toml, in a folder that is there")
     command.out.write_text(probe(devices(command.devices), seconds=command.seconds))
     print(f"measured; spanax plan ... --on {command.out}")
 
