@@ -17,6 +17,8 @@ def main() -> None:
     rank = int(os.environ.get("SPANAX_HOST") or os.environ["SLURM_PROCID"])
     with open(folder / "attempts.txt", "a") as file:
         file.write(f"{attempt} {rank} {'--resume' in words}\n")
+    while sum(line.startswith(f"{attempt} ") for line in (folder / "attempts.txt").read_text().splitlines()) < 2:
+        time.sleep(0.05)
     obey_supervisor()
     if mode == "group":
         (folder / f"{rank}.json").write_text(json.dumps(group()))

@@ -261,9 +261,10 @@ events.tell("end", step=last)
 
 def test_the_account_of_killed_processes_is_true(tmp_path: Path) -> None:
     """Three kill -9: the buckets are the wall within 1 %, and `recomputed` are the steps that were taken again."""
-    chance, began = random.Random(7), time.time()
+    chance, before, began = random.Random(7), time.time(), 0.0
     for attempt in range(4):
         process = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), str(attempt)])
+        began = began or time.time()
         log = tmp_path / "steps.jsonl"
         stop = chance.randrange(5, 8) * (attempt + 1)
         while attempt < 3 and process.poll() is None:
@@ -276,7 +277,8 @@ def test_the_account_of_killed_processes_is_true(tmp_path: Path) -> None:
         process.wait(30)
     found = account(tmp_path)
     ended = next(event["time"] for event in read(tmp_path) if event["event"] == "end")
-    assert found.wall_seconds == pytest.approx(ended - began, rel=0.01, abs=0.02)
+    # The first process began while we waited for it to be started, which a busy machine may take its time for.
+    assert 0.99 * (ended - began) <= found.wall_seconds <= 1.01 * (ended - before)
     assert sum(found.seconds.values()) == found.wall_seconds and set(found.seconds) == set(BUCKETS)
     again = [
         spent

@@ -15,6 +15,7 @@ import pytest
 
 from launched import arrays
 from spanax.run import manifest
+from spanax.run.account import Account, account
 
 WORKLOAD = """
 import jax, spanax
@@ -93,6 +94,7 @@ def start_and_kill(place: Path, out: str, is_time: Callable[[str], Any]) -> None
 
 
 def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
+    began = time.time()
     start_and_kill(place, "killed", lambda text: '"step": 5' in text)
     saved = manifest.steps(place / "killed" / "checkpoints")
     events = train(place, "killed", "--resume")
@@ -101,6 +103,18 @@ def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[d
     recorded = [json.loads(line) for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [e["step"] for e in recorded if e["event"] == "step"] == list(range(1, 9))
     same_bits(place / "killed", place / "whole")
+    adds_up(account(place / "killed"), began)
+
+
+def adds_up(found: Account, began: float) -> None:
+    """All time since the first process was started is in the account, and steps taken twice are told apart."""
+    first, second = found.attempts
+    assert (first.outcome, second.outcome) == ("killed", "finished") and found.reached == 8
+    assert found.wall_seconds == pytest.approx(second.ended - began, rel=0.01)
+    assert all(seconds >= 0 for seconds in found.seconds.values())
+    assert all(found.seconds[name] > 0 for name in ("step", "compile", "save", "start", "restart", "restore"))
+    # The first step of an attempt counts as compiling.
+    assert (found.seconds["recomputed"] > 0) == (first.last_step > second.first_step + 1)
 
 
 def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:

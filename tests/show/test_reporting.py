@@ -39,7 +39,7 @@ gpt-nano in FOLDER: 41.4 % goodput, 29.0 s of 1 min 10 s were steps that count
   time in
   step        29.0 s  41.4 %  steps that count
   recomputed  6.0 s   8.6 %   steps taken before and lost
-  compile     6.0 s   8.6 %   XLA, before the first step
+  compile     6.0 s   8.6 %   XLA, with the first step
   save        2.0 s   2.9 %   steps stopped for a checkpoint
   start       4.0 s   5.7 %   imports, tracing, planning
   restart     23.0 s  32.9 %  from a fault until steps could go on

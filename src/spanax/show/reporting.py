@@ -23,7 +23,7 @@ from spanax.show.tables import plain_text, table_text
 MEANING = {
     "step": "steps that count",
     "recomputed": "steps taken before and lost",
-    "compile": "XLA, before the first step",
+    "compile": "XLA, with the first step",
     "data": "waiting for batches",
     "save": "steps stopped for a checkpoint",
     "restore": "reading a checkpoint",
