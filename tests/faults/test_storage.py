@@ -19,7 +19,7 @@ from flax import nnx
 
 import spanax
 from spanax.errors import DataError, WriteError
-from spanax.run import checkpoint, events, manifest, saves
+from spanax.run import checkpoint, events, heartbeat, manifest, saves
 from spanax.run.config import TrainConfig
 from spanax.run.folder import claimed
 from spanax.run.lines import Lines
@@ -282,6 +282,15 @@ def test_a_run_folder_with_a_way_out_is_refused_untouched(tmp_path: Path, name: 
     with pytest.raises(DataError, match=f"holds a link named '{name}'") as error:
         claimed(out, resume=True).__enter__()
     assert error.value.exit_code == 65 and outside.read_text() == "precious" and names(out) == [name]
+
+
+def test_what_others_wrote_into_a_run_folder_is_passed_over(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    (tmp_path / "events.jsonl").write_text(f'{{"event": "end"}}\n{deep}\n7\n{{"event": "hal')
+    (tmp_path / "heartbeats").mkdir()
+    (tmp_path / "heartbeats" / "0.json").write_text(deep)
+    os.mkfifo(tmp_path / "heartbeats" / "1.json")
+    assert events.read(tmp_path) == [{"event": "end"}] and heartbeat.read(tmp_path) == {}
 
 
 def test_a_link_in_place_of_a_temporary_is_not_followed(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spanax.documents import json_lines
+
 FILE = "events.jsonl"
 
 
@@ -53,15 +55,6 @@ class Events:
 def read(folder: Path) -> list[dict[str, Any]]:
     """The events of a run in the order they were told; half a line, from a kill or a full disk, is left out."""
     try:
-        lines = (folder / FILE).read_bytes().splitlines()
+        return [dict(event) for event in json_lines(folder / FILE) if "event" in event]
     except FileNotFoundError:
         return []
-    found = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            found.append(event)
-    return found

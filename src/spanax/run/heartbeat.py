@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spanax.documents import read_json
+
 FOLDER = "heartbeats"
 
 APART_SECONDS = 0.1
@@ -97,7 +99,7 @@ def read(folder: Path) -> dict[int, Heartbeat]:
     found = {}
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
-            beat = Heartbeat(**_checked(json.loads(path.read_text())))
+            beat = Heartbeat(**_checked(read_json(path)))
         except (OSError, ValueError, TypeError):
             continue
         found[beat.rank] = beat
