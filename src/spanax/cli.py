@@ -104,9 +104,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if argv[:1] == ["launch"]:
             sys.exit(launch(argv[1:]))
-        command = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="spanax", description=DESCRIPTION, args=argv
-        )
+        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="spanax", description=DESCRIPTION, args=argv)
         if isinstance(command, TrainConfig):
             _train(check(_with_files(command, argv[1:])))
         elif isinstance(command, AxesCommand):
