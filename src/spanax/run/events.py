@@ -43,9 +43,11 @@ class Events:
         line = (json.dumps(record) + "\n").encode()
         try:
             # One write at the end of the file: lines of two processes never mix.
-            descriptor = os.open(self.folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            descriptor = os.open(self.folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             try:
-                os.write(descriptor, line)
+                size_bytes = os.fstat(descriptor).st_size
+                is_half = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
+                os.write(descriptor, b"\n" * is_half + line)
             finally:
                 os.close(descriptor)
         except OSError as error:
