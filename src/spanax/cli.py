@@ -14,8 +14,8 @@ from typing import Any, Literal, TextIO
 import tyro
 from tyro.conf import Positional
 
-from spanax.errors import SpanaxError
-from spanax.launch.commands import launch
+from spanax.errors import SpanaxError, WriteError
+from spanax.launch.commands import LAUNCH, launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
 from spanax.show.requests import (
@@ -89,6 +89,10 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 
 
+DESCRIPTION = f"""Train plain Flax NNX models on any devices. And in many processes, watched over:
+spanax launch {{{",".join(LAUNCH)}}} [flags] -- train ..."""
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for a wrong request, 65, 70 or 73 as in `errors`."""
     argv = list(sys.argv[1:] if args is None else args)
@@ -100,9 +104,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         if argv[:1] == ["launch"]:
             sys.exit(launch(argv[1:]))
-        command = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="spanax", description="Train plain Flax NNX models on any devices.", args=argv
-        )
+        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="spanax", description=DESCRIPTION, args=argv)
         if isinstance(command, TrainConfig):
             _train(check(_with_files(command, argv[1:])))
         elif isinstance(command, AxesCommand):
@@ -235,6 +237,8 @@ def _probe(command: ProbeCommand) -> None:
     from spanax.hardware.probe import probe
     from spanax.run.simulate import devices
 
+    if not command.out.parent.is_dir() or command.out.is_dir():  # better said before the measuring than behind it
+        raise WriteError(f"cannot write '{command.out}'.", fix="--out cluster.toml, in a folder that is there")
     command.out.write_text(probe(devices(command.devices), seconds=command.seconds))
     print(f"measured; spanax plan ... --on {command.out}")
 

@@ -3,13 +3,18 @@
     SpanaxError            exit code 2: something asked for cannot be done
     ├── DataError          65: what was read is not what it should be
     ├── CompilerError      70: a compiler died or took too long
+    ├── HostsError         70: the processes of a run did not come together
     ├── NumbersError       70: the numbers of a run went wrong
-    └── WriteError         73: the place to write to cannot be written
+    ├── WriteError         73: the place to write to cannot be written
+    └── ConfigError        78: a run is to go on as another run than it was
+
+A run that was asked to stop, and can go on, ends with 75.
 
 A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
 """
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -32,7 +37,7 @@ class SpanaxError(ValueError):
 
     def __init__(self, what: str, *, where: str = "", fix: str = ""):
         lines = [what, f"  where: {where}" if where else "", f"  fix: {fix}" if fix else ""]
-        super().__init__("\n".join(line for line in lines if line))
+        super().__init__(plain("\n".join(line for line in lines if line)))
 
 
 class DataError(SpanaxError):
@@ -52,6 +57,17 @@ class CompilerError(SpanaxError):
 
     Example:
       >>> CompilerError("XLA's compiler for v5e took longer than 60 s.", fix="--timeout 600").exit_code
+      70
+    """
+
+    exit_code = 70
+
+
+class HostsError(SpanaxError):
+    """The processes of a run did not come together; another attempt may do better; exit code 70.
+
+    Example:
+      >>> HostsError("127.0.0.1:9911 is taken.", fix="another port").exit_code
       70
     """
 
@@ -79,6 +95,27 @@ class WriteError(SpanaxError):
     """
 
     exit_code = 73
+
+
+class ConfigError(SpanaxError):
+    """A run is to go on with settings that would make it another run; exit code 78.
+
+    Example:
+      >>> ConfigError("the run was begun with batch 8, and is to go on with 16.").exit_code
+      78
+    """
+
+    exit_code = 78
+
+
+def plain(text: str) -> str:
+    """A text without what steers a terminal: names out of files may hold anything.
+
+    Example:
+      >>> plain("one\\x1b[31m")
+      'one?[31m'
+    """
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -89,6 +89,7 @@ def test_what_was_saved_otherwise_than_planned_is_said(
     changed = json.loads(plan.to_json())
     at = next(i for i, one in enumerate(changed["leaves"]) if one["path"] == "mid.kernel")
     changed["leaves"][at]["spec"] = [list(by) for by in other["mid.kernel"].spec]
+    changed["leaves"][at]["local_shape"] = list(other["mid.kernel"].local_shape)
     (tmp_path / "run" / "checkpoints" / "0" / "plan.json").write_text(json.dumps(changed))
     found = placed(tmp_path / "run")
     assert [path for path, *_ in found.elsewhere] == ["mid.kernel"] and found.plan["mid.kernel"].spec == leaf.spec

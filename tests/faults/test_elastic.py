@@ -1,5 +1,6 @@
 """A run that goes on with other devices than before: the same state, the same data, another plan."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from launched import WORKLOAD, arrays, examples, losses
-from spanax.errors import SpanaxError
+from spanax.errors import ConfigError, SpanaxError
 from spanax.models.workloads import load
 from spanax.run import events, manifest
 from spanax.run.config import TrainConfig
@@ -91,3 +92,25 @@ def test_what_is_asked_for_now_is_not_replaced(place: Path) -> None:
         go_on(5, 4, layout="tensor")
     with pytest.raises(SpanaxError, match="fsdp"):
         go_on(6, 4, layout="fsdp", mesh="fsdp=5")
+
+
+@pytest.mark.parametrize("setting", [{"batch": 48}, {"seq": 8}, {"seed": 6}])
+def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, int]) -> None:
+    (place / "elastic").mkdir()
+    (place / "elastic" / "config.toml").write_text("batch = 24\nseq = 16\nseed = 5\n")
+    settings = {"batch": 24, "seq": 16, "seed": 5} | setting
+    config = TrainConfig("small.py:small", out="elastic", resume=True, steps=2, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"is to go on with {next(iter(setting.values()))}") as told:
+        train(lambda **sizes: load(config.workload, **sizes), config, jax.devices(), lambda event: None)
+    assert told.value.exit_code == 78 and len(str(told.value).splitlines()) <= 4
+
+
+def test_another_version_is_told_of(place: Path) -> None:
+    go_on(8, 2, layout="fsdp")
+    path = place / "elastic" / "env.json"
+    environment = json.loads(path.read_text())
+    environment["packages"]["optax"] = "0.0.1"
+    path.write_text(json.dumps(environment))
+    said = go_on(8, 4, layout="fsdp")
+    (warning,) = (event["message"] for event in said if event["event"] == "warning")
+    assert "optax 0.0.1, now " in warning

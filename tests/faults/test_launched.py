@@ -2,7 +2,10 @@
 
 import os
 import random
+import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +105,17 @@ def test_a_request_that_is_refused_is_refused_once(place: Path, form: str) -> No
     with running(place, f"refused{hosts}", *bad, hosts=hosts, devices=devices) as run:
         assert run.end() == 2 and not run.events("restart"), run.said()
         assert "21 devices" in run.folder.with_suffix(".txt").read_text()
+
+
+def test_the_example_of_the_readme_works_as_written(place: Path, form: str) -> None:
+    if form == "one process":
+        pytest.skip("it is one of two processes")
+    readme = Path(__file__).parents[2] / "README.md"
+    (line,) = (line.strip() for line in readme.read_text().splitlines() if line.startswith("    spanax launch local"))
+    argv = [sys.executable, "-m", *shlex.split(line)]
+    done = subprocess.run(argv, cwd=place, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0 and "done: 10 steps" in done.stdout, done.stdout + done.stderr
+    assert len(losses(place / "runs" / "two")) == 10
 
 
 def _listening(pid: int | None) -> list[str]:

@@ -157,6 +157,24 @@ def test_long_steps_may_take_ten_times_their_median(tmp_path: Path) -> None:
     assert watched.watch() == 70
 
 
+def test_a_clock_that_is_wrong_changes_nothing(tmp_path: Path) -> None:
+    """Of another machine, or of one that was set: a day ahead and a day behind, in what is written and in its stamp."""
+    code = """
+import spanax.run.heartbeat
+spanax.run.heartbeat.time = type("", (), {"monotonic": time.monotonic, "time": lambda: time.time() + skew})
+skew = [-86400, 86400][rank]
+for step in range(8):
+    beat("step", step)
+    stamp = time.time() + skew + step
+    os.utime(folder / "heartbeats" / f"{rank}.json", (stamp, stamp))
+    time.sleep(0.15)
+sys.exit(attempt == 0)
+"""
+    watched, _ = supervised(tmp_path, code, num_hosts=2)
+    assert watched.watch() == 0 and told(tmp_path) == ["died", "restart", "end"]
+    assert events.read(tmp_path)[1]["step"] == 7
+
+
 def asked(watched: Supervisor, when: Callable[[], bool]) -> int:
     """The exit code of a watch that is asked to stop as soon as something holds."""
 
@@ -220,8 +238,8 @@ def test_limits_that_make_no_sense() -> None:
 def test_the_request_behind_the_dashes() -> None:
     assert TrainRequest.of(["train", "--out=runs/b", "--resume"]).argv(is_again=True).count("--resume") == 1
     assert TrainRequest.of(["train"]).folder.parent == Path("runs")
-    for wrong in ([], ["plan"], ["train", "--out"]):
-        with pytest.raises(SpanaxError):
+    for wrong in ([], ["plan"], ["train", "--out"], ["train", "--stpes", "3"]):
+        with pytest.raises((SpanaxError, SystemExit)):
             TrainRequest.of(wrong)
 
 

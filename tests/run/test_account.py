@@ -118,6 +118,12 @@ def test_an_attempt_that_did_not_come_to_its_beginning_counts(tmp_path: Path) ->
     assert found.seconds["start"] == 10 and found.seconds["restart"] == (1000 - 990) + 4 + (1045 - 1030) + 8
 
 
+def test_a_clock_set_back_between_attempts_makes_no_time_negative(tmp_path: Path) -> None:
+    early = [(when - 500 * attempt, attempt, by, event) for when, attempt, by, event in FAULTY]
+    found = account(write(tmp_path, early))
+    assert found.seconds["restart"] == 8 and found.wall_seconds == 30 + 25
+
+
 def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> None:
     """The supervisor ends with the run; both say so, and a later one begins anew."""
     told = [
@@ -255,9 +261,10 @@ events.tell("end", step=last)
 
 def test_the_account_of_killed_processes_is_true(tmp_path: Path) -> None:
     """Three kill -9: the buckets are the wall within 1 %, and `recomputed` are the steps that were taken again."""
-    chance, began = random.Random(7), time.time()
+    chance, before, began = random.Random(7), time.time(), 0.0
     for attempt in range(4):
         process = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), str(attempt)])
+        began = began or time.time()
         log = tmp_path / "steps.jsonl"
         stop = chance.randrange(5, 8) * (attempt + 1)
         while attempt < 3 and process.poll() is None:
@@ -270,7 +277,8 @@ def test_the_account_of_killed_processes_is_true(tmp_path: Path) -> None:
         process.wait(30)
     found = account(tmp_path)
     ended = next(event["time"] for event in read(tmp_path) if event["event"] == "end")
-    assert found.wall_seconds == pytest.approx(ended - began, rel=0.01, abs=0.02)
+    # The first process began while we waited for it to be started, which a busy machine may take its time for.
+    assert 0.99 * (ended - began) <= found.wall_seconds <= 1.01 * (ended - before)
     assert sum(found.seconds.values()) == found.wall_seconds and set(found.seconds) == set(BUCKETS)
     again = [
         spent

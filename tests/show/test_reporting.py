@@ -22,10 +22,15 @@ BEGAN = 1_700_000_000.0
 TOLD: list[tuple[float, int, str, dict[str, Any]]] = [
     (4, 0, "rank 0", {"event": "begin", "step": 0, "devices": 8, "mesh": {"fsdp": 4, "model": 2}}),
     (30, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": {"start": 4, "compile": 6, "step": 18, "save": 2}}),
-    (42, 0, "supervisor", {"event": "died", "rank": 1, "signal": "SIGKILL"}),
+    (42, 0, "supervisor", {"event": "died", "what": "it was killed.", "rank": 1, "words": "hm\nouch"}),
     (43, 0, "supervisor", {"event": "restart", "after_seconds": 1.0, "from_step": 6}),
     (55, 1, "rank 0", {"event": "begin", "step": 6, "devices": 4, "mesh": {"fsdp": 4}}),
-    (70, 1, "rank 0", {"event": "ledger", "step": 12, "seconds": {"restart": 8, "recomputed": 6, "step": 11}}),
+    (
+        70,
+        1,
+        "rank 0",
+        {"event": "ledger", "step": 12, "seconds": {"restart": 8, "recomputed": 6, "step": 11}},
+    ),
 ]
 END = (71, 1, "rank 0", {"event": "end", "step": 12})
 
@@ -34,7 +39,7 @@ gpt-nano in FOLDER: 41.4 % goodput, 29.0 s of 1 min 10 s were steps that count
   time in
   step        29.0 s  41.4 %  steps that count
   recomputed  6.0 s   8.6 %   steps taken before and lost
-  compile     6.0 s   8.6 %   XLA, before the first step
+  compile     6.0 s   8.6 %   XLA, with the first step
   save        2.0 s   2.9 %   steps stopped for a checkpoint
   start       4.0 s   5.7 %   imports, tracing, planning
   restart     23.0 s  32.9 %  from a fault until steps could go on
@@ -44,7 +49,7 @@ attempts (UTC)
   2023-11-14 22:14:05  25.0 s  finished  6-12   4        fsdp 4
 faults, and what was done
   after   by          event
-  42.0 s  supervisor  died     rank 1, signal SIGKILL
+  42.0 s  supervisor  died     it was killed. 'ouch' rank 1
   43.0 s  supervisor  restart  after_seconds 1, from_step 6
 last checkpoint: step 10, 2026-01-02T03:04:05Z; the 2 steps after it are not saved
 to go on: spanax train --out FOLDER --resume --steps N"""
@@ -77,6 +82,12 @@ def test_the_words_of_a_report(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", *TOLD, END)
     a_checkpoint(folder, 10)
     assert said(folder).replace(str(folder), "FOLDER") == SAID
+
+
+def test_what_rounds_to_nothing_is_not_listed(tmp_path: Path) -> None:
+    seconds = {"step": 7, "idle": 0.04, "data": 0.05}
+    text = said(a_run(tmp_path / "a", TOLD[0], (30, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds})))
+    assert "none of these" not in text and "waiting for batches" in text
 
 
 def test_a_damaged_checkpoint_is_not_the_last_one(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ def check(
             f"the plan is for {plan.mesh.size} devices, and {cluster} has {cluster.num_devices}.",
             where=f"mesh {plan.mesh}",
         )
+    if not timeout > 0:
+        raise SpanaxError(f"--timeout is {timeout}; it takes seconds above 0.", fix=f"--timeout {TIMEOUT_SECONDS:g}")
     chosen = highest_level(cluster) if level is None else level
     began = time.perf_counter()
     report = _static(program, plan, cluster, chosen)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.report import Report
-from spanax.errors import DataError
+from spanax.documents import read_bytes
 from spanax.run.cache import cache_folder, keep
 
 
@@ -25,8 +25,8 @@ def key_of(**parts: Any) -> str:
 def find(key: str) -> Report | None:
     """The report kept under a key, if there is one that can be read."""
     try:
-        return Report.from_json(_path(key).read_text()).kept()
-    except (OSError, DataError, UnicodeDecodeError):
+        return Report.from_json(read_bytes(_path(key)).decode()).kept()
+    except (OSError, ValueError):  # not there, or damaged
         return None
 
 

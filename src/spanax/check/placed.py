@@ -2,13 +2,14 @@
 
 import base64
 import itertools
-import json
 import math
+import os
 import urllib.parse
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spanax.documents import parse_json, read_json
 from spanax.errors import DataError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.parts import Parts
@@ -71,6 +72,9 @@ def placed(path: Path) -> Placed:
         # JAX leaves out what is whole at the end of a spec.
         saved = specs.get(leaf.path, leaf.spec)
         spec = (*saved, *((),) * (len(leaf.shape) - len(saved)))
+        by_dim = [axis for axes in spec for axis in axes]
+        if len(spec) != len(leaf.shape) or not set(plan.mesh.names) >= set(by_dim):
+            raise DataError(f"'{leaf.path}' was saved in {len(spec)} dims over {by_dim}.", where=f"{folder / SAVED}")
         if spec != leaf.spec:
             elsewhere.append((leaf.path, leaf.spec, spec))
         leaves.append(_moved(leaf, spec, plan.mesh))
@@ -129,17 +133,17 @@ def _saved_specs(path: Path) -> dict[str, Spec]:
     Raises:
       DataError: the file makes no sense.
     """
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
         found = {}
-        for key, text in json.loads(path.read_text()).items():
-            saved = json.loads(text)
+        for key, text in read_json(path, follow_links=False).items():
+            saved = parse_json(text)
             if saved.get("sharding_type") == "NamedSharding":
                 name = urllib.parse.unquote(base64.b64decode(key).decode())
                 found[name] = tuple(_axes(by) for by in saved["partition_spec"])
         return found
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"'{path}' makes no sense.", where=f"{type(error).__name__}: {error}") from None
 
 

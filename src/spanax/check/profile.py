@@ -1,6 +1,7 @@
 """Profile read offline: what a step's time goes to, device by device, from a trace of JAX's profiler."""
 
 import json
+import math
 import re
 import warnings
 from collections import defaultdict
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from spanax.documents import read_json
 from spanax.errors import DataError, WriteError, nearest
 from spanax.run.profile import FOLDER, INPUT, STEP, TRACE, WINDOW
 
@@ -103,9 +105,9 @@ class Profiled:
                 int(data["steps"]), int(data["devices"]), float(data["step_seconds"]),
                 by_axis=by_axis, operations=operations, **seconds,
             )  # fmt: skip
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise DataError("this is no summary of a profile.", where=f"{type(error).__name__}: {error}") from None
-        if not found.step_seconds > 0:
+        if not 0 < found.step_seconds < math.inf:
             raise DataError("this is no summary of a profile: a step takes no time.")
         return found
 
@@ -118,7 +120,7 @@ def read_profile(run: Path) -> Profiled:
     """
     path = run / FOLDER / SUMMARY
     try:
-        return Profiled.from_json(json.loads(path.read_text()))
+        return Profiled.from_json(read_json(path))
     except OSError:
         known = sorted(str(one.parents[1]) for one in run.parent.glob(f"*/{FOLDER}/{SUMMARY}"))
         fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --out {run}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from spanax.check.hlo import Collective
 from spanax.check.replicated import Replicated
+from spanax.documents import parse_json
 from spanax.errors import DataError, WriteError
 
 VERSION = 2
@@ -125,7 +126,7 @@ class Report:
           DataError: the text is no report, or one of another version.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             if data.pop("version") != VERSION:
                 raise DataError("this certificate is of another version of Spanax.")
             del data["errors"]

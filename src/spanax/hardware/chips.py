@@ -1,6 +1,7 @@
 """The catalogue of chips, and the one reader of its tables and of a user's own cluster file."""
 
 import functools
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -9,11 +10,15 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from spanax.documents import read_toml
 from spanax.errors import DataError, SpanaxError, nearest
 from spanax.hardware.chip import Chip, Link
 from spanax.units import quantity
 
 Table = Mapping[str, Any]
+
+MAX_CHIPS = 1 << 20
+"""Of the largest slice that a file may declare; every way to divide its sides is looked at."""
 
 # Key in a table -> field of the value, and what kind of quantity it is; `count`, `shape`, `text` ... have no unit.
 CHIP_KEYS = {
@@ -135,10 +140,10 @@ def read_file(path: str | Path) -> tuple[Chip, str | None]:
       SpanaxError: as `read_chip`.
     """
     try:
-        table = tomllib.loads(Path(path).read_text())
+        table = read_toml(path)
     except OSError as error:
         raise DataError(f"cannot read the cluster file '{path}'.", where=error.strerror or str(error)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise DataError(f"'{path}' is not TOML.", where=str(error)) from None
     own = {key: value for key, value in table.items() if key not in ("name", "shape")}
     shape = table.get("shape")
@@ -228,8 +233,11 @@ def _value(value: Any, kind: str, key: str, where: str) -> Any:
             raise SpanaxError(f"{key} = {value!r} is no whole number from 1.", where=where, fix=f"{key} = 8")
         return value
     if kind == "shape":
-        if not isinstance(value, list) or not value or any(type(size) is not int or size < 1 for size in value):
+        is_list = isinstance(value, list) and 0 < len(value) <= 8
+        if not is_list or any(type(size) is not int or not 1 <= size <= MAX_CHIPS for size in value):
             raise SpanaxError(f"{key} = {value!r} is no shape.", where=where, fix=f"{key} = [16, 16]")
+        if math.prod(value) > MAX_CHIPS:
+            raise SpanaxError(f"{key} = {value!r} are more than {MAX_CHIPS:,} chips.", where=where)
         return tuple(value)
     if kind == "flag" and isinstance(value, bool) or kind == "text" and isinstance(value, str):
         return value

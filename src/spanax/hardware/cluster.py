@@ -11,6 +11,9 @@ from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue, chip_names, chip_of_kind, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
 
+MAX_DEVICES = 1 << 20
+"""Ten times the largest there is; every way to divide them is looked at."""
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -117,6 +120,8 @@ def _sized(chip: Chip, size: str, name: str, file: str) -> Cluster:
     shape = tuple(map(int, match["shape"].split("x"))) if match else ()
     slices = int(match["slices"] or 1) if match else 0
     torus = chip.inside is not None and chip.inside.kind == "torus"
+    if math.prod(shape) * slices > MAX_DEVICES:
+        raise SpanaxError(f"cluster '{name}' has more than {MAX_DEVICES:,} devices.", fix=f"{file or chip.name}:8")
     if not shape or math.prod(shape) < 1 or slices < 1:
         example = "4x4x4"[: 2 * len(chip.inside.max_shape) - 1] if chip.inside and torus else "8"
         raise SpanaxError(f"cluster '{name}' has no number of devices.", fix=f"{file or chip.name}:{example}")

@@ -6,10 +6,14 @@ from typing import Any
 import tyro
 
 from spanax.errors import SpanaxError, nearest
-from spanax.launch import local
+from spanax.launch import kubernetes, local, ray, slurm, workers
 
 LAUNCH: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
     "local": (local.LocalCommand, local.launch),
+    "slurm": (slurm.SlurmCommand, slurm.launch),
+    "kubernetes": (kubernetes.KubernetesCommand, kubernetes.launch),
+    "ray": (ray.RayCommand, ray.launch),
+    "workers": (workers.WorkersCommand, workers.launch),
 }
 """Where to, each with its flags and what carries it out; that returns an exit code."""
 

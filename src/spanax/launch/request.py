@@ -1,11 +1,16 @@
 """Request: the command behind `--`, and the run folder that it names."""
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import tyro
+
 from spanax.errors import SpanaxError
+from spanax.run.config import TrainConfig, check
+from spanax.run.folder import read_config
 
 
 @dataclass(frozen=True)
@@ -30,22 +35,45 @@ class TrainRequest:
         """The request, with a folder of its own where it names none.
 
         Raises:
-          SpanaxError: it is no `train`.
+          SpanaxError: it is no `train`, or `train` would refuse it: a queue is a slow place to learn that.
         """
         if not argv or argv[0] != "train":
             raise SpanaxError(
                 f"launch runs 'train', and was given '{' '.join(argv[:1]) or 'nothing'}'.",
                 fix="spanax launch local --hosts 2 -- train gpt-nano --steps 10",
             )
-        args = [part for arg in argv[1:] for part in (arg.split("=", 1) if arg.startswith("--out=") else [arg])]
-        if "--out" not in args:
-            args += ["--out", f"runs/launched-{time.strftime('%Y%m%d-%H%M%S')}"]
-        at = args.index("--out") + 1
-        if at == len(args):
-            raise SpanaxError("--out names no folder.", fix="--out runs/NAME")
-        return TrainRequest(tuple(args), Path(args[at]))
+        args = list(argv[1:])
+        config = check(tyro.cli(TrainConfig, prog="spanax train", args=args))
+        out = config.out
+        if out is None and config.config is not None:
+            out = read_config(Path(config.config)).get("out")
+        if out is None:
+            out = f"runs/launched-{time.strftime('%Y%m%d-%H%M%S')}"
+            args += ["--out", out]
+        return TrainRequest(tuple(args), Path(out))
+
+    @property
+    def name(self) -> str:
+        """A name for schedulers, from that of the folder: small letters, digits and dashes.
+
+        Example:
+          >>> TrainRequest.of(["train", "--out", "runs/First_try"]).name
+          'first-try'
+        """
+        return re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-") or "spanax"
 
     def argv(self, *, is_again: bool) -> list[str]:
         """The words to start a process of the run with; the second time it goes on from what is saved."""
         resume = ["--resume"] if is_again and "--resume" not in self.args else []
         return ["train", *self.args, *resume]
+
+
+def count(name: str, value: int) -> int:
+    """A number of hosts or devices, if it is one.
+
+    Raises:
+      SpanaxError: it is not.
+    """
+    if value < 1:
+        raise SpanaxError(f"--{name} is {value}; it takes a number from 1.", fix=f"--{name} 1")
+    return value

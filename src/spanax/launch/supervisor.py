@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from spanax.errors import SpanaxError
 from spanax.launch.ending import PREEMPTED, Ending, ending_of, last_words
@@ -63,8 +64,24 @@ class Silence:
     seconds: float
 
 
-Start = Callable[[int], Sequence[subprocess.Popen[bytes]]]
-"""Starts all processes of an attempt: one for each rank, or one that starts them all elsewhere."""
+class Process(Protocol):
+    """A process of a run: a child of this one, or what stands for one on another machine."""
+
+    def poll(self) -> int | None:
+        """Its exit code, a signal as a negative number; None while it runs."""
+
+    def wait(self) -> int:
+        """Its exit code, once it has ended."""
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+Start = Callable[[int], Sequence[Process]]
+"""Starts all processes of an attempt, in the order of their ranks."""
 
 
 @dataclass
@@ -76,12 +93,14 @@ class Supervisor:
       folder: the run folder.
       limits: when to give up on them.
       say: takes a line for people.
+      begun: how often the run was begun before by who started this process; its attempts count from there.
     """
 
     start: Start
     folder: Path
     limits: Limits
     say: Callable[[str], None] = lambda line: print(f"spanax: {line}", file=sys.stderr, flush=True)
+    begun: int = 0
     _asked: list[int] = field(default_factory=list)
 
     def watch(self) -> int:
@@ -90,7 +109,7 @@ class Supervisor:
         last_step, backoff_seconds = -1, self.limits.backoff_seconds
         with self._signals():
             while True:
-                events = Events(self.folder, by="supervisor", attempt=attempt)
+                events = Events(self.folder, by="supervisor", attempt=self.begun + attempt)
                 ended = self._attempt(attempt, events)
                 if ended.code in (0, PREEMPTED) or self._asked:
                     events.tell("end", how=ended.what, code=ended.code)
@@ -119,16 +138,14 @@ class Supervisor:
         """Start the processes once, and see them all to their end."""
         account.keep_beat(events)
         heartbeat.forget(self.folder)
-        began = time.time()
-        processes = list(self.start(attempt))
+        processes = list(self.start(self.begun + attempt))
         try:
             ended = self._watched(processes, events)
         finally:
             self._kill(processes)
-        steps = [beat.step for beat in heartbeat.read(self.folder).values() if beat.time >= began]
-        return ended.at(max(steps, default=0))
+        return ended.at(max((beat.step for beat in heartbeat.read(self.folder).values()), default=0))
 
-    def _watched(self, processes: Sequence[subprocess.Popen[bytes]], events: Events) -> Ending:
+    def _watched(self, processes: Sequence[Process], events: Events) -> Ending:
         seen: dict[int, tuple[int | None, float]] = {}
         born = time.monotonic()
         stop_at: float | None = None
@@ -180,7 +197,7 @@ class Supervisor:
             return [Silence(0, 0, "start", 0, round(now - born, 1))]
         return late
 
-    def _write_stacks(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    def _write_stacks(self, processes: Sequence[Process]) -> None:
         """Have every process that lives write down where it is, into its own log; a stopped one is woken for it."""
         alive = [process for process in processes if process.poll() is None]
         for process in alive:
@@ -189,9 +206,12 @@ class Supervisor:
         if alive:
             time.sleep(STACKS_SECONDS)
 
-    def _kill(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    def _kill(self, processes: Sequence[Process]) -> None:
         for process in processes:
             if process.poll() is None:
+                if not isinstance(process, subprocess.Popen):
+                    process.kill()
+                    continue
                 # Its own process group: what it started itself goes with it.
                 with _gone_is_fine():
                     os.killpg(process.pid, signal.SIGKILL)
@@ -245,6 +265,17 @@ def _gone_is_fine() -> Iterator[None]:
         yield
     except ProcessLookupError:
         pass
+
+
+def as_flags(limits: Limits) -> list[str]:
+    """The flags that say what differs from the defaults.
+
+    Example:
+      >>> as_flags(Limits(restarts=5, stop_seconds=30.0))
+      ['--stop-seconds', '30.0', '--restarts', '5']
+    """
+    changed = [(name, value) for name, value in asdict(limits).items() if value != getattr(Limits, name)]
+    return [word for name, value in changed for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def check(limits: Limits) -> Limits:

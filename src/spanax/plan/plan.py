@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spanax.errors import DataError, SpanaxError, nearest
+from spanax.documents import MAX_INT, made, parse_json, read_bytes
+from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.resolve import Spec
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 VERSION = 1
+
+MAX_DEVICES, MAX_TASKS = 1 << 20, 1 << 20
+"""Of a plan in a file: devices of the mesh, and microbatches x stages x chunks."""
 
 
 @dataclass(frozen=True)
@@ -151,25 +155,28 @@ class Plan:
           DataError: the text is no plan, or one of another version.
         """
         try:
-            data = json.loads(text)
+            data = parse_json(text)
             if data["version"] != VERSION:
                 raise DataError(f"the plan has version {data['version']}; this Spanax reads version {VERSION}.")
-            data["mesh"] = MeshShape(tuple(data["mesh"].items()))
-            data["layout"] = Layout(**{key: _frozen(value) for key, value in data["layout"].items()})
-            data["pins"] = _frozen(data["pins"])
-            data["schedule"] = Schedule(**data.get("schedule", {}))
+            data["mesh"] = MeshShape.of(dict(data["mesh"]))
             data["allow"] = _allowed(data.get("allow", []))
-            for group in ("leaves", "batch"):
-                data[group] = tuple(Placement(**{k: _frozen(v) for k, v in leaf.items()}) for leaf in data[group])
-            return Plan(**data)
+            return _possible(made(Plan, data))
+        except DataError:
+            raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            if isinstance(error, SpanaxError):
-                raise
-            raise DataError("this is not a plan file.", where=f"{type(error).__name__}: {error}") from None
+            reason = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            raise DataError("this is not a plan file.", where=reason) from None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file."""
-        Path(path).write_text(self.to_json())
+        """Write the plan to a file.
+
+        Raises:
+          WriteError: it cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_json())
+        except OSError as error:
+            raise WriteError(f"cannot write the plan '{path}'.", where=error.strerror or str(error)) from None
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
@@ -179,8 +186,10 @@ class Plan:
           DataError: there is no such file, or it holds no plan.
         """
         try:
-            return Plan.from_json(Path(path).read_text())
-        except (OSError, UnicodeDecodeError) as error:
+            return Plan.from_json(read_bytes(path).decode())
+        except DataError:
+            raise
+        except (OSError, ValueError) as error:
             raise DataError(f"cannot read the plan '{path}'.", where=str(error)) from None
 
     def diff(self, other: "Plan") -> list[str]:
@@ -264,5 +273,25 @@ def _allowed(written: Any) -> tuple[str, ...]:
     return tuple(written)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
+def _possible(plan: Plan) -> Plan:
+    """The plan, if its numbers can be those of one; a file may say anything.
+
+    Raises:
+      ValueError: names what cannot be.
+    """
+    ways, names = plan.mesh.ways, set(plan.mesh.names)
+    schedule = plan.schedule
+    counts = (schedule.microbatches, schedule.num_stages, schedule.num_chunks)
+    if plan.mesh.size > MAX_DEVICES or min(counts) < 1 or math.prod(counts) > MAX_TASKS:
+        raise ValueError(f"a mesh of {plan.mesh.size} devices, {' x '.join(map(str, counts))} tasks: no such plan")
+    for leaf in (*plan.leaves, *plan.batch):
+        by_dim = [axis for axes in leaf.spec for axis in axes]
+        lengths = {len(leaf.shape), len(leaf.axes), len(leaf.spec), len(leaf.local_shape)}
+        if len(lengths) > 1 or not names.issuperset(by_dim) or len(set(by_dim)) < len(by_dim):
+            raise ValueError(f"'{leaf.path}' has no spec of its dims over the mesh {plan.mesh}")
+        dims = list(zip(leaf.shape, leaf.local_shape, leaf.spec, strict=True))
+        if math.prod(leaf.shape) >= MAX_INT or not 0 <= leaf.local_bytes < MAX_INT:
+            raise ValueError(f"'{leaf.path}' is larger than any array")
+        if any(not 0 <= part <= size <= part * ways(axes) for size, part, axes in dims):
+            raise ValueError(f"'{leaf.path}' has shape {leaf.shape}, and a device {leaf.local_shape} of it")
+    return plan

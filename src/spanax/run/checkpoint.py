@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from spanax.documents import read_bytes
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run import manifest
 from spanax.run.hosts import everywhere, from_first, is_first
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     import jax
 
 __all__ = ["Pending", "Restored", "Saved", "describe", "restore", "save", "verify"]
+
+FULL = "no space left on the device"
 
 # One save at a time into a folder, so that the host never holds two copies; also what tells living saves from dead.
 _STARTING = threading.Lock()
@@ -51,13 +54,22 @@ class Restored:
 
 @final
 class Pending:
-    """A save that goes on in the background; `wait` ends it, before the program ends at the latest."""
+    """A save that goes on in the background; `wait` ends it, before the program ends at the latest.
+
+    `seconds` is how long it took, once it has ended.
+    """
 
     def __init__(self, root: Path, step: int, finish: Callable[[], None]):
         self.step = step
         self._root, self._finish = root, finish
         self._error: WriteError | None = None
+        self._began, self.seconds = time.monotonic(), 0.0
         self._thread = threading.Thread(target=self._run, name=f"spanax-save-{step}")
+
+    def is_running(self, after_seconds: float) -> bool:
+        """Whether it still goes on in any process after so long; all of them ask at the same place."""
+        self._thread.join(after_seconds)
+        return not everywhere(not self._thread.is_alive())
 
     def wait(self) -> None:
         """Blocks until the step is finished on disk, and steps over `keep` are gone.
@@ -86,6 +98,7 @@ class Pending:
         finally:
             # It holds the host's copy of the arrays.
             del self._finish
+            self.seconds = time.monotonic() - self._began
 
 
 def save(
@@ -117,7 +130,7 @@ def save(
     leaves = {key: told(value) for key, value in arrays.items()}
     document = {"saved_at": manifest.utc(time.time()), "leaves": leaves, "meta": dict(meta)}
     try:
-        texts = {PLAN: plan_json.encode(), META: (json.dumps(document, indent=1) + "\n").encode()}
+        texts = {PLAN: plan_json.encode(), META: (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()}
     except (TypeError, ValueError) as error:
         raise SpanaxError(f"meta cannot be saved: {error}.", fix="give JSON values only") from error
     stored = {_stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
@@ -165,7 +178,7 @@ def restore(
     folder = root / from_first(lambda: _choose(root, step, warn).name, DataError)
     found = manifest.step_of(folder) or 0
     try:
-        plan_json = (folder / PLAN).read_bytes().decode()
+        plan_json = read_bytes(folder / PLAN).decode()
         _, leaves, meta = read_meta(folder)
         regrouped = Regrouped.of(leaves, targets)
         _compare(found, folder, leaves, regrouped.reads)
@@ -173,9 +186,29 @@ def restore(
         return Restored(found, arrays, plan_json, meta)
     except SpanaxError:
         raise
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
         what = f"checkpoint step {found} is as it was saved but cannot be loaded: {_first_line(error)}"
         raise DataError(what, where=str(folder)) from error
+
+
+def make_room(directory: str | os.PathLike[str]) -> int | None:
+    """Removes the oldest finished step of a full disk, and returns its number; None where none can go.
+
+    The newest step stays, and goes on to be the one that a run is restored from: it is held against its manifest first.
+    """
+    found = manifest.finished(directory)
+    if len({step for step, _ in found}) < 2 or manifest.problems(found[-1][1]):
+        return None
+    step, folder = found[0]
+    with contextlib.suppress(OSError):
+        discard(folder)
+        return step
+    return None
+
+
+def is_full(error: WriteError) -> bool:
+    """Whether it was for want of room that a save failed."""
+    return FULL in str(error)
 
 
 # ---- saving
@@ -256,7 +289,8 @@ def _abandon(staging: Path) -> None:
 
 
 def _failure(root: Path, step: int, error: BaseException) -> WriteError:
-    reason = "no space left on the device" if "No space left" in str(error) else _first_line(error)
+    is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))
+    reason = FULL if is_out else _first_line(error)
     fix = "make room or name another folder"
     with contextlib.suppress(OSError):
         fix += f"; finished steps there: {', '.join(map(str, manifest.steps(root))) or 'none'}"

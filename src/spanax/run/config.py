@@ -104,6 +104,9 @@ LEAST: dict[str, float] = {
     "spike": 1.1, "patience": 0,
 }  # fmt: skip
 
+MOST: dict[str, float] = {"seq": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
+"""What is beyond every use, and then fails somewhere inside; 10**12 of all others."""
+
 
 def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) -> TrainConfig:
     """A configuration with the settings of a file.
@@ -131,8 +134,10 @@ def check(config: TrainConfig) -> TrainConfig:
     """
     for name, least in LEAST.items():
         value = getattr(config, name)
+        flag, most = f"--{name.replace('_', '-')}", MOST.get(name, 10**12)
+        if value is not None and value > most:
+            raise SpanaxError(f"{flag} is {value}; it takes a number up to {most:g}.", fix=f"{flag} {most:g}")
         if value is not None and not value >= least:
-            flag = f"--{name.replace('_', '-')}"
             raise SpanaxError(f"{flag} is {value}; it takes a number from {least:g}.", fix=f"{flag} {least:g}")
     if config.dtype not in DTYPES:
         raise SpanaxError(f"unknown dtype '{config.dtype}'.", fix=nearest(config.dtype, DTYPES))

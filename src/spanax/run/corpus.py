@@ -1,5 +1,6 @@
 """Corpus: text, split once into train and validation."""
 
+import errno
 import os
 import platform
 import sysconfig
@@ -80,6 +81,8 @@ def read_text(path: Path) -> bytes:
       DataError: it cannot be read, is empty, or is not UTF-8; names the first wrong byte.
     """
     try:
+        if not path.is_file():
+            raise OSError(errno.EINVAL, "it is no plain file")  # reading from a pipe or device may never end
         text = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a file that you may read") from None

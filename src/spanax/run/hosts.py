@@ -7,7 +7,8 @@ A process is told by its environment that it is one of several, by whoever start
     SPANAX_HOST          which of them this one is, from 0; under Slurm left out, SLURM_PROCID says it
     SPANAX_HOST_DEVICES  devices to simulate in each, where there is no accelerator
     SPANAX_ATTEMPT       how often the run was started again before
-    SPANAX_SUPERVISOR    the process on this machine that watches it; without that one it stops as if asked to
+    SPANAX_SUPERVISOR    the process that watches it, its parent; without that one it stops as if asked to; 0 for one
+                         on another machine
 
 Without them JAX's own detection is asked where there is a sign of a group (an MPI or Slurm step, a TPU slice).
 `jax.distributed` is the engine.
@@ -23,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spanax.errors import SpanaxError
+from spanax.errors import HostsError, SpanaxError
 
 JOIN_SECONDS = 300
 """How long the processes wait for the last of them to come."""
@@ -74,7 +75,8 @@ class Hosts:
         if "SPANAX_COORDINATOR" not in environ:
             return Hosts(attempt=attempt, devices_per_host=here)
         num_hosts = _number(environ, "SPANAX_NUM_HOSTS", None)
-        rank = _number(environ, "SPANAX_HOST" if "SPANAX_HOST" in environ else "SLURM_PROCID", None)
+        names = ("SPANAX_HOST", "SLURM_PROCID")
+        rank = _number(environ, next((name for name in names if name in environ), names[0]), None)
         if not 0 <= rank < num_hosts:
             raise SpanaxError(
                 f"this process is host {rank}, and there are {num_hosts}, counted from 0.",
@@ -86,7 +88,8 @@ class Hosts:
         """Meet the other processes, before JAX is asked for devices; returns at once where there are none.
 
         Raises:
-          SpanaxError: they did not all come, or the coordinator's address cannot be had.
+          HostsError: they did not all come, or the coordinator's port is taken.
+          SpanaxError: the coordinator's address is none.
         """
         import jax
 
@@ -94,6 +97,8 @@ class Hosts:
             return
         known: dict[str, Any] = {}
         if self.coordinator:
+            if self.rank == 0:
+                _check_free(_bound_to(self.coordinator))
             known = {
                 "coordinator_address": self.coordinator, "num_processes": self.num_hosts, "process_id": self.rank,
                 "coordinator_bind_address": _bound_to(self.coordinator),
@@ -106,7 +111,7 @@ class Hosts:
                 shutdown_timeout_seconds=DEATH_SECONDS,
             )
         except (RuntimeError, ValueError) as error:
-            raise SpanaxError(
+            raise HostsError(
                 f"the {self.num_hosts or ''} processes of this run did not come together: {_first_line(error)}",
                 where=f"rank {self.rank}, coordinator {self.coordinator or 'as JAX finds it'}",
                 fix="spanax doctor --hosts HOST:PORT on each of them",
@@ -121,7 +126,7 @@ def obey_supervisor(environ: Mapping[str, str] = os.environ) -> None:
     faulthandler.register(signal.SIGUSR1, STDERR)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != _number(environ, "SPANAX_SUPERVISOR", None):
+    if _number(environ, "SPANAX_SUPERVISOR", None) not in (0, os.getppid()):
         sys.exit("spanax: the supervisor is gone")
 
 
@@ -177,6 +182,8 @@ def _bound_to(coordinator: str) -> str:
     """The one interface that the coordinator listens on: JAX's own default is all of them, without a password."""
     host, _, port = coordinator.rpartition(":")
     try:
+        if not host:
+            raise ValueError("to the system no name is every interface")
         return f"{socket.gethostbyname(host)}:{int(port)}"
     except (OSError, ValueError):
         raise SpanaxError(
@@ -184,6 +191,19 @@ def _bound_to(coordinator: str) -> str:
             where="SPANAX_COORDINATOR",
             fix="host:port, such as 10.0.0.7:9911",
         ) from None
+
+
+def _check_free(address: str) -> None:
+    """Whether the coordinator can listen there: JAX itself would crash without a word (0.10.2 and 0.12.0)."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, int(port)))
+        except (OSError, OverflowError) as error:
+            raise HostsError(
+                f"the coordinator cannot listen on {address}: {error}.", where="SPANAX_COORDINATOR", fix="another port"
+            ) from None
 
 
 def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:

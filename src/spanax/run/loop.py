@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spanax.errors import DataError
 from spanax.run.bigram import bigram_loss
-from spanax.run.checkpoint import Pending
 from spanax.run.config import TrainConfig
 from spanax.run.data import Batches
 from spanax.run.guard import STEP_OK
@@ -23,6 +21,7 @@ from spanax.run.ledger import Ledger
 from spanax.run.profile import INPUT, STEP, Profile, marked
 from spanax.run.remedy import Remedy
 from spanax.run.run import Run
+from spanax.run.saves import Saves
 from spanax.trace.program import Program
 
 Event = dict[str, Any]
@@ -37,6 +36,7 @@ class Loop:
 
     Attributes:
       held_out: opens the held-out batches, or returns None where there are none.
+      saves: its checkpoints.
       tell: takes every event.
       remedy: what is done about bad steps.
       is_over: says behind a step whether to stop there, the same on every process.
@@ -49,7 +49,7 @@ class Loop:
     data: Batches
     held_out: Callable[[], Batches | None]
     config: TrainConfig
-    checkpoints: Path
+    saves: Saves
     tell: Callable[[Event], None]
     remedy: Remedy
     is_over: Callable[[int], bool]
@@ -59,7 +59,6 @@ class Loop:
     _seconds: list[float] = field(default_factory=list)
     _loss: float | None = None
     _evaluated: Event = field(default_factory=dict)
-    _saving: Pending | None = None
     _clock: float = 0.0
 
     def run_to_end(self) -> Event:
@@ -101,10 +100,11 @@ class Loop:
                 self._clock = time.perf_counter()
             if self.run.num_steps < steps and self.is_over(self.run.num_steps):
                 # Where the last step turns out bad, the run is back at a checkpoint, and there is nothing to save.
-                return self._preempted(self._reported(behind, 0) or saves)
+                self._reported(behind, 0)
+                return self._preempted()
         if not self._evaluated:
             self._evaluate()
-        self._wait_for_save()
+        self._finish_saving()
         spent, wait = time.perf_counter() - began, self.data.wait_seconds - waited
         # The first step is mostly compiling.
         median = statistics.median(self._seconds[1:] or self._seconds or [math.nan])
@@ -156,11 +156,9 @@ class Loop:
             event: Event = {"event": "step", "step": step, **values, "step_seconds": seconds}
             self.tell(event | {"tokens_per_second": rate, "data_wait_seconds": self.data.wait_seconds})
 
-    def _preempted(self, is_saved: bool) -> Event:
+    def _preempted(self) -> Event:
         """Save where the run was asked to stop, so that no step of it is lost."""
-        if not is_saved:
-            self._save()
-        self._wait_for_save()
+        self._finish_saving()
         return {"event": "preempted", "step": self.run.num_steps}
 
     def _evaluate(self) -> None:
@@ -184,18 +182,18 @@ class Loop:
 
     def _save(self) -> None:
         self._beat("save")
-        began = time.perf_counter()
         with self.ledger.within("save"):
             self.remedy.check_state()
-            self._saving = self.run.save(self.checkpoints, data=self.data, keep=self.config.keep)
-        self.remedy.saved(self._saving)
-        self.tell({"event": "save", "step": self.run.num_steps, "blocked_seconds": time.perf_counter() - began})
+            saving = self.saves.start(self.run, self.data)
+        if saving is not None:
+            self.remedy.saved(saving)
 
-    def _wait_for_save(self) -> None:
-        if self._saving is not None:
-            self._beat("save")
-            with self.ledger.within("save"):
-                self._saving.wait()
+    def _finish_saving(self) -> None:
+        self._beat("save")
+        with self.ledger.within("save"):
+            if not self.saves.covers(self.run.num_steps):
+                self.remedy.check_state()
+            self.saves.finish(self.run, self.data)
 
     def _beat(self, phase: str) -> None:
         if not self.pulse.is_due(phase):

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from spanax.documents import parse_json, read_bytes, read_json
 from spanax.errors import WriteError
 
 NAME = "manifest.json"
@@ -25,8 +26,6 @@ _FORMAT = 1
 _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(\.new[0-9]*)?")
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK_BYTES = 1 << 20
-# A hostile manifest must not fill the memory; a real one takes about 120 bytes a file.
-_MAX_BYTES = 1 << 26
 # Writes under way when a save fails may bring files back for this long after their folder was removed.
 _SETTLE_SECONDS = 5.0
 
@@ -108,7 +107,7 @@ def problems(folder: str | os.PathLike[str]) -> list[str]:
         return [f"{NAME}: {error}"]
     for name in sorted(listed.keys() | files.keys()):
         if name not in files:
-            leaves = Path(name).is_absolute() or ".." in Path(name).parts
+            leaves = name.startswith("/") or ".." in name.split("/")
             found.append(f"{name}: {'leaves the folder, refused' if leaves else 'missing'}")
         elif name not in listed:
             found.append(f"{name}: extra, not in the manifest")
@@ -169,13 +168,13 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
 def read_meta(folder: Path) -> tuple[str, dict[str, str], dict[str, Any]]:
     """When a step was saved, its leaves, and the caller's values; ValueError when the file is not one of ours."""
     try:
-        document = json.loads((folder / META).read_bytes())
+        document = read_json(folder / META, follow_links=False)
         return (
             str(document["saved_at"]),
             {str(k): str(v) for k, v in document["leaves"].items()},
             dict(document["meta"]),
         )
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{META} makes no sense") from error
 
 
@@ -305,17 +304,15 @@ def _render(content: dict[str, Any]) -> bytes:
 
 def _read(folder: Path) -> dict[str, Any]:
     """The files a manifest lists; ValueError when its bytes are not exactly what `write` would have written."""
-    path = folder / NAME
-    if not os.path.lexists(path):
+    if not os.path.lexists(folder / NAME):
         raise ValueError("missing, so the save was never finished")
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
-        raw = file.read(_MAX_BYTES + 1)
     content: Any = None
     try:
-        content = json.loads(raw) if len(raw) <= _MAX_BYTES else None
+        raw = read_bytes(folder / NAME, follow_links=False)
+        content = parse_json(raw)
         # Comparing bytes, not values, also finds a flip that JSON reads the same (white space, the case of a digit).
         intact = isinstance(content, dict) and content.pop("crc32", None) is not None and _render(content) == raw
-    except (ValueError, RecursionError):
+    except ValueError:
         intact = False
     if not intact:
         raise ValueError("damaged, it does not match its own checksum")

@@ -92,7 +92,8 @@ class Remedy:
 
     def _go_back(self, step: int, batch: int) -> None:
         if self._saving is not None:
-            self._saving.wait()  # all processes must find the same step the newest
+            with contextlib.suppress(WriteError):  # told of where it was begun; then an older step is the newest
+                self._saving.wait()  # all processes must find the same step the newest
         self._num_rollbacks += 1
         left_out = {*self.data.skipped, batch}
         start = {**self.data.state(), "next_index": 0, "mark": None}

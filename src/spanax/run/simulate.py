@@ -7,7 +7,7 @@ from typing import Any
 from spanax.errors import SpanaxError
 from spanax.run.hosts import Hosts
 
-DEFAULT_SIMULATED = 8
+DEFAULT_SIMULATED, MOST_SIMULATED = 8, 4096
 
 THREADS = 32
 """XLA's CPU collectives wait for each other on one thread pool, and deadlock when it has fewer threads."""
@@ -35,8 +35,15 @@ def devices(wanted: int | None) -> list[Any]:
     Raises:
       SpanaxError: there are fewer than wanted.
     """
+    if wanted is not None and wanted < 1:
+        raise SpanaxError(f"--devices is {wanted}; it takes a number from 1.", fix="--devices 1")
     hosts = Hosts.of()
-    _prepare(hosts.devices_per_host or _share(wanted or DEFAULT_SIMULATED, hosts.num_hosts))
+    share = hosts.devices_per_host or _share(wanted or DEFAULT_SIMULATED, hosts.num_hosts)
+    if share > MOST_SIMULATED:
+        raise SpanaxError(
+            f"--devices is {wanted}; one process has up to {MOST_SIMULATED}.", fix=f"--devices {MOST_SIMULATED}"
+        )
+    _prepare(share)
     hosts.join()
     import jax
 

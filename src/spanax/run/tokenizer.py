@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spanax.documents import read_bytes
 from spanax.errors import DataError, SpanaxError, nearest
 from spanax.run.cache import cache_folder, keep
 from spanax.run.corpus import Corpus
@@ -21,6 +22,8 @@ BPE_VOCAB_SIZE = 4096
 PIECE_BYTES = 1 << 16
 """Text is encoded in pieces: an encoding takes a hundred bytes a token, and pieces run on all cores."""
 PIECES_AT_ONCE = 64
+MAX_FILE_BYTES, MAX_GAP = 1 << 26, 1 << 17
+"""Of a tokenizer.json: published ones have up to 35 MB, and ids that are not much above the number of tokens."""
 BPE_TRAINING_BYTES = 1 << 26
 """A larger corpus is thinned evenly for training: more text changes the merges little and takes minutes."""
 
@@ -119,9 +122,10 @@ def _from_file(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Engine
 
     try:
-        written = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        written = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        reason = error.strerror if isinstance(error, OSError) else str(error) if is_text else "it is not UTF-8 text"
         raise DataError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
     try:
         engine = Engine.from_str(written)
@@ -133,7 +137,13 @@ def _from_file(path: Path) -> Tokenizer:
         ) from None
     engine.no_truncation()
     engine.no_padding()
-    return _wrapped(f"{path.name}@{digest(written)}", engine)
+    made = _wrapped(f"{path.name}@{digest(written)}", engine)
+    if made.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
+        raise DataError(
+            f"'{path}' has {engine.get_vocab_size():,} tokens, and gives one the id {made.vocab_size - 1:,}.",
+            fix="a tokenizer whose ids count on; a model makes room for each",
+        )
+    return made
 
 
 def _wrapped(name: str, engine: "tokenizers.Tokenizer") -> Tokenizer:

@@ -3,7 +3,6 @@
 Shapes: B examples of the global batch, R of them read by this process, T tokens of one example.
 """
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spanax.documents import read_json
 from spanax.errors import DataError
 from spanax.run.cache import cache_folder, keep
 from spanax.run.corpus import HELD_OUT, check_split, load_corpus
@@ -22,6 +22,9 @@ from spanax.run.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from spanax.plan.plan import Placement
+
+MAX_VOCAB_SIZE = 1 << 22
+"""Of a `.bin`: a model makes room for every id, and read as the wrong type noise has ids of any size."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,15 @@ class Tokens:
         """The smallest vocabulary that holds every id; of a `.bin` the ids are read once to know."""
         if self.tokenizer:
             return self.tokenizer.vocab_size
-        return max(int(self.ids[i : i + (1 << 24)].max()) for i in range(0, len(self.ids), 1 << 24)) + 1
+        pieces = [self.ids[i : i + (1 << 24)] for i in range(0, len(self.ids), 1 << 24)]
+        lowest, highest = min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)
+        if lowest < 0 or highest >= MAX_VOCAB_SIZE:
+            raise DataError(
+                f"the token ids reach from {lowest:,} to {highest:,}: no vocabulary is like that.",
+                where=f"{self.name}, read as {self.ids.dtype}",
+                fix='the right type in the .json beside the file, such as {"dtype": "uint32"}',
+            )
+        return highest + 1
 
 
 def load_tokens(
@@ -150,7 +161,11 @@ def window_reader(
 def _cached_ids(text: bytes, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None) -> np.ndarray:
     path = cache_folder(cache_dir) / f"tokens-{digest(text, tokenizer.name)}.npy"
     try:
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+        # Only a plain array: np.load would also unpack an archive. (One of objects cannot be mapped.)
+        ids = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+        if ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
+            raise ValueError("no token ids")
+        return ids
     except (OSError, ValueError, EOFError):  # not there, or damaged
         ids = tokenizer.encode(text)
         keep(path, lambda file: np.save(file, ids, allow_pickle=False), cache_dir)
@@ -159,10 +174,12 @@ def _cached_ids(text: bytes, tokenizer: Tokenizer, cache_dir: str | os.PathLike[
 
 def _bin_dtype(path: Path) -> np.dtype:
     sidecar = path.with_name(path.name + ".json")
-    if not sidecar.exists():
+    if not os.path.lexists(sidecar):
         return np.dtype("<u2")
     try:
-        dtype = np.dtype(json.loads(sidecar.read_text(encoding="utf-8"))["dtype"]).newbyteorder("<")
+        name = read_json(sidecar)["dtype"]
+        # NumPy also takes lists and tables, of fields, in which nobody writes tokens.
+        dtype = np.dtype(str(name)).newbyteorder("<")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"cannot read '{sidecar}'.", where=f"{type(error).__name__}: {error}", fix='{"dtype": "uint32"}'

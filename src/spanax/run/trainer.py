@@ -6,8 +6,8 @@ Read this file first: it names every part of Spanax in the order in which a run 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from spanax.run.profile import Profile
 from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
+from spanax.run.saves import Saves
 from spanax.run.tokens import load_tokens
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
@@ -60,13 +61,15 @@ def train(
     with ExitStack() as stack:
         is_leader, hosts = is_first(), Hosts.of()
         emit = emit if is_leader else _unheard
-        folder = _claimed(config, stack)
+        folder, claim = _claimed(config, stack)
         ledger = Ledger(hosts.attempt, account.reached(folder), process_age_seconds())
         events = _events(folder, hosts.attempt) if is_leader else _unheard
         pulse = Pulse(folder, jax.process_index(), hosts.attempt)
         pulse.beat("start", 0, seconds=ledger.seconds())
         planned = None if config.plan is None else _planned(config, len(devices))
         workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
+        if config.resume:
+            run_folder.check_same_run(folder, config.record())
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
         plan = planned or _chosen(program, config, folder, devices, emit, events)
@@ -81,14 +84,16 @@ def train(
             run = begin(config)
         if run.position is not None:
             data.restore(run.position)
-        tell = stack.enter_context(_telling(run, config, folder, devices, emit)) if is_leader else _unheard
+        records = partial(run_folder.write_records, folder, config.record(), plan.to_json(), devices)
+        tell = _telling(run, folder, records, emit, events) if is_leader else _unheard
         events("begin", pid=os.getpid(), hosts=jax.process_count(), **_placed(plan), step=run.num_steps)
         tell(_start_event(run, config, folder))
         held_out = partial(_held_out, read, config, workload)
         is_over = stack.enter_context(listening())
         remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
-        checkpoints = folder / run_folder.CHECKPOINTS
-        loop = Loop(run, data, held_out, config, checkpoints, tell, remedy, is_over, pulse, ledger, profile)
+        renew = partial(from_first, partial(_renewed, claim, records, tell), WriteError)
+        saves = Saves(folder / run_folder.CHECKPOINTS, config, tell, renew, saved=run.num_steps)
+        loop = Loop(run, data, held_out, config, saves, tell, remedy, is_over, pulse, ledger, profile)
         last = loop.run_to_end() | {"out": str(folder)}
         ledger.enter("idle")
         tell(last)
@@ -224,37 +229,53 @@ def _replanned(program: Program, devices: list[Any]) -> Plan:
     return make_plan(program, local(devices[:1]))
 
 
-def _claimed(config: TrainConfig, stack: ExitStack) -> Path:
-    """The run folder, held by the first process and known to all."""
+def _claimed(config: TrainConfig, stack: ExitStack) -> tuple[Path, run_folder.Claim | None]:
+    """The run folder, known to all, and the claim of the first process on it."""
+    held: list[run_folder.Claim] = []
 
     def claim() -> str:
         folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
-        stack.enter_context(run_folder.claimed(folder, resume=config.resume))
+        held.append(stack.enter_context(run_folder.claimed(folder, resume=config.resume)))
         return str(folder)
 
-    return Path(from_first(claim, WriteError))
+    return Path(from_first(claim, WriteError)), next(iter(held), None)
 
 
-@contextmanager
+def _renewed(claim: run_folder.Claim | None, records: Callable[[], None], tell: Callable[[Event], None]) -> str:
+    """The run folder, made again where somebody removed it while the run went on."""
+    if claim is not None and claim.renew():
+        records()
+        tell({"event": "warning", "message": f"the run folder '{claim.folder}' was removed, and is made again"})
+    return "held"
+
+
 def _telling(
-    run: Run, config: TrainConfig, folder: Path, devices: list[Any], emit: Callable[[Event], None]
-) -> Iterator[Callable[[Event], None]]:
-    """Writes the run's records, and then every event into its metrics, besides emitting it."""
-    run_folder.write_records(folder, config.record(), run.plan.to_json(), devices)
+    run: Run,
+    folder: Path,
+    records: Callable[[], None],
+    emit: Callable[[Event], None],
+    events: Callable[..., None],
+) -> Callable[[Event], None]:
+    """Writes the run's records, and returns what takes its events: into its metrics, and emits them."""
+    records()
     metrics = run_folder.open_metrics(folder, run.num_steps)
 
     def tell(event: Event) -> None:
         nonlocal metrics
         if event["event"] == "rolled_back":
-            metrics.close()
-            metrics = run_folder.open_metrics(folder, event["step"])
-        metrics.write(json.dumps(event) + "\n")
-        emit(event)
+            with suppress(WriteError):  # a full disk keeps the lines of steps that are taken again
+                metrics = run_folder.open_metrics(folder, event["step"])
+        metrics.write(json.dumps(event))
+        if event["event"] == "save_failed":
+            events(**event)
+        try:
+            emit(event)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass  # standard output may be a file on the same full disk; the metrics have it
 
-    try:
-        yield tell
-    finally:
-        metrics.close()
+    return tell
 
 
 def _events(folder: Path, attempt: int) -> Callable[..., None]:
@@ -273,6 +294,8 @@ def _begun(
 ) -> Run:
     """The run from its newest good checkpoint, or a new one."""
     if config.resume:
+        for change in run_folder.changed_versions(folder):
+            emit({"event": "warning", "message": f"the run was last in another environment: {change}"})
         if manifest.steps(folder / run_folder.CHECKPOINTS):
             warn = lambda line: emit({"event": "warning", "message": line})  # noqa: E731
             checkpoints = folder / run_folder.CHECKPOINTS

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from spanax.errors import DataError
+from spanax.errors import DataError, plain
 from spanax.run import manifest
 from spanax.run.folder import CHECKPOINTS
 from spanax.units import bytes_text
@@ -21,7 +21,7 @@ def show(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
     for step in saved:
         state = ": ".join([step.state, *step.problems[:1]])
         lines.append(f"step {step.step}  {bytes_text(step.bytes)}  {step.num_leaves} arrays  {step.when}  {state}")
-    return "\n".join(lines) or f"no checkpoint in '{root}'", problems
+    return plain("\n".join(lines)) or f"no checkpoint in '{root}'", problems
 
 
 def verify(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
@@ -31,7 +31,7 @@ def verify(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
     steps = manifest.steps(root)
     if as_json:
         return json.dumps({"directory": str(root), "steps": steps, "problems": problems}), problems
-    return "\n".join(problems) or f"{len(steps)} steps in '{root}', every file as it was saved", problems
+    return plain("\n".join(problems)) or f"{len(steps)} steps in '{root}', every file as it was saved", problems
 
 
 def _root(directory: Path) -> Path:

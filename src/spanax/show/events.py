@@ -56,6 +56,9 @@ def line(event: Event) -> str:
         return f"step {event['step']}  held-out loss {event['val_loss']:.4f}{bigram}"
     if kind == "save":
         return f"step {event['step']}  checkpoint, {event['blocked_seconds']:.3f} s blocked"
+    if kind == "save_failed":
+        removed = "" if event["removed"] is None else f" Step {event['removed']} was removed to make room."
+        return f"WARNING: {event['reason']}{removed} The run goes on, and saves again when the next step is due."
     if kind == "bad_step":
         return f"WARNING: step {event['step']} (batch {event['batch']}) went wrong: {event['reason']}"
     if kind == "rolled_back":

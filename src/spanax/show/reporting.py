@@ -23,7 +23,7 @@ from spanax.show.tables import plain_text, table_text
 MEANING = {
     "step": "steps that count",
     "recomputed": "steps taken before and lost",
-    "compile": "XLA, before the first step",
+    "compile": "XLA, with the first step",
     "data": "waiting for batches",
     "save": "steps stopped for a checkpoint",
     "restore": "reading a checkpoint",
@@ -112,7 +112,7 @@ def sections(found: Report) -> list[Section]:
             MEANING[name],
         )
         for name in BUCKETS
-        if made.seconds[name]
+        if made.seconds[name] >= 0.05
     ]
     if made.paused_seconds:
         spent.append(("(paused)", duration_text(made.paused_seconds), "", "between a finished run and its going on"))
@@ -167,9 +167,12 @@ def duration_text(seconds: float) -> str:
 
 
 def _fault(event: Event) -> tuple[str, str, str]:
-    """Who told, of what, and with which values."""
-    values = {key: value for key, value in event.items() if key not in ("event", "time", "by", "attempt")}
-    return plain_text(event.get("by", "")), plain_text(event["event"]), _values(values)
+    """Who told, of what, and with which sentences and values; of the last words of a process, the last line."""
+    told = ("event", "time", "by", "attempt", "what", "why", "words")
+    sentences = [plain_text(event[key]) for key in ("what", "why") if key in event]
+    sentences += [f"'{plain_text(line)}'" for line in str(event.get("words", "")).splitlines()[-1:]]
+    values = _values({key: value for key, value in event.items() if key not in told})
+    return plain_text(event.get("by", "")), plain_text(event["event"]), " ".join(filter(None, [*sentences, values]))
 
 
 def _checkpoint(found: Report) -> str:

@@ -1,0 +1,277 @@
+"""Ray: `spanax launch ray` starts one process a host on a Ray cluster, and supervises them from where it runs.
+
+Ray places the processes and carries signals; the run's own traffic is JAX's.
+"""
+
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from spanax.errors import SpanaxError
+from spanax.launch.ending import ATTEMPT, LOGS
+from spanax.launch.request import TrainRequest, count
+from spanax.launch.supervisor import POLL_SECONDS, Limits, Supervisor, as_flags, check
+
+RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
+
+
+@dataclass(frozen=True)
+class RayCommand:
+    """Run the command behind `--` on a Ray cluster, or submit it there as a job.
+
+    Attributes:
+      address: auto for the cluster that this machine is part of, HOST:PORT of a head, or the http://HOST:8265 of a
+        dashboard, to submit a job.
+      hosts: processes; each gets devices on one node.
+      devices_per_host: chips of each process, or simulated devices with --device cpu.
+      device: gpu, tpu, or cpu to simulate devices.
+      together: let processes share a node; else each gets one of its own.
+      wait_seconds: how long to wait for room on the cluster.
+      limits: when to start again, and when to give up.
+      python: the interpreter on the nodes.
+      dry_run: print what would be placed or submitted, and do nothing.
+    """
+
+    address: str = "auto"
+    hosts: int = 1
+    devices_per_host: int = 8
+    device: Literal["gpu", "tpu", "cpu"] = "gpu"
+    together: bool = False
+    wait_seconds: float = 300.0
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
+    python: str = sys.executable
+    dry_run: bool = False
+
+
+def job(command: RayCommand, request: TrainRequest) -> list[str]:
+    """The command line that submits a driver to a dashboard."""
+    said = {"hosts": command.hosts, "devices-per-host": command.devices_per_host, "device": command.device}
+    flags = [word for name, value in said.items() for word in (f"--{name}", str(value))]
+    flags += ["--wait-seconds", f"{command.wait_seconds:g}", *as_flags(command.limits)]
+    flags += ["--together"] * command.together
+    driver = [command.python, "-m", "spanax", "launch", "ray", *flags, "--python", command.python, "--"]
+    driver += request.argv(is_again=False)
+    return ["ray", "job", "submit", "--address", command.address, "--no-wait", "--", *driver]
+
+
+def bundle(command: RayCommand) -> dict[str, float]:
+    """What one process takes of a node; a simulated device takes nothing that Ray counts."""
+    devices = count("devices-per-host", command.devices_per_host)
+    return {"CPU": 1.0} | ({} if command.device == "cpu" else {RESOURCES[command.device]: float(devices)})
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process on some node of the cluster, as a supervisor knows it."""
+
+    host: Any
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs. A node that is lost took its process along."""
+        if self.returncode is None:
+            self.returncode = self._ask("poll", lost=-signal.SIGKILL)
+        return self.returncode
+
+    def wait(self) -> int:
+        """The exit code, once it has ended."""
+        while (code := self.poll()) is None:
+            time.sleep(POLL_SECONDS)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal."""
+        if self.returncode is None:
+            self._ask("send_signal", number)
+
+    def kill(self) -> None:
+        """End it, and what it started itself."""
+        if self.returncode is None:
+            self._ask("kill")
+
+    def must(self, method: str, *args: Any) -> Any:
+        """What a method of the host returns.
+
+        Raises:
+          SpanaxError: it fails there.
+        """
+        import ray
+
+        try:
+            return ray.get(getattr(self.host, method).remote(*args))
+        except ray.exceptions.RayError as error:
+            why = str(error).strip().splitlines()[-1:]
+            raise SpanaxError("cannot start a process on a node of the Ray cluster.", where="".join(why)) from None
+
+    def _ask(self, method: str, *args: Any, lost: Any = None) -> Any:
+        try:
+            return self.must(method, *args)
+        except SpanaxError:
+            return lost
+
+
+class Host:
+    """Lives on a node as a Ray actor, and holds the process there."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def coordinator(self) -> str:
+        """An address and a free port of this node, as the cluster sees it."""
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as one:
+            one.bind((address, 0))
+            return f"{address}:{one.getsockname()[1]}"
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], folder: str, log: str) -> None:
+        """Start the process, in a folder and with its output at the end of a log."""
+        Path(log).parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "ab", buffering=0) as output:
+            output.write(f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **environment, "SPANAX_SUPERVISOR": str(os.getpid())},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The process's exit code; None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal."""
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the process and its group."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@dataclass(eq=False)
+class Cluster:
+    """The nodes of a run on Ray; every start places them anew, where there is room then."""
+
+    command: RayCommand
+    request: TrainRequest
+    _group: Any = None
+
+    def start(self, attempt: int) -> list[Worker]:
+        """Start one process a host.
+
+        Raises:
+          SpanaxError: the cluster has no room for them.
+        """
+        hosts = [Worker(host) for host in self._placed()]
+        command = self.command
+        words = [command.python, "-m", "spanax", *self.request.argv(is_again=attempt > 0)]
+        environment = {
+            "SPANAX_COORDINATOR": hosts[0].must("coordinator"),
+            "SPANAX_NUM_HOSTS": str(len(hosts)),
+            "SPANAX_ATTEMPT": str(attempt),
+        }
+        if command.device == "cpu":
+            environment |= {"JAX_PLATFORMS": "cpu", "SPANAX_HOST_DEVICES": str(command.devices_per_host)}
+        folder = os.path.abspath(self.request.folder)
+        for rank, host in enumerate(hosts):
+            log = os.path.join(folder, LOGS, f"rank{rank}.log")
+            host.must("start", words, environment | {"SPANAX_HOST": str(rank)}, os.getcwd(), log)
+        return hosts
+
+    def close(self) -> None:
+        """Give the nodes back."""
+        if self._group is not None:
+            from ray.util import remove_placement_group
+
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _placed(self) -> list[Any]:
+        import ray
+        from ray.util import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self.close()
+        one, hosts = bundle(self.command), count("hosts", self.command.hosts)
+        how = "PACK" if self.command.together else "STRICT_SPREAD"
+        self._group = placement_group([one] * hosts, strategy=how)
+        if not self._group.wait(self.command.wait_seconds):
+            self.close()
+            free = ", ".join(f"{value:g} {name}" for name, value in _free(ray).items()) or "nothing"
+            raise SpanaxError(
+                f"the Ray cluster has no room for {hosts} x {one} after {self.command.wait_seconds:g} s.",
+                where=f"free on {len(ray.nodes())} nodes: {free}",
+                fix="fewer --hosts or --devices-per-host" + ("" if self.command.together else ", or --together"),
+            )
+        others = {name: value for name, value in one.items() if name not in ("CPU", "GPU")}
+        actor = ray.remote(num_cpus=1, num_gpus=one.get("GPU", 0), resources=others or None, max_restarts=0)(Host)
+        return [
+            actor.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            ).remote()
+            for index in range(hosts)
+        ]
+
+
+def launch(command: RayCommand, argv: Sequence[str]) -> int:
+    """Run on the cluster to the end, or submit to it, or print what would be done; the exit code.
+
+    Raises:
+      SpanaxError: there is no Ray here, no cluster, or no room on it.
+    """
+    one, hosts, request = bundle(command), count("hosts", command.hosts), TrainRequest.of(argv)
+    is_submitted = command.address.startswith(("http://", "https://"))
+    if command.dry_run:
+        words = [command.python, "-m", "spanax", *request.argv(is_again=False)]
+        print(shlex.join(job(command, request)) if is_submitted else f"{hosts} x {one}: {shlex.join(words)}")
+        return 0
+    if is_submitted:
+        if shutil.which("ray") is None:
+            raise SpanaxError("there is no ray on this machine.", fix="pip install 'spanax[ray]', or --dry-run")
+        return subprocess.run(job(command, request)).returncode
+    return _driven(command, request)
+
+
+def _driven(command: RayCommand, request: TrainRequest) -> int:
+    try:
+        import ray
+    except ImportError:
+        raise SpanaxError("Ray is not installed.", fix="pip install 'spanax[ray]'") from None
+    host, _, port = command.address.rpartition(":")
+    try:
+        if port.isdigit():
+            # Ray itself would try for minutes.
+            socket.create_connection((host, int(port)), timeout=10).close()
+        ray.init(address=command.address, log_to_driver=False, logging_level="warning")
+    except OSError as error:
+        raise SpanaxError(
+            f"there is no Ray cluster at '{command.address}'.", where=str(error), fix="ray start --head, or --address"
+        ) from None
+    cluster = Cluster(command, request)
+    try:
+        return Supervisor(cluster.start, request.folder, check(command.limits)).watch()
+    finally:
+        cluster.close()
+        ray.shutdown()
+
+
+def _free(ray: Any) -> dict[str, float]:
+    return {name: value for name, value in ray.available_resources().items() if name in RESOURCES.values()}

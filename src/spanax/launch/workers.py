@@ -1,0 +1,62 @@
+"""Workers: what the scripts of the other launchers call, inside of a job: a supervisor and the processes it starts."""
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
+
+from spanax.launch import slurm
+from spanax.launch.ending import ATTEMPT, LOGS, PREEMPTED
+from spanax.launch.request import TrainRequest, count
+from spanax.launch.supervisor import Limits, Process, Supervisor, check
+
+
+@dataclass(frozen=True)
+class WorkersCommand:
+    """Start the processes of a run that belong to this machine or job, and watch over them.
+
+    Attributes:
+      start: the command that starts them, before `train ...`; an `srun ...` starts every rank of the job.
+      hosts: how many processes an srun starts.
+      limits: when to start again, and when to give up.
+    """
+
+    start: str = f"{shlex.quote(sys.executable)} -m spanax"
+    hosts: int = 1
+    limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
+
+
+def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
+    """Watch over the processes until the run ends; returns the exit code.
+
+    Raises:
+      SpanaxError: the request cannot be carried out.
+    """
+    hosts, request, words = count("hosts", command.hosts), TrainRequest.of(argv), shlex.split(command.start)
+    is_slurm = words[:1] == ["srun"]
+    (request.folder / LOGS).mkdir(parents=True, exist_ok=True)
+
+    def start(attempt: int) -> Sequence[Process]:
+        environment = {"SPANAX_ATTEMPT": str(attempt)}
+        full = [*words, *request.argv(is_again=attempt > 0)]
+        return slurm.started(full, hosts, environment, request.folder) if is_slurm else _own(full, environment, request)
+
+    # How often the job itself was begun again: a JobSet tells the first, Slurm the second.
+    begun = int(os.environ.get("SPANAX_ATTEMPT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
+    code = Supervisor(start, request.folder, check(command.limits), begun=begun).watch()
+    if code == PREEMPTED and is_slurm:
+        slurm.requeue()
+    return code
+
+
+def _own(command: Sequence[str], environment: dict[str, str], request: TrainRequest) -> list[Process]:
+    """The one process of this machine, one of several of its run where the environment says so."""
+    told = {**os.environ, **environment, "SPANAX_SUPERVISOR": str(os.getpid())}
+    with open(request.folder / LOGS / f"rank{os.environ.get('SPANAX_HOST', 0)}.log", "ab", buffering=0) as log:
+        log.write(f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
+        return [subprocess.Popen(command, env=told, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)]

@@ -1,0 +1,158 @@
+"""Command lines and configurations that cannot be carried out: the right exit code, the flag named, no traceback.
+
+With those of tests/test_cli.py, whose words are kept as golden files, there are more than 120.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from spanax import cli
+
+# a command -> the exit code, and what its answer names
+BAD: dict[str, tuple[int, str]] = {
+    "trian": (2, "train"),
+    "train a b": (2, "b"),
+    "train --stepz 3": (2, "--steps"),
+    "train --steps": (2, "--steps"),
+    "train --steps -1": (2, "--steps is -1"),
+    "train --steps 1e3": (2, "--steps"),
+    "train --steps many": (2, "--steps"),
+    "train --steps 99999999999999999999999": (2, "--steps is 99999999999999999999999"),
+    "train --batch 0": (2, "--batch is 0"),
+    "train --batch -1": (2, "--batch is -1"),
+    "train --batch 1000000000001": (2, "--batch is 1000000000001"),
+    "train --seq 0": (2, "--seq is 0"),
+    "train --seq 1000000000": (2, "--seq is 1000000000"),
+    "train --lr nan": (2, "--lr is nan"),
+    "train --lr inf": (2, "--lr is inf"),
+    "train --lr 1e400": (2, "--lr is inf"),
+    "train --lr fast": (2, "--lr"),
+    "train --seed -1": (2, "--seed is -1"),
+    "train --seed 99999999999999999999": (2, "--seed is 99999999999999999999"),
+    "train --devices 0": (2, "--devices is 0"),
+    "train --devices -2": (2, "--devices is -2"),
+    "train --devices 1000000": (2, "--devices is 1000000"),
+    "train --keep 0": (2, "--keep is 0"),
+    "train --save-every -1": (2, "--save-every is -1"),
+    "train --eval-every -1": (2, "--eval-every is -1"),
+    "train --eval-batches 0": (2, "--eval-batches is 0"),
+    "train --log-every 0": (2, "--log-every is 0"),
+    "train --microbatches 0": (2, "--microbatches is 0"),
+    "train --microbatches 7": (2, "7 microbatches do not divide"),
+    "train --chunks 0": (2, "--chunks is 0"),
+    "train --schedule 1f1b": (2, "--schedule 1f1b is for a pipeline"),
+    "train --profile 3": (2, "--profile is '3'"),
+    "train --profile 0:3": (2, "--profile is '0:3'"),
+    "train --profile x:y": (2, "--profile is 'x:y'"),
+    "train --mesh": (2, "--mesh"),
+    "train --mesh data=8,data=1": (2, "'data' is given twice"),
+    "train --mesh data=99999999999": (2, "takes 99999999999 devices"),
+    "train --mesh =8": (2, "cannot read '=8'"),
+    "train --mesh data=8.0": (2, "data=8.0"),
+    "train --mesh data=-8": (2, "'data' has size -8"),
+    "train --remat dotz": (2, "did you mean 'dots'"),
+    "train --layout fsdp+data": (2, "fsdp+data"),
+    "train --dtype int8": (2, "unknown dtype 'int8'"),
+    "train --tokenizer bpe:3": (2, "bpe:3"),
+    "train --tokenizer bpe:x": (2, "bpe:x"),
+    "train --tokenizer nowhere.json": (65, "nowhere.json"),
+    "train --tokenizer list.json --data text.txt": (65, "list.json"),
+    "train --data short.txt": (65, "short.txt"),
+    "train --data folder": (65, "'folder' holds no text"),
+    "train --data odd.bin": (65, "'odd.bin' is cut short"),
+    "train --data empty.bin": (65, "'empty.bin' is empty"),
+    "train broken.py:x": (2, "'broken.py' cannot be imported"),
+    "train syntax.py:x": (2, "'syntax.py' cannot be imported"),
+    "train three.py:x": (2, "three.py"),
+    "train three.py:y": (2, "'three.py' has no workload 'y'"),
+    "train three.py": (2, "unknown workload 'three.py'"),
+    "train --config list.toml": (2, "setting 'steps'"),
+    "train --config nan.toml": (2, "--lr is nan"),
+    "train --config negative.toml": (2, "--batch is -3"),
+    "train --config number.toml": (2, "setting 'json' is 1"),
+    "train --config folder": (65, "'folder'"),
+    "train --out text.txt/x": (73, "text.txt/x"),
+    "train --plan folder": (65, "'folder'"),
+    "train --plan list.json": (65, "not a plan file"),
+    "plan": (2, "needs a workload"),
+    "plan gpt-nano --on cpu": (2, "no number of devices"),
+    "plan gpt-nano --on cpu:-1": (2, "cpu:-1"),
+    "plan gpt-nano --on cpu:8x": (2, "cpu:8x"),
+    "plan gpt-nano --on cpu:99999999999999": (2, "more than 1,048,576 devices"),
+    "plan gpt-nano --on cpu:8 --top 0": (2, "--top is 0"),
+    "plan gpt-nano --on cpu:8 --seq 0": (2, "seq_len is 0"),
+    "plan gpt-nano --on cpu:8 --layers 0": (2, "num_layers is 0"),
+    "plan gpt-nano --on cpu:8 --embed -1": (2, "embed_dim is -1"),
+    "plan gpt-nano --on cpu:8 --target-mfu nan": (2, "--target-mfu is nan"),
+    "plan gpt-nano --on cpu:8 --tokens -1": (2, "--tokens is -1"),
+    "plan gpt-nano --on cpu:8 --save-seconds -1": (2, "--save-seconds is -1"),
+    "plan --diff list.json": (2, "--diff"),
+    "check gpt-nano --on cpu:8 --level 9": (2, "--level"),
+    "check gpt-nano --on cpu:8 --fail-on all": (2, "--fail-on"),
+    "check gpt-nano --on cpu:8 --plan nowhere.json": (65, "nowhere.json"),
+    "check gpt4 --on cpu:8": (2, "unknown workload 'gpt4'"),
+    "axes": (2, "a name, or file.py:name"),
+    "axes gpt4": (2, "unknown workload 'gpt4'"),
+    "axes gpt-nano --batch 0": (2, "batch_size is 0"),
+    "axes gpt-nano --seq 0": (2, "seq_len is 0"),
+    "checkpoint show": (2, "the folder of steps"),
+    "checkpoint forget x": (2, "forget"),
+    "checkpoint show text.txt": (65, "text.txt"),
+    "checkpoint verify folder": (65, "no checkpoint here"),
+    "inspect text.txt": (65, "not a plan file"),
+    "inspect folder": (65, "'folder'"),
+    "compare gpt-nano --devices 0": (2, "--devices is 0"),
+    "compare gpt-nano --batch 0": (2, "batch_size is 0"),
+    "compare gpt-nano --top -1": (2, "--top is -1"),
+    "probe --seconds 0": (2, "0.0 seconds"),
+    "probe --seconds nan": (2, "nan seconds"),
+    "probe --devices 0": (2, "--devices is 0"),
+    "probe --out nowhere/x.toml": (73, "nowhere/x.toml"),
+}
+
+FILES = {
+    "text.txt": "to be or not to be " * 4000,
+    "short.txt": "to be",
+    "odd.bin": "\1\2\3",
+    "empty.bin": "",
+    "list.json": "[1]",
+    "broken.py": "import nothing_of_that_name\n",
+    "syntax.py": "def (:\n",
+    "three.py": "x = 3\n",
+    "list.toml": "[[steps]]\n",
+    "nan.toml": "lr = nan\n",
+    "negative.toml": "batch = -3\n",
+    "number.toml": "json = 1\n",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "folder").mkdir()
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_bad_input_is_answered(
+    line: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    code, names = BAD[line]
+    before = {path.name for path in place.iterdir()} - {"__pycache__"}
+    with pytest.raises(SystemExit) as stop:
+        cli.main(line.split())
+    said = "".join(capsys.readouterr())
+    assert stop.value.code == code and names in said, said
+    assert "Traceback" not in said
+    if said.startswith("spanax: "):
+        assert len(said.strip().splitlines()) <= 4
+    left = {path.name for path in place.iterdir()} - {"__pycache__"} - before
+    assert not any((place / name).is_dir() and any((place / name).iterdir()) for name in left), left
+
+
+def test_there_are_enough() -> None:
+    assert len(BAD) >= 80

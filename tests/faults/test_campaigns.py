@@ -1,0 +1,44 @@
+"""The quick forms of the campaigns in benchmarks/: kills during a save, and damage over every file of a checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import corruption
+import pytest
+
+from spanax.run import manifest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def told(*command: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / command[0]), *command[1:], "--json"],
+        env={**os.environ, "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_kills_during_a_save_lose_nothing() -> None:
+    found = told("kill_during_save.py", "--kills", "20")
+    assert (found["lost"], found["unreadable"], found["stale"]) == (0, 0, 0) and found["newest restored"]
+    assert found["killed in a save"] >= 10 and found["acknowledged"] >= 20
+
+
+def test_damage_anywhere_is_found_and_the_older_step_used() -> None:
+    found = corruption.campaign(130, seed=1)
+    assert found["not found"] == [] and found["older step used"] == 130 and found["files"] >= 10
+
+
+def test_damage_that_is_missed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "problems", lambda folder: [])
+    found = corruption.campaign(5, seed=1)
+    assert len(found["not found"]) == 5 and found["older step used"] == 0

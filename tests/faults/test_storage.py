@@ -1,0 +1,295 @@
+"""Disks that fill up, turn read-only, are slow or lose the run folder under a run; and who holds a run folder."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import spanax
+from spanax.errors import DataError, WriteError
+from spanax.run import checkpoint, events, manifest, saves
+from spanax.run.config import TrainConfig
+from spanax.run.folder import claimed
+from spanax.run.lines import Lines
+from spanax.run.trainer import train
+
+Event = dict[str, Any]
+WIDTH = 64
+
+
+def workload(**_: Any) -> spanax.Workload:
+    rows = np.random.default_rng(0).normal(size=(16, 8, WIDTH)).astype("float32")
+    return spanax.Workload(
+        build=lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs),
+        batch=rows[0],
+        loss=lambda model, x: ((model(x) - x) ** 2).mean(),
+        source=[row for row in rows for _ in range(2)],
+        num_steps=8,
+    )
+
+
+def run(out: Path, at: dict[int, Callable[[], object]] | None = None, **settings: Any) -> list[Event]:
+    """All events of a training run, in which something happens when a step is told of."""
+    told: list[Event] = []
+
+    def emit(event: Event) -> None:
+        told.append(event)
+        if event["event"] == "step":
+            (at or {}).get(event["step"], lambda: None)()
+
+    config = TrainConfig(**{"workload": "w", "out": str(out), "save_every": 2, "layout": "data", **settings})
+    train(workload, config, jax.devices()[:2], emit)
+    return told
+
+
+def between_saves(act: Callable[[], object]) -> Callable[[], object]:
+    """A fault after the save that may go on, so that it is known which one it meets."""
+    return lambda: ([one.join() for one in threading.enumerate() if "spanax-save" in one.name], act())
+
+
+def kinds(told: list[Event], kind: str) -> list[Event]:
+    return [event for event in told if event["event"] == kind]
+
+
+def recorded(out: Path) -> list[int]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["event"] == "step"]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Takes all the room there is, to the last byte."""
+    with open(disk / "ballast", "ab", buffering=0) as file:
+        for piece in (1 << 16, 1 << 10, 1):
+            while True:
+                try:
+                    file.write(bytes(piece))
+                except OSError:
+                    break
+
+
+# ---- full
+
+
+def test_a_full_disk_ends_no_run_and_leaves_nothing(disk: Path) -> None:
+    out = disk / "run"
+    told = run(out, {3: between_saves(lambda: fill(disk)), 5: between_saves((disk / "ballast").unlink)})
+    failed = kinds(told, "save_failed")
+    assert [event["step"] for event in failed] == [4] and "no space left" in failed[0]["reason"]
+    assert failed[0]["removed"] is None, "the only good step stays"
+    assert names(out / "checkpoints") == ["2", "6", "8"] and checkpoint.verify(out / "checkpoints") == []
+    assert recorded(out) == list(range(1, 9)), "lines wait for room"
+
+
+def test_older_steps_make_room_on_a_disk_that_is_too_small(disk: Path) -> None:
+    out = disk / "run"
+
+    def leave_little() -> None:
+        """Room for about one checkpoint and a half."""
+        step = sum(file.stat().st_blocks * 512 for file in (out / "checkpoints" / "2").rglob("*"))
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "ballast").write_bytes(bytes(free - step * 3 // 2))
+
+    told = run(out, {3: between_saves(leave_little)}, keep=5, steps=12)
+    removed = [event["removed"] for event in kinds(told, "save_failed")]
+    assert removed and None not in removed[:1] and told[-1]["event"] == "done"
+    saved = manifest.steps(out / "checkpoints")
+    assert saved[-1] == 12 and checkpoint.verify(out / "checkpoints") == []
+    assert not manifest.unfinished(out / "checkpoints")
+
+
+def test_the_last_save_that_fails_ends_with_73(disk: Path) -> None:
+    out = disk / "run"
+    with pytest.raises(WriteError, match="step 8 was not saved: no space left") as error:
+        run(out, {7: between_saves(lambda: fill(disk))}, save_every=6)
+    assert error.value.exit_code == 73
+    assert names(out / "checkpoints") == ["6"] and checkpoint.verify(out / "checkpoints") == []
+
+
+@pytest.fixture
+def size_limit() -> Iterator[Callable[[int], None]]:
+    """Files of this process can grow to so many bytes; -1 for no limit. It needs no root."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_files_that_cannot_grow_end_no_run(tmp_path: Path, size_limit: Callable[[int], None]) -> None:
+    told = run(tmp_path / "run", {3: between_saves(lambda: size_limit(8192)), 5: between_saves(lambda: size_limit(-1))})
+    assert [event["step"] for event in kinds(told, "save_failed")] == [4]
+    assert [event["step"] for event in events.read(tmp_path / "run") if event["event"] == "save_failed"] == [4]
+    assert names(tmp_path / "run" / "checkpoints") == ["2", "6", "8"]
+    assert checkpoint.verify(tmp_path / "run" / "checkpoints") == []
+
+
+def test_lines_wait_for_room(
+    tmp_path: Path, size_limit: Callable[[int], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines(tmp_path / "a.jsonl")
+    lines.write("first" + "." * 4000)
+    size_limit(4010)
+    for at in range(3):
+        lines.write(f"line {at}")
+    assert lines.path.read_text() == "first" + "." * 4000 + "\nline"
+    size_limit(-1)
+    lines.write("last")
+    assert lines.path.read_text() == "first" + "." * 4000 + "\nline 0\nline 1\nline 2\nlast\n"
+    assert capfd.readouterr().err.count("cannot write") == 1
+
+
+def test_the_only_good_step_never_makes_room(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / str(step)).mkdir()
+        (tmp_path / str(step) / "plan.json").write_text("{}")
+        manifest.write(tmp_path / str(step))
+    (tmp_path / "3" / "plan.json").write_text("[]")
+    assert checkpoint.make_room(tmp_path) is None and names(tmp_path) == ["1", "2", "3"]
+    (tmp_path / "3" / "plan.json").write_text("{}")
+    assert [checkpoint.make_room(tmp_path) for _ in range(3)] == [1, 2, None] and names(tmp_path) == ["3"]
+
+
+# ---- read-only, removed, slow
+
+
+def test_a_disk_that_turns_read_only_ends_no_run(disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def turn_read_only() -> None:
+        # A second mount over the first: no file is open there, so it can be read-only at once.
+        subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(disk)], check=True)
+
+    told = run(
+        disk / "run", {3: between_saves(turn_read_only), 5: lambda: subprocess.run(["umount", str(disk)], check=True)}
+    )
+    assert capfd.readouterr().err.count("the run goes on, and its lines wait for room") == 1
+    assert [event["step"] for event in kinds(told, "save_failed")] == [4]
+    assert "Read-only" in kinds(told, "save_failed")[0]["reason"]
+    assert names(disk / "run" / "checkpoints") == ["2", "6", "8"] and recorded(disk / "run") == list(range(1, 9))
+
+
+def test_a_run_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    told = run(out, {3: between_saves(lambda: shutil.rmtree(out))})
+    assert "was removed, and is made again" in kinds(told, "warning")[0]["message"]
+    assert names(out / "checkpoints") == ["4", "6", "8"] and checkpoint.verify(out / "checkpoints") == []
+    assert {"config.toml", "plan.json", "env.json", "LOCK"} <= set(names(out))
+    assert recorded(out)[-5:] == list(range(4, 9))
+
+
+def test_a_run_folder_that_became_anothers_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+
+    def take() -> None:
+        shutil.rmtree(out)
+        out.mkdir()
+        (out / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n')
+
+    with pytest.raises(WriteError, match="already holds a run"):
+        run(out, {3: between_saves(take)})
+    assert not (out / "checkpoints").exists() and not (out / "plan.json").exists()
+
+
+def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, go_on, at_once = manifest.write, threading.Event(), []
+
+    def slow(folder: Path) -> None:
+        at_once.append(len(manifest.unfinished(folder.parent)))
+        assert go_on.wait(60)
+        write(folder)
+
+    monkeypatch.setattr(manifest, "write", slow)
+    monkeypatch.setattr(saves, "GRACE_SECONDS", 0.0)
+    told = run(tmp_path / "run", {7: go_on.set})
+    assert kinds(told, "step")[6]["step"] == 7, "no step waited for the disk"
+    assert at_once == [1] * len(at_once) and not kinds(told, "save_failed")
+    (warning,) = kinds(told, "warning")
+    assert "was not saved: step 4, 6" in warning["message"] and "--save-every " in warning["message"]
+    assert names(tmp_path / "run" / "checkpoints") == ["2", "8"]
+
+
+# ---- who holds a run folder
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from spanax.run import folder
+folder.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
+with folder.claimed(Path(sys.argv[1]), resume=False):
+    if len(sys.argv) > 3 and os.fork():
+        os._exit(0)
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("host", ["", "elsewhere"])
+def test_a_lock_goes_with_its_holder(tmp_path: Path, host: str) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run", host], stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None and int(holder.stdout.readline()) == holder.pid
+        with pytest.raises(WriteError, match=f"is in use.\n.*process {holder.pid} on {host}") as error:
+            claimed(tmp_path / "run", resume=False).__enter__()
+        assert error.value.exit_code == 73 and "has ended" not in str(error.value)
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    assert f"process {holder.pid}" in (tmp_path / "run" / "LOCK").read_text(), "killed, it leaves its lock behind"
+    with claimed(tmp_path / "run", resume=False):
+        assert f"process {os.getpid()}" in (tmp_path / "run" / "LOCK").read_text()
+
+
+def test_a_lock_that_a_child_inherited_is_told(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run", "", "x"], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    assert holder.wait(60) == 0
+    with pytest.raises(WriteError, match=f"process {holder.pid} on .*, which has ended: a process that it started"):
+        claimed(tmp_path / "run", resume=False).__enter__()
+    holder.stdout.close()
+    os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["LOCK", "metrics.jsonl", "config.toml", "checkpoints", "heartbeats", "events.jsonl"])
+def test_a_run_folder_with_a_way_out_is_refused_untouched(tmp_path: Path, name: str) -> None:
+    out, outside = tmp_path / "run", tmp_path / "outside"
+    out.mkdir()
+    outside.write_text("precious")
+    (out / name).symlink_to(outside)
+    with pytest.raises(DataError, match=f"holds a link named '{name}'") as error:
+        claimed(out, resume=True).__enter__()
+    assert error.value.exit_code == 65 and outside.read_text() == "precious" and names(out) == [name]
+
+
+def test_a_link_in_place_of_a_temporary_is_not_followed(tmp_path: Path) -> None:
+    from spanax.run.folder import open_metrics
+
+    (tmp_path / "outside").write_text("precious")
+    (tmp_path / "metrics.jsonl.new").symlink_to(tmp_path / "outside")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[]\n7\n{"step": "x"}\n{"step": 5}\nhalf')
+    open_metrics(tmp_path, 3).write("{}")
+    assert (tmp_path / "outside").read_text() == "precious"
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n{}\n'
