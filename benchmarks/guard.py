@@ -12,7 +12,8 @@ the compiled step on one device: its temporaries, beside state and batch.
   own halt  a train step of one's own that returns a loss only: its parameters are looked at
 
 Usage:
-  python benchmarks/guard.py [--devices 8] [--layout fsdp] [--rounds 60] [--embed 128] [--layers 4] [--json]
+  python benchmarks/guard.py [--devices 8] [--layout fsdp] [--rounds 60] [--embed 128] [--layers 4] [--batch 16]
+                             [--own] [--json]
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 SPIKE = 1000.0  # one batch again and again makes a gradient that rises and falls
 
 
-def programs(num_layers: int, embed_dim: int) -> tuple[Any, Any, dict[str, Any]]:
+def programs(num_layers: int, embed_dim: int, batch_size: int) -> tuple[Any, Any, dict[str, Any]]:
     """A GPT under AdamW with a step of Spanax, the same with one of its own, and a batch."""
     import numpy as np
     import optax
@@ -35,7 +36,7 @@ def programs(num_layers: int, embed_dim: int) -> tuple[Any, Any, dict[str, Any]]
     from spanax.models import gpt
 
     config = gpt.GPTConfig(256, seq_len=64, num_layers=num_layers, num_heads=4, embed_dim=embed_dim)
-    tokens = np.random.default_rng(0).integers(0, 256, (16, 65)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, 256, (batch_size, 65)).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
     def own_step(model: Any, optimizer: Any, batch: Any) -> dict[str, Any]:
@@ -47,28 +48,29 @@ def programs(num_layers: int, embed_dim: int) -> tuple[Any, Any, dict[str, Any]]
     return spanax.trace(loss=gpt.loss, **given), spanax.trace(train_step=own_step, **given), batch
 
 
-def loops(num_devices: int, layout: str, num_layers: int, embed_dim: int) -> dict[str, tuple[Any, Any, str]]:
+def loops(args: argparse.Namespace) -> dict[str, tuple[Any, Any, str]]:
     """Each loop as a run, its batch, and the name of the loop that it is held against."""
     import spanax
     from spanax.run.guard import Guard
 
-    devices = spanax.simulate(num_devices)
-    program, own, batch = programs(num_layers, embed_dim)
-    cluster = spanax.cluster("cpu", num_devices)
+    devices = spanax.simulate(args.devices)
+    program, own, batch = programs(args.layers, args.embed, args.batch)
+    cluster = spanax.cluster("cpu", args.devices)
 
     def run(program: Any, guard: Guard | None) -> Any:
-        return spanax.start(program, spanax.plan(program, cluster, layout=layout), devices=devices, guard=guard)
+        return spanax.start(program, spanax.plan(program, cluster, layout=args.layout), devices=devices, guard=guard)
 
-    runs = {
-        "none": (run(program, None), "none"),
-        "again": (run(program, None), "none"),
-        "halt": (run(program, Guard("halt", spike=SPIKE)), "none"),
-        "skip": (run(program, Guard("skip", spike=SPIKE)), "none"),
-        "own none": (run(own, None), "own none"),
-        "own halt": (run(own, Guard("halt", spike=SPIKE)), "own none"),
-        "own skip": (run(own, Guard("skip", spike=SPIKE)), "own none"),
+    asked = {
+        "none": (program, None, "none"),
+        "again": (program, None, "none"),
+        "halt": (program, Guard("halt", spike=SPIKE), "none"),
+        "skip": (program, Guard("skip", spike=SPIKE), "none"),
+        "own none": (own, None, "own none"),
+        "own halt": (own, Guard("halt", spike=SPIKE), "own none"),
+        "own skip": (own, Guard("skip", spike=SPIKE), "own none"),
     }
-    return {name: (run, batch, against) for name, (run, against) in runs.items()}
+    wanted = [name for name in asked if args.own or not name.startswith("own")]
+    return {name: (run(*asked[name][:2]), batch, asked[name][2]) for name in wanted}
 
 
 def taken(run: Any, batch: Any) -> Callable[[], tuple[float, float]]:
@@ -104,7 +106,7 @@ def deciding() -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds, ratios and bytes of each loop."""
-    found = loops(args.devices, args.layout, args.layers, args.embed)
+    found = loops(args)
     memory = {name: run.compile().memory_analysis() for name, (run, _, _) in found.items()}
     functions = {name: taken(run, batch) for name, (run, batch, _) in found.items()}
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in functions}
@@ -150,6 +152,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--embed", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=16, help="examples of 64 tokens")
+    parser.add_argument("--own", action="store_true", help="a train step of one's own, too")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     result = measure(args)

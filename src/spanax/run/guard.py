@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -107,13 +108,11 @@ class Guard:
 
     def limit(self, history: History, step: int, name: str) -> float:
         """What a value of a step may be at most, as a number of 32 bits; infinity where nothing is known yet."""
+        if self.spike is None:
+            return math.inf
         known = [values[name] for number, values in history.good if number <= step - LATE and name in values]
         known = known[-self.window :]
-        if self.spike is None or len(known) < max(1, self.window // 4):
-            return math.inf
-        median = statistics.median(known)
-        scale = max(abs(median), MEDIAN_DISTANCES * statistics.median(abs(value - median) for value in known))
-        return _float32(median + (self.spike - 1) * scale) if scale else math.inf
+        return math.inf if len(known) < max(1, self.window // 4) else _limit(self.spike, tuple(known))
 
     def reason(self, history: History, step: int, values: Mapping[str, Any]) -> str | None:
         """Why the numbers of a step are bad; None where they are good."""
@@ -133,6 +132,14 @@ class Guard:
             return history
         kept = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
         return History((*history.good, (step, kept))[-(self.window + LATE) :])
+
+
+@lru_cache(maxsize=16)
+def _limit(spike: float, known: tuple[float, ...]) -> float:
+    """The limit after these values; each is asked for three times, before its step and behind it."""
+    median = statistics.median(known)
+    scale = max(abs(median), MEDIAN_DISTANCES * statistics.median(abs(value - median) for value in known))
+    return _float32(median + (spike - 1) * scale) if scale else math.inf
 
 
 def _float32(value: float) -> float:
