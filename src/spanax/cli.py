@@ -162,16 +162,21 @@ def _moved(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig) -> None:
+    from spanax.run.folder import COMPILED
+    from spanax.run.hosts import Hosts, obey_supervisor
+
+    if obey_supervisor():
+        # Another attempt will want the same programs. JAX reads this when it is imported.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(config.out or "") / COMPILED))
+
     from functools import partial
 
     from spanax.models.workloads import load
-    from spanax.run.hosts import Hosts, obey_supervisor
     from spanax.run.preemption import EXIT_CODE
     from spanax.run.simulate import devices
     from spanax.run.trainer import train
     from spanax.show.events import reporter
 
-    obey_supervisor()
     stream = _clean_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout
     with _leaving_no_one_waiting(), reporter(as_json=config.json, stream=stream) as emit:
         done = train(partial(load, config.workload), config, devices(config.devices), emit)

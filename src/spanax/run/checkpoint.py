@@ -101,6 +101,11 @@ class Pending:
             self.seconds = time.monotonic() - self._began
 
 
+def warm_up() -> None:
+    """Import what the first save would wait for: seconds that a run spends better before its first step."""
+    _orbax()
+
+
 def save(
     directory: str | os.PathLike[str],
     step: int,

@@ -1,6 +1,7 @@
 """The run folder: one place a run, with its configuration, plan, environment, metrics and checkpoints.
 
 config.toml  plan.json  env.json  metrics.jsonl  events.jsonl  heartbeats/  log/  checkpoints/<step>/  LOCK
+compiled/ under a supervisor: XLA's programs, for the next attempt
 """
 
 import fcntl
@@ -23,8 +24,8 @@ from spanax.errors import ConfigError, DataError, WriteError
 from spanax.run import events, heartbeat, manifest
 from spanax.run.lines import Lines
 
-CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOCK = (
-    "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "LOCK",
+CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, COMPILED, LOCK = (
+    "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "compiled", "LOCK",
 )  # fmt: skip
 
 

@@ -118,16 +118,20 @@ class Hosts:
             ) from None
 
 
-def obey_supervisor(environ: Mapping[str, str] = os.environ) -> None:
-    """Under a supervisor: SIGUSR1 and every crash write all stacks to standard error, and its death asks to stop."""
+def obey_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
+    """Under a supervisor: SIGUSR1 and every crash write all stacks to standard error, and its death asks to stop.
+
+    Returns whether there is one.
+    """
     if "SPANAX_SUPERVISOR" not in environ:
-        return
+        return False
     faulthandler.enable(STDERR)
     faulthandler.register(signal.SIGUSR1, STDERR)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if _number(environ, "SPANAX_SUPERVISOR", None) not in (0, os.getppid()):
         sys.exit("spanax: the supervisor is gone")
+    return True
 
 
 def is_first() -> bool:

@@ -20,7 +20,7 @@ from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
 from spanax.plan.stages import check_wished, wished
-from spanax.run import account, manifest
+from spanax.run import account, checkpoint, manifest
 from spanax.run import folder as run_folder
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data import Batches, batches
@@ -78,6 +78,7 @@ def train(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
         )
         data = stack.enter_context(closing(read(_source(config, workload))))
+        checkpoint.warm_up()
         pulse.beat("restore", 0, seconds=ledger.seconds())
         begin = partial(_begun, program, plan, folder=folder, devices=devices, emit=emit)
         with ledger.within("restore" if config.resume else ledger.bucket):
