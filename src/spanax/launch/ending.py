@@ -59,8 +59,8 @@ def ending_of(codes: Sequence[int | None]) -> Ending:
     that abort.
 
     Example:
-      >>> ending_of([-6, 65]), ending_of([-6, -9]).what
-      (Ending(code=65, what='rank 1 ended with 65: its data is bad.', rank=1, step=0), 'rank 1 was killed by SIGKILL.')
+      >>> ending_of([-6, 65]).what, ending_of([-6, -9]).what
+      ('rank 1 ended with 65: its data is bad.', 'rank 1 was killed by SIGKILL.')
     """
 
     def weight(code: int) -> int:
