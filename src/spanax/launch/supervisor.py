@@ -181,9 +181,9 @@ class Supervisor:
         return ended
 
     def _silent(self, seen: dict[int, tuple[int | None, float]], born: float) -> list[Silence]:
-        """The ranks that were silent for too long, by this process's clock alone."""
-        now = time.monotonic()
-        late = []
+        """The silent ranks, once one of them was silent for too long; by this process's clock alone."""
+        now, is_late = time.monotonic(), False
+        silent = []
         for rank, beat in heartbeat.read(self.folder).items():
             stamp = heartbeat.stamp(self.folder, rank)
             if seen.get(rank, (None, 0.0))[0] != stamp:
@@ -191,11 +191,13 @@ class Supervisor:
             seconds = now - seen[rank][1]
             allowed = max(self.limits.stuck_seconds, STEP_FACTOR * beat.step_seconds)
             allowed = allowed if beat.phase == "step" else self.limits.quiet_seconds
-            if beat.phase != "end" and seconds > allowed:
-                late.append(Silence(rank, beat.pid, beat.phase, beat.step, round(seconds, 1)))
+            is_late = is_late or (beat.phase != "end" and seconds > allowed)
+            # Those that wait for it may have beaten before or after it.
+            if beat.phase != "end" and seconds > allowed / 2:
+                silent.append(Silence(rank, beat.pid, beat.phase, beat.step, round(seconds, 1)))
         if not seen and now - born > self.limits.quiet_seconds:
             return [Silence(0, 0, "start", 0, round(now - born, 1))]
-        return late
+        return silent if is_late else []
 
     def _write_stacks(self, processes: Sequence[Process]) -> None:
         """Have every process that lives write down where it is, into its own log; a stopped one is woken for it."""
