@@ -55,7 +55,8 @@ def undisturbed(place: Path, train: tuple[str, ...], **how: Any) -> Launched:
 def kills(place: Path, count: int, hosts: int, seed: int) -> dict[str, Any]:
     """kill -9 of a random process, at random moments after each beginning."""
     moments, how = random.Random(seed), {"hosts": hosts, "devices": 8 // hosts}
-    train = words(60 * count // 10 + 100, 10)
+    # More steps than are taken between two kills, so that the last of them still finds the run.
+    train = words(count * (100 if hosts == 1 else 15), 20 if hosts == 1 else 5)
     whole = undisturbed(place, train, **how)
     run = Launched.start(place, "killed", *train, flags=("--restarts", str(2 * count)), **how)
     for kill in range(count):
@@ -68,7 +69,9 @@ def kills(place: Path, count: int, hosts: int, seed: int) -> dict[str, Any]:
         print(f"kill {kill + 1} at step {step}", flush=True)
     code = run.end(3600)
     died = len(run.events("died"))
-    return {"kills": died, "hosts": hosts, "code": code, "differ": differences(run, whole) if code == 0 else ["all"]}
+    differ = differences(run, whole) if code == 0 else ["all"]
+    differ += [] if died == count else [f"{died} kills, not {count}"]
+    return {"kills": died, "hosts": hosts, "code": code, "differ": differ}
 
 
 def next_step_seconds(run: Launched, attempt: int, since: float) -> float:
