@@ -1,9 +1,13 @@
 """The machine the tests run on: 8 simulated CPU devices, set up before JAX is imported."""
 
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+
+import pytest
 
 if "jax" in sys.modules:
     raise RuntimeError("JAX was imported before tests/conftest.py could set its devices up")
@@ -34,3 +38,14 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 # Subprocesses the tests start see the same source, installed or not.
 paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]).returncode:
+        pytest.skip("only root can mount a small disk")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -5,7 +5,9 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+from flax import nnx
 
 import spanax
 import zoo
@@ -13,6 +15,17 @@ from spanax.models import gpt
 from spanax.models.workloads import load
 from spanax.trace.graph import Graph, from_jaxpr
 from spanax.trace.program import Program
+
+
+class Net(nnx.Module):
+    """Parameters, statistics, dropout keys and counts: all that a step can change."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(self.dropout(self.norm(jnp.tanh(self.up(x)))))
 
 
 @functools.cache

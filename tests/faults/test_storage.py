@@ -72,16 +72,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def fill(disk: Path) -> None:
     """Takes all the room there is, to the last byte."""
     with open(disk / "ballast", "ab", buffering=0) as file:
@@ -96,9 +86,9 @@ def fill(disk: Path) -> None:
 # ---- full
 
 
-def test_a_full_disk_ends_no_run_and_leaves_nothing(disk: Path) -> None:
-    out = disk / "run"
-    told = run(out, {3: between_saves(lambda: fill(disk)), 5: between_saves((disk / "ballast").unlink)})
+def test_a_full_disk_ends_no_run_and_leaves_nothing(small_disk: Path) -> None:
+    out = small_disk / "run"
+    told = run(out, {3: between_saves(lambda: fill(small_disk)), 5: between_saves((small_disk / "ballast").unlink)})
     failed = kinds(told, "save_failed")
     assert [event["step"] for event in failed] == [4] and "no space left" in failed[0]["reason"]
     assert failed[0]["removed"] is None, "the only good step stays"
@@ -106,14 +96,14 @@ def test_a_full_disk_ends_no_run_and_leaves_nothing(disk: Path) -> None:
     assert recorded(out) == list(range(1, 9)), "lines wait for room"
 
 
-def test_older_steps_make_room_on_a_disk_that_is_too_small(disk: Path) -> None:
-    out = disk / "run"
+def test_older_steps_make_room_on_a_disk_that_is_too_small(small_disk: Path) -> None:
+    out = small_disk / "run"
 
     def leave_little() -> None:
         """Room for about one checkpoint and a half."""
         step = sum(file.stat().st_blocks * 512 for file in (out / "checkpoints" / "2").rglob("*"))
-        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-        (disk / "ballast").write_bytes(bytes(free - step * 3 // 2))
+        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+        (small_disk / "ballast").write_bytes(bytes(free - step * 3 // 2))
 
     told = run(out, {3: between_saves(leave_little)}, keep=5, steps=12)
     removed = [event["removed"] for event in kinds(told, "save_failed")]
@@ -123,10 +113,10 @@ def test_older_steps_make_room_on_a_disk_that_is_too_small(disk: Path) -> None:
     assert not manifest.unfinished(out / "checkpoints")
 
 
-def test_the_last_save_that_fails_ends_with_73(disk: Path) -> None:
-    out = disk / "run"
+def test_the_last_save_that_fails_ends_with_73(small_disk: Path) -> None:
+    out = small_disk / "run"
     with pytest.raises(WriteError, match="step 8 was not saved: no space left") as error:
-        run(out, {7: between_saves(lambda: fill(disk))}, save_every=6)
+        run(out, {7: between_saves(lambda: fill(small_disk))}, save_every=6)
     assert error.value.exit_code == 73
     assert names(out / "checkpoints") == ["6"] and checkpoint.verify(out / "checkpoints") == []
 
@@ -176,19 +166,22 @@ def test_the_only_good_step_never_makes_room(tmp_path: Path) -> None:
 # ---- read-only, removed, slow
 
 
-def test_a_disk_that_turns_read_only_ends_no_run(disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_turns_read_only_ends_no_run(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def turn_read_only() -> None:
         # A second mount over the first: no file is open there, so it can be read-only at once.
-        subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(disk)], check=True)
+        subprocess.run(["mount", "--bind", str(small_disk), str(small_disk)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(small_disk)], check=True)
 
     told = run(
-        disk / "run", {3: between_saves(turn_read_only), 5: lambda: subprocess.run(["umount", str(disk)], check=True)}
+        small_disk / "run",
+        {3: between_saves(turn_read_only), 5: lambda: subprocess.run(["umount", str(small_disk)], check=True)},
     )
     assert capfd.readouterr().err.count("the run goes on, and its lines wait for room") == 1
     assert [event["step"] for event in kinds(told, "save_failed")] == [4]
     assert "Read-only" in kinds(told, "save_failed")[0]["reason"]
-    assert names(disk / "run" / "checkpoints") == ["2", "6", "8"] and recorded(disk / "run") == list(range(1, 9))
+    assert names(small_disk / "run" / "checkpoints") == ["2", "6", "8"] and recorded(small_disk / "run") == list(
+        range(1, 9)
+    )
 
 
 def test_a_run_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 from flax import nnx
 
 import spanax
+from programs import Net
 from spanax.errors import NumbersError
 from spanax.run import events, manifest
 from spanax.run.config import TrainConfig
@@ -28,17 +29,6 @@ from spanax.run.trainer import train
 
 STEPS, BAD = 12, 6
 NAN = math.nan
-
-
-class Net(nnx.Module):
-    """Parameters, statistics and dropout keys."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
-        self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(self.dropout(self.norm(jnp.tanh(self.up(x)))))
 
 
 class Layers(nnx.Module):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -369,16 +369,6 @@ def test_an_error_nobody_waited_for_comes_with_the_next_save(tmp_path: Path, mon
 
 
 # ---- full and read-only disks
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_full_disk_costs_one_save_and_no_byte(small_disk: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from flax import nnx
 from pipelines import planned
 
 import spanax
+from programs import Net
 from spanax.run.guard import History
 from spanax.run.run import Run
 from spanax.trace.program import Program
@@ -106,17 +107,6 @@ def test_a_guard_that_cannot_be_is_refused(options: dict[str, Any], says: str) -
 
 
 # Skipping, in the compiled step
-
-
-class Net(nnx.Module):
-    """Parameters, statistics, dropout keys and counts: all that a step can change."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
-        self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down(self.dropout(self.norm(jnp.tanh(self.up(x)))))
 
 
 def mean_square(model: nnx.Module, batch: dict[str, jax.Array]) -> jax.Array:
