@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from spanax.errors import DataError, SpanaxError, nearest
 
 HALT, SKIP, ROLLBACK = "halt", "skip", "rollback"
@@ -144,5 +142,7 @@ def _limit(spike: float, known: tuple[float, ...]) -> float:
 
 def _float32(value: float) -> float:
     """As the compiled step compares it: there and here must come to the same."""
+    import numpy as np  # the command line reads this file before it knows whether anything is trained
+
     with np.errstate(over="ignore"):
         return float(np.float32(value))
