@@ -14,7 +14,7 @@ from typing import Any, Literal, TextIO
 import tyro
 from tyro.conf import Positional
 
-from spanax.errors import SpanaxError, WriteError
+from spanax.errors import PREEMPTED, SpanaxError, WriteError
 from spanax.launch.commands import LAUNCH, launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
@@ -162,17 +162,17 @@ def _moved(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig) -> None:
-    from spanax.run.folder import COMPILED
+    from spanax.run.cache import cache_folder
     from spanax.run.hosts import Hosts, obey_supervisor
 
     if obey_supervisor():
-        # Another attempt will want the same programs. JAX reads this when it is imported.
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(config.out or "") / COMPILED))
+        # Another attempt will want the same programs, which are code: a run folder may come from a stranger, this may
+        # not. JAX reads it when it is imported.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "compiled"))
 
     from functools import partial
 
     from spanax.models.workloads import load
-    from spanax.run.preemption import EXIT_CODE
     from spanax.run.simulate import devices
     from spanax.run.trainer import train
     from spanax.show.events import reporter
@@ -185,7 +185,7 @@ def _train(config: TrainConfig) -> None:
 
             emit(profile_event(Path(done["out"])))
     if done["event"] == "preempted":
-        sys.exit(EXIT_CODE)
+        sys.exit(PREEMPTED)
 
 
 @contextmanager
@@ -194,9 +194,10 @@ def _leaving_no_one_waiting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from spanax.run.hosts import Hosts
+        import jax
 
-        if Hosts.of().num_hosts == 1:
+        # Also a group that JAX found by itself.
+        if not jax.distributed.is_initialized():
             raise
         if isinstance(error, SpanaxError):
             print(f"spanax: {error}", file=sys.stderr)

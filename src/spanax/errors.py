@@ -8,7 +8,7 @@
     ├── WriteError         73: the place to write to cannot be written
     └── ConfigError        78: a run is to go on as another run than it was
 
-A run that was asked to stop, and can go on, ends with 75.
+A run that was asked to stop, and can go on, ends with `PREEMPTED`.
 
 A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
 """
@@ -16,6 +16,9 @@ A message has at most four lines: what is wrong, where with its values, and the 
 import difflib
 import re
 from collections.abc import Iterable
+
+PREEMPTED = 75
+"""The exit code of a run that was stopped where it was asked to, all saved: EX_TEMPFAIL of sysexits.h."""
 
 
 class SpanaxError(ValueError):
@@ -116,6 +119,16 @@ def plain(text: str) -> str:
       'one?[31m'
     """
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in its first line, at most 200 letters of it; of one that says nothing, what it is.
+
+    Example:
+      >>> first_line(ValueError("no\\nmore")), first_line(KeyboardInterrupt())
+      ('no', 'KeyboardInterrupt')
+    """
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

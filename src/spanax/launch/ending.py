@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-PREEMPTED = 75
-"""All is saved; whoever wants may go on."""
+from spanax.errors import PREEMPTED
+from spanax.run.folder import LOGS
 
 FINAL = {
     2: "its request cannot be carried out",
@@ -15,8 +15,6 @@ FINAL = {
     78: "its configuration is another",
 }
 """Exit codes that a restart does not change."""
-
-LOGS = "log"
 
 ATTEMPT = "== attempt"
 """What the part of an attempt in a log begins with."""

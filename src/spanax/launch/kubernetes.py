@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from tyro.conf import UseAppendAction
 
-from spanax.errors import SpanaxError
-from spanax.launch.ending import FINAL, PREEMPTED
+from spanax.errors import PREEMPTED, SpanaxError
+from spanax.launch.ending import FINAL
 from spanax.launch.request import TrainRequest, count
 
 PORT = 8476

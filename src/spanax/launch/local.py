@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Annotated
 import tyro
 
 from spanax.errors import SpanaxError
-from spanax.launch.ending import ATTEMPT, LOGS
+from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest
 from spanax.launch.supervisor import Limits, Supervisor, check
+from spanax.run.folder import LOGS
 
 LOOPBACK = "127.0.0.1"
 
@@ -50,34 +51,35 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
 
 def start(command: LocalCommand, request: TrainRequest, attempt: int) -> list[subprocess.Popen[bytes]]:
     """Start every process of an attempt; the first one talks to whoever called, all others into their logs."""
-    logs = request.folder / LOGS
-    logs.mkdir(parents=True, exist_ok=True)
-    shared = {
-        "SPANAX_ATTEMPT": str(attempt), "SPANAX_SUPERVISOR": str(os.getpid()),
-        "SPANAX_NUM_HOSTS": str(command.hosts), "SPANAX_COORDINATOR": f"{LOOPBACK}:{_free_port()}",
-    }  # fmt: skip
+    shared = {"SPANAX_ATTEMPT": str(attempt), "SPANAX_NUM_HOSTS": str(command.hosts)}
+    if command.hosts > 1:
+        shared["SPANAX_COORDINATOR"] = f"{LOOPBACK}:{_free_port()}"
     if command.devices_per_host is not None:
         shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_host)
-    if command.hosts == 1:
-        del shared["SPANAX_COORDINATOR"]
     argv = [sys.executable, "-m", "spanax", *request.argv(is_again=attempt > 0)]
-    processes = []
-    for rank in range(command.hosts):
-        own = {"SPANAX_HOST": str(rank)} | _gpus(command, rank)
-        with open(logs / f"rank{rank}.log", "ab", buffering=0) as log:
-            log.write(f"{ATTEMPT} {attempt}\n".encode())
-            processes.append(
-                subprocess.Popen(
-                    argv,
-                    env={**os.environ, **shared, **own},
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else log,
-                    stderr=log,
-                    # Ctrl-C on a terminal goes to the supervisor alone, which asks all of them to stop.
-                    start_new_session=True,
-                )
-            )
-    return processes
+    return [
+        started(argv, shared | {"SPANAX_HOST": str(rank)} | _gpus(command, rank), request.folder, rank, talks=rank == 0)
+        for rank in range(command.hosts)
+    ]
+
+
+def started(
+    argv: Sequence[str], environment: Mapping[str, str], folder: Path, rank: int, *, talks: bool = True
+) -> subprocess.Popen[bytes]:
+    """A process of a run, a child of this one, that obeys it; what it says goes into its log, or to whoever called."""
+    path = folder / LOGS / f"rank{rank}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab", buffering=0) as log:
+        log.write(f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
+        return subprocess.Popen(
+            argv,
+            env={**os.environ, **environment, "SPANAX_SUPERVISOR": str(os.getpid())},
+            stdin=subprocess.DEVNULL,
+            stdout=None if talks else log,
+            stderr=log,
+            # Ctrl-C on a terminal goes to the supervisor alone, which asks all of them to stop.
+            start_new_session=True,
+        )
 
 
 def _gpus(command: LocalCommand, rank: int) -> dict[str, str]:

@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from spanax.errors import SpanaxError
-from spanax.launch.ending import ATTEMPT, LOGS
+from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import POLL_SECONDS, Limits, Supervisor, as_flags, check
+from spanax.run.folder import LOGS
 
 RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
 

@@ -21,9 +21,10 @@ from typing import IO, Annotated, Literal
 import tyro
 
 from spanax.errors import SpanaxError, WriteError
-from spanax.launch.ending import ATTEMPT, LOGS
+from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, as_flags, check
+from spanax.run.folder import LOGS
 
 SCRIPT = "job.sh"
 

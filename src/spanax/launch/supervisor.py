@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from spanax.errors import SpanaxError
-from spanax.launch.ending import PREEMPTED, Ending, ending_of, last_words
+from spanax.errors import PREEMPTED, SpanaxError
+from spanax.launch.ending import Ending, ending_of, last_words
 from spanax.run import account, heartbeat
 from spanax.run.events import Events
 

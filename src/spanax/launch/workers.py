@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,10 +9,11 @@ from typing import Annotated
 
 import tyro
 
-from spanax.launch import slurm
-from spanax.launch.ending import ATTEMPT, LOGS, PREEMPTED
+from spanax.errors import PREEMPTED
+from spanax.launch import local, slurm
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, Process, Supervisor, check
+from spanax.run.folder import LOGS
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
     def start(attempt: int) -> Sequence[Process]:
         environment = {"SPANAX_ATTEMPT": str(attempt)}
         full = [*words, *request.argv(is_again=attempt > 0)]
-        return slurm.started(full, hosts, environment, request.folder) if is_slurm else _own(full, environment, request)
+        if is_slurm:
+            return slurm.started(full, hosts, environment, request.folder)
+        # The one process of this machine, one of several of its run where the environment says so.
+        return [local.started(full, environment, request.folder, int(os.environ.get("SPANAX_HOST", 0)))]
 
     # How often the job itself was begun again: a JobSet tells the first, Slurm the second.
     begun = int(os.environ.get("SPANAX_ATTEMPT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
@@ -52,11 +55,3 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
     if code == PREEMPTED and is_slurm:
         slurm.requeue()
     return code
-
-
-def _own(command: Sequence[str], environment: dict[str, str], request: TrainRequest) -> list[Process]:
-    """The one process of this machine, one of several of its run where the environment says so."""
-    told = {**os.environ, **environment, "SPANAX_SUPERVISOR": str(os.getpid())}
-    with open(request.folder / LOGS / f"rank{os.environ.get('SPANAX_HOST', 0)}.log", "ab", buffering=0) as log:
-        log.write(f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
-        return [subprocess.Popen(command, env=told, stdin=subprocess.DEVNULL, stderr=log, start_new_session=True)]

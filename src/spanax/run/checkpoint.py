@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from spanax.documents import read_bytes
-from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.errors import DataError, SpanaxError, WriteError, first_line
 from spanax.run import manifest
 from spanax.run.hosts import everywhere, from_first, is_first
 from spanax.run.layers import Regrouped, told
@@ -192,7 +192,7 @@ def restore(
     except SpanaxError:
         raise
     except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
-        what = f"checkpoint step {found} is as it was saved but cannot be loaded: {_first_line(error)}"
+        what = f"checkpoint step {found} is as it was saved but cannot be loaded: {first_line(error)}"
         raise DataError(what, where=str(folder)) from error
 
 
@@ -295,7 +295,7 @@ def _abandon(staging: Path) -> None:
 
 def _failure(root: Path, step: int, error: BaseException) -> WriteError:
     is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))
-    reason = FULL if is_out else _first_line(error)
+    reason = FULL if is_out else first_line(error)
     fix = "make room or name another folder"
     with contextlib.suppress(OSError):
         fix += f"; finished steps there: {', '.join(map(str, manifest.steps(root))) or 'none'}"
@@ -352,7 +352,7 @@ def _compare(step: int, folder: Path, leaves: Mapping[str, str], targets: Mappin
             target.sharding.shard_shape(target.shape)
         except ValueError as error:
             # Left to Orbax, the other reads go on without an owner and print their traces at any later time.
-            raise SpanaxError(f"{key} cannot be laid out so.", where=_first_line(error)) from error
+            raise SpanaxError(f"{key} cannot be laid out so.", where=first_line(error)) from error
 
 
 def _load(folder: Path, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -392,7 +392,3 @@ def _orbax() -> Any:
     # On a failed write each of its threads logs a page of traces; the one WriteError says it in a line.
     logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
     return v1
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

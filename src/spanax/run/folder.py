@@ -1,7 +1,6 @@
 """The run folder: one place a run, with its configuration, plan, environment, metrics and checkpoints.
 
 config.toml  plan.json  env.json  metrics.jsonl  events.jsonl  heartbeats/  log/  checkpoints/<step>/  LOCK
-compiled/ under a supervisor: XLA's programs, for the next attempt
 """
 
 import fcntl
@@ -24,8 +23,8 @@ from spanax.errors import ConfigError, DataError, WriteError
 from spanax.run import events, heartbeat, manifest
 from spanax.run.lines import Lines
 
-CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, COMPILED, LOCK = (
-    "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "compiled", "LOCK",
+CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
+    "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "log", "LOCK",
 )  # fmt: skip
 
 
@@ -126,7 +125,7 @@ def _holder(folder: Path) -> str:
 def _check_inside(folder: Path) -> None:
     """A run writes into these; in a folder from elsewhere they may be links to what is not its own."""
     kept = (CONFIG, PLAN, ENV, METRICS, LOCK, events.FILE)
-    for name in (*kept, CHECKPOINTS, heartbeat.FOLDER, "log", "profile"):
+    for name in (*kept, CHECKPOINTS, heartbeat.FOLDER, LOGS, "profile"):
         path = folder / name
         if os.path.lexists(path) and (path.is_symlink() or not (path.is_file() if name in kept else path.is_dir())):
             kind = "link" if path.is_symlink() else "thing"

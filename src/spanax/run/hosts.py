@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spanax.errors import HostsError, SpanaxError
+from spanax.errors import HostsError, SpanaxError, first_line
 
 JOIN_SECONDS = 300
 """How long the processes wait for the last of them to come."""
@@ -112,7 +112,7 @@ class Hosts:
             )
         except (RuntimeError, ValueError) as error:
             raise HostsError(
-                f"the {self.num_hosts or ''} processes of this run did not come together: {_first_line(error)}",
+                f"the {self.num_hosts or ''} processes of this run did not come together: {first_line(error)}",
                 where=f"rank {self.rank}, coordinator {self.coordinator or 'as JAX finds it'}",
                 fix="spanax doctor --hosts HOST:PORT on each of them",
             ) from None
@@ -217,7 +217,3 @@ def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     if text is None or not text.isdigit():
         raise SpanaxError(f"{name} is {text!r}; it takes a whole number.", where="the environment of this process")
     return int(text)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

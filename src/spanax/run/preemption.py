@@ -8,9 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-EXIT_CODE = 75
-"""What a run ends with that was stopped and can go on: EX_TEMPFAIL of sysexits.h."""
-
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
