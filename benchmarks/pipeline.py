@@ -17,7 +17,8 @@ import statistics
 import time
 from typing import Any
 
-SCHEDULES = ("gpipe", "1f1b", "zero-bubble")
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}
+"""Each with its chunks on a stage."""
 
 
 def expected(table: Any, num_cores: int) -> float:
@@ -29,14 +30,14 @@ def expected(table: Any, num_cores: int) -> float:
 
 def residual_bytes(run: Any, schedule: Any) -> int:
     """What the layers of one stage leave of one microbatch, by the shapes of the traced program."""
-    from spanax.plan.ticks import ticks
+    from spanax.plan.ticks import ticks_of
     from spanax.run.held import Storage
     from spanax.run.replay import Replay
     from spanax.trace.cut import cut
 
     traced = run.program.step
-    table = ticks(schedule.pipeline, schedule.num_stages, schedule.microbatches)
-    storage = Storage(Replay(traced.graph, [], {}, run.mesh), cut(traced, schedule.microbatches), table, None)
+    pieces = cut(traced, schedule.microbatches)
+    storage = Storage(Replay(traced.graph, [], {}, run.mesh), pieces, ticks_of(schedule), None)
     avals = [traced.graph.avals[value] for value in storage.residuals]
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals) // schedule.num_stages
 
@@ -51,8 +52,9 @@ def measure(schedule: str, stages: int, count: int, rounds: int) -> dict[str, An
     from spanax.models import gpt
     from spanax.plan.bubble import bubble_over_ideal
     from spanax.plan.plan import Schedule
-    from spanax.plan.ticks import ticks
+    from spanax.plan.ticks import ticks_of
 
+    chunks = SCHEDULES[schedule]
     config = gpt.GPTConfig(64, seq_len=128, num_layers=8, num_heads=4, embed_dim=256)
     shapes = gpt.example_batch(stages * count, 128)
     program = spanax.trace(
@@ -60,7 +62,7 @@ def measure(schedule: str, stages: int, count: int, rounds: int) -> dict[str, An
         microbatches=count,
     )  # fmt: skip
     machine = spanax.cluster("cpu", stages)
-    asked = Schedule(pipeline=schedule, microbatches=count)
+    asked = Schedule(pipeline=schedule, microbatches=count, num_chunks=chunks)
     plans = {
         "pipelined": spanax.plan(program, machine, mesh={"pipe": stages}, schedule=asked),
         "unpipelined": spanax.plan(program, machine, mesh={"data": stages}, layout="data"),
@@ -75,10 +77,10 @@ def measure(schedule: str, stages: int, count: int, rounds: int) -> dict[str, An
             began = time.perf_counter()
             jax.block_until_ready(runs[name].step(batch))
             taken[name].append(time.perf_counter() - began)
-    table = ticks(schedule, stages, count)
+    table = ticks_of(plans["pipelined"].schedule)
     ratio = statistics.median(a / b for a, b in zip(taken["unpipelined"][1:], taken["pipelined"][1:], strict=True))
-    weights = 1.0 if table.is_split else 0.0
-    idle = table.num_ticks - count * (3 if table.is_split else 2)
+    over = bubble_over_ideal(schedule, stages, count, chunks, weight_seconds=1.0 if table.is_split else 0.0)
+    idle = table.num_ticks - chunks * count * (3 if table.is_split else 2)
     return {
         "schedule": schedule,
         "stages": stages,
@@ -86,7 +88,7 @@ def measure(schedule: str, stages: int, count: int, rounds: int) -> dict[str, An
         "ticks": table.num_ticks,
         "idle_ticks": list(table.num_idle),
         "idle_ticks_are_the_formulas": list(table.num_idle) == [idle] * stages,
-        "efficiency_formula": 1 / (1 + float(bubble_over_ideal(schedule, stages, count, weight_seconds=weights))),
+        "efficiency_formula": 1 / (1 + float(over)),
         "efficiency_table": 1 - table.bubble_fraction,
         "efficiency_on_these_cores": expected(table, os.cpu_count() or 1),
         "efficiency_measured": ratio,
