@@ -40,7 +40,7 @@ class TrainRequest:
         if not argv or argv[0] != "train":
             raise SpanaxError(
                 f"launch runs 'train', and was given '{' '.join(argv[:1]) or 'nothing'}'.",
-                fix="spanax launch local --hosts 2 -- train gpt-nano --steps 10",
+                fix="behind the flags: -- train gpt-nano --steps 10",
             )
         args = list(argv[1:])
         config = check(tyro.cli(TrainConfig, prog="spanax train", args=args))

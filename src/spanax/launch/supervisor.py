@@ -6,6 +6,7 @@ process of its own, without JAX, that sees only exit codes, heartbeats and the r
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ class Silence:
 
     rank: int
     pid: int
+    host: str
     phase: str
     step: int
     seconds: float
@@ -165,7 +167,7 @@ class Supervisor:
             if stop_at is not None and time.monotonic() > stop_at:
                 return Ending(70, f"the processes did not stop within {self.limits.stop_seconds:g} s.")
             if silent := self._silent(seen, born):
-                stopped = [one.rank for one in silent if _is_stopped(one.pid)]
+                stopped = [one.rank for one in silent if _is_stopped(one)]
                 self._write_stacks(processes)
                 first = min(silent, key=lambda one: (one.rank not in stopped, one.step, one.rank))
                 ranks = [one.rank for one in silent]
@@ -194,9 +196,9 @@ class Supervisor:
             is_late = is_late or (beat.phase != "end" and seconds > allowed)
             # Those that wait for it may have beaten before or after it.
             if beat.phase != "end" and seconds > allowed / 2:
-                silent.append(Silence(rank, beat.pid, beat.phase, beat.step, round(seconds, 1)))
+                silent.append(Silence(rank, beat.pid, beat.host, beat.phase, beat.step, round(seconds, 1)))
         if not seen and now - born > self.limits.quiet_seconds:
-            return [Silence(0, 0, "start", 0, round(now - born, 1))]
+            return [Silence(0, 0, "", "start", 0, round(now - born, 1))]
         return silent if is_late else []
 
     def _write_stacks(self, processes: Sequence[Process]) -> None:
@@ -253,12 +255,13 @@ def _stuck_text(first: Silence, ranks: Sequence[int], stopped: Sequence[int]) ->
     return f"{who} gave no sign of life for {first.seconds:g} s in {first.phase}, behind step {first.step}{why}."
 
 
-def _is_stopped(pid: int) -> bool:
-    """Whether a process of this machine was stopped by a signal; not known where there is no /proc."""
+def _is_stopped(one: Silence) -> bool:
+    """Whether a process was stopped by a signal; not known of another machine's, and where there is no /proc."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        state = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return False
+    return one.host == socket.gethostname() and state == "T"
 
 
 @contextmanager

@@ -257,6 +257,8 @@ def _start(folder: Path, stored: Mapping[str, jax.Array]) -> Any:
     context = orbax.Context()
     # Otherwise a folder that cannot be made leaves four threads waiting for it for minutes.
     context.asynchronous.create_directories_asynchronously = False
+    # Replicas that share the writing of an array slice it first: a program to compile a shape, while steps wait.
+    context.array.saving.use_replica_parallel = False
     with context:
         return orbax.save_async(folder, dict(stored))
 

@@ -3,7 +3,6 @@
 Nothing here imports JAX: a supervisor and `spanax report` read and write the same file as a run.
 """
 
-import json
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spanax.documents import json_lines
+from spanax.documents import json_line, json_lines
 
 FILE = "events.jsonl"
 
@@ -40,7 +39,7 @@ class Events:
     def tell(self, event: str, **values: Any) -> None:
         """Append one event; a disk that is full or gone is told of on standard error, and ends nothing."""
         record = {"event": event, "time": round(time.time(), 3), "by": self.by, "attempt": self.attempt, **values}
-        line = (json.dumps(record) + "\n").encode()
+        line = (json_line(record) + "\n").encode()
         try:
             # One write at the end of the file: lines of two processes never mix.
             descriptor = os.open(self.folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)

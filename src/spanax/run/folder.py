@@ -18,7 +18,7 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import IO, Any
 
-from spanax.documents import json_lines, read_bytes, read_json, read_toml
+from spanax.documents import json_line, json_lines, read_bytes, read_json, read_toml
 from spanax.errors import ConfigError, DataError, WriteError
 from spanax.run import events, heartbeat, manifest
 from spanax.run.lines import Lines
@@ -212,7 +212,7 @@ def open_metrics(folder: Path, last_step: int) -> Lines:
         for event in json_lines(path) if path.exists() else ():
             step = event.get("step", 0)
             if isinstance(step, int) and step <= last_step and event.get("event") != "done":
-                yield json.dumps(event) + "\n"
+                yield json_line(event) + "\n"
 
     _replace(path, kept())
     return Lines(path)

@@ -1,7 +1,6 @@
 """Remedy: what `spanax train` does about a step whose numbers are bad."""
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +46,7 @@ class Remedy:
         """
         assert self.run.guard is not None
         policy, patience = self.run.guard.policy, self.run.guard.patience
-        numbers = {name: _told(values[name]) for name in WATCHED if isinstance(values.get(name), float)}
+        numbers = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
         self._say("bad_step", step=step, batch=batch, reason=reason, policy=policy, **numbers)
         what = f"step {step} went wrong: {reason}."
         if policy == HALT:
@@ -105,8 +104,3 @@ class Remedy:
     def _say(self, event: str, **values: Any) -> None:
         self.tell({"event": event, **values})
         self.record(event, **values)
-
-
-def _told(value: float) -> float | str:
-    """JSON knows no NaN and no infinity."""
-    return value if math.isfinite(value) else str(value)

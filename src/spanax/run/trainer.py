@@ -3,7 +3,6 @@
 Read this file first: it names every part of Spanax in the order in which a run meets it.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import jax
 
+from spanax.documents import json_line
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
@@ -266,7 +266,7 @@ def _telling(
         if event["event"] == "rolled_back":
             with suppress(WriteError):  # a full disk keeps the lines of steps that are taken again
                 metrics = run_folder.open_metrics(folder, event["step"])
-        metrics.write(json.dumps(event))
+        metrics.write(json_line(event))
         if event["event"] == "save_failed":
             events(**event)
         try:

@@ -1,11 +1,11 @@
 """Events of a run into words: JSON lines, plain lines, or a progress bar on a terminal."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from spanax.documents import json_line
 from spanax.show.profile_text import profile_text
 from spanax.units import bytes_text, count_text
 
@@ -24,7 +24,7 @@ def reporter(*, as_json: bool, stream: TextIO | None = None) -> Iterator[Emit]:
     """
     stream = sys.stdout if stream is None else stream
     if as_json:
-        yield lambda event: print(json.dumps(event), file=stream, flush=True)
+        yield lambda event: print(json_line(event), file=stream, flush=True)
     elif stream.isatty():
         with _bar() as emit:
             yield emit
