@@ -13,10 +13,12 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,12 @@ def faults(place: Path) -> list[dict[str, Any]]:
         run = Launched.start(place, name.replace(" ", "-"), *train, **how)
         run.until(lambda: run.step() >= 15)  # noqa: B023
         told(name, run, run.send(number, rank), kind)
+    run = Launched.start(place, "skewed", *train, environ={"SKEW": "1:86400"}, **how)
+    run.until(lambda: run.step() >= 15)
+    told("clock a day ahead, then stopped", run, run.send(signal.SIGSTOP, 1), "stuck")
+    run = Launched.start(place, "port", *train, **how)
+    with taken_port(run):
+        told("coordinator's port taken", run, time.time(), "died")
     asleep = Launched.start(place, "asleep", *train, environ={"ASLEEP": f"1:{12 * 15}"}, **how)
     asleep.until(lambda: asleep.step() >= 12)
     told("asleep in Python, step 12 on", asleep, time.time(), "stuck")
@@ -120,6 +128,22 @@ def faults(place: Path) -> list[dict[str, Any]]:
     table.append(row | {"code": again.end(600), "differ": differences(again, whole)})
     print(table[-1], flush=True)
     return table
+
+
+@contextmanager
+def taken_port(run: Launched) -> Iterator[None]:
+    """Holds the port that the processes of a run were told to meet at, before the first of them listens there."""
+    supervisor, name = run.process.pid, b"SPANAX_COORDINATOR="
+    children, said = Path(f"/proc/{supervisor}/task/{supervisor}/children"), b""
+    while name not in said:
+        time.sleep(0.01)
+        said = b"\0".join(Path(f"/proc/{child}/environ").read_bytes() for child in children.read_text().split())
+    address = next(line for line in said.split(b"\0") if line.startswith(name)).removeprefix(name)
+    host, _, port = address.decode().rpartition(":")
+    with socket.socket() as taken:
+        taken.bind((host, int(port)))
+        taken.listen()
+        yield
 
 
 def elastic(place: Path) -> dict[str, Any]:
