@@ -1,5 +1,40 @@
-"""`python -m spanax`: the command line without the console script."""
+"""Where the command line begins: `spanax` and `python -m spanax`."""
 
-from spanax.cli import main
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
 
-main()
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it without a traceback, whatever it is doing."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _unraisable
+    from spanax.cli import main as carry_out
+
+    carry_out()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # Half an import cannot be left: JAX's extensions make another error of an interrupt, or crash.
+    while frame:
+        if frame.f_globals.get("__name__", "").startswith("importlib._bootstrap"):
+            print("spanax: interrupted", file=sys.stderr, flush=True)
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _unraisable(lost: Any) -> None:
+    # One that hits a callback of JAX's is told of there, and forgotten: so it comes once more, a moment later.
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(lost)
+
+
+if __name__ == "__main__":
+    main()

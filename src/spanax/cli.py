@@ -9,13 +9,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Annotated, Any, Literal, TextIO, Union
 
 import tyro
 from tyro.conf import Positional
 
 from spanax.errors import PREEMPTED, SpanaxError, WriteError
-from spanax.launch.commands import LAUNCH, launch
+from spanax.launch.commands import KINDS, SAYS, launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
 from spanax.show.requests import (
@@ -26,6 +26,7 @@ from spanax.show.requests import (
     PlanCommand,
     ReportCommand,
 )
+from spanax.usage import described, wants_colours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,42 +90,16 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 
 
-DESCRIPTION = f"""Train plain Flax NNX models on any devices. And in many processes, watched over:
-spanax launch {{{",".join(LAUNCH)}}} [flags] -- train ..."""
+SUMMARY = "Train plain Flax NNX models on any devices. Also: --version, --print-completion {bash,zsh,fish}."
+SHELLS = ("bash", "zsh", "fish")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, 2 for a wrong request, 65, 70 or 73 as in `errors`."""
+    """Run the command line and exit: 0, 2 for a wrong request, 65, 70 or 73 as in `errors`, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if args is None else args)
-    if argv == ["--version"]:
-        from importlib.metadata import version
-
-        print(f"spanax {version('spanax')}")
-        return
+    tyro._experimental_options["ansi_codes"] = wants_colours(sys.stdout, sys.stderr)
     try:
-        if argv[:1] == ["launch"]:
-            sys.exit(launch(argv[1:]))
-        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="spanax", description=DESCRIPTION, args=argv)
-        if isinstance(command, TrainConfig):
-            _train(check(_with_files(command, argv[1:])))
-        elif isinstance(command, AxesCommand):
-            _axes(command)
-        elif isinstance(command, PlanCommand):
-            _plan(command)
-        elif isinstance(command, CheckCommand):
-            _check(command)
-        elif isinstance(command, ProbeCommand):
-            _probe(command)
-        elif isinstance(command, CompareCommand):
-            _compare(command)
-        elif isinstance(command, InspectCommand):
-            _inspect(command)
-        elif isinstance(command, ReportCommand):
-            _report(command)
-        elif isinstance(command, DoctorCommand):
-            _doctor(command)
-        else:
-            _checkpoint(command)
+        _run(argv)
     except SpanaxError as error:
         print(f"spanax: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -133,6 +108,53 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("spanax: interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _run(argv: list[str]) -> None:
+    if argv == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"spanax {version('spanax')}")
+        return
+    if argv[:1] == ["launch"]:
+        sys.exit(launch(argv[1:]))
+    name = argv[0] if argv else ""
+    if name not in COMMANDS:
+        _overview(argv)
+    kind = COMMANDS[name]
+    command = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=argv[1:])
+    if isinstance(command, TrainConfig):
+        _train(check(_with_files(command, argv[1:])))
+    elif isinstance(command, AxesCommand):
+        _axes(command)
+    elif isinstance(command, PlanCommand):
+        _plan(command)
+    elif isinstance(command, CheckCommand):
+        _check(command)
+    elif isinstance(command, ProbeCommand):
+        _probe(command)
+    elif isinstance(command, CompareCommand):
+        _compare(command)
+    elif isinstance(command, InspectCommand):
+        _inspect(command)
+    elif isinstance(command, ReportCommand):
+        _report(command)
+    elif isinstance(command, DoctorCommand):
+        _doctor(command)
+    else:
+        _checkpoint(command)
+
+
+def _overview(argv: Sequence[str]) -> None:
+    """What is said of all commands together, and what shells need to complete them; none is carried out."""
+    if argv[:1] == ["--print-completion"]:
+        if argv[1:] not in [[shell] for shell in SHELLS]:
+            raise SpanaxError(f"cannot complete for '{' '.join(argv[1:])}'.", fix=f"one of {', '.join(SHELLS)}")
+        argv = ["--tyro-print-completion", *argv[1:]]
+    commands = [Annotated[kind, tyro.conf.subcommand(name)] for name, kind in COMMANDS.items()]
+    everything: Any = Union[(*commands, Annotated[KINDS, tyro.conf.subcommand("launch", description=SAYS)])]  # noqa: UP007
+    description = described(SUMMARY, "")
+    tyro.cli(everything, prog="spanax", description=description, args=argv)
 
 
 def _with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
@@ -303,7 +325,7 @@ def _report(command: ReportCommand) -> None:
 
 def _doctor(command: DoctorCommand) -> None:
     from spanax.doctor.examine import examined
-    from spanax.show.doctor import is_well, verdicts_json, verdicts_text, wants_colours
+    from spanax.show.doctor import is_well, verdicts_json, verdicts_text
 
     found = examined(out=command.out, hosts=command.hosts, timeout=command.timeout)
     in_colours = wants_colours(sys.stdout)

@@ -14,7 +14,8 @@ from spanax import cli
 from spanax.doctor import examine, trial
 from spanax.doctor.trial import Outcome
 from spanax.doctor.verdict import Verdict
-from spanax.show.doctor import is_well, verdicts_text, wants_colours
+from spanax.show.doctor import is_well, verdicts_text
+from spanax.usage import wants_colours
 
 NAMES = {
     "python", "packages", "plugins", "settings", "devices", "simulated", "disk", "shared memory", "limits", "loopback",

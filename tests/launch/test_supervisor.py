@@ -208,9 +208,11 @@ def test_asked_to_stop_it_lets_every_process_save(tmp_path: Path) -> None:
 
 def test_what_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
     (tmp_path / "deaf").write_text("")
-    watched, _ = supervised(tmp_path, WAITS)
+    watched, said = supervised(tmp_path, WAITS)
     watched.limits = Limits(stop_seconds=0.5)
     assert asked(watched, (tmp_path / "up0").exists) == 70
+    what = "the processes did not stop within 0.5 s."
+    assert said == [f"asked to stop: {what} What was saved before is there."]
 
 
 def test_asked_to_stop_between_two_attempts_it_starts_none(tmp_path: Path) -> None:

@@ -114,6 +114,8 @@ class Supervisor:
                 events = Events(self.folder, by="supervisor", attempt=self.begun + attempt)
                 ended = self._attempt(attempt, events)
                 if ended.code in (0, PREEMPTED) or self._asked:
+                    if ended.code not in (0, PREEMPTED):
+                        self.say(f"asked to stop: {ended.what} What was saved before is there.")
                     events.tell("end", how=ended.what, code=ended.code)
                     return ended.code
                 fallen = fallen + 1 if ended.step == last_step else 1

@@ -1,9 +1,8 @@
 """What `spanax doctor` found, in words."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any
 
 from spanax.doctor.verdict import Verdict
 from spanax.show.tables import plain_text
@@ -45,11 +44,6 @@ def verdicts_text(found: Sequence[Verdict], *, in_colours: bool = False) -> str:
     problems, warnings = (sum(one.state == state for one in found) for state in ("problem", "warning"))
     lines.append(f"{_counted(problems, 'problem')}, {_counted(warnings, 'warning')} in {len(found)} findings")
     return "\n".join(lines)
-
-
-def wants_colours(stream: TextIO) -> bool:
-    """Whether whoever reads it sees colours: a terminal, unless NO_COLOR is set."""
-    return stream.isatty() and not os.environ.get("NO_COLOR")
 
 
 def _counted(count: int, name: str) -> str:

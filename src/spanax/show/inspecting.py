@@ -1,6 +1,7 @@
 """`spanax inspect` answered: what lies where, drawn, and the program with its shardings written out."""
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from spanax.show.schedules import ticks_json, ticks_text
 from spanax.show.tables import table_text
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
+from spanax.usage import wants_colours
 
 Data = dict[str, Any]
 
@@ -102,7 +104,7 @@ def _summary(found: Placed) -> str:
 
 def _drawing(found: Placed, leaf: Placement) -> str:
     line, table = drawn(leaf, found.plan.mesh)
-    console = Console(highlight=False)
+    console = Console(highlight=False, color_system="auto" if wants_colours(sys.stdout) else None)
     console.width = max(console.width, console.measure(table).maximum)  # a grid that is cut off shows nothing
     with console.capture() as captured:
         console.print(table)

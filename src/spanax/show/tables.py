@@ -16,7 +16,7 @@ def table_text(table: Table, width: int = 140) -> str:
       axis   size
       batch  8
     """
-    console = Console(width=width, no_color=True, highlight=False)
+    console = Console(width=width, color_system=None, force_terminal=False, highlight=False)
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

@@ -1,0 +1,76 @@
+"""Usage: the examples that `--help` shows, and what it looks like."""
+
+import inspect
+import os
+from typing import TextIO
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "": (
+        "spanax train gpt-nano                            # 8 simulated devices, no download",
+        "spanax plan llama3-8b --on h100:8                # every layout priced, no device",
+        "spanax launch local --hosts 2 -- train gpt-nano  # many processes, watched over",
+    ),
+    "train": (
+        "spanax train gpt-nano --steps 20",
+        "spanax train gpt2 --mesh fsdp=4,model=2 --data my_texts/ --out runs/a",
+        "spanax train gpt2 --out runs/a --resume --mesh fsdp=8",
+        "spanax train mine.py:workload --layout fsdp --config settings.toml",
+    ),
+    "plan": (
+        "spanax plan gpt3-175b --on a100-80gb:8x8 --batch 512",
+        "spanax plan gpt2 --on cpu:8 --out plan.json",
+        "spanax plan llama3-8b --on h100:8 --max batch",
+        "spanax plan llama3-8b --on h100:32 --tokens 300e9 --budget-hours 500",
+    ),
+    "check": (
+        "spanax check gpt-nano --on cpu:8 --layout fsdp --collectives",
+        "spanax check gpt2-xl --on v5e:4x4 --layout fsdp --fail-on warning",
+        "spanax check gpt-nano --on cpu:8 --layout tensor --parity",
+    ),
+    "axes": ("spanax axes gpt2", "spanax axes mine.py:workload --json"),
+    "probe": ("spanax probe --out mine.toml", "spanax plan gpt2 --on mine.toml"),
+    "compare": ("spanax compare gpt-nano --steps 10", "spanax compare gpt-nano --mesh fsdp=8 --top 3"),
+    "inspect": (
+        "spanax inspect plan.json",
+        "spanax inspect runs/a --leaf embed --svg embed.svg",
+        "spanax inspect runs/a --schedule",
+    ),
+    "checkpoint": ("spanax checkpoint show runs/a", "spanax checkpoint verify runs/a"),
+    "report": ("spanax report runs/a", "spanax report runs/a --json"),
+    "doctor": ("spanax doctor", "spanax doctor --out /shared/runs --hosts 10.0.0.7:9911"),
+    "launch": ("spanax launch local --hosts 2 --devices-per-host 4 -- train gpt-nano --out runs/two",),
+    "launch local": (
+        "spanax launch local --hosts 2 --devices-per-host 4 -- train gpt-nano --out runs/two",
+        "spanax launch local -- train gpt2 --out runs/a",
+    ),
+    "launch slurm": ("spanax launch slurm --hosts 4 --time 24:00:00 -- train gpt2 --out runs/a",),
+    "launch kubernetes": (
+        "spanax launch kubernetes --image registry/gpt:1 --claim shared --hosts 4 -- \\\n    train gpt2 --out /runs/a",
+    ),
+    "launch ray": ("spanax launch ray --hosts 4 --devices-per-host 8 -- train gpt2 --out /shared/a",),
+    "launch workers": ("spanax launch workers -- train gpt2 --out runs/a",),
+}
+"""By command, what people write; the whole command line at the empty name."""
+
+
+def described(what: object, name: str) -> str:
+    """The first words of a command's help: what it does, and examples.
+
+    Args:
+      what: its text, or the class of its flags.
+      name: the command, such as `launch local`.
+
+    Example:
+      >>> print(described("Look at axes.", "axes"))
+      Look at axes.
+      <BLANKLINE>
+        spanax axes gpt2
+        spanax axes mine.py:workload --json
+    """
+    text = what if isinstance(what, str) else (inspect.getdoc(what) or "").partition("\n\nAttributes:")[0]
+    return "\n".join([text, "", *(f"  {example}" for example in EXAMPLES.get(name, ()))]).rstrip()
+
+
+def wants_colours(*streams: TextIO) -> bool:
+    """Whether whoever reads sees colours: at terminals, unless NO_COLOR is set."""
+    return all(stream.isatty() for stream in streams) and not os.environ.get("NO_COLOR")

@@ -1,0 +1,175 @@
+"""The command line's manners: help, completion, colours, Ctrl-C, a quick start."""
+
+import os
+import pty
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from spanax import cli
+from spanax.launch.commands import LAUNCH
+from spanax.usage import EXAMPLES
+from written import commands, read
+
+PYTHON = [sys.executable, "-m", "spanax"]
+NAMES = ["", *cli.COMMANDS, "launch", *(f"launch {where}" for where in LAUNCH)]
+HELP_CPU_SECONDS = 0.4
+
+
+def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | environment
+    return subprocess.run([*PYTHON, *args], capture_output=True, text=True, timeout=120, env=given)
+
+
+# ---- help
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*name.split(), "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert not stop.value.code and EXAMPLES[name]
+    assert all(" ".join(example.split()) in said for example in EXAMPLES[name])
+
+
+def test_the_examples_of_help_can_be_asked() -> None:
+    assert set(EXAMPLES) == set(NAMES)
+    for examples in EXAMPLES.values():
+        for line in commands("\n".join(examples)):
+            read(line)
+
+
+def test_help_starts_quickly() -> None:
+    def cpu_seconds() -> float:
+        spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return spent.ru_utime + spent.ru_stime
+
+    taken = []
+    for _ in range(3):  # the first one may have to compile its own files
+        before = cpu_seconds()
+        assert run("--help").returncode == 0
+        taken.append(cpu_seconds() - before)
+    assert min(taken) < HELP_CPU_SECONDS
+
+
+def test_the_version_is_the_packages() -> None:
+    assert re.fullmatch(r"spanax \d+\.\d+\.\d+\S*\n", run("--version").stdout)
+
+
+# ---- completion
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "spanax.bash"
+    path.write_text(run("--print-completion", "bash").stdout)
+    return path
+
+
+@pytest.mark.parametrize(
+    "typed, offered",
+    [
+        ("spanax tr", {"train"}),
+        ("spanax ch", {"check", "checkpoint"}),
+        ("spanax train --micro", {"--microbatches"}),
+        ("spanax plan --max ba", {"batch"}),
+        ("spanax launch sl", {"slurm"}),
+        ("spanax launch local --dev", {"--devices-per-host"}),
+    ],
+)
+def test_bash_completes(script: Path, typed: str, offered: set[str]) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("there is no bash here")
+    # What bash does at the Tab key: the function that `complete` named, with the words so far.
+    ask = """
+    source "$1"; COMP_WORDS=($2); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMP_LINE="$2"; COMP_POINT=${#2}
+    "$(complete -p spanax | sed -E 's/.* -F ([^ ]+).*/\\1/')" spanax "${COMP_WORDS[COMP_CWORD]}"
+    printf '%s\\n' "${COMPREPLY[@]}"
+    """
+    done = subprocess.run(["bash", "--norc", "-c", ask, "-", str(script), typed], capture_output=True, text=True)
+    assert set(done.stdout.split()) == offered, done.stderr
+
+
+@pytest.mark.parametrize("shell", cli.SHELLS)
+def test_a_script_is_printed_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--print-completion", shell])
+    assert not stop.value.code and "microbatches" in capsys.readouterr().out
+
+
+# ---- colours
+
+
+def on_a_terminal(args: Sequence[str], **environment: str) -> str:
+    given = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm-256color"}
+    ours, theirs = pty.openpty()
+    with subprocess.Popen([*PYTHON, *args], stdin=theirs, stdout=theirs, stderr=theirs, env=given | environment):
+        os.close(theirs)
+        said = b""
+        try:
+            while part := os.read(ours, 1 << 16):
+                said += part
+        except OSError:  # what Linux says when the other side has closed
+            pass
+    os.close(ours)
+    return said.decode()
+
+
+COLOURS = "\x1b["
+
+
+def test_colours_are_for_terminals_and_not_where_they_are_unwanted() -> None:
+    assert COLOURS in on_a_terminal(["--help"])
+    assert COLOURS not in on_a_terminal(["--help"], NO_COLOR="1")
+    assert COLOURS not in on_a_terminal(["trian"], NO_COLOR="1")
+    assert COLOURS not in run("--help", TERM="xterm-256color").stdout
+    assert COLOURS not in run("trian", TERM="xterm-256color").stderr
+
+
+def test_tables_are_plain_text_everywhere() -> None:
+    assert COLOURS not in on_a_terminal(["axes", "gpt-nano"])
+    assert COLOURS not in run("axes", "gpt-nano", FORCE_COLOR="1").stdout
+
+
+# ---- Ctrl-C
+
+BEGIN = "import gc, os, signal, time\n"
+READY = "print('ready', flush=True)\n"
+AT_WORK = {
+    "at work": f"{BEGIN}def workload():\n    {READY}    time.sleep(60)\n",
+    "while importing": f"{BEGIN}{READY}time.sleep(60)\n",
+    "in a callback": (
+        f"{BEGIN}def workload():\n"
+        "    once = [signal.SIGINT]\n"
+        "    gc.callbacks.append(lambda *_: once and os.kill(os.getpid(), once.pop()))\n"
+        f"    gc.collect()\n    time.sleep(60)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("when", AT_WORK)
+def test_ctrl_c_is_told_in_one_line(when: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(AT_WORK[when])
+    argv = [*PYTHON, "axes", "mine.py:workload"]
+    with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        if READY in AT_WORK[when]:
+            assert process.stdout and process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=50)
+    assert (process.returncode, said) == (130, "spanax: interrupted\n")
+
+
+def test_who_ignores_ctrl_c_goes_on_ignoring_it(tmp_path: Path) -> None:
+    """As a shell asks of what runs in its background."""
+    (tmp_path / "mine.py").write_text(f"{BEGIN}os.kill(os.getpid(), signal.SIGINT)\n{READY}raise SystemExit(3)\n")
+    argv = ["bash", "-c", f"trap '' INT; exec {' '.join(PYTHON)} axes mine.py:workload"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ready\n"

@@ -1,0 +1,108 @@
+"""Written: what pages and help texts show, taken out of them: code that can be run, and commands that can be read."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+from markdown_it import MarkdownIt
+
+from spanax import cli
+from spanax.errors import SpanaxError, nearest
+from spanax.hardware.cluster import cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.launch.commands import LAUNCH
+from spanax.launch.request import TrainRequest
+from spanax.models.workloads import WORKLOADS
+from spanax.plan.presets import PRESETS, layout_for
+from spanax.run.config import check
+
+
+class Block(NamedTuple):
+    """A block of a page that is no prose: its kind, its text, and the line of the page that it begins at."""
+
+    kind: str
+    text: str
+    line: int
+
+
+def blocks(page: str) -> list[Block]:
+    """Every block of code of a page in Markdown, fenced or indented."""
+    tokens = MarkdownIt("commonmark").enable("table").parse(page)
+    found = [one for one in tokens if one.type in ("fence", "code_block") and one.map]
+    return [Block(_kind(one.info.strip(), one.content), one.content, one.map[0] + 1) for one in found]
+
+
+def _kind(info: str, text: str) -> str:
+    first = text.lstrip().partition("\n")[0]
+    if info and info not in ("python", "console", "bash"):
+        return info
+    if first.startswith(">>> "):
+        return "doctest"
+    if any(re.match(r"(\w+=\S+ )*(spanax|pip|make|python) ", line) for line in text.splitlines()):
+        return "commands"
+    return "python" if info == "python" or _is_python(text) else "text"
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        # Said to be Python by what is in it, and none: to be found when it is run.
+        return bool(re.search(r"^(import |from \S+ import|.*\bspanax\.\w+\()", text, re.MULTILINE))
+    return True
+
+
+def commands(text: str) -> Iterator[str]:
+    """The command lines of ours in a block."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if re.match(r"(\w+=\S+ )*spanax ", line.strip()):
+            yield line.strip()
+
+
+def read(line: str) -> Any:
+    """What a command line asks for, as the command line itself reads it.
+
+    Raises:
+      SpanaxError: it names a workload, machine, mesh or layout that does not exist.
+      SystemExit: it has a flag that does not exist.
+    """
+    words = shlex.split(line.partition(" > ")[0], comments=True)
+    words = words[words.index("spanax") + 1 :]
+    if words[0] in ("--version", "--help", "--print-completion"):
+        return None
+    if words[0] == "launch":
+        at = words.index("--") if "--" in words else len(words)
+        tyro.cli(LAUNCH[words[1]][0], prog=line, args=words[2:at])
+        TrainRequest.of(words[at + 1 :])
+        return read(shlex.join(["spanax", *words[at + 1 :]]))
+    if words[0] not in cli.COMMANDS:
+        raise SpanaxError(f"there is no command '{words[0]}'.", fix=nearest(words[0], cli.COMMANDS))
+    command = tyro.cli(cli.COMMANDS[words[0]], prog=line, args=words[1:])
+    if words[0] == "train":
+        check(command)
+    _known(command)
+    return command
+
+
+def _known(command: Any) -> None:
+    workload = getattr(command, "workload", None)
+    if workload and workload not in WORKLOADS and not re.fullmatch(r"[\w/]+\.py:\w+", workload):
+        raise SpanaxError(f"there is no workload '{workload}'.", fix=nearest(workload, WORKLOADS))
+    if (on := str(getattr(command, "on", None) or "")) and ".toml" not in on:
+        cluster(on)
+    layout = getattr(command, "layout", None)
+    if layout and layout.removesuffix("+seq") not in PRESETS:
+        raise SpanaxError(f"there is no layout '{layout}'.", fix=nearest(layout, PRESETS))
+    if mesh := getattr(command, "mesh", None):
+        shape = MeshShape.of(mesh)
+        if layout is None:
+            layout_for(shape)
+
+
+def pages(root: Path) -> list[Path]:
+    """The pages that users read."""
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
