@@ -6,16 +6,21 @@ ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q
 STAMP := $(VENV)/.installed
+# Also installs the extra of this name, with the pinned versions.
+EXTRA = $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[$@]' \
+  -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 # The tests left of the Plan: they must pass on a machine where JAX can start no backend.
 PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/trace tests/hardware)
 
-.PHONY: help install train test check golden slow lint types doctest clean
+.PHONY: help install train test check golden slow lint types doctest docs dist clean
 
 help:
 	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
 	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes'
 	@echo 'make slow    the long campaigns'
 	@echo 'make golden  write the golden files anew; read the diff before it is committed'
+	@echo 'make docs    build the site into build/docs; every warning is an error'
+	@echo 'make dist    build sdist and wheel, install the wheel into an empty environment and train with it'
 	@echo 'make clean   remove caches and build outputs (not $(VENV))'
 
 install: $(STAMP)
@@ -54,6 +59,16 @@ types: $(STAMP)
 # tests/conftest.py is named so that doctests, too, run on 8 simulated devices.
 doctest: $(STAMP)
 	$(PYTEST) --doctest-modules src/spanax tests/conftest.py
+
+docs: $(STAMP)
+	@$(EXTRA)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+
+dist: $(STAMP)
+	@$(EXTRA)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	SPANAX_DIST=dist $(PYTEST) -m slow tests/test_dist.py
 
 clean:
 	rm -rf .cache build dist
