@@ -4,7 +4,7 @@ import contextlib
 import functools
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,7 +44,7 @@ def search(
     assumptions: Assumptions | None = None,
     pipeline: bool = True,
     layout: str | None = None,
-    mesh: MeshShape | None = None,
+    mesh: Mapping[str, int] | str | MeshShape | None = None,
     microbatches: int | None = None,
     pins: Pins | None = None,
 ) -> Search:
@@ -59,7 +59,7 @@ def search(
       assumptions: what no data sheet says.
       pipeline: whether layers may be divided into stages.
       layout: price only this layout, by name.
-      mesh: price only this mesh, that of one stage.
+      mesh: price only this mesh, that of one stage, as `spanax.plan` takes it.
       microbatches: price only this number of them.
       pins: axis name -> mesh axis (or several, or None to keep the axis whole), in every layout.
 
@@ -76,7 +76,7 @@ def search(
       ...     batch=jax.ShapeDtypeStruct((64, 64), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> found = search(program, spanax.cluster("v5p:2x2x1"), layout="fsdp")
+      >>> found = search(program, spanax.cluster("v5p:2x2x1"), layout="fsdp", mesh="fsdp=4")
       >>> found.best.mesh, found.layouts_priced > 0
       (fsdp=4, True)
     """
@@ -85,6 +85,7 @@ def search(
     batch_size = traced_batch if batch_size is None else batch_size
     if batch_size < 1:
         raise SpanaxError(f"the batch is {batch_size}; it takes a whole number from 1.")
+    mesh = None if mesh is None else MeshShape.of(mesh)
     _check_asked(cluster, layout, mesh)
     check_pinned(program, pins or ())
     if layout is not None and RING in layout.split("+"):
