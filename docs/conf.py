@@ -1,0 +1,38 @@
+"""The site: `make docs` builds it, and every warning is an error."""
+
+import re
+from importlib.metadata import version as installed
+from typing import Any
+
+project = "Spanax"
+author = copyright = "the Spanax authors"
+release = version = installed("spanax")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+myst_heading_anchors = 3
+# Pages are read on GitHub too, where an example in a session of Python is an indented block.
+highlight_language = "default"
+
+html_theme = "furo"  # all that it needs is in the site: nothing is loaded from elsewhere
+html_title = f"Spanax {release}"
+html_copy_source = html_show_sourcelink = False
+
+autodoc_member_order = "groupwise"
+autodoc_typehints = "description"
+napoleon_use_ivar = True
+
+
+def from_markdown(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings write code in single backticks, as Markdown does; what autodoc reads wants two, and no stray signs."""
+    parts = re.split(r"((?:^\s*>>>.*\n(?:.*\S.*\n)*))", "\n".join([*lines, ""]), flags=re.MULTILINE)
+    for at in range(0, len(parts), 2):
+        pieces = re.split(r"`+([^`]+)`+", parts[at])
+        pieces[::2] = [re.sub(r"(?<!\w)[|*]|[|*](?=\w)", r"\\\g<0>", piece) for piece in pieces[::2]]
+        pieces[1::2] = [f"``{piece}``\\ " for piece in pieces[1::2]]
+        parts[at] = "".join(pieces)
+    lines[:] = "".join(parts).split("\n")
+
+
+def setup(app: Any) -> None:
+    """Before napoleon, which runs at 500."""
+    app.connect("autodoc-process-docstring", from_markdown, priority=400)
