@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 EXTRA = $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[$@]' \
   -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 # The tests left of the Plan: they must pass on a machine where JAX can start no backend.
-PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/trace tests/hardware)
+PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/test_dist.py tests/trace tests/hardware)
 
 .PHONY: help install train test check golden slow lint types doctest docs dist clean
 

@@ -1,8 +1,14 @@
 """The site: `make docs` builds it, and every warning is an error."""
 
+import ast
+import inspect
 import re
 from importlib.metadata import version as installed
 from typing import Any
+
+from docutils import nodes
+
+import spanax
 
 project = "Spanax"
 author = copyright = "the Spanax authors"
@@ -10,16 +16,30 @@ release = version = installed("spanax")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
-# Pages are read on GitHub too, where an example in a session of Python is an indented block.
-highlight_language = "default"
 
 html_theme = "furo"  # all that it needs is in the site: nothing is loaded from elsewhere
 html_title = f"Spanax {release}"
 html_copy_source = html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
-autodoc_member_order = "groupwise"
 autodoc_typehints = "description"
 napoleon_use_ivar = True
+
+
+def public_names(app: Any, page: str, source: list[str]) -> None:
+    """Fill api.md in with the public names, each kind in its place."""
+    kinds: dict[str, list[str]] = {"FUNCTIONS": [], "CLASSES": [], "ERRORS": []}
+    for name in spanax.__all__:
+        thing = getattr(spanax, name)
+        is_error = inspect.isclass(thing) and issubclass(thing, Exception)
+        kind = "ERRORS" if is_error else "CLASSES" if inspect.isclass(thing) else "FUNCTIONS"
+        what = "autoclass" if kind == "CLASSES" else "autoexception" if is_error else "autofunction"
+        members = "\n   :members:" if kind == "CLASSES" else ""
+        kinds[kind].append(f".. {what}:: spanax.{name}{members}\n")
+    if page == "api":
+        for kind, lines in kinds.items():
+            source[0] = source[0].replace(kind, "\n".join(lines))
 
 
 def from_markdown(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
@@ -33,6 +53,26 @@ def from_markdown(app: Any, what: str, name: str, thing: Any, options: Any, line
     lines[:] = "".join(parts).split("\n")
 
 
+def coloured(app: Any, page: Any) -> None:
+    """Indented blocks do not say what they are, and can be told."""
+    for block in page.findall(nodes.literal_block):
+        if block.get("language") == "none":
+            block["language"] = written_in(block.astext())
+
+
+def written_in(text: str) -> str:
+    """The language of a block: a session of Python, Python, or commands."""
+    if text.startswith(">>>"):
+        return "pycon"
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return "bash" if re.match(r"(spanax|pip|make|python) ", text) else "none"
+    return "python"
+
+
 def setup(app: Any) -> None:
-    """Before napoleon, which runs at 500."""
-    app.connect("autodoc-process-docstring", from_markdown, priority=400)
+    """What Sphinx is to do besides."""
+    app.connect("source-read", public_names)
+    app.connect("autodoc-process-docstring", from_markdown, priority=400)  # before napoleon, at 500
+    app.connect("doctree-read", coloured)

@@ -72,5 +72,6 @@ def described(what: object, name: str) -> str:
 
 
 def wants_colours(*streams: TextIO) -> bool:
-    """Whether whoever reads sees colours: at terminals, unless NO_COLOR is set."""
-    return all(stream.isatty() for stream in streams) and not os.environ.get("NO_COLOR")
+    """Whether whoever reads sees colours: at terminals that can show them, unless NO_COLOR is set."""
+    can = os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    return can and all(stream.isatty() for stream in streams)

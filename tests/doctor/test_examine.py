@@ -117,6 +117,10 @@ def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
             return True
 
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     assert wants_colours(Terminal()) and not wants_colours(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_colours(Terminal())
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     assert not wants_colours(Terminal())

@@ -1,0 +1,178 @@
+"""The tables of the guides: every number is what the planner says (`make golden` writes them anew)."""
+
+import functools
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import spanax
+from spanax.models.workloads import load
+from spanax.plan.candidate import Candidate, collectives_of
+from spanax.plan.guide import rule
+from spanax.trace.program import Program
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+TOLERANCE = 0.05
+"""By how much a number may differ: JAX's versions trace some operations otherwise."""
+
+MARK = r"(<!-- table: {name} \(make golden\) -->\n)(.*?)(<!-- end -->)"
+GIB, GB = 2**30, 1e9
+
+
+@functools.cache
+def traced(workload: str, batch_size: int) -> Program:
+    made = load(workload, batch_size=batch_size)
+    return made.trace(learning_rate=1e-4, num_steps=100, compute_dtype=jnp.bfloat16)
+
+
+def table(*rows: tuple[object, ...]) -> str:
+    head, *body = ([str(cell) for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *body))
+
+
+def state(one: Candidate) -> float:
+    return sum(one.memory[name] for name in ("parameters", "optimizer", "other state"))
+
+
+def layouts(workload: str, batch_size: int, on: str, rows: list[tuple[str, str]], *, microbatches: int = 1) -> str:
+    """Layouts of one workload on one machine: what a device holds and moves, and how long a step takes."""
+    lines: list[tuple[object, ...]] = [("layout", "mesh", "state", "at most held", "moved in a step", "step")]
+    for layout, mesh in rows:
+        found = spanax.search(
+            traced(workload, batch_size), spanax.cluster(on), layout=layout, mesh=mesh, remat=("full",),
+            microbatches=microbatches, pipeline=False,
+        )  # fmt: skip
+        one = next(iter((*found.candidates, *found.nearest)))
+        moved = {axes: sum(kinds.values()) / GB for axes, kinds in collectives_of(found, one).items()}
+        told = ", ".join(f"{size:.2f} GB over {axes}" for axes, size in moved.items() if size > 0.005) or "nothing"
+        held = f"{one.peak_bytes / GIB:.1f} GiB" + ("" if one in found.candidates else ", **too much**")
+        lines.append(
+            (f"`{layout}`", f"`{mesh}`", f"{state(one) / GIB:.2f} GiB", held, told, f"{one.step_seconds:.3g} s")
+        )
+    return table(*lines)
+
+
+def data_parallel() -> str:
+    """GPT-2 on one, two and eight devices; with one of them nothing is split, and nothing moves."""
+    lines: list[tuple[object, ...]] = [("devices", "state", "at most held", "moved in a step", "step")]
+    for count in (2, 4, 8):
+        program, machine = traced("gpt2", 64), spanax.cluster(f"h100:{count}")
+        found = spanax.search(program, machine, layout="data", remat=("full",), microbatches=1, pipeline=False)
+        one = found.candidates[0]
+        moved = sum(sum(kinds.values()) for kinds in collectives_of(found, one).values())
+        lines.append((count, f"{state(one) / GIB:.2f} GiB", f"{one.peak_bytes / GIB:.1f} GiB",
+                      f"{moved / GB:.2f} GB over data", f"{one.step_seconds:.3g} s"))  # fmt: skip
+    return table(*lines)
+
+
+CHOICES = [
+    ("gpt2", 128, "h100:8"),
+    ("gpt2-xl", 128, "a100-80gb:8"),
+    ("gpt2-xl", 128, "v5e:4x4"),
+    ("llama3-8b", 64, "h100:8"),
+    ("llama3-8b", 128, "h100:8x8"),
+    ("llama3-70b", 256, "v5p:4x4x8"),
+    ("mixtral-8x7b", 128, "h100:8x8"),
+    ("gpt3-175b", 1536, "a100-80gb:64x8"),
+]
+
+
+def choices() -> str:
+    """What the planner takes, and the rule that it follows."""
+    lines: list[tuple[object, ...]] = [("workload, batch", "machine", "fastest that fits", "step", "MFU", "because")]
+    for workload, batch_size, on in CHOICES:
+        found = spanax.search(traced(workload, batch_size), spanax.cluster(on))
+        one = found.best
+        assert one is not None
+        mfu = found.model_flops / (found.peak_flops * found.cluster.num_devices * one.step_seconds)
+        stages = f", {one.num_stages} stages" if one.num_stages > 1 else ""
+        chosen = f"`{one.layout}` on `{one.mesh}`{stages}, remat {one.remat}"
+        lines.append(
+            (f"`{workload}`, {batch_size}", f"`{on}`", chosen, f"{one.step_seconds:.3g} s",
+             f"{100 * mfu:.0f} %", rule(found, one))
+        )  # fmt: skip
+    return table(*lines)
+
+
+def stages() -> str:
+    """GPT-3 on 512 A100s: the fastest layout by how many stages it has."""
+    found = spanax.search(traced("gpt3-175b", 1536), spanax.cluster("a100-80gb:64x8"), top=5000)
+    lines: list[tuple[object, ...]] = [
+        ("stages", "layout", "mesh of one", "schedule", "microbatches", "remat", "held", "step")
+    ]
+    for count in (1, 4, 8, 16, 32):
+        one = next(one for one in found.candidates if one.num_stages == count)
+        schedule = one.schedule if count > 1 else "-"
+        lines.append(
+            (count, f"`{one.layout}`", f"`{one.mesh}`", schedule, one.microbatches, one.remat,
+             f"{one.peak_bytes / GIB:.1f} GiB", f"{one.step_seconds:.3g} s")
+        )  # fmt: skip
+    return table(*lines)
+
+
+TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("choosing.md", "choices"): choices,
+    ("data-parallel.md", "layouts"): lambda: data_parallel(),
+    ("fsdp.md", "layouts"): lambda: layouts(
+        "gpt2-xl", 64, "h100:8", [("data", "data=8"), ("zero1", "fsdp=8"), ("zero2", "fsdp=8"), ("fsdp", "fsdp=8")]
+    ),
+    ("fsdp.md", "nodes"): lambda: layouts(
+        "llama3-8b", 128, "h100:8x8",
+        [("fsdp", "fsdp=64"), ("hsdp", "data=2,fsdp=32"), ("hsdp", "data=8,fsdp=8")],
+    ),
+    ("tensor.md", "layouts"): lambda: layouts(
+        "llama3-8b", 8, "h100:8", [("tensor", "model=8"), ("tensor+seq", "model=8"), ("fsdp", "fsdp=8")]
+    ),
+    ("two-dimensions.md", "small"): lambda: layouts(
+        "llama3-8b", 8, "h100:2x8",
+        [("fsdp+tensor", "fsdp=8,model=2"), ("fsdp+tensor+seq", "fsdp=8,model=2"),
+         ("fsdp+tensor+seq", "fsdp=2,model=8")],
+    ),
+    ("two-dimensions.md", "layouts"): lambda: layouts(
+        "llama3-70b", 256, "v5p:4x4x8",
+        [("fsdp", "fsdp=128"), ("fsdp+tensor+seq", "fsdp=64,model=2"), ("fsdp+tensor+seq", "fsdp=32,model=4"),
+         ("fsdp+tensor+seq", "fsdp=16,model=8")],
+        microbatches=2,
+    ),
+    ("three-dimensions.md", "stages"): stages,
+    ("expert.md", "layouts"): lambda: layouts(
+        "mixtral-8x7b", 64, "h100:8x8",
+        [("fsdp", "fsdp=64"), ("expert", "data=8,expert=8"), ("fsdp+expert", "fsdp=8,expert=8")],
+    ),
+}  # fmt: skip
+
+
+def close(found: str, said: str) -> bool:
+    """Whether two tables say the same: equal words, and numbers within the tolerance."""
+    number = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
+    if number.sub("#", found) != number.sub("#", said):
+        return False
+    pairs = zip(map(float, number.findall(found)), map(float, number.findall(said)), strict=True)
+    return all(abs(here - there) <= TOLERANCE * max(here, there) + 0.011 for here, there in pairs)
+
+
+@pytest.mark.parametrize("page, name", TABLES, ids=["-".join(key) for key in TABLES])
+def test_a_table_is_what_the_planner_says(page: str, name: str) -> None:
+    path, pattern = DOCS / page, re.compile(MARK.format(name=name), re.DOTALL)
+    found = TABLES[page, name]()
+    if os.environ.get("SPANAX_GOLDEN") == "update":
+        path.write_text(pattern.sub(lambda mark: f"{mark[1]}{found}\n{mark[3]}", path.read_text()))
+    said = re.search(pattern, path.read_text())
+    assert said, f"{page} has no place for '{name}'"
+    assert close(f"{found}\n", said[2]), f"a price changed: `make golden`\n{found}"
+
+
+def test_a_number_that_is_off_is_found() -> None:
+    assert close("| a | 1.00 GiB |", "| a | 1.02 GiB |")
+    assert not close("| a | 1.00 GiB |", "| a | 1.10 GiB |") and not close("| a | 1 GiB |", "| b | 1 GiB |")
+
+
+def test_every_table_of_the_guides_is_made_here() -> None:
+    texts = {path.name: path.read_text() for path in DOCS.glob("*.md")}
+    assert {(page, name) for page, text in texts.items() for name in re.findall(r"<!-- table: (\w+) ", text)} == set(
+        TABLES
+    )
