@@ -11,7 +11,7 @@ import pytest
 
 import spanax
 from spanax.models.workloads import load
-from spanax.plan.candidate import Candidate, collectives_of
+from spanax.plan.candidate import Candidate, Search, collectives_of
 from spanax.plan.guide import rule
 from spanax.trace.program import Program
 
@@ -27,6 +27,11 @@ GIB, GB = 2**30, 1e9
 def traced(workload: str, batch_size: int) -> Program:
     made = load(workload, batch_size=batch_size)
     return made.trace(learning_rate=1e-4, num_steps=100, compute_dtype=jnp.bfloat16)
+
+
+@functools.cache
+def searched(workload: str, batch_size: int, on: str) -> Search:
+    return spanax.search(traced(workload, batch_size), spanax.cluster(on), top=5000)
 
 
 def table(*rows: tuple[object, ...]) -> str:
@@ -85,7 +90,7 @@ def choices() -> str:
     """What the planner takes, and the rule that it follows."""
     lines: list[tuple[object, ...]] = [("workload, batch", "machine", "fastest that fits", "step", "MFU", "because")]
     for workload, batch_size, on in CHOICES:
-        found = spanax.search(traced(workload, batch_size), spanax.cluster(on))
+        found = searched(workload, batch_size, on)
         one = found.best
         assert one is not None
         mfu = found.model_flops / (found.peak_flops * found.cluster.num_devices * one.step_seconds)
@@ -100,7 +105,7 @@ def choices() -> str:
 
 def stages() -> str:
     """GPT-3 on 512 A100s: the fastest layout by how many stages it has."""
-    found = spanax.search(traced("gpt3-175b", 1536), spanax.cluster("a100-80gb:64x8"), top=5000)
+    found = searched("gpt3-175b", 1536, "a100-80gb:64x8")
     lines: list[tuple[object, ...]] = [
         ("stages", "layout", "mesh of one", "schedule", "microbatches", "remat", "held", "step")
     ]
