@@ -30,6 +30,7 @@ class ViTConfig:
     mlp_dim: int
     num_classes: int = 1000
     remat: bool = False
+    norm_epsilon: float = 1e-6
 
 
 SIZES = {
@@ -64,9 +65,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         D, F = config.embed_dim, config.mlp_dim
-        self.attention_norm = nnx.LayerNorm(D, epsilon=1e-6, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = nnx.LayerNorm(D, epsilon=1e-6, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
         self.up = nnx.Linear(D, F, kernel_init=INIT, bias_init=BIAS_INIT, rngs=rngs)
         self.down = nnx.Linear(F, D, kernel_init=INIT, bias_init=BIAS_INIT, rngs=rngs)
 
@@ -87,7 +88,7 @@ class ViT(nnx.Module):
         self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, num_tokens, D)))
         block, remat = functools.partial(Block, config), "full" if config.remat else None
         self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
-        self.norm = nnx.LayerNorm(D, epsilon=1e-6, rngs=rngs)
+        self.norm = nnx.LayerNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
         self.head = nnx.Linear(D, config.num_classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:

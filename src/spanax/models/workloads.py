@@ -16,6 +16,7 @@ import optax
 from spanax import SpanaxError, Workload
 from spanax.errors import nearest
 from spanax.models import gpt, images, llama, moe, resnet, unet, vit
+from spanax.models.imported import from_folder, is_imported
 
 
 def text_workload(
@@ -200,7 +201,8 @@ def load(
     """A workload by name, or from `file.py:name`, in the sizes asked for.
 
     Args:
-      name: one of `WORKLOADS`, or a Workload or a function that returns one in a file of yours.
+      name: one of `WORKLOADS`; a Workload or a function that returns one in a file of yours; or a folder that
+        `spanax import` wrote.
       batch_size: examples in a batch.
       seq_len: tokens in an example.
       vocab_size: how many tokens the model knows; models with published sizes know no fewer than they do.
@@ -225,7 +227,7 @@ def load(
     for key, value in asked.items():
         if value < 1:
             raise SpanaxError(f"{key} is {value}; it takes a whole number from 1.")
-    made = WORKLOADS.get(name) or _from_file(name)
+    made = WORKLOADS.get(name) or (from_folder(Path(name)) if is_imported(Path(name)) else _from_file(name))
     if isinstance(made, Workload):
         return _resized(name, made, asked)
     takes = inspect.signature(made).parameters
@@ -253,7 +255,7 @@ def _resized(name: str, workload: Workload, asked: dict[str, int]) -> Workload:
                 f"'{name}' has no {words} to change.",
                 where=f"{flag} {asked[key]}",
                 fix="change batch_size, or take another workload"
-                if name in WORKLOADS
+                if name in WORKLOADS or is_imported(Path(name))
                 else f"let the name be a function of {key} that returns the Workload",
             )
     if "batch_size" not in asked:
