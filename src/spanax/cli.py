@@ -15,6 +15,7 @@ import tyro
 from tyro.conf import Positional
 
 from spanax.errors import PREEMPTED, SpanaxError, WriteError
+from spanax.interop.commands import INTEROP, carry_out
 from spanax.launch.commands import LAUNCH, launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
@@ -86,6 +87,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "checkpoint": CheckpointCommand,
     "report": ReportCommand,
     "doctor": DoctorCommand,
+    **INTEROP,
 }
 
 
@@ -123,6 +125,8 @@ def main(args: Sequence[str] | None = None) -> None:
             _report(command)
         elif isinstance(command, DoctorCommand):
             _doctor(command)
+        elif isinstance(command, tuple(INTEROP.values())):
+            print(carry_out(command))
         else:
             _checkpoint(command)
     except SpanaxError as error:
