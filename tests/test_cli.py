@@ -17,8 +17,8 @@ GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 FLAGS = {
     "train": {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
-        "dtype", "remat", "out", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every", "profile",
-        "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
+        "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
+        "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
@@ -38,6 +38,9 @@ FLAGS = {
     "probe": {"out", "devices", "seconds"},
     "report": {"run", "json"},
     "doctor": {"out", "hosts", "timeout", "json"},
+    "import": {"source", "kind", "out", "dtype", "json"},
+    "export": {"checkpoint", "kind", "out", "dtype", "workload", "file_size", "json"},
+    "export-rules": {"workload", "mesh", "layout", "batch", "seq", "json"},
 }  # fmt: skip
 
 
@@ -135,6 +138,28 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "reporting nothing": (["report", "nowhere"], 65, "there is no folder 'nowhere'"),
     "reporting what is no run": (["report", "old"], 65, "no run told of itself in 'old'"),
     "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is no address"),
+    "importing nothing": (["import", "nowhere", "--as", "gpt2", "--out", "new"], 65, "no file or folder 'nowhere'"),
+    "importing as what is unknown": (["import", "old", "--as", "gpt3", "--out", "new"], 2, "did you mean 'gpt2'"),
+    "importing pickled weights": (["import", "pickled", "--as", "gpt2", "--out", "new"], 65, "which run code"),
+    "importing in an unknown dtype": (
+        ["import", "old", "--as", "gpt2", "--out", "new", "--dtype", "float17"],
+        2,
+        "did you mean 'float16'",
+    ),
+    "importing without a config": (["import", "bare", "--as", "gpt2", "--out", "new"], 65, "has no config.json"),
+    "exporting nothing": (["export", "nowhere", "--as", "gpt2", "--out", "new"], 65, "no checkpoint found"),
+    "exporting into small files": (
+        ["export", "old", "--as", "gpt2", "--out", "new", "--file-size", "5"],
+        2,
+        "has no unit",
+    ),
+    "beginning from nothing": (["train", "--init", "nowhere"], 65, "no checkpoint found"),
+    "rules of an unknown layout": (
+        ["export-rules", "gpt-nano", "--mesh", "data=8", "--layout", "fdsp"],
+        2,
+        "did you mean 'fsdp'",
+    ),
+    "a folder of weights of no model": (["train", "odd"], 65, "describes no model"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 
@@ -147,7 +172,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.toml").write_text("step = 3\n")
     (tmp_path / "type.toml").write_text('steps = "3"\n')
     (tmp_path / "units.toml").write_text('like = "h100"\nmemory = "80"\n')
-    (tmp_path / "old").mkdir()
+    for name in ("old", "pickled", "bare", "odd"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "bare" / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
+    (tmp_path / "odd" / "model.json").write_text('{"model": "gpt2", "shape": {"vocab_size": 8}}')
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -168,6 +197,7 @@ def test_bad_input_is_told_in_four_lines(
     lines = err.strip().splitlines()
     assert found == code and says in err, err
     assert lines[0].startswith("spanax: ") and len(lines) <= 4 and "Traceback" not in err and not out
+    assert not (folder / "new").exists(), "something was left behind"
     assert not (folder / "runs").exists() or not any((folder / "runs").iterdir()), "something was left behind"
     said[name] = err.replace(str(folder), "FOLDER")
 

@@ -15,6 +15,7 @@ import tyro
 from tyro.conf import Positional
 
 from spanax.errors import PREEMPTED, SpanaxError, WriteError
+from spanax.interop.commands import INTEROP, carry_out
 from spanax.launch.commands import KINDS, SAYS, launch
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.folder import CONFIG, read_config
@@ -87,6 +88,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "checkpoint": CheckpointCommand,
     "report": ReportCommand,
     "doctor": DoctorCommand,
+    **INTEROP,
 }
 
 
@@ -141,6 +143,8 @@ def _run(argv: list[str]) -> None:
         _report(command)
     elif isinstance(command, DoctorCommand):
         _doctor(command)
+    elif isinstance(command, tuple(INTEROP.values())):
+        print(carry_out(command))
     else:
         _checkpoint(command)
 

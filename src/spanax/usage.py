@@ -19,6 +19,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan": (
         "spanax plan gpt3-175b --on a100-80gb:8x8 --batch 512",
         "spanax plan gpt2 --on cpu:8 --out plan.json",
+        "spanax plan gpt2 --on h100:8 --html layouts.html",
         "spanax plan llama3-8b --on h100:8 --max batch",
         "spanax plan llama3-8b --on h100:32 --tokens 300e9 --budget-hours 500",
     ),
@@ -36,7 +37,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "spanax inspect runs/a --schedule",
     ),
     "checkpoint": ("spanax checkpoint show runs/a", "spanax checkpoint verify runs/a"),
-    "report": ("spanax report runs/a", "spanax report runs/a --json"),
+    "report": ("spanax report runs/a", "spanax report runs/a -o report.html"),
+    "import": ("spanax import gpt2-hf/ --as gpt2 --out weights/gpt2", "spanax train weights/gpt2 --mesh fsdp=8"),
+    "export": ("spanax export runs/a --as gpt2 --out for_transformers",),
+    "export-rules": ("spanax export-rules gpt2 --layout fsdp+tensor --mesh fsdp=4,model=2",),
     "doctor": ("spanax doctor", "spanax doctor --out /shared/runs --hosts 10.0.0.7:9911"),
     "launch": ("spanax launch local --hosts 2 --devices-per-host 4 -- train gpt-nano --out runs/two",),
     "launch local": (

@@ -129,7 +129,7 @@ def test_no_key_names_a_file(from_4x2: Path) -> None:
     assert names(from_4x2 / "30") == ["arrays", "manifest.json", "meta.json", "plan.json"]
     assert not [path for path in from_4x2.rglob("*") if "outside" in path.name]
     odd = [*SPECS, ".", "...", "%2E.", "a/b", "a%2Fb", "é", "a b"]
-    stored = [checkpoint._stored_name(key) for key in odd]
+    stored = [checkpoint.stored_name(key) for key in odd]
     assert [urllib.parse.unquote(name) for name in stored] == odd
     assert not [name for name in stored if re.search(r"^\.|[^\w.%-]", name, re.ASCII)]
 

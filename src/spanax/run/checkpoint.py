@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import os
 import sys
@@ -94,7 +93,7 @@ class Pending:
         except WriteError as error:
             self._error = error
         except BaseException as error:
-            self._error = _failure(self._root, self.step, error)
+            self._error = failure(self._root, self.step, error)
         finally:
             # It holds the host's copy of the arrays.
             del self._finish
@@ -103,7 +102,7 @@ class Pending:
 
 def warm_up() -> None:
     """Import what the first save would wait for: seconds that a run spends better before its first step."""
-    _orbax()
+    orbax_v1()
 
 
 def save(
@@ -133,22 +132,18 @@ def save(
     step = _checked(step, arrays, keep)
     root = Path(directory).resolve()
     leaves = {key: told(value) for key, value in arrays.items()}
-    document = {"saved_at": manifest.utc(time.time()), "leaves": leaves, "meta": dict(meta)}
-    try:
-        texts = {PLAN: plan_json.encode(), META: (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()}
-    except (TypeError, ValueError) as error:
-        raise SpanaxError(f"meta cannot be saved: {error}.", fix="give JSON values only") from error
-    stored = {_stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
+    texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
+    stored = {stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
     with _STARTING:
         if root in _RUNNING:
             _RUNNING[root].wait()
-        staging = _prepare(root, step, texts)
+        staging = prepare(root, step, texts)
         try:
             response = _start(staging / ARRAYS, stored)
         except BaseException as error:
-            _abandon(staging)
+            abandon(staging)
             if isinstance(error, OSError):
-                raise _failure(root, step, error) from error
+                raise failure(root, step, error) from error
             raise
         pending = Pending(root, step, lambda: _finish(response, staging, root, step, keep))
         pending._thread.start()
@@ -180,14 +175,14 @@ def restore(
         # Its outcome decides which step is the newest. Errors stay with whoever waits for it.
         _RUNNING[root]._thread.join()
     warn = warn or functools.partial(print, file=sys.stderr)
-    folder = root / from_first(lambda: _choose(root, step, warn).name, DataError)
+    folder = root / from_first(lambda: choose(root, step, warn).name, DataError)
     found = manifest.step_of(folder) or 0
     try:
         plan_json = read_bytes(folder / PLAN).decode()
         _, leaves, meta = read_meta(folder)
         regrouped = Regrouped.of(leaves, targets)
-        _compare(found, folder, leaves, regrouped.reads)
-        arrays = regrouped.finish(_load(folder / ARRAYS, regrouped.reads))
+        compare(found, folder, leaves, regrouped.reads)
+        arrays = regrouped.finish(load(folder / ARRAYS, regrouped.reads))
         return Restored(found, arrays, plan_json, meta)
     except SpanaxError:
         raise
@@ -229,7 +224,7 @@ def _checked(step: int, arrays: Mapping[str, Any], keep: int | None) -> int:
     return int(step)
 
 
-def _prepare(root: Path, step: int, texts: Mapping[str, bytes]) -> Path:
+def prepare(root: Path, step: int, texts: Mapping[str, bytes]) -> Path:
     """Clears leftovers, then makes the folder to write into, on the first process; the same answer on all."""
     # A name of its own, so that late writes of a failed save never mix with those of the next.
     staging = root / f"{step}.new{next(_ATTEMPTS)}"
@@ -244,8 +239,8 @@ def _prepare(root: Path, step: int, texts: Mapping[str, bytes]) -> Path:
             for name, content in texts.items():
                 (staging / name).write_bytes(content)
         except OSError as error:
-            _abandon(staging)
-            raise _failure(root, step, error) from error
+            abandon(staging)
+            raise failure(root, step, error) from error
         return staging.name
 
     return root / from_first(make, WriteError)
@@ -253,7 +248,7 @@ def _prepare(root: Path, step: int, texts: Mapping[str, bytes]) -> Path:
 
 def _start(folder: Path, stored: Mapping[str, jax.Array]) -> Any:
     """Copies the arrays and has Orbax write them in the background."""
-    orbax = _orbax()
+    orbax = orbax_v1()
     context = orbax.Context()
     # Otherwise a folder that cannot be made leaves four threads waiting for it for minutes.
     context.asynchronous.create_directories_asynchronously = False
@@ -272,8 +267,8 @@ def _finish(response: Any, staging: Path, root: Path, step: int, keep: int | Non
             return
         manifest.write(staging)
     except BaseException as error:
-        _abandon(staging)
-        raise _failure(root, step, error) from error
+        abandon(staging)
+        raise failure(root, step, error) from error
     try:
         manifest.settle(root)
         # A run that went back to an older step must not lose what it just saved to its abandoned future.
@@ -285,7 +280,7 @@ def _finish(response: Any, staging: Path, root: Path, step: int, keep: int | Non
         raise WriteError(what, where=str(error.filename or root)) from error
 
 
-def _abandon(staging: Path) -> None:
+def abandon(staging: Path) -> None:
     """Removes a half-written step once Orbax's threads, which know of no failure but their own, are done with it."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
@@ -295,7 +290,7 @@ def _abandon(staging: Path) -> None:
             discard(staging)
 
 
-def _failure(root: Path, step: int, error: BaseException) -> WriteError:
+def failure(root: Path, step: int, error: BaseException) -> WriteError:
     is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))
     reason = FULL if is_out else first_line(error)
     fix = "make room or name another folder"
@@ -307,7 +302,7 @@ def _failure(root: Path, step: int, error: BaseException) -> WriteError:
 # ---- restoring
 
 
-def _choose(root: Path, step: int | None, warn: Callable[[str], None]) -> Path:
+def choose(root: Path, step: int | None, warn: Callable[[str], None]) -> Path:
     """The folder of the newest good step, or of the one asked for."""
     candidates = [(number, path) for number, path in reversed(manifest.finished(root)) if step in (None, number)]
     if not candidates:
@@ -336,16 +331,19 @@ def _nothing(root: Path, step: int | None) -> DataError:
     return DataError(f"no checkpoint of step {step}.", where=state, fix=f"finished steps: {there}")
 
 
-def _compare(step: int, folder: Path, leaves: Mapping[str, str], targets: Mapping[str, Any]) -> None:
+def compare(step: int, folder: Path, leaves: Mapping[str, str], targets: Mapping[str, Any]) -> None:
     """Raises one error for all paths, shapes and dtypes that differ, or one for a sharding that does not fit."""
     wanted = {key: told(target) for key, target in targets.items()}
     differ = [key for key in sorted(wanted.keys() | leaves.keys()) if wanted.get(key) != leaves.get(key)]
     if differ:
         lines = [f"{key}: wanted {wanted.get(key, 'nothing')}, has {leaves.get(key, 'nothing')}" for key in differ[:5]]
+        is_bare = {*differ} == wanted.keys() - leaves.keys() and not any(key.startswith("optimizer.") for key in leaves)
         raise DataError(
             f"checkpoint step {step} is of another model: {len(differ)} of {len(wanted)} arrays differ.",
             where=f"{folder}: {'; '.join(lines)}{'; ...' if len(differ) > 5 else ''}",
-            fix="build the model and optimizer the checkpoint was saved from",
+            fix="it holds weights alone: spanax.start(program, plan, init=...), or spanax train --init"
+            if is_bare
+            else "build the model and optimizer the checkpoint was saved from",
         )
     for key, target in targets.items():
         if target.sharding is None:
@@ -357,19 +355,22 @@ def _compare(step: int, folder: Path, leaves: Mapping[str, str], targets: Mappin
             raise SpanaxError(f"{key} cannot be laid out so.", where=first_line(error)) from error
 
 
-def _load(folder: Path, targets: Mapping[str, Any]) -> dict[str, jax.Array]:
+def load(folder: Path, targets: Mapping[str, Any], *, is_all: bool = True) -> dict[str, jax.Array]:
+    """The arrays of a step's folder `arrays`: all that are there, or just the targets."""
     import jax
     import numpy as np
 
-    stored = {_stored_name(key): target for key, target in targets.items() if not _is_empty(target)}
-    with _orbax().Context():
-        loaded = _orbax().load(folder, stored)
+    stored = {stored_name(key): target for key, target in targets.items() if not _is_empty(target)}
+    context = orbax_v1().Context()
+    context.pytree.loading.partial_load = not is_all
+    with context:
+        loaded = orbax_v1().load(folder, stored) if stored else {}
 
     def empty(target: Any) -> jax.Array:
         zeros = np.zeros(target.shape, target.dtype)
         return jax.make_array_from_callback(target.shape, target.sharding, lambda index: zeros[index])
 
-    return {key: empty(target) if _is_empty(target) else loaded[_stored_name(key)] for key, target in targets.items()}
+    return {key: empty(target) if _is_empty(target) else loaded[stored_name(key)] for key, target in targets.items()}
 
 
 # ---- what both need
@@ -380,14 +381,14 @@ def _is_empty(value: Any) -> bool:
     return 0 in value.shape and not str(value.dtype).startswith("key<")
 
 
-def _stored_name(key: str) -> str:
+def stored_name(key: str) -> str:
     """A dotted path as one name that no file system reads as a way out of the folder, and that can be read back."""
     quoted = urllib.parse.quote(key, safe="")
     return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted
 
 
 @functools.cache
-def _orbax() -> Any:
+def orbax_v1() -> Any:
     """Orbax's v1 API, imported on first use: it takes seconds."""
     from orbax.checkpoint import v1
 

@@ -17,7 +17,8 @@ class TrainConfig:
     """Train a workload on the devices that are there, or on simulated ones.
 
     Attributes:
-      workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), or file.py:name.
+      workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), file.py:name,
+        or a folder that spanax import wrote.
       layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert,
         pipeline, pipeline+tensor or 3d; `+seq` behind a tensor one splits the sequence too. Left out: what the mesh's
         names mean, or what fits.
@@ -38,6 +39,7 @@ class TrainConfig:
       remat: what the backward pass keeps: none forgets nothing, dots keeps matmul results, full only what enters a
         layer, offload is dots in host memory; left out: as the model has it.
       out: the run folder; runs/<workload>-<time> by default.
+      init: a run folder or checkpoint that the parameters begin from, such as spanax import writes; all else is new.
       resume: go on from the newest good checkpoint in the run folder, on any mesh.
       save_every: steps between checkpoints; 0 saves at the end only.
       keep: how many checkpoints to keep.
@@ -71,6 +73,7 @@ class TrainConfig:
     chunks: int | None = None
     remat: str | None = None
     out: str | None = None
+    init: str | None = None
     resume: bool = False
     save_every: int = 100
     keep: int = 3

@@ -12,13 +12,14 @@ import shutil
 import stat
 import time
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from spanax.documents import parse_json, read_bytes, read_json
-from spanax.errors import WriteError
+from spanax.errors import SpanaxError, WriteError
 
 NAME = "manifest.json"
 ARRAYS, PLAN, META = "arrays", "plan.json", "meta.json"
@@ -163,6 +164,19 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
     if not folders:
         return [f"{directory}: no checkpoint here"]
     return [f"step {folder.name}: {problem}" for folder in folders for problem in problems(folder)]
+
+
+def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
+    """What `read_meta` reads: now, the leaves, and the caller's values.
+
+    Raises:
+      SpanaxError: the values are none of JSON.
+    """
+    document = {"saved_at": utc(time.time()), "leaves": dict(leaves), "meta": dict(meta)}
+    try:
+        return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+    except (TypeError, ValueError) as error:
+        raise SpanaxError(f"meta cannot be saved: {error}.", fix="give JSON values only") from error
 
 
 def read_meta(folder: Path) -> tuple[str, dict[str, str], dict[str, Any]]:

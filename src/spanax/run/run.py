@@ -27,6 +27,7 @@ from spanax.run.pipeline import in_stages
 from spanax.run.replay import Replay
 from spanax.run.rows import Rows, rows_of
 from spanax.run.state import born
+from spanax.run.weights import load
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
@@ -313,6 +314,7 @@ def start(
     seed: int = 0,
     devices: Sequence[Any] | None = None,
     guard: Guard | None = None,
+    init: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Bring a program to life as planned: every array is made on the devices that keep it.
 
@@ -322,8 +324,11 @@ def start(
       seed: the numbers `nnx.Rngs` starts from; they are the same on every mesh.
       devices: the devices to use; all of this process by default.
       guard: what makes a step bad, and what follows; nothing by default.
+      init: a run folder, or a folder of checkpoints, that parameters and statistics begin from; the optimizer, the
+        step count and random state are new.
 
     Raises:
+      DataError: `init` holds no good checkpoint, or one of another model.
       SpanaxError: the plan is another program's, or there are too few devices.
 
     Example:
@@ -341,7 +346,9 @@ def start(
     program = as_planned(program, plan)
     mesh = plan.mesh.build(devices)
     rows = rows_of(program, plan)
-    state = born(program, plan.leaves if rows is None else rows.shown_as, mesh, seed)
+    places = plan.leaves if rows is None else rows.shown_as
+    given = {} if init is None else load(program, places, mesh, init)
+    state = born(program, places, mesh, seed, given)
     state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
     return Run(program, plan, mesh, state, guard=guard)

@@ -5,10 +5,11 @@ model. So keys, counts and other single numbers are computed first, and each arr
 its own, compiled once for all arrays that are made alike (the same kernel of forty-eight blocks).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from spanax.plan.plan import Placement
@@ -16,18 +17,35 @@ from spanax.trace.graph import Graph, Op, from_jaxpr
 from spanax.trace.program import Program
 
 
-def born(program: Program, placements: Sequence[Placement], mesh: jax.sharding.Mesh, seed: int) -> list[jax.Array]:
+def born(
+    program: Program,
+    placements: Sequence[Placement],
+    mesh: jax.sharding.Mesh,
+    seed: int,
+    given: Mapping[int, jax.Array] | None = None,
+) -> list[jax.Array]:
     """The program's state at step 0, each leaf on the devices and in the shards of its placement.
 
-    The numbers depend on the seed alone, not on the mesh.
+    The numbers depend on the seed alone, not on the mesh; and on those leaves that are `given` by their number, as the
+    optimizer does where it begins with copies of parameters.
     """
+    given = given or {}
     graph = from_jaxpr(program.init)
     producers = {value: op for op in graph.body.ops for value in op.outputs}
-    known = graph.constants | _single_numbers(graph, np.uint32(seed))
+    made = graph.constants | _single_numbers(graph, np.uint32(seed))
+    brought = {graph.body.outputs[number]: array for number, array in given.items()}
     compiled: dict[Any, Callable[..., Any]] = {}
     arrays = []
-    for value, placement in zip(graph.body.outputs, placements, strict=True):
+    for number, (value, placement) in enumerate(zip(graph.body.outputs, placements, strict=True)):
         sharding = placement.sharding(mesh)
+        if number in given:
+            arrays.append(given[number])
+            continue
+        known = made | brought if placement.kind == "optimizer" else made
+        if value in known and value in brought:
+            # The step takes both away: a copy of a parameter has to have its own memory.
+            arrays.append(jax.jit(jnp.copy, out_shardings=sharding)(known[value]))
+            continue
         if value in known:
             arrays.append(_placed(known[value], sharding))
             continue

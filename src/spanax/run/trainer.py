@@ -149,6 +149,7 @@ def _filled(config: TrainConfig, workload: Workload) -> TrainConfig:
         steps=config.steps if config.steps is not None else workload.num_steps,
         lr=config.lr if config.lr is not None else workload.learning_rate,
         tokenizer=config.tokenizer or workload.tokenizer,
+        init=config.init or workload.init,
     )
 
 
@@ -302,7 +303,7 @@ def _begun(
             checkpoints = folder / run_folder.CHECKPOINTS
             return restore(program, plan, checkpoints, devices=devices, warn=warn, guard=config.guard)
         emit({"event": "warning", "message": f"'{folder}' has no finished checkpoint: starting from step 0"})
-    return start(program, plan, seed=config.seed, devices=devices, guard=config.guard)
+    return start(program, plan, seed=config.seed, devices=devices, guard=config.guard, init=config.init)
 
 
 def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
@@ -316,6 +317,7 @@ def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
         **_placed(plan),
         "why": plan.why,
         "state_bytes_per_device": plan.state_bytes(),
+        **({} if config.init is None or run.num_steps else {"init": config.init}),
         "out": str(folder),
     }
 

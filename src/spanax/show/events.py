@@ -42,9 +42,11 @@ def line(event: Event) -> str:
     kind = event["event"]
     if kind == "start":
         mesh = ",".join(f"{axis}={size}" for axis, size in event["mesh"].items())
+        begun = f" from {event['init']}" if "init" in event else ""
         return (
-            f"{event['workload']}: {count_text(event['parameters'])} parameters, layout {event['layout']} on {mesh} "
-            f"({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state a device, into {event['out']}"
+            f"{event['workload']}: {count_text(event['parameters'])} parameters{begun}, layout {event['layout']} "
+            f"on {mesh} ({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state a device, "
+            f"into {event['out']}"
         )
     if kind == "step":
         return (

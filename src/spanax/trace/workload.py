@@ -39,6 +39,7 @@ class Workload:
       tokenizer: for text; `bytes`, `bpe`, `bpe:4096` or a tokenizer.json.
       vocab_size: how many tokens the model knows; None where the batch is not tokens.
       microbatches: gradients are accumulated over this many parts of the batch.
+      init: a checkpoint that the parameters begin from; left out, they begin at random.
 
     Example:
       >>> import jax
@@ -63,6 +64,7 @@ class Workload:
     tokenizer: str = "bytes"
     vocab_size: int | None = None
     microbatches: int = 1
+    init: str | None = None
 
     def trace(
         self, *, learning_rate: float, num_steps: int, compute_dtype: Any = None, remat: str | None = None

@@ -1,0 +1,27 @@
+"""Weights and rules in and out: Hugging Face's safetensors, and logical axis rules for MaxText and Flax."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spanax.interop.exporting import Exported, export_weights
+    from spanax.interop.importing import Imported, import_weights
+    from spanax.interop.rules import Rules, export_rules
+
+_HOME = {
+    "Exported": "exporting",
+    "Imported": "importing",
+    "Rules": "rules",
+    "export_rules": "rules",
+    "export_weights": "exporting",
+    "import_weights": "importing",
+}
+
+__all__ = ["Exported", "Imported", "Rules", "export_rules", "export_weights", "import_weights"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: the command line reads its flags from here without JAX.
+    if name in _HOME:
+        return getattr(import_module(f"spanax.interop.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'spanax.interop' has no attribute '{name}'")

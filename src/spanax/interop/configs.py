@@ -1,0 +1,153 @@
+"""Configs: the shape of a model of ours from a config.json, and a config.json from the shape."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+
+from spanax.documents import made, read_json
+from spanax.errors import DataError, first_line
+from spanax.interop.families import FAMILIES, Family
+from spanax.interop.safetensors import inside
+from spanax.models.imported import MODELS
+
+CONFIG = "config.json"
+MOST = 1 << 31
+"""Of any number in a shape."""
+
+
+def read_config(folder: Path, name: str, family: Family) -> Any:
+    """The shape that a folder's config.json describes.
+
+    Args:
+      folder: where the weights are.
+      name: what they are read as.
+      family: the tables of that name.
+
+    Raises:
+      DataError: there is none, it is of another model, or of one that ours cannot be.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        what = f"'{folder}' has no {CONFIG}, which says what model the weights are of."
+        raise DataError(what, fix="put the model's own beside its weights")
+    try:
+        found = read_json(inside(path, folder))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except DataError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read '{path}'.", where=first_line(error)) from None
+    kind = found.get("model_type")
+    if kind not in family.kinds:
+        fitting = [one for one, tables in FAMILIES.items() if kind in tables.kinds]
+        what = f"'{path}' is of a model of type {repr(kind)[:60]}, and is to be read as '{name}'."
+        raise DataError(what, fix=f"--as {fitting[0]}" if fitting else f"a model of type {', '.join(family.kinds)}")
+    found = _as_written(found)
+    for key, allowed in family.fixed.items():
+        if (value := found.get(key, allowed[0])) not in allowed:
+            what = f"'{path}' says {key} {repr(value)[:60]}, and spanax.models.{family.model[0]} has it one way only."
+            raise DataError(what, where=f"{key}: {' or '.join(map(repr, allowed))}")
+    return _shape(path, name, family, found)
+
+
+def config_json(family: Family, config: Any, dtype: str) -> dict[str, Any]:
+    """What config.json says of a shape, for transformers.
+
+    Example:
+      >>> from spanax.interop.families import family
+      >>> from spanax.models.gpt import SIZES
+      >>> config_json(family("gpt2"), SIZES["gpt2"], "float32")["n_embd"]
+      768
+    """
+    implied = {kind: all(getattr(config, k) == v for k, v in says.items()) for kind, says in family.implied.items()}
+    kind = [kind for kind, holds in implied.items() if holds and kind != "mistral"][-1]
+    said = {setting.theirs: getattr(config, setting.name) for setting in family.settings}
+    said |= {key: allowed[0] for key, allowed in family.fixed.items()}
+    if family.model[0] == "llama":
+        said |= _rope_json(config)
+        said["head_dim"] = config.head_dim or config.embed_dim // config.num_heads
+    if "num_labels" in said:
+        labels = {str(number): f"LABEL_{number}" for number in range(said.pop("num_labels"))}
+        said |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
+    return {"architectures": [family.kinds[kind]], "model_type": kind, "dtype": dtype, **said}
+
+
+def _shape(path: Path, name: str, family: Family, found: Mapping[str, Any]) -> Any:
+    """Our shape, every number of it held against what a shape may be."""
+    model, kind = MODELS[name]
+    known = {field.name for field in fields(kind)}
+    values: dict[str, Any] = dict(family.implied[found["model_type"]])
+    for setting in family.settings:
+        value = found.get(setting.theirs, setting.default)
+        if value is not None:
+            values[setting.name] = value
+    if family.model[0] == "llama":
+        values |= _rope(path, found)
+    try:
+        shape: Any = made(kind, {key: value for key, value in values.items() if key in known})
+        numbers = [getattr(shape, key) for key in known]
+        if any(type(number) is int and not 1 <= number < MOST for number in numbers):
+            raise ValueError("a size is not a whole number from 1 to 2**31")
+        if any(type(number) is float and not 0 <= number < math.inf for number in numbers):
+            raise ValueError("a number is negative")
+        nnx.eval_shape(lambda: model(shape, nnx.Rngs(0)))
+    except Exception as error:  # whatever a model says to a shape that is none
+        what = f"'{path}' describes no model."
+        raise DataError(what, where=first_line(error)) from None
+    return shape
+
+
+def _as_written(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in one way, where transformers has had several."""
+    found = dict(found)
+    if found.get("use_sliding_window") is False:
+        found["sliding_window"] = None
+    if isinstance(labels := found.get("id2label"), dict):
+        found.setdefault("num_labels", len(labels))
+    rope = found.get("rope_parameters") or {}
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        found["rope_theta"] = rope["rope_theta"]
+    for key in ("rope_theta", "rms_norm_eps", "layer_norm_eps"):
+        if type(found.get(key)) is int:
+            found[key] = float(found[key])
+    return found
+
+
+def _rope(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+    """How rotary positions are stretched, if they are."""
+    from spanax.models.llama import RopeScaling
+
+    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else repr(rope)
+    if kind == "default":
+        return {}
+    if kind != "llama3":
+        what = f"'{path}' stretches rotary positions in the way '{str(kind)[:60]}'."
+        raise DataError(what, where="spanax.models.llama knows those of Llama 3.1: llama3")
+    theirs = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    try:
+        factor, low, high, length = (rope[key] for key in theirs)
+        return {"rope_scaling": RopeScaling(float(factor), float(low), float(high), int(length))}
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"'{path}' has rotary positions without {', '.join(theirs)}.") from None
+
+
+def _rope_json(config: Any) -> dict[str, Any]:
+    """Rotary positions as transformers 5 keeps them, and as those before it did."""
+    scaling = getattr(config, "rope_scaling", None)
+    stretched = {"rope_type": "default"} if scaling is None else {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low,
+        "high_freq_factor": scaling.high,
+        "original_max_position_embeddings": scaling.original_len,
+    }  # fmt: skip
+    return {
+        "rope_parameters": {"rope_theta": config.rope_theta, **stretched},
+        "rope_scaling": None if scaling is None else stretched,
+    }

@@ -1,0 +1,88 @@
+"""Imported: the workload of a folder that `spanax import` wrote, whatever brought its weights there."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from spanax import DataError, SpanaxError, Workload
+from spanax.documents import made, read_json
+from spanax.errors import first_line
+from spanax.models import gpt, images, llama, vit
+
+MODEL = "model.json"
+"""In a folder of weights: which model they are of, and its shape."""
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (gpt.GPT, gpt.GPTConfig),
+    "llama": (llama.Llama, llama.LlamaConfig),
+    "vit": (vit.ViT, vit.ViTConfig),
+}
+"""The models that weights are brought in for, each with what says its shape."""
+
+SEQ_LEN = 4096
+"""Tokens in an example where nobody says how many: a model may know a hundred thousand positions."""
+
+
+def shaped(
+    kind: str, config: Any, folder: Path, *, batch_size: int | None = None, seq_len: int | None = None
+) -> Workload:
+    """The workload of a model whose weights are in a folder: it begins from them, and reads text with its tokenizer.
+
+    Raises:
+      SpanaxError: the model knows fewer positions than are asked for.
+    """
+    model, _ = MODELS[kind]
+    build = partial(model, replace(config, remat=True))
+    own: dict[str, Any] = {"build": build, "learning_rate": 2e-5, "num_steps": 1000, "init": str(folder)}
+    if kind == "vit":
+        return Workload(batch=images.example_batch(batch_size or 256, config.image_size), loss=images.loss, **own)
+    if kind == "gpt2" and (seq_len or 0) > config.seq_len:
+        what = f"'{folder}' knows {config.seq_len} positions, and {seq_len} are asked for."
+        raise SpanaxError(what, fix=f"--seq {config.seq_len}")
+    return Workload(
+        batch=gpt.example_batch(batch_size or 8, seq_len or min(config.seq_len, SEQ_LEN)),
+        loss=gpt.loss if kind == "gpt2" else llama.loss,
+        source="python",
+        tokenizer=str(folder / "tokenizer.json"),
+        vocab_size=config.vocab_size,
+        **own,
+    )
+
+
+def is_imported(folder: Path) -> bool:
+    """Whether a folder holds weights that were brought in."""
+    return (folder / MODEL).is_file()
+
+
+def read_shape(folder: Path) -> tuple[str, Any]:
+    """Which model the weights of a folder are of, and its shape.
+
+    Raises:
+      DataError: it does not say.
+    """
+    try:
+        data = read_json(folder / MODEL)
+        _, shape = MODELS[data["model"]]
+        return data["model"], made(shape, data["shape"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"'{folder / MODEL}' describes no model.", where=first_line(error)) from None
+
+
+def from_folder(folder: Path) -> Callable[..., Workload]:
+    """What makes the workload of a folder of weights, in other sizes of its batch.
+
+    Raises:
+      DataError: the folder does not say what model they are of.
+    """
+    kind, shape = read_shape(folder)
+
+    def of_images(batch_size: int | None = None) -> Workload:
+        return shaped(kind, shape, folder, batch_size=batch_size)
+
+    # The trainer asks for the vocabulary of its tokenizer; that of the weights stays, and it compares them.
+    def of_text(batch_size: int | None = None, seq_len: int | None = None, vocab_size: int | None = None) -> Workload:
+        return shaped(kind, shape, folder, batch_size=batch_size, seq_len=seq_len)
+
+    return of_images if kind == "vit" else of_text

@@ -1,0 +1,97 @@
+"""Makes tests/interop/weights: tiny models of transformers, initialized at random, and what they answer.
+
+    pip install "spanax[interop-test]"
+    python tests/interop/make_weights.py
+
+Each is a folder as `save_pretrained` writes it, and beside it NAME.safetensors with `inputs` and `logits`. Every number
+of a model is moved at random, so that no bias is zero and no two norms are alike.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+FOLDER = Path(__file__).parent / "weights"
+
+LLAMA = {
+    "vocab_size": 96,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def models() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Name to model, and how it is saved."""
+    gpt2 = transformers.GPT2Config(
+        vocab_size=300, n_positions=32, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    vit = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_labels=5,
+    )  # fmt: skip
+    llama32 = transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True, rope_parameters=ROPE)
+    qwen2 = transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True)
+    qwen3 = transformers.Qwen3Config(**LLAMA, head_dim=8)
+    return {
+        "gpt2": (transformers.GPT2LMHeadModel(gpt2), {}),
+        "llama": (transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), {"max_shard_size": "4KB"}),
+        "llama-tied": (transformers.LlamaForCausalLM(llama32), {}),
+        "qwen2": (transformers.Qwen2ForCausalLM(qwen2), {}),
+        "qwen3": (transformers.Qwen3ForCausalLM(qwen3), {}),
+        "vit": (transformers.ViTForImageClassification(vit), {}),
+    }
+
+
+def moved(model: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with every number moved, as it is in a dtype."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+def inputs_of(model: Any) -> torch.Tensor:
+    """Four images of a ViT, or four texts of eight tokens."""
+    config = model.config
+    if config.model_type == "vit":
+        return torch.rand(4, 3, config.image_size, config.image_size)
+    return torch.randint(0, config.vocab_size, (4, 8))
+
+
+def main() -> None:
+    """Write all of them anew."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    torch.manual_seed(0)
+    for name, (model, how) in models().items():
+        model = moved(model, torch.bfloat16 if name == "llama" else torch.float32)
+        model.save_pretrained(FOLDER / name, **how)
+        inputs = inputs_of(model)
+        with torch.no_grad():
+            logits = model.float()(inputs).logits
+        save_file({"inputs": inputs.int() if inputs.dtype == torch.int64 else inputs, "logits": logits},
+                  FOLDER / f"{name}.safetensors")  # fmt: skip
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator([Path(__file__).read_text()], vocab_size=300, show_progress=False)
+    tokenizer.save(str(FOLDER / "gpt2" / "tokenizer.json"), pretty=False)
+
+
+if __name__ == "__main__":
+    main()

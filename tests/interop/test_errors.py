@@ -1,0 +1,164 @@
+"""What is said of weights that are not what they should be, byte for byte; `make golden` writes it anew."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+import spanax
+from spanax.errors import SpanaxError
+from spanax.interop import export_weights, import_weights
+from spanax.interop.safetensors import Writer, tensors
+from spanax.models.workloads import load
+
+WEIGHTS = Path(__file__).parent / "weights"
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "interop_errors.txt"
+
+
+def configured(name: str = "gpt2", kind: str = "gpt2", **change: Any) -> Callable[[Path], Any]:
+    """Imports weights beside a config.json in which something is changed."""
+
+    def act(folder: Path) -> None:
+        shutil.copytree(WEIGHTS / name, folder / name)
+        config = json.loads((folder / name / "config.json").read_text()) | change
+        (folder / name / "config.json").write_text(json.dumps(config))
+        import_weights(folder / name, kind, folder / "new")
+
+    return act
+
+
+def rewritten(change: Callable[[dict[str, np.ndarray]], Any], name: str = "gpt2", kind: str = "gpt2") -> Any:
+    """Imports weights in which something is changed."""
+
+    def act(folder: Path) -> None:
+        shutil.copytree(WEIGHTS / name, folder / name)
+        found = {tensor: one.read() for tensor, one in tensors(folder / name).items()}
+        change(found)
+        (folder / name / "model.safetensors").unlink()
+        with Writer(folder / name / "model.safetensors", found) as file:
+            for tensor, array in found.items():
+                file.put(tensor, array)
+        import_weights(folder / name, kind, folder / "new")
+
+    return act
+
+
+def misspelt(found: dict[str, np.ndarray]) -> None:
+    found["transformer.h.1.ln2.bias"] = found.pop("transformer.h.1.ln_2.bias")
+
+
+def quantized(found: dict[str, np.ndarray]) -> None:
+    found["transformer.h.0.mlp.c_fc.weight"] = found["transformer.h.0.mlp.c_fc.weight"].astype("int8")
+
+
+def mixed(found: dict[str, np.ndarray]) -> None:
+    found["transformer.h.1.mlp.c_fc.weight"] = found["transformer.h.1.mlp.c_fc.weight"].astype("bfloat16")
+
+
+def untied(found: dict[str, np.ndarray]) -> None:
+    found["lm_head.weight"] = found["model.embed_tokens.weight"] + np.float32(1)
+
+
+@cache
+def once() -> tempfile.TemporaryDirectory[str]:
+    """A folder with imported weights, for all that want some."""
+    held = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    import_weights(WEIGHTS / "gpt2", "gpt2", Path(held.name, "in"))
+    return held
+
+
+def imported(folder: Path) -> None:
+    shutil.copytree(Path(once().name, "in"), folder / "in")
+
+
+def too_long(folder: Path) -> None:
+    imported(folder)
+    load(str(folder / "in"), seq_len=64)
+
+
+def too_deep(folder: Path) -> None:
+    imported(folder)
+    load(str(folder / "in"), num_layers=3)
+
+
+def begun_as_another(folder: Path) -> None:
+    imported(folder)
+    workload = load("gpt-nano", batch_size=8)
+    program = spanax.trace(build=workload.build, optimizer=optax.sgd(0.1), batch=workload.batch, loss=workload.loss)
+    spanax.start(program, spanax.plan(program, spanax.cluster("cpu:1"), layout="data"), init=folder / "in")
+
+
+def exported(kind: str, **how: Any) -> Callable[[Path], Any]:
+    def act(folder: Path) -> None:
+        imported(folder)
+        if how:
+            (folder / "in" / "model.json").unlink()
+        export_weights(folder / "in", kind, folder / "new", **{key: value for key, value in how.items() if value})
+
+    return act
+
+
+ROPE = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
+
+WRONG: dict[str, Callable[[Path], Any]] = {
+    "another model": configured(model_type="bert"),
+    "read as another": configured("gpt2", "llama"),
+    "more layers": configured(n_layer=3),
+    "fewer layers": configured(n_layer=1),
+    "absurdly many layers": configured(n_layer=10**9),
+    "another width": configured(n_embd=32),
+    "no width": configured(n_embd=0),
+    "a width that is none": configured(n_embd="wide"),
+    "a width of a galaxy": configured(n_embd=1 << 61),
+    "heads that do not divide": configured(n_head=3),
+    "another activation": configured(activation_function="relu"),
+    "another epsilon": configured(layer_norm_epsilon=1e-3),
+    "other rotary positions": configured("llama", "llama", **ROPE),
+    "a window": configured("llama", "llama", model_type="mistral", sliding_window=4096),
+    "a bias that ours has not": configured("llama", "llama", attention_bias=True),
+    "no colours": configured("vit", "vit", num_channels=1),
+    "a name misspelt": rewritten(misspelt),
+    "quantized": rewritten(quantized),
+    "two dtypes": rewritten(mixed),
+    "a head of its own": rewritten(untied, "qwen2", "llama"),
+    "a sequence that is too long": too_long,
+    "another depth": too_deep,
+    "begun as another model": begun_as_another,
+    "exported as another model": exported("llama"),
+    "exported, and nobody says what it is": exported("gpt2", dtype=None),
+    "exported as what it is not": exported("gpt2", workload="gpt-nano"),
+    "exported of another kind": exported("gpt2", workload="llama-nano"),
+    "exported of no kind": exported("gpt2", workload="resnet-nano"),
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What each was answered, for the golden file."""
+    return {}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_told_in_four_lines(name: str, tmp_path: Path, said: dict[str, str]) -> None:
+    with pytest.raises(SpanaxError) as caught:
+        WRONG[name](tmp_path)
+    assert len(str(caught.value).splitlines()) <= 4
+    assert not (tmp_path / "new").exists(), "something was left behind"
+    said[name] = str(caught.value).replace(str(tmp_path), "FOLDER") + f"\n  [exit {caught.value.exit_code}]\n"
+
+
+def test_the_answers_are_the_golden_ones(said: dict[str, str]) -> None:
+    if said.keys() != WRONG.keys():
+        pytest.skip(f"{len(said)} of {len(WRONG)} answers: run the whole file to compare them")
+    found = "".join(f"[{name}] {said[name]}\n" for name in WRONG)
+    if os.environ.get("SPANAX_GOLDEN") == "update":
+        GOLDEN.write_text(found)
+    assert found == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"

@@ -1,0 +1,109 @@
+"""Transformers itself beside our models, at random: `pip install "spanax[interop-test]"`."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spanax
+from spanax.interop import export_weights, import_weights
+from spanax.models.workloads import load
+
+INSTALL = 'pip install "spanax[interop-test]"'
+transformers = pytest.importorskip("transformers", reason=INSTALL)
+torch = pytest.importorskip("torch", reason=INSTALL)
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+TEXT = {"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 512}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 128}
+LLAMA_3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def theirs(name: str) -> tuple[str, Any]:
+    """What it is read as, and a model of transformers, every number of it at random."""
+    t, sizes = transformers, TEXT | HEADS
+    gpt2 = {"vocab_size": 512, "n_positions": 128, "n_embd": 96, "n_layer": 3, "n_head": 6}
+    vit = {"image_size": 32, "patch_size": 8, "hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3}
+    made = {
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt2)),
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes)),
+        "llama, all heads": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes | {"num_key_value_heads": 6})),
+        "llama 3.2": lambda: t.LlamaForCausalLM(
+            t.LlamaConfig(**sizes, tie_word_embeddings=True, rope_parameters=LLAMA_3)
+        ),
+        "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**sizes, sliding_window=None)),
+        "qwen2": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes)),
+        "qwen2, tied": lambda: t.Qwen2ForCausalLM(t.Qwen2Config(**sizes, tie_word_embeddings=True)),
+        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=32)),
+        "vit": lambda: t.ViTForImageClassification(t.ViTConfig(**vit, num_attention_heads=6, num_labels=7)),
+    }
+    torch.manual_seed(1)
+    model = made[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return name if name in ("gpt2", "vit") else "llama", model.eval()
+
+
+def asked(kind: str, image_size: int = 32) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(4, image_size, image_size, 3)).astype("float32") if kind == "vit" else rng.integers(
+        0, 256, (4, 64)
+    )  # fmt: skip
+
+
+def answer(model: Any, kind: str, inputs: np.ndarray) -> np.ndarray:
+    given = torch.tensor(inputs.transpose(0, 3, 1, 2) if kind == "vit" else inputs)
+    with torch.no_grad():
+        return model(given).logits.numpy()
+
+
+def begun(folder: Path) -> spanax.Run:
+    workload = load(str(folder), batch_size=4)
+    program = spanax.trace(build=workload.build, optimizer=optax.sgd(0.1), batch=workload.batch, loss=workload.loss)
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), mesh="fsdp=4,model=2")
+    return spanax.start(program, plan, init=folder)
+
+
+NAMES = ["gpt2", "llama", "llama, all heads", "llama 3.2", "mistral", "qwen2", "qwen2, tied", "qwen3", "vit"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_answer_the_same_both_ways(name: str, tmp_path: Path) -> None:
+    kind, model = theirs(name)
+    model.save_pretrained(tmp_path / "theirs")
+    inputs = asked(kind)
+    wanted = answer(model, kind, inputs)
+    import_weights(tmp_path / "theirs", kind, tmp_path / "in")
+    found = np.asarray(jax.jit(begun(tmp_path / "in").model())(jnp.asarray(inputs)))
+    assert np.abs(wanted).max() > 0.5
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+    export_weights(tmp_path / "in", kind, tmp_path / "out")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "theirs" / file).read_bytes()
+
+
+@pytest.mark.parametrize("workload, kind", [("gpt-nano", "gpt2"), ("llama-nano", "llama"), ("vit-nano", "vit")])
+def test_transformers_reads_what_was_never_its_own(workload: str, kind: str, tmp_path: Path) -> None:
+    """Weights and config.json of a run of ours, read by transformers without a word of ours."""
+    ours = load(workload, batch_size=8)
+    program = ours.trace(learning_rate=0.01, num_steps=4)
+    run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
+    for _ in range(3):  # the head of a ViT begins as zeros
+        run.step(jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), ours.batch))
+    run.save(tmp_path / "steps").wait()
+    export_weights(tmp_path / "steps", kind, tmp_path / "out", workload=workload)
+    auto = transformers.AutoModelForImageClassification if kind == "vit" else transformers.AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path / "out").eval()
+    inputs = asked(kind)
+    found = np.asarray(jax.jit(run.model())(jnp.asarray(inputs)))
+    assert np.abs(found).max() > 0.1
+    np.testing.assert_allclose(answer(model, kind, inputs), found, atol=1e-4, rtol=0)

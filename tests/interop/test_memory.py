@@ -1,0 +1,66 @@
+"""Weights of a model much larger than its largest tensor: the host never holds more than a few tensors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from spanax.interop.configs import config_json
+from spanax.interop.families import family
+from spanax.interop.importing import params_of
+from spanax.interop.matched import arrays_of
+from spanax.interop.safetensors import Writer
+from spanax.models.gpt import GPTConfig
+from spanax.run.weights import LEAST_BYTES
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from spanax.cli import main
+
+def both(source, to):
+    main(["import", source, "--as", "gpt2", "--out", f"{to}/in", "--json"])
+    main(["export", f"{to}/in", "--as", "gpt2", "--out", f"{to}/out", "--json"])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+small, large, to = sys.argv[1:]
+before = both(small, f"{to}/small")
+print(both(large, f"{to}/large") - before)
+"""
+
+OVERHEAD_BYTES = 20 << 20
+"""What JAX, Orbax and TensorStore hold besides, for 50 tensors."""
+
+
+def written(folder: Path, config: GPTConfig) -> int:
+    """Random weights of a GPT-2, one tensor at a time; returns the bytes of the largest."""
+    arrays = arrays_of(family("gpt2"), params_of("gpt2", config))
+    listed = {name: SimpleNamespace(shape=one.their_shape, dtype="float32") for one in arrays for name in one.names}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_json(family("gpt2"), config, "float32")))
+    rng = np.random.default_rng(0)
+    with Writer(folder / "model.safetensors", listed) as file:
+        for name, one in listed.items():
+            file.put(name, rng.standard_normal(one.shape, "float32"))
+    return max(4 * int(np.prod(one.shape)) for one in listed.values())
+
+
+def test_the_host_holds_the_largest_tensor_twice(tmp_path: Path) -> None:
+    small = Path(__file__).parent / "weights" / "gpt2"
+    largest = written(tmp_path / "large", GPTConfig(300, 64, num_layers=4, num_heads=8, embed_dim=640))
+    size = (tmp_path / "large" / "model.safetensors").stat().st_size
+    allowed = 2 * max(largest, LEAST_BYTES) + OVERHEAD_BYTES
+    assert size > 10 * largest and size > 2 * allowed, "the file shows nothing"
+    to = tmp_path / "to"
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(small), str(tmp_path / "large"), str(to)],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    grown = int(run.stdout.splitlines()[-1]) * 1024
+    assert grown < allowed, f"{grown / 1e6:.0f} MB more for a file of {size / 1e6:.0f} MB; {allowed / 1e6:.0f} allowed"
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "large" / name).read_bytes() == (to / "large" / "out" / name).read_bytes()

@@ -1,0 +1,30 @@
+"""The public names of spanax.interop: each there, and told with an example."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import spanax.interop
+
+
+@pytest.mark.parametrize("name", spanax.interop.__all__)
+def test_a_public_name_is_there_and_explained(name: str) -> None:
+    found = getattr(spanax.interop, name)
+    told = inspect.getdoc(found) or ""
+    assert ">>>" in told if inspect.isfunction(found) else "Attributes:" in told
+
+
+def test_nothing_heavy_is_imported_for_the_flags() -> None:
+    code = (
+        "import sys, spanax.interop.commands; print([name for name in ('jax', 'numpy', 'flax') if name in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip() == "[]"
+    )
+
+
+def test_a_name_that_is_not_there() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'imports'"):
+        _ = spanax.interop.imports

@@ -1,0 +1,197 @@
+"""Files of tensors from strangers: every claim of a header, an index and a link is held against what is there."""
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from spanax.errors import DataError
+from spanax.interop import import_weights
+from spanax.interop.safetensors import INDEX, SINGLE, Tensor, Writer, order, tensors
+
+ONE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def file(header: Any, data: bytes = bytes(8), length: int | None = None) -> bytes:
+    """A file with a header, as it is written there."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def two(other: dict[str, Any]) -> bytes:
+    return file({"a": ONE, "b": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]} | other}, bytes(16))
+
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "its header has 0 bytes, and the file 0"),
+    "half a length": (b"\x01\x02", "and the file 2"),
+    "a header longer than the file": (file({"a": ONE}, length=1 << 62), "its header has 4,611,686,018,427,387,904"),
+    "a header of gigabytes": (file(b" " * (17 << 20)), "at most 16,777,216 are read"),
+    "no JSON": (file(b"\x80\x04\x95pickle"), "no safetensors file"),
+    "a list": (file([1]), "no object"),
+    "a name twice": (file(b'{"a": %s, "a": %s}' % ((json.dumps(ONE).encode(),) * 2)), "'a' is there twice"),
+    "nested without end": (file(b'{"a": ' + b"[" * 100_000), "nested too deep"),
+    "an unknown dtype": (file({"a": ONE | {"dtype": "F33"}}), "no tensor that is known here"),
+    "a dtype that is none": (file({"a": ONE | {"dtype": ["F32"]}}), "no tensor that is known here"),
+    "no offsets": (file({"a": {"dtype": "F32", "shape": [2]}}), "no tensor that is known here"),
+    "a negative size": (file({"a": ONE | {"shape": [-2]}}), "has shape"),
+    "a size that is a truth value": (file({"a": ONE | {"shape": [True]}}), "has shape"),
+    "a size that is a fraction": (file({"a": ONE | {"shape": [2.0]}}), "has shape"),
+    "an absurd size": (file({"a": ONE | {"shape": [1 << 63]}}), "has shape"),
+    "sizes that overflow": (file({"a": ONE | {"shape": [1 << 40, 1 << 40]}}), "takes 8 bytes"),
+    "too many dims": (file({"a": ONE | {"shape": [1] * 9}}), "has shape"),
+    "another number of bytes": (file({"a": ONE | {"shape": [3]}}), "takes 8 bytes"),
+    "offsets the wrong way round": (file({"a": ONE | {"data_offsets": [8, 0]}}), "takes -8 bytes"),
+    "three offsets": (file({"a": ONE | {"data_offsets": [0, 4, 8]}}), "at \\[0, 4, 8\\]"),
+    "beyond the end": (file({"a": ONE}, bytes(4)), "tensors take 8 bytes, and it holds 4"),
+    "bytes that nobody names": (file({"a": ONE}, bytes(12)), "tensors take 8 bytes, and it holds 12"),
+    "one over the other": (two({"data_offsets": [4, 12]}), "'b' begins at byte 4"),
+    "a hole": (file({"b": ONE | {"data_offsets": [8, 16]}}, bytes(16)), "'b' begins at byte 8"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_header_that_lies_is_refused(name: str, tmp_path: Path) -> None:
+    content, says = HOSTILE[name]
+    (tmp_path / SINGLE).write_bytes(content)
+    with pytest.raises(DataError, match=says) as caught:
+        tensors(tmp_path)
+    assert len(str(caught.value).splitlines()) <= 4
+
+
+def test_a_header_that_does_not_lie_is_read(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(two({}))
+    assert sorted(tensors(tmp_path)) == ["a", "b"]
+
+
+def indexed(folder: Path, weight_map: Any) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "one.safetensors").write_bytes(two({}))
+
+
+INDEXES: dict[str, tuple[Any, str]] = {
+    "a way out": ({"a": "../one.safetensors", "b": "one.safetensors"}, "is no file beside it"),
+    "from the root": ({"a": "/etc/passwd", "b": "one.safetensors"}, "is no file beside it"),
+    "a hidden file": ({"a": ".one.safetensors", "b": "one.safetensors"}, "is no file beside it"),
+    "no file": ({"a": "two.safetensors", "b": "one.safetensors"}, "missing, or no plain file"),
+    "pickled": ({"a": "one.bin", "b": "one.safetensors"}, "is no file beside it"),
+    "no name": ({"a": 3, "b": "one.safetensors"}, "is no file beside it"),
+    "nothing": ({}, "no table of tensors"),
+    "a list": (["a"], "no table of tensors"),
+    "one tensor too few": ({"a": "one.safetensors"}, "holds the tensor 'b'"),
+    "one too many": ({name: "one.safetensors" for name in "abc"}, "1 tensors are not in the files"),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_that_lies_is_refused(name: str, tmp_path: Path) -> None:
+    weight_map, says = INDEXES[name]
+    indexed(tmp_path, weight_map)
+    with pytest.raises(DataError, match=says):
+        tensors(tmp_path)
+    indexed(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
+    assert sorted(tensors(tmp_path)) == ["a", "b"]
+
+
+def linked_out(folder: Path) -> None:
+    (folder.parent / "elsewhere").write_bytes(two({}))
+    (folder / SINGLE).symlink_to(folder.parent / "elsewhere")
+
+
+def linked_index(folder: Path) -> None:
+    indexed(folder, {"a": "one.safetensors", "b": "one.safetensors"})
+    (folder / "one.safetensors").rename(folder.parent / "elsewhere")
+    (folder / "one.safetensors").symlink_to(folder.parent / "elsewhere")
+
+
+def piped(folder: Path) -> None:
+    os.mkfifo(folder / SINGLE)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+
+
+PLACES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a link out": (linked_out, "is a link out of its folder"),
+    "a link out of an index": (linked_index, "is a link out of its folder"),
+    "a pipe": (piped, "no plain file"),
+    "pickled weights": (pickled, "holds pickled weights"),
+    "nothing": (lambda folder: None, "holds no safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_place_that_holds_no_weights_is_refused(name: str, tmp_path: Path) -> None:
+    made, says = PLACES[name]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    made(folder)
+    with pytest.raises(DataError, match=says):
+        import_weights(folder, "gpt2", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_that_go_along_are_no_way_out_either(tmp_path: Path) -> None:
+    """A tokenizer.json that leads to a secret would be copied, and be given away with the next export."""
+    weights = Path(__file__).parent / "weights" / "gpt2"
+    for name in (SINGLE, "config.json"):
+        (tmp_path / name).write_bytes((weights / name).read_bytes())
+    (tmp_path / "tokenizer.json").symlink_to("/etc/passwd")
+    with pytest.raises(DataError, match="is a link out of its folder"):
+        import_weights(tmp_path, "gpt2", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
+    """Its snapshots are links to blobs beside them."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "607a30"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    (blobs / "248dfc").write_bytes(two({}))
+    (snapshot / SINGLE).symlink_to("../../blobs/248dfc")
+    assert sorted(tensors(snapshot)) == ["a", "b"]
+
+
+def test_a_file_that_becomes_shorter_is_told(tmp_path: Path) -> None:
+    (tmp_path / SINGLE).write_bytes(two({}))
+    found = tensors(tmp_path)
+    os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 4)
+    assert found["a"].read().tolist() == [0, 0]
+    with pytest.raises(DataError, match="has become shorter"):
+        found["b"].read()
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool"]
+)
+def test_every_dtype_comes_back(dtype: str, tmp_path: Path) -> None:
+    wanted = np.arange(6).reshape(3, 2).astype(dtype)
+    with Writer(tmp_path / SINGLE, {"a": wanted, "none": wanted[:0], "one": wanted[0, 1]}) as file:
+        for name, array in (("one", wanted[0, 1]), ("none", wanted[:0]), ("a", wanted)):
+            file.put(name, np.asarray(array))
+    found = {name: one.read() for name, one in tensors(tmp_path).items()}
+    assert found["a"].dtype == wanted.dtype and found["a"].tobytes() == wanted.tobytes()
+    assert found["none"].shape == (0, 2) and found["one"].shape == ()
+
+
+def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:
+    package = pytest.importorskip("safetensors.numpy", reason='pip install "spanax[interop-test]"')
+    arrays = {
+        name: np.arange(12).reshape(3, 4).astype(dtype)
+        for name, dtype in {"z": "float32", "é": "float16", "b": "float32", "c": "uint8", "d": "int64"}.items()
+    }
+    with Writer(tmp_path / "ours", arrays) as file:
+        for name in order(arrays):
+            file.put(name, arrays[name])
+    package.save_file(arrays, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_a_tensor_knows_its_size() -> None:
+    assert Tensor(Path("x"), "bfloat16", (3, 5), 0).num_bytes == 30

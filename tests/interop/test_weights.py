@@ -1,0 +1,193 @@
+"""Weights in and out: what transformers answers, the same bytes again, and runs that begin from them."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from spanax import cli
+from spanax.errors import WriteError
+from spanax.interop import export_weights, import_weights
+from spanax.interop.safetensors import Writer, tensors
+from spanax.models.workloads import load
+from spanax.run import manifest
+from spanax.run.weights import Source
+
+WEIGHTS = Path(__file__).parent / "weights"
+KINDS = {"gpt2": "gpt2", "llama": "llama", "llama-tied": "llama", "qwen2": "llama", "qwen3": "llama", "vit": "vit"}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """What every file of a folder holds."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+def copied(name: str, to: Path) -> Path:
+    """A folder of weights of one's own."""
+    return Path(shutil.copytree(WEIGHTS / name, to / name))
+
+
+def begun(folder: Path, mesh: str = "data=1", **given: Any) -> spanax.Run:
+    """A run that begins from a folder that was imported."""
+    workload = load(str(folder), batch_size=4)
+    program = spanax.trace(build=workload.build, optimizer=optax.sgd(0.1), batch=workload.batch, loss=workload.loss)
+    plan = spanax.plan(program, spanax.cluster(f"cpu:{spanax.MeshShape.of(mesh).size}"), mesh=mesh)
+    return spanax.start(program, plan, init=workload.init, **given)
+
+
+def told(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a model was given, images with their colours last, and what transformers answered."""
+    found = {key: one.read() for key, one in tensors(WEIGHTS / f"{name}.safetensors").items()}
+    inputs, logits = found["inputs"], found["logits"]
+    assert np.abs(logits).max() > 0.1
+    return inputs.transpose(0, 2, 3, 1) if name == "vit" else inputs, logits
+
+
+def answered(folder: Path, inputs: np.ndarray) -> np.ndarray:
+    """What our model answers with the weights of a folder, without the machinery around it."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: load(str(folder)).build(nnx.Rngs(0))))
+    source = Source.of(folder)
+    flat = nnx.to_flat_state(state)
+    for path, variable in flat:
+        paths = [".".join(map(str, path))]
+        if paths[0] not in source.saved:
+            first, *rest = map(str, path)
+            paths = [".".join((first, str(number), *rest)) for number in range(variable.shape[0])]
+        targets = {one: np.empty(variable.shape[len(paths) > 1 :], source.saved[one].split("[")[0]) for one in paths}
+        arrays = [np.asarray(array, "float32") for array in source.read(targets).values()]
+        variable.set_value(jnp.stack(arrays) if len(paths) > 1 else jnp.asarray(arrays[0]))
+    return np.asarray(jax.jit(nnx.merge(graph, nnx.from_flat_state(flat)))(jnp.asarray(inputs)))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_come_in_and_go_out_again(name: str, tmp_path: Path) -> None:
+    done = import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
+    assert not done.left_out and manifest.verify(tmp_path / "in") == []
+    export_weights(tmp_path / "in", KINDS[name], tmp_path / "out")
+    assert digests(tmp_path / "out") == digests(WEIGHTS / name), "not the bytes that came in"
+    inputs, logits = told(name)
+    np.testing.assert_allclose(answered(tmp_path / "in", inputs), logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit"))])
+def test_a_run_on_a_mesh_begins_with_these_answers(name: str, tmp_path: Path) -> None:
+    import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
+    inputs, logits = told(name)
+    found = jax.jit(begun(tmp_path / "in", "fsdp=2,model=2").model())(jnp.asarray(inputs))
+    np.testing.assert_allclose(np.asarray(found), logits, atol=1e-4, rtol=0)
+
+
+def test_a_number_that_is_moved_is_seen(tmp_path: Path) -> None:
+    """The comparison above can fail: with one bias of one layer 0.05 larger it does."""
+    folder = copied("gpt2", tmp_path)
+    path = folder / "model.safetensors"
+    place = tensors(path)["transformer.h.1.mlp.c_fc.bias"]
+    content = bytearray(path.read_bytes())
+    numbers = np.frombuffer(content, np.float32, count=64, offset=place.start)
+    numbers += 0.05
+    path.write_bytes(content)
+    import_weights(folder, "gpt2", tmp_path / "in")
+    inputs, logits = told("gpt2")
+    assert np.abs(answered(tmp_path / "in", inputs) - logits).max() > 1e-3
+
+
+def test_names_of_a_bare_model_masks_and_a_head_that_repeats(tmp_path: Path) -> None:
+    """The oldest files of GPT-2 have no prefix, their masks with them, and some the tied matrix twice."""
+    folder = copied("gpt2", tmp_path)
+    found = {name.removeprefix("transformer."): one.read() for name, one in tensors(folder).items()}
+    (folder / "model.safetensors").unlink()
+    masks = {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 32, 32), "float32")) for i in range(2)}
+    found |= masks | {"lm_head.weight": found["wte.weight"]}
+    with Writer(folder / "model.safetensors", found) as file:
+        for name, tensor in found.items():
+            file.put(name, tensor)
+    done = import_weights(folder, "gpt2", tmp_path / "in")
+    assert done.left_out == {"transformer.h.*.attn.bias": 2} and done.twice == ("lm_head.weight",)
+    export_weights(tmp_path / "in", "gpt2", tmp_path / "out")
+    written = {name: one.read() for name, one in tensors(tmp_path / "out").items()}
+    assert written.keys() == found.keys() - masks.keys()
+    assert all(np.array_equal(written[name], found[name]) for name in written)
+
+
+def test_two_commands_from_weights_to_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Imported, trained on a mesh with the tokenizer that came along, and exported as what it was imported as."""
+    text = tmp_path / "text.txt"
+    text.write_text(Path(__file__).read_text())
+    came, run, out = (str(tmp_path / name) for name in ("in", "run", "out"))
+    cli.main(["import", str(WEIGHTS / "gpt2"), "--as", "gpt2", "--out", came])
+    cli.main([
+        "train", came, "--data", str(text), "--steps", "2", "--seq", "16", "--batch", "8", "--lr", "1", "--out", run,
+        "--mesh", "fsdp=4,model=2", "--eval-batches", "1",
+    ])  # fmt: skip
+    cli.main(["export", run, "--as", "gpt2", "--out", out, "--file-size", "1 MiB", "--json"])
+    done = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert done["step"] == 2 and list(done["files"]) == ["model.safetensors"]
+    before, after = (tensors(folder) for folder in (WEIGHTS / "gpt2", Path(out)))
+    assert {name: (one.shape, one.dtype) for name, one in before.items()} == {
+        name: (one.shape, one.dtype) for name, one in after.items()
+    }
+    moved = [name for name in before if not np.array_equal(before[name].read(), after[name].read())]
+    assert len(moved) == len(before), "every tensor was trained"
+    for name in ("config.json", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (WEIGHTS / "gpt2" / name).read_bytes()
+    cli.main(["inspect", came, "--json"])
+    assert json.loads(capsys.readouterr().out)["bytes_per_device"]["param"] == 4 * 11_904
+
+
+def test_one_file_comes_in_and_several_go_out(tmp_path: Path) -> None:
+    import_weights(WEIGHTS / "qwen3" / "model.safetensors", "llama", tmp_path / "in")
+    done = export_weights(tmp_path / "in", "llama", tmp_path / "out", file_bytes=20_000)
+    assert list(done.files) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    before, after = tensors(WEIGHTS / "qwen3"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name].read(), after[name].read()) for name in before)
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    import_weights(WEIGHTS / "llama", "llama", tmp_path / "in", dtype="float32")
+    done = export_weights(tmp_path / "in", "llama", tmp_path / "out", dtype="bfloat16")
+    assert done.dtypes == ("bfloat16",)
+    assert digests(tmp_path / "out") == digests(WEIGHTS / "llama"), "bfloat16 is float32 with fewer bits"
+    done = export_weights(tmp_path / "in", "llama", tmp_path / "wide")
+    assert done.dtypes == ("float32",)
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.slow
+def test_a_model_that_was_never_imported_gets_a_config(tmp_path: Path) -> None:
+    """A run of a workload with a name: its config.json describes it well enough to be imported."""
+    program = load("llama-nano", batch_size=8).trace(learning_rate=0.1, num_steps=1)
+    run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:1"), layout="data"))
+    run.save(tmp_path / "steps").wait()
+    export_weights(tmp_path / "steps", "llama", tmp_path / "out", workload="llama-nano")
+    import_weights(tmp_path / "out", "llama", tmp_path / "in")
+    again = begun(tmp_path / "in")
+    assert again.program.num_params == run.program.num_params
+    for path, array in run.params().items():
+        np.testing.assert_array_equal(array, again.params()[path], err_msg=path)
+
+
+def test_the_place_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "mine").write_text("")
+    with pytest.raises(WriteError, match="is not empty"):
+        import_weights(WEIGHTS / "gpt2", "gpt2", tmp_path / "in")
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["mine"]
+    (tmp_path / "in" / "mine").unlink()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write", full)
+    with pytest.raises(WriteError, match="no space left"):
+        import_weights(WEIGHTS / "gpt2", "gpt2", tmp_path / "in")
+    assert list((tmp_path / "in").iterdir()) == [], "half of it was left"

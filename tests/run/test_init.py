@@ -1,0 +1,205 @@
+"""A run that begins from the weights of another: which of its state is taken over, and which is new."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from spanax.errors import DataError
+from spanax.run import weights
+from spanax.run.config import TrainConfig
+from spanax.run.trainer import train
+
+BATCH = jax.ShapeDtypeStruct((8, 16), "float32")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.relu(self.up(x)))
+
+
+class Model(nnx.Module):
+    """Blocks as a list or a stack, statistics, and random state."""
+
+    def __init__(self, stacked: bool, dtype: Any, rngs: nnx.Rngs):
+        made = [Block(rngs) for _ in range(2)]
+        self.blocks = spanax.Stack(Block, 2, rngs=rngs) if stacked else nnx.List(made)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(16, 8, param_dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.blocks(x) if isinstance(self.blocks, spanax.Stack) else self.blocks[1](self.blocks[0](x))
+        return self.head(self.drop(self.norm(x)))
+
+
+def program(stacked: bool = False, dtype: Any = "float32", optimizer: Any = None) -> spanax.Program:
+    return spanax.trace(
+        build=lambda rngs: Model(stacked, dtype, rngs),
+        optimizer=optimizer or optax.adam(0.1),
+        batch=BATCH,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )
+
+
+def plan(of: spanax.Program, mesh: str = "data=1", layout: str | None = None) -> spanax.Plan:
+    return spanax.plan(of, spanax.cluster(f"cpu:{spanax.MeshShape.of(mesh).size}"), mesh=mesh, layout=layout)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[spanax.Run, Path]:
+    """A run of two steps, and where it was saved."""
+    folder, of = tmp_path_factory.mktemp("trained"), program()
+    run = spanax.start(of, plan(of, "fsdp=4"))
+    for seed in range(2):
+        run.step(np.random.default_rng(seed).normal(size=(8, 16)).astype("float32"))
+    run.save(folder).wait()
+    return run, folder
+
+
+def stacked_of(arrays: dict[str, jax.Array], path: str) -> np.ndarray:
+    first, _, rest = path.partition(".")
+    return np.stack([arrays[f"{first}.{number}.{rest}"] for number in range(2)])
+
+
+def test_weights_and_statistics_are_taken_and_the_rest_is_new(trained: tuple[spanax.Run, Path]) -> None:
+    before, folder = trained
+    of = program()
+    run, fresh = (spanax.start(of, plan(of, "fsdp=2,model=2"), seed=3, init=init) for init in (folder, None))
+    assert run.num_steps == 0
+    for leaf in of.leaves:
+        took = leaf.kind == "param" or leaf.path.startswith("norm.")
+        wanted = (before if took else fresh).arrays()[leaf.path]
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            wanted, found = jax.random.key_data(wanted), jax.random.key_data(run.arrays()[leaf.path])
+        else:
+            found = run.arrays()[leaf.path]
+        np.testing.assert_array_equal(found, wanted, err_msg=leaf.path)
+    assert float(np.abs(before.arrays()["norm.mean"]).max()) > 0, "the test compares nothing with nothing"
+    run.step(np.ones((8, 16), "float32"))
+
+
+def test_a_stack_begins_from_a_list_in_another_dtype(trained: tuple[spanax.Run, Path]) -> None:
+    before, folder = trained
+    of = program(stacked=True, dtype="bfloat16")
+    run = spanax.start(of, plan(of, "fsdp=4"), init=folder)
+    held, arrays = run.arrays(), before.arrays()
+    np.testing.assert_array_equal(held["blocks.up.kernel"], stacked_of(arrays, "blocks.up.kernel"))
+    np.testing.assert_array_equal(held["head.kernel"], arrays["head.kernel"].astype("bfloat16"))
+    assert held["head.kernel"].dtype == jnp.bfloat16
+
+
+def test_what_an_optimizer_copies_of_parameters_begins_from_the_weights(trained: tuple[spanax.Run, Path]) -> None:
+    """Slow weights of Lookahead, averages: they begin as the parameters, so as the ones that were taken over."""
+
+    def averaging() -> optax.GradientTransformation:
+        return optax.GradientTransformation(
+            lambda params: {"same": params, "half": jax.tree.map(lambda p: p / 2, params)},
+            lambda updates, state, params=None: (jax.tree.map(lambda u: -0.1 * u, updates), state),
+        )
+
+    before, folder = trained
+    of = program(optimizer=averaging())
+    run = spanax.start(of, plan(of, "fsdp=4"), init=folder)
+    kernel = before.arrays()["blocks.0.up.kernel"]
+    found = {path: array for path, array in run.arrays("optimizer").items() if path.endswith("blocks.0.up.kernel")}
+    assert len(found) == 2
+    for path, array in found.items():
+        np.testing.assert_array_equal(array, kernel / 2 if "half" in path else kernel, err_msg=path)
+    run.step(np.ones((8, 16), "float32"))  # a buffer that two leaves shared could not be donated twice
+
+
+def test_a_pipeline_begins_from_weights(trained: tuple[spanax.Run, Path]) -> None:
+    before, folder = trained
+    of = program(stacked=True)
+    run = spanax.start(of, plan(of, "pipe=2,data=2"), init=folder)
+    np.testing.assert_array_equal(run.params()["blocks.up.kernel"], stacked_of(before.arrays(), "blocks.up.kernel"))
+
+
+def test_weights_of_another_model_are_refused(trained: tuple[spanax.Run, Path], tmp_path: Path) -> None:
+    _, folder = trained
+    of = spanax.trace(
+        build=lambda rngs: nnx.Linear(16, 8, rngs=rngs), optimizer=optax.sgd(0.1), batch=BATCH,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    with pytest.raises(DataError, match="of another model: 16 of 2 arrays differ"):
+        spanax.start(of, plan(of), init=folder)
+    with pytest.raises(DataError, match="no checkpoint found"):
+        spanax.start(of, plan(of), init=folder / "nowhere")
+    shapes = {"kernel": (16, 8), "bias": (8,)}
+    parts = {
+        path: weights.Part(shape, np.dtype("float32"), partial(np.ones, shape, "float32"))
+        for path, shape in shapes.items()
+    }
+    weights.write(tmp_path, parts, plan_json="{}", meta={})
+    with pytest.raises(DataError, match="it holds weights alone"):
+        spanax.restore(of, plan(of), tmp_path)
+    assert float(spanax.start(of, plan(of), init=tmp_path).params()["kernel"].min()) == 1
+
+
+def test_layers_of_several_dtypes_are_refused(tmp_path: Path) -> None:
+    parts = {
+        f"blocks.{number}.kernel": weights.Part((2,), np.dtype(dtype), lambda dtype=dtype: np.ones(2, dtype))
+        for number, dtype in enumerate(("float32", "float16"))
+    }
+    weights.write(tmp_path, parts, plan_json="{}", meta={})
+    with pytest.raises(DataError, match="in another dtype"):
+        weights.Source.of(tmp_path).groups({"blocks.kernel": jax.ShapeDtypeStruct((2, 2), "float32")})
+
+
+def test_what_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
+    def broken() -> np.ndarray:
+        raise DataError("a file has become shorter.")
+
+    parts = {"a": weights.Part((2,), np.dtype("float32"), lambda: np.ones(2, "float32"))}
+    parts |= {"b": weights.Part((1 << 21,), np.dtype("float32"), broken)}
+    with pytest.raises(DataError, match="shorter"):
+        weights.write(tmp_path / "steps", parts, plan_json="{}", meta={})
+    assert not list((tmp_path / "steps").iterdir())
+
+
+def test_the_trainer_begins_from_weights_once(tmp_path: Path) -> None:
+    """`--init` at the start and where nothing was saved yet; a run that goes on from a step of its own does without."""
+    rows = [{"x": np.full(16, number % 5, "float32")} for number in range(64)]
+
+    def workload(**_: Any) -> spanax.Workload:
+        return spanax.Workload(
+            build=lambda rngs: nnx.Linear(16, 4, rngs=rngs),
+            batch={"x": BATCH},
+            loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+            optimizer=optax.sgd(0.0),
+            source=rows,
+        )
+
+    def run(out: str, **settings: Any) -> dict[str, Any]:
+        told: list[dict[str, Any]] = []
+        config = TrainConfig(workload="mine", layout="data", steps=2, out=str(tmp_path / out), **settings)
+        train(workload, config, jax.devices()[:2], told.append)
+        return told[0]
+
+    def kernel(out: str) -> np.ndarray:
+        of = workload().trace(learning_rate=0.0, num_steps=1)
+        return np.asarray(spanax.restore(of, plan(of), tmp_path / out / "checkpoints").params()["kernel"])
+
+    run("first", seed=1)
+    started = run("second", seed=2, init=str(tmp_path / "first"))
+    assert started["init"] == str(tmp_path / "first")
+    np.testing.assert_array_equal(kernel("second"), kernel("first"))
+    run("third", seed=2)
+    assert np.abs(kernel("third") - kernel("first")).max() > 0
+    started = run("third", seed=2, init=str(tmp_path / "first"), resume=True)
+    assert "init" not in started and started["step"] == 2
+    recorded = json.loads((tmp_path / "second" / "metrics.jsonl").read_text().splitlines()[0])
+    assert recorded["init"] == str(tmp_path / "first")
