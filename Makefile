@@ -9,12 +9,13 @@ STAMP := $(VENV)/.installed
 # The tests left of the Plan: they must pass on a machine where JAX can start no backend.
 PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/trace tests/hardware)
 
-.PHONY: help install train test check golden slow lint types doctest clean
+.PHONY: help install train test check golden slow bench bench-peers lint types doctest clean
 
 help:
 	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
 	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes'
 	@echo 'make slow    the long campaigns'
+	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
 	@echo 'make golden  write the golden files anew; read the diff before it is committed'
 	@echo 'make clean   remove caches and build outputs (not $(VENV))'
 
@@ -43,6 +44,14 @@ golden: $(STAMP)
 
 slow: $(STAMP)
 	$(PYTEST) -m slow -o faulthandler_timeout=0 $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/peers $(ARGS)
+
+# In an environment of their own: no test needs them. PyTorch offers builds for CPUs to the newest Pythons last.
+bench-peers:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q --disable-pip-version-check -r benchmarks/peers/requirements.txt
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alike import differences
+
 from shape import Shape, shape_of, with_shape
 
 HERE = Path(__file__).resolve().parent
@@ -29,7 +31,6 @@ TORCH_PYTHON = HERE.parents[1] / ".venv-peers" / "bin" / "python"
 
 REFERENCE = "hand-written JAX, 1 device"
 OWN_FACTS = ("to_first_step_seconds", "first_step_seconds", "peak_bytes", "devices", "versions")
-LOSS_TOLERANCE, FLOPS_TOLERANCE = 2e-3, 0.01
 
 PEERS: dict[str, tuple[str, ...]] = {
     REFERENCE: ("by_hand.py",),
@@ -118,22 +119,6 @@ class Peer:
             self.process.kill()
 
 
-def differences(peers: Sequence[Peer]) -> list[str]:
-    """In what the peers did not do the same work as the first of them."""
-    first, found = peers[0], []
-    for peer in peers[1:]:
-        for name in ("parameters", "tokens"):
-            if peer.facts[name] != first.facts[name]:
-                found.append(f"{peer.name}: {peer.facts[name]:,} {name}, not {first.facts[name]:,}")
-        if abs(peer.facts["flops"] / first.facts["flops"] - 1) > FLOPS_TOLERANCE:
-            found.append(f"{peer.name}: {peer.facts['flops']:.4g} FLOPs a step, not {first.facts['flops']:.4g}")
-        for step, (mine, wanted) in enumerate(zip(peer.losses, first.losses, strict=True)):
-            if abs(mine - wanted) > LOSS_TOLERANCE * wanted:
-                found.append(f"{peer.name}: loss {mine:.5f} in step {step + 1}, not {wanted:.5f}")
-                break
-    return found
-
-
 def measure(names: Sequence[str], shape_flags: Sequence[str], rounds: int) -> tuple[list[Peer], dict[str, str]]:
     """All peers that can be had, with a step of each in every round, and why the others cannot."""
     peers, absent = [], {}
@@ -197,7 +182,7 @@ def main() -> None:
         peer.end()
     if not peers or peers[0].name != REFERENCE:
         sys.exit(f"{REFERENCE} did not run: {absent}")
-    if found := differences(peers):
+    if found := differences({peer.name: peer.facts | {"losses": peer.losses} for peer in peers}):
         sys.exit("they did not do the same work:\n" + "\n".join(found))
     rows = [row(peer, peers[0]) for peer in peers]
     if args.json:

@@ -47,15 +47,15 @@ def made(shape: Shape) -> Any:
     return model
 
 
-class Asked(torch.utils.data.IterableDataset):
-    """Examples of batches that somebody hands over, one batch for every step."""
+class Examples(torch.utils.data.IterableDataset):
+    """The rows of the batches that all peers take; the Trainer fetches a batch ahead."""
 
-    def __init__(self, batches: queue.Queue[np.ndarray]):
-        self.batches = batches
+    def __init__(self, shape: Shape):
+        self.shape = shape
 
     def __iter__(self) -> Any:
-        while True:
-            for row_T in self.batches.get():
+        for tokens_BT in self.shape.batches():
+            for row_T in tokens_BT:
                 ids = torch.from_numpy(row_T).long()
                 # transformers shifts the labels by itself: it is given one more than it scores.
                 yield {"input_ids": ids[:-1], "labels": ids[:-1], "shift_labels": ids[1:]}
@@ -69,14 +69,15 @@ def main() -> None:
     import transformers
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    batches: queue.Queue[np.ndarray] = queue.Queue()
+    asked = threading.Semaphore(0)
     losses: queue.Queue[float] = queue.Queue()
     model = made(shape)
 
     class Told(Trainer):
-        """The Trainer, that also hands over the loss of each step."""
+        """The Trainer, that takes a step when it is asked to, and hands over its loss."""
 
         def training_step(self, *step: Any, **more: Any) -> torch.Tensor:
+            asked.acquire()
             self.last_loss = super().training_step(*step, **more)
             return self.last_loss
 
@@ -90,14 +91,14 @@ def main() -> None:
         arguments = TrainingArguments(
             folder, per_device_train_batch_size=shape.batch_size, max_steps=10**6, logging_strategy="no",
             save_strategy="no", report_to=[], max_grad_norm=0.0, use_cpu=True, disable_tqdm=True,
-            lr_scheduler_type="constant", dataloader_pin_memory=False,
+            lr_scheduler_type="constant", dataloader_pin_memory=False, remove_unused_columns=False,
         )  # fmt: skip
         optimizers = (optimizer_of(shape, model), None)
-        trainer = Told(model, arguments, train_dataset=Asked(batches), optimizers=optimizers, callbacks=[Behind()])
+        trainer = Told(model, arguments, train_dataset=Examples(shape), optimizers=optimizers, callbacks=[Behind()])
         threading.Thread(target=trainer.train, daemon=True).start()
 
-        def take(tokens_BT: np.ndarray) -> float:
-            batches.put(tokens_BT)
+        def take(_: np.ndarray) -> float:
+            asked.release()
             return losses.get()
 
         count = sum(math.prod(parameter.shape) for parameter in model.parameters())
@@ -105,7 +106,8 @@ def main() -> None:
 
         def work() -> float:
             ids = torch.from_numpy(next(shape.batches())).long()
-            return torch_flops(lambda: model(ids[:, :-1], shift_labels=ids[:, 1:], labels=ids[:, :-1]).loss.backward())
+            ids, next_ids = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+            return torch_flops(lambda: model(ids, shift_labels=next_ids, labels=ids).loss.backward())
 
         serve(shape, take, work, parameters=count, devices=1, versions=versions)
         # Its loop waits for a batch that never comes.
