@@ -14,6 +14,7 @@ from spanax.trace.order import order
 from spanax.trace.origins import Origin
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.roles import MOVEMENT, Role, roles
+from spanax.trace.versions import next_versions
 
 SPREADING = ELEMENTWISE | MOVEMENT
 """Operations that make one number all over of one number all over."""
@@ -76,6 +77,11 @@ class Traced:
     def tpu_lifetimes(self) -> dict[Body, Lifetimes]:
         """The same, where the compiler makes what matmuls read inside of them."""
         return lifetimes(self, in_matmuls=True)
+
+    @cached_property
+    def next_versions(self) -> dict[int, list[int]]:
+        """For every value, those that are the same in another dtype or order, one operation away."""
+        return next_versions(self)
 
     @cached_property
     def inert(self) -> frozenset[Op]:
