@@ -100,8 +100,9 @@ class Candidate:
 class Search:
     """What a search found: candidates by time, the first of them the best; and what was left out, by reason.
 
-    `nearest` are the cheapest in memory where none fits. `model_flops` are those of a step on all devices, `dtype` what
-    most of them are computed in, `programs` the program under each remat policy.
+    `too_large` are the fastest that do not fit, `nearest` the cheapest in memory where none does. `model_flops`
+    are those of a step on all devices, `dtype` what most of them are computed in, `programs` the program under each
+    remat policy.
 
     Example:
       >>> import jax, optax, spanax
@@ -129,6 +130,7 @@ class Search:
     search_seconds: float
     programs: dict[str, Program] = field(repr=False, compare=False)
     pins: Pins = field(default_factory=dict)
+    too_large: tuple[Candidate, ...] = ()
 
     @property
     def peak_flops(self) -> float:
