@@ -8,6 +8,7 @@ from typing import Any
 
 from spanax.check.finding import Finding, Severity
 from spanax.check.report import VERSION, Report
+from spanax.displays import display
 from spanax.documents import made, parse_json
 from spanax.errors import DataError, WriteError
 from spanax.plan.plan import Plan
@@ -33,6 +34,9 @@ class Certificate:
     report: Report
     findings: tuple[Finding, ...] = ()
     plan: Plan | None = None
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     def to_json(self) -> str:
         """The certificate as JSON text; `Certificate.from_json` reads it back equal, `Report.from_json` its report."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from spanax.check.hlo import Collective
 from spanax.check.replicated import Replicated
+from spanax.displays import display
 from spanax.documents import made, parse_json
 from spanax.errors import DataError, WriteError
 
@@ -96,6 +97,9 @@ class Report:
     program_hash: str = ""
     seconds: float = 0.0
     is_kept: bool = False
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @property
     def by(self) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from spanax.displays import display
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
@@ -74,6 +75,9 @@ class Candidate:
             flops=float(costs.flops[at]),
         )
 
+    def _repr_html_(self) -> str | None:
+        return display(self)
+
     @property
     def peak_bytes(self) -> int:
         """Bytes at the fullest moment."""
@@ -131,6 +135,9 @@ class Search:
     programs: dict[str, Program] = field(repr=False, compare=False)
     pins: Pins = field(default_factory=dict)
     too_large: tuple[Candidate, ...] = ()
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @property
     def peak_flops(self) -> float:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spanax.displays import display
 from spanax.documents import MAX_INT, made, parse_json, read_bytes
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.mesh import MeshShape
@@ -49,6 +50,9 @@ class Placement:
     local_shape: tuple[int, ...]
     local_bytes: int
     reason: str
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @property
     def item_bytes(self) -> int:
@@ -223,6 +227,9 @@ class Plan:
             elif a.spec != b.spec:
                 lines.append(f"{path}: {_spec_text(a)} -> {_spec_text(b)}")
         return lines
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     def __str__(self) -> str:
         total = sum(_size(leaf) for leaf in self.leaves if leaf.kind == "param")

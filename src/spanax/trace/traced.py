@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from spanax.displays import display
 from spanax.trace.axes import CONTRACTIONS, Axes
 from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, layer_carry, score_keys, traffic
 from spanax.trace.fusion import Kept, memory_plan
@@ -27,6 +28,9 @@ class Traced:
     graph: Graph
     axes: Axes
     result: Any
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @cached_property
     def roles(self) -> list[Role]:
