@@ -9,13 +9,14 @@ STAMP := $(VENV)/.installed
 # The tests left of the Plan: they must pass on a machine where JAX can start no backend.
 PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/trace tests/hardware)
 
-.PHONY: help install train test check golden slow bench bench-peers lint types doctest clean
+.PHONY: help install train test check golden slow browser bench bench-peers lint types doctest clean
 
 help:
 	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
 	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes'
 	@echo 'make slow    the long campaigns'
 	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
+	@echo 'make browser the tests of pages in a browser'
 	@echo 'make golden  write the golden files anew; read the diff before it is committed'
 	@echo 'make clean   remove caches and build outputs (not $(VENV))'
 
@@ -52,6 +53,11 @@ bench: $(STAMP)
 bench-peers:
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install -q --disable-pip-version-check -r benchmarks/peers/requirements.txt
+
+browser: $(STAMP)
+	@command -v chromium >/dev/null || echo 'there is no Chromium: apt-get install chromium, and these tests run instead of being left out'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check 'playwright>=1.49'
+	$(PYTEST) tests/show/test_browser.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

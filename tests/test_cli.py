@@ -33,10 +33,10 @@ FLAGS = {
     "checkpoint": {"action", "directory", "json"},
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
-        "out", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
+        "out", "html", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
     },
     "probe": {"out", "devices", "seconds"},
-    "report": {"run", "json"},
+    "report": {"run", "out", "json"},
     "doctor": {"out", "hosts", "timeout", "json"},
 }  # fmt: skip
 
@@ -133,6 +133,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "inspecting what is no plan": (["inspect", "bad.json"], 65, "this is not a plan file"),
     "inspecting what is no run": (["inspect", "old"], 65, "neither plan nor checkpoint"),
     "reporting nothing": (["report", "nowhere"], 65, "there is no folder 'nowhere'"),
+    "reporting what is neither": (["report", "bad.json", "-o", "x.html"], 65, "neither a plan nor a check"),
     "reporting what is no run": (["report", "old"], 65, "no run told of itself in 'old'"),
     "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is no address"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
