@@ -12,12 +12,14 @@ EXTRA = $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[$@]' 
 # The tests left of the Plan: they must pass on a machine where JAX can start no backend.
 PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/test_dist.py tests/trace tests/hardware)
 
-.PHONY: help install train test check golden slow lint types doctest docs dist clean
+.PHONY: help install train test check golden slow browser bench bench-peers lint types doctest docs dist clean
 
 help:
 	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
 	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes'
 	@echo 'make slow    the long campaigns'
+	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
+	@echo 'make browser the tests of pages in a browser'
 	@echo 'make golden  write the golden files anew; read the diff before it is committed'
 	@echo 'make docs    build the site into build/docs; every warning is an error'
 	@echo 'make dist    build sdist and wheel, install the wheel into an empty environment and train with it'
@@ -48,6 +50,19 @@ golden: $(STAMP)
 
 slow: $(STAMP)
 	$(PYTEST) -m slow -o faulthandler_timeout=0 $(ARGS)
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/peers $(ARGS)
+
+# In an environment of their own: no test needs them. PyTorch offers builds for CPUs to the newest Pythons last.
+bench-peers:
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q --disable-pip-version-check -r benchmarks/peers/requirements.txt
+
+browser: $(STAMP)
+	@command -v chromium >/dev/null || echo 'there is no Chromium: apt-get install chromium, and these tests run instead of being left out'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check 'playwright>=1.49'
+	$(PYTEST) tests/show/test_browser.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

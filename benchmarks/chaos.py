@@ -24,7 +24,6 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("tests", "src")]
 import conftest  # noqa: E402, F401 (8 simulated devices)
-
 from launched import Launched, arrays, digest, examples, losses  # noqa: E402
 from spanax.run import manifest  # noqa: E402
 from spanax.run.account import account  # noqa: E402

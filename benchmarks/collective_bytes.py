@@ -17,11 +17,11 @@ import spanax
 spanax.simulate(8)
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
-import expert  # noqa: E402
 import jax  # noqa: E402
 from flax import nnx  # noqa: E402
-from hlo_bytes import collectives  # noqa: E402
 
+import expert  # noqa: E402
+from hlo_bytes import collectives  # noqa: E402
 from spanax.run.run import Run  # noqa: E402
 
 

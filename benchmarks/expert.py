@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from hlo_bytes import KINDS, collectives
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import softmax_cross_entropy_with_integer_labels as softmax_cross_entropy
 
+from hlo_bytes import KINDS, collectives
 from spanax.models import gpt
 from zoo import ZOO, Case, batches, ints
 

@@ -28,10 +28,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_opti
 spanax.simulate(8)
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
-import expert  # noqa: E402
 import jax  # noqa: E402
-from hlo_bytes import by_axis  # noqa: E402
 
+import expert  # noqa: E402
+from hlo_bytes import by_axis  # noqa: E402
 from spanax.plan.laid import Laid  # noqa: E402
 from spanax.plan.layout import Layout  # noqa: E402
 from spanax.plan.place import resolver_of  # noqa: E402

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from published import Row, Skipped, step_seconds
 from published_models import Shape, padded, program_of, shape_of
-
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from published_costs import DISPATCH_SECONDS, LOSS_PASSES, Case, predicted
 from scipy.optimize import minimize
 
+from published_costs import DISPATCH_SECONDS, LOSS_PASSES, Case, predicted
 from spanax.hardware.chips import catalogue
 from spanax.plan.assumptions import Assumptions
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import jax
 import numpy as np
+
+import spanax
 from published import Skipped, number, read, whole
 from published_costs import split_of
 from published_models import padded, program_of, shape_of
-
-import spanax
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.models import gpt, llama

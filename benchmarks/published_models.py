@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from published import Row, Skipped
 
 import spanax
+from published import Row, Skipped
 from spanax.models import gpt
 from spanax.models.stack import Stack
 from spanax.trace.program import Program

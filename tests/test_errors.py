@@ -7,8 +7,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from machines import Device
 
+from machines import Device
 from spanax.errors import DataError, NumbersError, SpanaxError, WriteError, nearest
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, read_chip

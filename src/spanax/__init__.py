@@ -8,6 +8,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from spanax.displays import show_with
+
 if TYPE_CHECKING:
     from spanax.check.check import check
     from spanax.check.report import Report
@@ -115,4 +117,11 @@ class _Lazy(ModuleType):
         return sorted({*super().__dir__(), *__all__})
 
 
+def _notebook(value: Any) -> str:
+    from spanax.show.page.notebook import notebook
+
+    return notebook(value)
+
+
+show_with(_notebook)  # a value in a notebook asks for its picture; nothing of it is imported before that
 sys.modules[__name__].__class__ = _Lazy

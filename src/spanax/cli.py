@@ -321,6 +321,11 @@ def _checkpoint(command: CheckpointCommand) -> None:
 
 
 def _report(command: ReportCommand) -> None:
+    if command.run.is_file() or command.out is not None:
+        from spanax.show.page.pages import answer
+
+        print(answer(command))
+        return
     from spanax.show.reporting import report, report_text, sections
 
     found = report(command.run)

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import corruption
 import pytest
 
+import corruption
 from spanax.run import manifest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

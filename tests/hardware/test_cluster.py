@@ -5,8 +5,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from machines import Device
 
+from machines import Device
 from spanax.errors import SpanaxError
 from spanax.hardware.chips import chip_named
 from spanax.hardware.cluster import Cluster, cluster, local

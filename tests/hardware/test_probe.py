@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 import pytest
-from machines import Device
 
+from machines import Device
 from spanax.errors import SpanaxError
 from spanax.hardware import probe as probing
 from spanax.hardware.chips import chip_named

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from launch.ranks import attempts, interpreter
 from launch.slurm_cluster import wait_for
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from launch.ranks import attempts, interpreter
 from launch.slurm_cluster import Slurm, is_installed, slurm_cluster, wait_for
-
 from spanax.run import events, heartbeat, manifest
 
 pytestmark = [

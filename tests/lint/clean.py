@@ -4,6 +4,8 @@ import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+
+import programs
 from lint.made import (
     Make,
     compiled,
@@ -18,8 +20,6 @@ from lint.made import (
     wide,
 )
 from lint.mistakes import GATHER, SHORT, stages
-
-import programs
 from spanax.check.hlo import Collective
 
 BEST = [

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import programs
 from lint.made import (
     Make,
     compiled,
@@ -17,8 +18,6 @@ from lint.made import (
     watched,
     wide,
 )
-
-import programs
 from spanax.check.hlo import Collective
 from spanax.plan.plan import Schedule
 

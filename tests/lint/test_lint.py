@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 import pytest
+
+import spanax
 from lint.clean import CLEAN, NEAR
 from lint.made import model, named
 from lint.mistakes import MISTAKES
-
-import spanax
 from spanax.check.finding import Finding, Severity
 from spanax.check.lint import PROFILE_RULES, RULES, lint, rules_page, waived
 from spanax.errors import SpanaxError

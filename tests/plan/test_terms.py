@@ -4,9 +4,9 @@ import doctest
 import functools
 from collections import defaultdict
 
-import hlo_bytes
 import pytest
 
+import hlo_bytes
 import spanax
 import zoo
 from spanax.models import gpt

@@ -12,9 +12,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from pipelines import planned
 
 import spanax
+from pipelines import planned
 from programs import Net
 from spanax.run.guard import History
 from spanax.run.run import Run

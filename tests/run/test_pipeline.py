@@ -8,6 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+import spanax
 from pipelines import (
     SIZE,
     assert_same,
@@ -19,8 +21,6 @@ from pipelines import (
     tokens,
     trained,
 )
-
-import spanax
 from spanax.check.parity import parity
 from spanax.errors import SpanaxError
 from spanax.plan.plan import Schedule

@@ -14,8 +14,12 @@ import numpy as np
 import pytest
 
 from launched import arrays
+from spanax.plan.plan import Plan
 from spanax.run import manifest
 from spanax.run.account import Account, account
+from spanax.show.page.document import document
+from spanax.show.page.pages import page_of
+from spanax.show.reporting import report
 
 WORKLOAD = """
 import jax, spanax
@@ -76,6 +80,15 @@ def test_the_folder_holds_what_the_run_was(place: Path, whole: list[dict[str, An
     assert [e["loss"] for e in recorded if e["event"] == "step"] == [e["loss"] for e in whole if e["event"] == "step"]
     assert 'mesh = "fsdp=4,model=2"' in (folder / "config.toml").read_text()
     assert manifest.steps(folder / "checkpoints") == [4, 6, 8]
+
+
+def test_the_folder_says_what_was_expected_and_makes_a_page(place: Path, whole: list[dict[str, Any]]) -> None:
+    price = Plan.load(place / "whole" / "plan.json").price
+    assert price is not None and price.cluster == "cpu:8" and price.moved_of
+    kinds = ("parameters", "optimizer", "other state")
+    assert sum(price.memory[kind] for kind in kinds) == whole[0]["state_bytes_per_device"]
+    text, loss = document(page_of(report(place / "whole"))), f"{whole[-1]['train_loss']:.4g}"
+    assert "Expected against measured" in text and loss in text and "could not be" not in text
 
 
 def start_and_kill(place: Path, out: str, is_time: Callable[[str], Any]) -> None:

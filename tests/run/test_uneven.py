@@ -13,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+
+import spanax
 from pipelines import (
     GPT,
     MIXTRAL,
@@ -30,8 +32,6 @@ from pipelines import (
     trained,
     vit_loss,
 )
-
-import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt, moe, vit
 from spanax.plan.parts import Parts

@@ -2,11 +2,11 @@
 
 import functools
 
-import hlo_bytes
 import numpy as np
 import optax
 import pytest
 
+import hlo_bytes
 import spanax
 import zoo
 from spanax.models import gpt

@@ -158,3 +158,8 @@ def test_a_report_starts_no_jax(tmp_path: Path) -> None:
 def test_times_are_rounded_once(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
     assert not re.search(r"60 (s|min)", duration_text(seconds))
+
+
+def test_a_time_that_no_calendar_has_is_told_of(tmp_path: Path) -> None:
+    begin = {"event": "begin", "step": 0}
+    assert "9e+14 s" in said(a_run(tmp_path / "a", (9e14 - BEGAN, 0, "rank 0", begin)))

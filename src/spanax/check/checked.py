@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from spanax.check.report import Report
+from spanax.displays import display
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
@@ -23,6 +24,9 @@ class Checked:
     plan: Plan
     cluster: Cluster
     report: Report | None = None
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @cached_property
     def own(self) -> Candidate:

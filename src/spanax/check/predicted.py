@@ -5,19 +5,13 @@ import numpy as np
 from spanax.check.report import Figures
 from spanax.hardware.cluster import Cluster
 from spanax.plan.cost import ways_table
-from spanax.plan.hops import hop_bytes
-from spanax.plan.laid import Laid
+from spanax.plan.moved import laid_as_planned, moved_bytes, moved_of, num_shares
 from spanax.plan.own import memory_of
-from spanax.plan.parts import shares
-from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Plan
-from spanax.plan.stages import AXIS, inside_stage
+from spanax.plan.stages import inside_stage
 from spanax.plan.tally import tally
-from spanax.plan.ticks import ticks_of
 from spanax.plan.unreduced import unreduced
-from spanax.trace.cut import cut
 from spanax.trace.program import Program
-from spanax.trace.versions import versions
 
 
 def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
@@ -45,19 +39,13 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
       >>> told.collectives["data"]["all-reduce"] >= 16 * 32 * 4
       True
     """
-    laid = _laid(program, plan)
+    laid = laid_as_planned(program, plan)
     terms = tally(laid, adds_first=adds_first, late=unreduced(laid, plan.schedule))
-    stage, num_stages = inside_stage(plan).mesh, _shares(laid, plan)
-    sizes = np.asarray([[size] for _, size in stage.axes], float)
+    sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes], float)
     works = terms.works
-    stages = np.where(works.in_layers, num_stages, 1)
+    stages = np.where(works.in_layers, num_shares(laid, plan), 1)
     flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0] / stages).sum())
-    collectives: dict[str, dict[str, int]] = {}
-    for (kind, axes), num_bytes in sorted(terms.moved_bytes(stage, num_stages=num_stages).items()):
-        collectives.setdefault(axes, {})[kind] = round(num_bytes)
-    if plan.schedule.num_stages > 1:
-        pieces = cut(laid.traced, plan.schedule.microbatches)
-        collectives[AXIS] = {"collective-permute": hop_bytes(laid.resolver, pieces, ticks_of(plan.schedule))}
+    collectives = moved_bytes(laid, plan, terms)
     peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
     return Figures(plan.state_bytes(), peak_bytes, flops, collectives)
 
@@ -80,19 +68,5 @@ def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
       >>> gathered_bytes(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), "kernel")
       {'fsdp': 2048}
     """
-    laid = _laid(program, plan)
-    only = versions(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
-    moved = tally(laid, only).moved_bytes(inside_stage(plan).mesh, num_stages=_shares(laid, plan))
-    return {axes: round(num_bytes) for (kind, axes), num_bytes in sorted(moved.items()) if kind == "all-gather"}
-
-
-def _laid(program: Program, plan: Plan) -> Laid:
-    """The step as it would run, laid out."""
-    planned = as_planned(program, plan)
-    return Laid(resolver_of(program, inside_stage(plan)).of(planned), planned.step)
-
-
-def _shares(laid: Laid, plan: Plan) -> float:
-    """Into how many parts the layers count as divided, padding included."""
-    schedule = plan.schedule
-    return float(shares(laid.traced.layer_carry[1], schedule.num_stages, schedule.num_chunks))
+    of_one = moved_of(laid_as_planned(program, plan), plan, path)
+    return {axes: kinds["all-gather"] for axes, kinds in of_one.items() if "all-gather" in kinds}

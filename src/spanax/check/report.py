@@ -8,13 +8,18 @@ from typing import Any
 
 from spanax.check.hlo import Collective
 from spanax.check.replicated import Replicated
-from spanax.documents import parse_json
+from spanax.displays import display
+from spanax.documents import made, parse_json
 from spanax.errors import DataError, WriteError
 
 VERSION = 2
 
 LEVELS = {0: "static", 1: "partitioner, abstract", 2: "partitioner, simulated devices", 3: "compiler"}
 """What produced the compiled figures of each level."""
+
+
+ADDED = ("version", "errors", "by", "findings", "parity", "plan")
+"""What a certificate or `spanax check --json` says beside the fields of a report."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,9 @@ class Report:
     seconds: float = 0.0
     is_kept: bool = False
 
+    def _repr_html_(self) -> str | None:
+        return display(self)
+
     @property
     def by(self) -> str:
         """What produced the compiled figures."""
@@ -126,21 +134,31 @@ class Report:
           DataError: the text is no report, or one of another version.
         """
         try:
-            data = parse_json(text)
-            if data.pop("version") != VERSION:
-                raise DataError("this certificate is of another version of Spanax.")
-            del data["errors"]
-            data["predicted"], data["compiled"] = Figures(**data["predicted"]), Figures(**data["compiled"])
-            data["collectives"] = tuple(
-                Collective(**one | {"tensors": tuple(one["tensors"])}) for one in data["collectives"]
-            )
-            data["buffers"] = tuple(Buffer(**one | {"paths": tuple(one["paths"])}) for one in data["buffers"])
-            data["replicated"] = tuple(Replicated(**one) for one in data["replicated"])
-            return Report(**data)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return Report.of(parse_json(text))
+        except ValueError as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError("this is no certificate.", where=f"{type(error).__name__}: {error}") from None
+            raise DataError("this is no certificate.", where=str(error)) from None
+
+    @staticmethod
+    def of(data: Any) -> "Report":
+        """The report in what was read from a certificate, or from what `spanax check --json` printed.
+
+        Raises:
+          DataError: it is of another version.
+          ValueError: it is no report.
+        """
+        if not isinstance(data, dict) or "predicted" not in data:
+            raise ValueError("it has no prediction")
+        if data.get("version", VERSION) != VERSION:
+            raise DataError("this certificate is of another version of Spanax.")
+        told = {key: value for key, value in data.items() if key not in ADDED}
+        moved = [one for one in told.get("collectives") or () if isinstance(one, dict)]
+        told["collectives"] = [{key: value for key, value in one.items() if key != "bytes"} for one in moved]
+        found = made(Report, told)
+        if found.level not in LEVELS:
+            raise ValueError(f"level = {found.level} is none")
+        return found
 
     def save(self, path: str | Path) -> None:
         """Write the certificate to a file.

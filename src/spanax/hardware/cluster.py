@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spanax.displays import display
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue, chip_names, chip_of_kind, read_file
@@ -33,6 +34,9 @@ class Cluster:
     shape: tuple[int, ...] = ()
     num_slices: int = 1
     file: str = ""
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     def __str__(self) -> str:
         nodes_of_one = not self.is_torus and (not self.shape or self.shape[0] == 1)

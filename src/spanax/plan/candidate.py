@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from spanax.displays import display
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
@@ -74,6 +75,9 @@ class Candidate:
             flops=float(costs.flops[at]),
         )
 
+    def _repr_html_(self) -> str | None:
+        return display(self)
+
     @property
     def peak_bytes(self) -> int:
         """Bytes at the fullest moment."""
@@ -100,8 +104,9 @@ class Candidate:
 class Search:
     """What a search found: candidates by time, the first of them the best; and what was left out, by reason.
 
-    `nearest` are the cheapest in memory where none fits. `model_flops` are those of a step on all devices, `dtype` what
-    most of them are computed in, `programs` the program under each remat policy.
+    `too_large` are the fastest that do not fit, `nearest` the cheapest in memory where none does. `model_flops`
+    are those of a step on all devices, `dtype` what most of them are computed in, `programs` the program under each
+    remat policy.
 
     Example:
       >>> import jax, optax, spanax
@@ -129,6 +134,10 @@ class Search:
     search_seconds: float
     programs: dict[str, Program] = field(repr=False, compare=False)
     pins: Pins = field(default_factory=dict)
+    too_large: tuple[Candidate, ...] = ()
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @property
     def peak_flops(self) -> float:

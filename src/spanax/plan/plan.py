@@ -3,14 +3,16 @@
 import functools
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spanax.displays import display
 from spanax.documents import MAX_INT, made, parse_json, read_bytes
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
+from spanax.plan.price import Price
 from spanax.plan.resolve import Spec
 from spanax.trace.policies import GATHERED
 from spanax.units import bytes_text, count_text
@@ -48,6 +50,9 @@ class Placement:
     local_shape: tuple[int, ...]
     local_bytes: int
     reason: str
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @property
     def item_bytes(self) -> int:
@@ -99,6 +104,7 @@ class Plan:
     `leaves` are the state's placements in the program's order, `batch` those of the batch. `fingerprint` ties
     the plan to the program (paths, shapes, dtypes); `why` says which rule chose the layout, `schedule` how a step goes
     through it. `allow` lists what a check is not to say of it: `SPX001 embed`, or `SPX001` for all of that code.
+    `price` is what it was expected to take, where somebody asked: it places nothing, and makes no plan another.
 
     Example:
       >>> import jax, optax, spanax
@@ -126,6 +132,7 @@ class Plan:
     schedule: Schedule = Schedule()
     allow: tuple[str, ...] = ()
     version: int = VERSION
+    price: Price | None = field(default=None, compare=False, repr=False)
 
     def state_bytes(self, kind: str | None = None) -> int:
         """Bytes of state that one device holds: of one kind (`param`, `optimizer`, `other`), or all of it."""
@@ -143,6 +150,8 @@ class Plan:
         data = asdict(self) | {"mesh": dict(self.mesh.axes)}
         if not self.allow:
             del data["allow"]  # an older Spanax reads what does not need it
+        if self.price is None:
+            del data["price"]
         if self.schedule.context == GATHERED:
             del data["schedule"]["context"]
         return json.dumps(data, indent=1) + "\n"
@@ -198,14 +207,14 @@ class Plan:
         Example: `blocks.mlp.up.kernel: P(None, 'fsdp') -> P('model', 'fsdp')`
         """
         lines = []
-        for field in fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
-            if field.name not in ("leaves", "batch", "layout", "why", "schedule") and mine != theirs:
-                lines.append(f"{field.name}: {mine} -> {theirs}")
-        for field in fields(Schedule):
-            before, after = getattr(self.schedule, field.name), getattr(other.schedule, field.name)
+        for one in fields(self):
+            mine, theirs = getattr(self, one.name), getattr(other, one.name)
+            if one.name not in ("leaves", "batch", "layout", "why", "schedule", "price") and mine != theirs:
+                lines.append(f"{one.name}: {mine} -> {theirs}")
+        for one in fields(Schedule):
+            before, after = getattr(self.schedule, one.name), getattr(other.schedule, one.name)
             if before != after:
-                lines.append(f"{field.name}: {before} -> {after}")
+                lines.append(f"{one.name}: {before} -> {after}")
         if self.layout != other.layout:
             lines.append(f"layout: {self.layout.name} -> {other.layout.name}")
         mine, theirs = ({leaf.path: leaf for leaf in plan.leaves + plan.batch} for plan in (self, other))
@@ -218,6 +227,9 @@ class Plan:
             elif a.spec != b.spec:
                 lines.append(f"{path}: {_spec_text(a)} -> {_spec_text(b)}")
         return lines
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     def __str__(self) -> str:
         total = sum(_size(leaf) for leaf in self.leaves if leaf.kind == "param")

@@ -41,6 +41,7 @@ def search(
     batch_size: int | None = None,
     remat: Sequence[str] = REMAT,
     top: int = 20,
+    each: bool = False,
     assumptions: Assumptions | None = None,
     pipeline: bool = True,
     layout: str | None = None,
@@ -56,6 +57,7 @@ def search(
       batch_size: examples in a step; the traced batch if left out.
       remat: what the backward pass may keep; only what is written where the program has a train step of its own.
       top: how many candidates are kept.
+      each: keep the fastest of every kind of layout as well, however slow it is.
       assumptions: what no data sheet says.
       pipeline: whether layers may be divided into stages.
       layout: price only this layout, by name.
@@ -107,16 +109,17 @@ def search(
     num_layers = first.step.layer_carry[1]
     grids = [_grids(family, batch_size, traced_batch, microbatches, num_layers) for family in space]
     found = _price(programs.values(), space, grids, cluster, given)
-    best, nearest = _ranked(found, cluster.memory_bytes, top, rejected)
+    best, too_large, nearest = _ranked(found, cluster.memory_bytes, top, each, rejected)
     return Search(
         cluster=cluster,
         batch_size=batch_size,
         candidates=best,
+        too_large=too_large,
         nearest=nearest,
         rejected={reason: count for reason, count in rejected.items() if count},
         layouts_priced=sum(one.costs.step_seconds.size for one in found),
-        model_flops=_model_flops(programs, batch_size / traced_batch),
-        dtype=_dtype(found),
+        model_flops=model_flops(first) * batch_size / traced_batch,
+        dtype=main_dtype(found[0].terms) if found else "fp32",
         trace_seconds=tracing,
         search_seconds=time.perf_counter() - began - tracing,
         programs=programs,
@@ -235,25 +238,39 @@ def _microbatches(per_device: int, stages: int, schedule: str) -> list[int]:
 
 
 def _ranked(
-    found: Sequence[_Priced], limit: int | None, top: int, rejected: Counter[str]
-) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
-    """The fastest of those that fit; or, if none does, those that need least."""
+    found: Sequence[_Priced], limit: int | None, top: int, each: bool, rejected: Counter[str]
+) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...], tuple[Candidate, ...]]:
+    """The fastest of those that fit, and of those that do not; and, if none fits, those that need least."""
     rows = []
     for which, one in enumerate(found):
         peak = one.memory.peak_bytes / (1 - RESERVE)
         fits = np.full(peak.shape, True) if limit is None else peak <= limit
         rejected[TOO_LARGE] += int(np.count_nonzero(~fits))
-        rows.append(np.stack([np.full(peak.shape, which), np.arange(peak.size), one.costs.step_seconds, peak, fits]))
+        at = np.arange(peak.size)
+        rows.append(np.stack([np.full(peak.shape, which), at, one.costs.step_seconds, peak, fits, _kinds(one)]))
     if not rows:
-        return (), ()
+        return (), (), ()
     table = np.concatenate(rows, axis=1)
     fitting, others = table[:, table[4] > 0], table[:, table[4] == 0]
+
+    def some(rows: np.ndarray, order: np.ndarray) -> tuple[Candidate, ...]:
+        return tuple(_candidate(found, rows[:, at]) for at in order)
+
     # Equal times: what needs less memory first; then in the order in which they were made.
-    order = np.lexsort((fitting[1], fitting[0], fitting[3], fitting[2].round(9)))[:top]
-    if order.size:
-        return tuple(_candidate(found, fitting[:, at]) for at in order), ()
-    order = np.lexsort((others[1], others[0], others[2], others[3]))[:3]
-    return (), tuple(_candidate(found, others[:, at]) for at in order)
+    fastest = []
+    for part in (fitting, others):
+        order = np.lexsort((part[1], part[0], part[3], part[2].round(9)))
+        firsts = np.unique(part[5, order], return_index=True)[1] if each else np.arange(0)
+        fastest.append(some(part, order[np.union1d(np.arange(min(top, order.size)), firsts)]))
+    leanest = np.lexsort((others[1], others[0], others[2], others[3]))[:3]
+    return fastest[0], fastest[1], () if fastest[0] else some(others, leanest)
+
+
+def _kinds(one: _Priced) -> np.ndarray:
+    """A number for what each mesh of a family makes of it: which axes are used, how the state is stored, stages."""
+    family = 2 * list(STORING).index(one.family.storing) + one.family.sequence
+    bits = np.append(one.grid.sizes > 1, [one.grid.num_stages > 1], axis=0)
+    return (family << len(bits)) + (1 << np.arange(len(bits))) @ bits
 
 
 def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
@@ -263,23 +280,21 @@ def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
     return Candidate.of(layout, one.family.storing, mesh, one.program, one.grid, one.costs, one.memory, at)
 
 
-def _dtype(found: Sequence[_Priced]) -> str:
+def main_dtype(terms: Terms) -> str:
     """The dtype of most of the arithmetic."""
     flops: Counter[str] = Counter()
-    for one in found[:1]:
-        for dtype, count in zip(one.terms.works.dtypes, one.terms.works.flops * one.terms.works.runs, strict=True):
-            flops[dtype] += count
+    for dtype, count in zip(terms.works.dtypes, terms.works.flops * terms.works.runs, strict=True):
+        flops[dtype] += count
     return flops.most_common(1)[0][0] if flops else "fp32"
 
 
-def _model_flops(programs: dict[str, Program], scale: float) -> float:
+def model_flops(program: Program) -> float:
     """FLOPs of the matmuls of a step without recomputation, attention scores counted in full.
 
     Source: the forward pass, and twice that on the way back: to the inputs and to the weights (PaLM, appendix B).
     """
-    program = next(iter(programs.values()))
     graph = program.step.graph
     kinds = [kind for kind in program.step.census if kind.phase == Phase.FORWARD]
     matmuls = sum(kind.runs * contraction_flops(graph, kind.op) for kind in kinds if kind.op.name in CONTRACTIONS)
     attended = sum(kind.runs * attention_flops(graph, kind.op) for kind in kinds if kind.op.name == FORWARD)
-    return 3.0 * scale * (matmuls + attended)
+    return 3.0 * (matmuls + attended)

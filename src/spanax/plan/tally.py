@@ -110,6 +110,7 @@ class _Tally:
             for op, runs in kind.ops:
                 mask = laid.mask(late.of(op.outputs[0])) if op in late.sums else 0
                 split = laid.division(op).split if mask else None
+                runs = self._of(op.outputs[0], runs)
                 for shift in split.shifts if split else ():
                     if shift.kind == "all-reduce":
                         self._move(-runs, kind.phase, kind.in_layers, [shift])

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from spanax.displays import display
 from spanax.plan.plan import Schedule
 from spanax.plan.schedule import KINDS, Kind, Task, orders
 from spanax.plan.timeline import StageSeconds, simulate
@@ -185,6 +186,9 @@ class Ticks:
             name: _slots(spans(name), self.num_stages, is_reused=name in ("forward", "backward"))
             for name in ("kept", "forward", "backward", "split")
         }
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     def __str__(self) -> str:
         cells = [[_cell(task, self.num_chunks) for task in stage] for stage in zip(*self.tasks, strict=True)]

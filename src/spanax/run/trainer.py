@@ -15,10 +15,11 @@ from typing import Any
 import jax
 
 from spanax.documents import json_line
-from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.errors import DataError, SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
+from spanax.plan.priced import priced
 from spanax.plan.stages import check_wished, wished
 from spanax.run import account, checkpoint, manifest
 from spanax.run import folder as run_folder
@@ -72,7 +73,7 @@ def train(
             run_folder.check_same_run(folder, config.record())
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
-        plan = planned or _chosen(program, config, folder, devices, emit, events)
+        plan = planned or _priced(program, _chosen(program, config, folder, devices, emit, events), devices, emit)
         check_wished(config.schedule, plan)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
@@ -218,6 +219,15 @@ def _chosen(
             }
         )
         events("replanned", reason=reason, idle=idle, before=before.get("devices"), **_placed(plan))
+        return plan
+
+
+def _priced(program: Program, plan: Plan, devices: list[Any], emit: Callable[..., None]) -> Plan:
+    """The plan with what it is expected to take, which a report holds the run against; a run can do without."""
+    try:
+        return priced(program, plan, local(devices[: plan.mesh.size]))
+    except Exception as error:
+        emit({"event": "warning", "message": f"the plan has no price: {first_line(error)}"})
         return plan
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from spanax.check.certificate import Certificate
 from spanax.check.check import check
 from spanax.check.finding import gravest_first
 from spanax.check.hlo import Collective
@@ -21,6 +22,7 @@ from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.choose import plan
 from spanax.plan.plan import Plan
+from spanax.plan.priced import priced
 from spanax.plan.stages import check_wished, wished
 from spanax.run.simulate import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
@@ -67,9 +69,9 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
         inputs_only=asked.inputs_only,
         cache=asked.cache,
     )
-    if asked.out is not None:
-        report.save(asked.out)
     findings = waived(gravest_first([*lint(program, made, machine, report), *watched]), text, made.allow)
+    if asked.out is not None:
+        Certificate(report, tuple(findings), _priced(program, made, machine)).save(asked.out)
     lines, data = [report_text(report)], report_json(report) | {"findings": [one.to_json() for one in findings]}
     lines += ["", *map(str, findings)] if findings else ["nothing is wrong with it, as far as the rules see"]
     if asked.collectives:
@@ -82,6 +84,14 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     if asked.out is not None:
         lines += ["", f"the certificate is in {asked.out}"]
     return "\n".join(lines), data
+
+
+def _priced(program: Program, made: Plan, machine: Cluster) -> Plan:
+    """The plan with its price; without one where it cannot be priced, as one that cannot be run."""
+    try:
+        return priced(program, made, machine)
+    except SpanaxError:
+        return made
 
 
 def _parity(
@@ -128,7 +138,7 @@ def report_text(report: Report) -> str:
     """The verdict, and predicted beside compiled, each with what produced it."""
     how = ", inputs only" if report.inputs_only else ""
     head = f"{report.layout}{how} on {report.target} ({report.mesh}), level {report.level} ({report.by}): "
-    lines = [head + _verdict(report), "", _figures(report)]
+    lines = [head + verdict(report), "", _figures(report)]
     if report.memory:
         said = ", ".join(f"{name} {bytes_text(size)}" for name, size in report.memory.items() if size)
         lines.append(f"the compiler's own count: {said}")
@@ -146,7 +156,8 @@ def report_text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _verdict(report: Report) -> str:
+def verdict(report: Report) -> str:
+    """Whether it fits, and who says so."""
     limit = f" of {bytes_text(report.limit_bytes)}" if report.limit_bytes else ""
     peak = report.compiled.peak_bytes or report.predicted.peak_bytes or 0
     need = f"{bytes_text(peak)} a device{limit}"
@@ -161,12 +172,13 @@ def _verdict(report: Report) -> str:
 
 def _figures(report: Report) -> str:
     table = Table("a device, a step", "predicted (plan)", f"compiled ({report.by})", "error", box=None, pad_edge=False)
-    for row in _rows(report):
+    for row in figure_rows(report):
         table.add_row(*row)
     return table_text(table, width=160)
 
 
-def _rows(report: Report) -> list[tuple[str, str, str, str]]:
+def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
+    """Figure, predicted, compiled and error of each figure that either side has."""
     ours, theirs, rows = report.predicted, report.compiled, []
     for label, name in (("state", "state_bytes"), ("peak memory", "peak_bytes"), ("FLOPs", "flops")):
         as_text = (lambda value: f"{value:.4g}") if name == "flops" else bytes_text

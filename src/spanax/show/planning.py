@@ -6,14 +6,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import SpanaxError, first_line, nearest
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Search, collectives_of, plan_of, shortfall
 from spanax.plan.guide import rule, warnings
 from spanax.plan.plan import Plan
+from spanax.plan.priced import priced
 from spanax.plan.search import REMAT, search
 from spanax.plan.whatif import budget, fewest_devices, largest
+from spanax.show.page.document import write
+from spanax.show.page.ranked import ranked_page
 from spanax.show.plans import candidate_json, search_json, search_text
 from spanax.show.requests import PlanCommand
 from spanax.trace.policies import known_policy
@@ -21,6 +24,9 @@ from spanax.trace.workload import Workload
 from spanax.units import bytes_text
 
 Data = dict[str, Any]
+
+ON_PAGE = 400
+"""So many layouts that fit, and as many that do not, are on a page."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -45,6 +51,8 @@ def answer(load: Callable[..., Workload], asked: PlanCommand) -> tuple[str, Data
     if found.best is not None:
         extra_text, extra = _extras(load, asked, found, machine)
         text, data = "\n".join([text, *extra_text]), data | extra
+    elif asked.html is not None:
+        text += "\n" + write(ranked_page(found, None, asked.workload), asked.html)
     return text, data
 
 
@@ -82,7 +90,8 @@ def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster)
         program,
         machine,
         remat=wanted,
-        top=max(asked.top, 1),
+        top=max(asked.top, 1 if asked.html is None else ON_PAGE),
+        each=asked.html is not None,
         pipeline=not machine.chip.shared if asked.pipeline is None else asked.pipeline,
         layout=asked.layout,
         mesh=None if asked.mesh is None else MeshShape.of(asked.mesh),
@@ -109,6 +118,13 @@ def _extras(
     text: list[str] = []
     data: Data = {}
     made = replace(plan_of(found, best, compute_dtype=_dtype(asked, machine)), why=rule(found, best))
+    if asked.out is not None or asked.html is not None:
+        try:
+            made = priced(next(iter(found.programs.values())), made, machine, best)
+        except SpanaxError as error:
+            text.append(f"note: the plan is without its price: {first_line(error)}")
+    if asked.html is not None:
+        text.append(write(ranked_page(found, made, asked.workload), asked.html))
     if asked.out is not None:
         made.save(asked.out)
         text.append(f"written to {asked.out}: spanax train {asked.workload} --plan {asked.out}")

@@ -118,7 +118,7 @@ def sections(found: Report) -> list[Section]:
         spent.append(("(paused)", duration_text(made.paused_seconds), "", "between a finished run and its going on"))
     attempts = [
         (
-            f"{datetime.fromtimestamp(one.began, UTC):%Y-%m-%d %H:%M:%S}",
+            _when(one.began),
             duration_text(one.ended - one.began),
             one.outcome,
             f"{one.first_step}-{one.last_step}",
@@ -164,6 +164,13 @@ def duration_text(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _when(unix_seconds: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # a year that no calendar has
+        return f"{unix_seconds:.3g} s"
 
 
 def _fault(event: Event) -> tuple[str, str, str]:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class PlanCommand:
       pipeline: whether layers may be divided into stages; left out: not on simulated devices.
       top: how many candidates to list.
       out: write the best plan to this file, for spanax train --plan.
+      html: write the ranked layouts to this file, a page on which they can be sorted and sifted.
       explain: show one array: where it lies, why, and what moves for it.
       diff: hold two plan files against each other, and plan nothing.
       max: the largest batch, seq, layers or embed that fits.
@@ -49,6 +50,7 @@ class PlanCommand:
     pipeline: bool | None = None
     top: int = 10
     out: Path | None = None
+    html: Path | None = None
     explain: str | None = None
     diff: tuple[Path, Path] | None = None
     max: Literal["batch", "seq", "layers", "embed"] | None = None
@@ -181,14 +183,16 @@ class InspectCommand:
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Say where the time of a run went, what befell it, and how to go on. JAX is not started.
+    """Say where the time of a run went, what befell it, and how to go on; or draw a run, a plan or a check as a page.
 
     Attributes:
-      run: the run folder, of a run that goes on or is over.
+      run: the run folder, of a run that goes on or is over; or what spanax plan --out or spanax check --out wrote.
+      out: write a page with pictures to this file, which needs no network: -o report.html.
       json: print one JSON object.
     """
 
     run: Positional[Path]
+    out: Annotated[Path | None, arg(aliases=["-o"])] = None
     json: bool = False
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.extend import core
 
+from spanax.displays import display
 from spanax.errors import SpanaxError
 from spanax.trace.attended import attended
 from spanax.trace.axes import Axes, Axis, aligned, discover, table
@@ -58,6 +59,9 @@ class Program:
     _retrace: Callable[[str | None, int, str], "Program"] = field(repr=False)
     _recorded: Callable[..., "Program"] = field(repr=False)
     _resized: Callable[[str | None, int, str, Shapes], Graph] = field(repr=False)
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @property
     def axes(self) -> list[Axis]:

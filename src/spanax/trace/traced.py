@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from spanax.displays import display
 from spanax.trace.axes import CONTRACTIONS, Axes
 from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, layer_carry, score_keys, traffic
 from spanax.trace.fusion import Kept, memory_plan
@@ -14,6 +15,7 @@ from spanax.trace.order import order
 from spanax.trace.origins import Origin
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.roles import MOVEMENT, Role, roles
+from spanax.trace.versions import next_versions
 
 SPREADING = ELEMENTWISE | MOVEMENT
 """Operations that make one number all over of one number all over."""
@@ -26,6 +28,9 @@ class Traced:
     graph: Graph
     axes: Axes
     result: Any
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
 
     @cached_property
     def roles(self) -> list[Role]:
@@ -76,6 +81,11 @@ class Traced:
     def tpu_lifetimes(self) -> dict[Body, Lifetimes]:
         """The same, where the compiler makes what matmuls read inside of them."""
         return lifetimes(self, in_matmuls=True)
+
+    @cached_property
+    def next_versions(self) -> dict[int, list[int]]:
+        """For every value, those that are the same in another dtype or order, one operation away."""
+        return next_versions(self)
 
     @cached_property
     def inert(self) -> frozenset[Op]:

@@ -36,19 +36,24 @@ def versions(traced: "Traced", leaf: int) -> frozenset[int]:
       >>> sorted({program.step.graph.shape(value) for value in found})  # one way around, and the other
       [(16, 32), (32, 16)]
     """
-    neighbours: dict[int, list[int]] = {}
-    for one, other in _pairs(traced):
-        key = _key(traced, one)
-        if key and key == _key(traced, other):
-            neighbours.setdefault(one, []).append(other)
-            neighbours.setdefault(other, []).append(one)
     start = traced.graph.body.inputs[leaf]
     found, left = {start}, [start]
     while left:
-        new = [value for value in neighbours.get(left.pop(), ()) if value not in found]
+        new = [value for value in traced.next_versions.get(left.pop(), ()) if value not in found]
         found.update(new)
         left += new
     return frozenset(found)
+
+
+def next_versions(traced: "Traced") -> dict[int, list[int]]:
+    """For every value, those that one operation makes of it and that are versions of the same, both ways."""
+    found: dict[int, list[int]] = {}
+    for one, other in _pairs(traced):
+        key = _key(traced, one)
+        if key and key == _key(traced, other):
+            found.setdefault(one, []).append(other)
+            found.setdefault(other, []).append(one)
+    return found
 
 
 def _pairs(traced: "Traced") -> Iterator[tuple[int, int]]:

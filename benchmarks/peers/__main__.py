@@ -1,0 +1,198 @@
+"""Spanax beside its peers: the same GPT, data and optimizer, each in a process of its own, steps taken in turn.
+
+A ratio is the median over rounds of one peer's step time over the reference's in the same round; the range is that of
+the middle half. Peers that did not do the same work (parameters, tokens, matmul FLOPs, losses) end it with 1; one that
+is not installed is listed as such.
+
+    python benchmarks/peers [--rounds 20] [--only spanax hand torch] [--num-layers 6 ...] [--json]
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alike import differences
+from shape import Shape, shape_of, with_shape
+
+HERE = Path(__file__).resolve().parent
+TORCH_PYTHON = HERE.parents[1] / ".venv-peers" / "bin" / "python"
+"""Made by `make bench-peers`: PyTorch and transformers, in an environment of their own."""
+
+REFERENCE = "hand-written JAX, 1 device"
+OWN_FACTS = ("to_first_step_seconds", "first_step_seconds", "peak_bytes", "devices", "versions")
+
+PEERS: dict[str, tuple[str, ...]] = {
+    REFERENCE: ("by_hand.py",),
+    "hand-written JAX, 1 device, scanned": ("by_hand.py", "--scan"),
+    "hand-written JAX, 2 devices": ("by_hand.py", "--devices", "2"),
+    "hand-written JAX, fsdp 8": ("by_hand.py", "--devices", "8", "--layout", "fsdp"),
+    "spanax, 1 device": ("with_spanax.py",),
+    "spanax, 1 device, scanned": ("with_spanax.py", "--scan"),
+    "spanax, 2 devices": ("with_spanax.py", "--devices", "2"),
+    "spanax, fsdp 8": ("with_spanax.py", "--devices", "8", "--layout", "fsdp"),
+    "nnx.jit loop, 1 device": ("nnx_loop.py",),
+    "nnx.jit loop, 2 devices": ("nnx_loop.py", "--devices", "2"),
+    "nnx.jit loop, fsdp 8": ("nnx_loop.py", "--devices", "8", "--layout", "fsdp"),
+    "PyTorch eager": ("with_torch.py",),
+    "PyTorch compiled": ("with_torch.py", "--mode", "compiled"),
+    "PyTorch DDP, 2 processes": ("with_torch.py", "--mode", "ddp", "--devices", "2"),
+    "PyTorch FSDP2, 2 processes": ("with_torch.py", "--mode", "fsdp2", "--devices", "2"),
+    "Hugging Face Trainer": ("with_trainer.py",),
+}
+
+
+@dataclass
+class Peer:
+    """One peer that runs, waiting for its next step.
+
+    Attributes:
+      name: its name in the table.
+      process: what trains.
+      facts: what it said of itself.
+      seconds: its steps, one a round.
+      losses: of its steps, the first one among them.
+    """
+
+    name: str
+    process: subprocess.Popen[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    @staticmethod
+    def start(name: str, words: Sequence[str], shape_flags: Sequence[str]) -> "Peer | str":
+        """A peer that has taken its first step, or why there is none."""
+        needs_torch = words[0] in ("with_torch.py", "with_trainer.py")
+        if needs_torch and not TORCH_PYTHON.exists():
+            return "not installed: make bench-peers"
+        python = str(TORCH_PYTHON) if needs_torch else sys.executable
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PEER_BEGAN": str(time.time())}
+        environment["PYTHONPATH"] = str(HERE.parents[1] / "src")
+        process = subprocess.Popen(
+            [python, str(HERE / words[0]), *words[1:], *shape_flags],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        peer = Peer(name, process)
+        first = process.stdout.readline() if process.stdout else ""
+        if not first:
+            assert process.stderr is not None
+            said = process.stderr.read().strip().splitlines()
+            return f"failed: {said[-1][:160] if said else process.wait()}"
+        peer.facts = json.loads(first)
+        peer.losses.append(peer.facts["loss"])
+        return peer
+
+    def ask(self, word: str) -> dict[str, Any]:
+        """What it answers."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def step(self, *, counts: bool) -> None:
+        """Take one step."""
+        answer = self.ask("step")
+        self.losses.append(answer["loss"])
+        self.facts["peak_bytes"] = answer["peak_bytes"]
+        if counts:
+            self.seconds.append(answer["seconds"])
+
+    def end(self) -> None:
+        """Let it go."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def measure(names: Sequence[str], shape_flags: Sequence[str], rounds: int) -> tuple[list[Peer], dict[str, str]]:
+    """All peers that can be had, with a step of each in every round, and why the others cannot."""
+    peers, absent = [], {}
+    for name in names:
+        made = Peer.start(name, PEERS[name], shape_flags)
+        if isinstance(made, str):
+            absent[name] = made
+        else:
+            peers.append(made)
+        print(f"{name}: {made if isinstance(made, str) else 'ready'}", file=sys.stderr, flush=True)
+    for peer in peers:
+        peer.facts["flops"] = peer.ask("work")["flops"]
+    for turn in range(-2, rounds):
+        # Each goes first in turn; two rounds are for caches.
+        for place in range(len(peers)):
+            peers[(turn + place) % len(peers)].step(counts=turn >= 0)
+    return peers, absent
+
+
+def row(peer: Peer, reference: Peer) -> dict[str, Any]:
+    """One line of the table."""
+    ratios = [mine / theirs for mine, theirs in zip(peer.seconds, reference.seconds, strict=True)]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    seconds = statistics.median(peer.seconds)
+    return {
+        "peer": peer.name, "ratio": median, "low": low, "high": high, "step_seconds": seconds,
+        "tokens_per_second": peer.facts["tokens"] / seconds,
+    } | {name: peer.facts[name] for name in OWN_FACTS}  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]], absent: dict[str, str]) -> str:
+    """The rows as a table in Markdown."""
+    lines = [
+        "| peer | ratio (middle half) | s a step | tokens/s | to the first step, s | first step, s | peak, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for one in rows:
+        lines.append(
+            f"| {one['peer']} | {one['ratio']:.3f} ({one['low']:.3f} to {one['high']:.3f}) | {one['step_seconds']:.3f} "
+            f"| {one['tokens_per_second']:,.0f} | {one['to_first_step_seconds']:.1f} | {one['first_step_seconds']:.1f} "
+            f"| {one['peak_bytes'] / 1e6:,.0f} |"
+        )
+    return "\n".join([*lines, *(f"| {name} | {why} | | | | | |" for name, why in absent.items())])
+
+
+def main() -> None:
+    """Measure them all."""
+    described = argparse.ArgumentParser(
+        prog="python benchmarks/peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser = with_shape(described)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    shape: Shape = shape_of(args)
+    names = [name for name in PEERS if not args.only or name == REFERENCE or any(part in name for part in args.only)]
+    flags = [word for name in vars(shape) for word in (f"--{name.replace('_', '-')}", str(getattr(shape, name)))]
+    peers, absent = measure(names, flags, args.rounds)
+    for peer in peers:
+        peer.end()
+    if not peers or peers[0].name != REFERENCE:
+        sys.exit(f"{REFERENCE} did not run: {absent}")
+    if found := differences({peer.name: peer.facts | {"losses": peer.losses} for peer in peers}):
+        sys.exit("they did not do the same work:\n" + "\n".join(found))
+    rows = [row(peer, peers[0]) for peer in peers]
+    if args.json:
+        for one in rows:
+            print(json.dumps(one))
+        for name, why in absent.items():
+            print(json.dumps({"peer": name, "absent": why}))
+        return
+    print(table(rows, absent))
+    print(f"\n{vars(shape)}, {args.rounds} rounds, {os.cpu_count()} cores, {platform.platform()}")
+
+
+if __name__ == "__main__":
+    main()

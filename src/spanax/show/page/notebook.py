@@ -1,0 +1,135 @@
+"""Notebook: values of Spanax as HTML in a notebook, made of the same parts as its pages."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from spanax.check.certificate import Certificate
+from spanax.check.checked import Checked
+from spanax.check.report import Report
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.candidate import Candidate, Search
+from spanax.plan.plan import Placement, Plan
+from spanax.plan.ticks import Ticks
+from spanax.show.page import plan as of_plan
+from spanax.show.page.bars import Bar
+from spanax.show.page.blocks import Block, Figure, facts, figures, section
+from spanax.show.page.check import check_page
+from spanax.show.page.document import Page, fragment
+from spanax.show.page.mesh import mesh_grid
+from spanax.show.page.placement import spec_text
+from spanax.show.page.ranked import HEADS, NUMBERS, ranked_rows
+from spanax.show.page.tables import table
+from spanax.show.page.ticks import schedule_grid
+from spanax.show.page.tree import Inside, Node, el
+from spanax.trace.program import Program
+from spanax.trace.traced import Traced
+from spanax.units import bytes_text, count_text, quantity_text
+
+PRESS = "Press an array for its spec, its bytes, and why it lies so."
+TOP = 20
+"""So many layouts of a search are shown."""
+
+
+def notebook(value: Any) -> str:
+    """A value as HTML.
+
+    Raises:
+      KeyError: there is no such display.
+
+    Example:
+      >>> import spanax
+      >>> "fsdp" in notebook(spanax.MeshShape.of("fsdp=4,model=2"))
+      True
+    """
+    return fragment(*SHOWN[type(value)](value))
+
+
+def _page(page: Page) -> list[Node]:
+    top = el("header", el("p", page.title, class_="title"), el("p", page.lead, class_="lead"))
+    blocks = [replace(block, note=PRESS) if block.note == of_plan.POINT else block for block in page.blocks]
+    return [top, figures(page.figures), *map(section, blocks)]
+
+
+def _placement(leaf: Placement) -> list[Node]:
+    held = f"{list(leaf.local_shape)}, {leaf.local_bytes:,} bytes ({bytes_text(leaf.local_bytes)})"
+    shape = " ".join(f"{name or '?'} {size:,}" for name, size in zip(leaf.axes, leaf.shape, strict=True))
+    told = facts(
+        [("spec", el("code", spec_text(leaf))), ("dims", shape), ("a device", held), ("why", leaf.reason)]
+    )  # fmt: skip
+    return [el("p", el("code", leaf.path), f" {leaf.dtype}, {leaf.kind}", class_="title"), told]
+
+
+def _program(program: Program) -> list[Node]:
+    state = sum(leaf.num_bytes for leaf in program.leaves)
+    rows: list[list[Inside]] = [
+        [axis.name, ", ".join(map(str, axis.sizes)), str(axis.ways), str(len(axis.leaves)), el("code", axis.leaves[0])]
+        for axis in program.axes
+    ]
+    heads = ("axis", "sizes", "ways", "arrays", "for example")
+    shown = [
+        Figure("parameters", count_text(program.num_params), f"{len(program.leaves)} arrays of state"),
+        Figure("state", bytes_text(state), "each number once"),
+        *_step(program.step),
+    ]
+    return [figures(shown), section(Block("Axes", [table("axes", heads, rows, {2, 3})]))]
+
+
+def _step(step: Traced) -> list[Figure]:
+    ops = sum(1 for _ in step.graph.ops())
+    split = Figure("split along the batch", f"{100 * step.axes.coverage:.0f} %", "of matmuls and convolutions")
+    return [Figure("operations", f"{ops:,}", "of one step"), split]
+
+
+def _traced(step: Traced) -> list[Node]:
+    rows = [
+        [name, ", ".join(str(step.axes.ways[label]) for label in labels)]
+        for name, labels in step.labels_by_name.items()
+    ]
+    return [figures(_step(step)), table("axes", ("axis", "ways"), rows, {1})]
+
+
+def _search(found: Search) -> list[Node]:
+    rows = [cells for cells, _ in ranked_rows(found)][:TOP]
+    said = f"{found.layouts_priced:,} layouts priced on {found.cluster}; the {len(rows)} fastest"
+    best = [of_plan.step_bars([Bar("best", found.best.seconds)])] if found.best is not None else []
+    return [el("p", said, class_="title"), *best, table(said, HEADS, rows, NUMBERS)]
+
+
+def _candidate(one: Candidate) -> list[Node]:
+    title = el("p", f"{one.layout} on {one.mesh}", class_="title")
+    bars = [of_plan.step_bars([Bar("expected", one.seconds)]), of_plan.memory_bars([Bar("expected", one.memory)], None)]
+    return [title, *bars]
+
+
+def _cluster(found: Cluster) -> list[Node]:
+    chip = found.chip
+    peak = ", ".join(
+        f"{dtype} {quantity_text(rate, 'operations per second', 3)}" for dtype, rate in chip.peak_flops.items()
+    )
+    memory = bytes_text(found.memory_bytes) if found.memory_bytes else "not known"
+    pairs = [("devices", f"{found.num_devices:,} {chip.name}"), ("memory a device", memory), ("peak", peak)]
+    return [el("p", str(found), class_="title"), facts(pairs)]
+
+
+def _checked(one: Checked) -> list[Node]:
+    report = [] if one.report is None else _page(check_page(Certificate(one.report, (), one.plan)))
+    return report or _page(of_plan.plan_page(one.plan))
+
+
+SHOWN: dict[type, Callable[[Any], list[Node]]] = {
+    Plan: lambda plan: _page(of_plan.plan_page(plan)),
+    Placement: _placement,
+    MeshShape: lambda mesh: [mesh_grid(mesh)],
+    Program: _program,
+    Traced: _traced,
+    Search: _search,
+    Candidate: _candidate,
+    Cluster: _cluster,
+    Report: lambda report: _page(check_page(Certificate(report))),
+    Certificate: lambda told: _page(check_page(told)),
+    Checked: _checked,
+    Ticks: lambda ticks: [schedule_grid(ticks)],
+}
+"""How each kind of value is shown."""

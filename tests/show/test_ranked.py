@@ -1,0 +1,105 @@
+"""`spanax plan --html`: the ranked layouts as a page; and the values of Spanax in a notebook."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import spanax
+from pages import Read, a_certificate, a_plan
+from programs import zoo_program
+from spanax import cli
+from spanax.check.checked import Checked
+from spanax.displays import display
+from spanax.hardware.cluster import cluster
+from spanax.plan.plan import Plan
+from spanax.plan.search import search
+from spanax.plan.ticks import ticks
+from spanax.show.page.document import document
+from spanax.show.page.notebook import SHOWN
+from spanax.show.page.ranked import ranked_page
+
+
+def test_a_plan_written_and_drawn_says_what_was_ranked_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, file = tmp_path / "r.html", tmp_path / "p.json"
+    cli.main(["plan", "gpt-nano", "--on", "h100:8", "--html", str(page), "--out", str(file), "--json"])
+    said = json.loads(capsys.readouterr().out)
+    price = Plan.load(file).price
+    best = said["best"]
+    assert price is not None and price.cluster == said["cluster"] == "h100:8"
+    assert (price.step_seconds, price.seconds, price.peak_bytes) == (
+        best["step_seconds"], best["seconds"], best["memory"]["peak"],
+    )  # fmt: skip
+    assert price.mfu == pytest.approx(best["mfu"]) and len(said["candidates"]) == 10
+    text = page.read_text()
+    read = Read(text)
+    assert not read.problems and "http" not in re.sub("http-equiv", "", text)
+    rows = [attributes for tag, attributes in read.elements if tag == "tr" and "data-family" in attributes]
+    seconds = [float(one) for one in re.findall(r'data-value="([\d.e-]+)">[\d.]+ [mu]?s<', text)]
+    assert len(rows) == len(seconds) > 100 and seconds == sorted(seconds) and seconds[0] == best["step_seconds"]
+    assert {row["data-fits"] for row in rows} == {"yes"} and {"fsdp", "data"} <= {row["data-family"] for row in rows}
+
+
+def test_what_does_not_fit_is_on_the_page_too() -> None:
+    machine = cluster("h100:8")
+    program = zoo_program("mlp")
+    roomy = search(program, machine, top=50)
+    peaks = sorted(one.peak_bytes for one in roomy.candidates)
+    for limit, fits in ((peaks[len(peaks) // 2], {"yes", "no"}), (1, {"no"})):
+        tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
+        assert all(one.peak_bytes > limit * 0.94 for one in tight.too_large)
+        assert bool(tight.candidates) == ("yes" in fits)
+        read = Read(document(ranked_page(tight, None, "gpt")))
+        assert {a["data-fits"] for tag, a in read.elements if tag == "tr" and "data-fits" in a} == fits
+        assert not read.problems and (tight.best is not None or "the leanest layout needs" in read.text)
+
+
+VALUES: dict[str, Any] = {
+    "Plan": a_plan(),
+    "Placement": a_plan().leaves[0],
+    "MeshShape": spanax.MeshShape.of("data=2,fsdp=2,model=2"),
+    "Cluster": cluster("v5p:2x2x1"),
+    "Report": a_certificate().report,
+    "Certificate": a_certificate(),
+    "Ticks": ticks("1f1b", 2, 4),
+}
+
+
+def made() -> dict[str, Any]:
+    """One of each kind of value that a notebook may show."""
+    program, machine = zoo_program("mlp"), cluster("h100:8")
+    plan, found = spanax.plan(program, machine, layout="fsdp"), search(program, machine, top=30)
+    checked = Checked(program, plan, machine)
+    more = {"Program": program, "Traced": program.step, "Search": found, "Candidate": found.best, "Checked": checked}
+    return VALUES | more
+
+
+def test_every_value_has_a_display() -> None:
+    values = made()
+    assert {type(value) for value in values.values()} == set(SHOWN)
+    for name, value in values.items():
+        text = value._repr_html_()
+        read = Read(text)
+        assert not read.problems and text.startswith('<div class="spanax fragment">'), name
+        assert not any(tag == "script" or "id" in attributes for tag, attributes in read.elements), name
+        assert len(read.text) > 20 and text == display(value), name
+    assert "data+zero1" in values["Search"]._repr_html_() or "data" in values["Search"]._repr_html_()
+    assert "4,096 bytes" not in display(values["MeshShape"]) and "model" in display(values["MeshShape"])
+
+
+def test_a_style_touches_only_what_is_ours() -> None:
+    style = Path(spanax.__path__[0], "show", "page", "style.css").read_text()
+    style = re.sub(r"/\*.*?\*/", "", style, flags=re.S)
+    selectors = [one.strip() for rule in re.findall(r"([^{}]+)\{", style) for one in rule.split(",")]
+    ours = ("@media", ".spanax", "main.spanax", "body:has(> main.spanax)")
+    assert not [one for one in selectors if not one.startswith(ours)]
+
+
+def test_without_anybody_who_draws_a_notebook_takes_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spanax.displays._shown", [])
+    assert VALUES["MeshShape"]._repr_html_() is None and display(SimpleNamespace()) is None
