@@ -2,7 +2,8 @@
 
 A file has `build`, `batch(size)` and a `loss(model, batch)`, or a `train_step` of its own; it may have an `optimizer`
 (an optax transformation), `optimizers` (a function from the model), `wrt` (what is trained), a `tolerance` for all that
-is compared, and `looser` for single arrays by the end of their path. The small models of tests/zoo.py belong to the corpus, too.
+is compared, and `looser` for single arrays by the end of their path. The small models of tests/zoo.py belong to the
+corpus, too.
 """
 
 import functools

@@ -13,6 +13,7 @@ import spanax
 import zoo
 from byo import corpus
 from spanax.errors import SpanaxError
+from spanax.plan.presets import PRESETS
 from spanax.run.run import Run
 
 # Models still do it; what it leaves behind is no state.
@@ -27,10 +28,20 @@ NOUGHT = 1e-3
 """Arrays that stay below this are rounding about zero (a key's bias under softmax): held against it instead."""
 
 QUICK = {
-    "alibi": "data+tensor",
+    "across": "data",
     "byol": "zero2",
+    "ensemble": "expert",
+    "gan": "hsdp",
+    "graph_net": "zero1",
+    "lora_gpt": "ring",
+    "lru": "context",
+    "multi_task": "fsdp",
+    "normed_weights": "fsdp+tensor",
+    "sharded": "data+tensor",
+    "solver": "tensor",
+    "transformer_xl": "fsdp+tensor+seq",
 }
-"""What is run in every test: one preset a model; `slow` is all of it."""
+"""What is run in every test: each preset once, but for those with stages (test_pipeline.py); `slow` is all of it."""
 
 
 def cases() -> list[Any]:
@@ -77,12 +88,15 @@ def test_every_preset_is_planned_or_refused_with_a_reason(name: str) -> None:
 
 
 @functools.cache
-def reference(name: str, count: int) -> tuple[list[jax.Array], dict[str, np.ndarray]]:
+def reference(name: str, count: int) -> tuple[list[Any], dict[str, np.ndarray]]:
     """A birth, and what becomes of it on one device: by an ordinary loop of NNX, or in microbatches by Spanax."""
     made = corpus.program(name, count)
     run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3)
-    born = [array.copy() for array in run.state]
-    return born, corpus.trained_without_spanax(name, born) if count == 1 else trained(run, name)
+    if count > 1:
+        return [], trained(run, name)
+    is_key = [jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) for array in run.state]
+    born = [array.copy() if key else np.array(array) for array, key in zip(run.state, is_key, strict=True)]
+    return born, corpus.trained_without_spanax(name, [*map(jax.numpy.asarray, born)])
 
 
 def trained(run: Run, name: str) -> dict[str, np.ndarray]:
@@ -95,8 +109,18 @@ def test_three_steps_are_those_of_one_device(name: str, preset: str) -> None:
     count = corpus.microbatches(preset)
     if (why := refused(name, preset)) is not None:
         pytest.skip(why)
-    run = spanax.start(corpus.program(name, count), corpus.planned(name, preset), seed=3)
-    _, expected = reference(name, count)
+    born, expected = reference(name, count)
+    made, plan = corpus.program(name, count), corpus.planned(name, preset)
+    if count == 1:  # births are compared in test_state.py
+        mesh = plan.mesh.build()
+        run = Run(
+            made,
+            plan,
+            mesh,
+            [jax.device_put(a, leaf.sharding(mesh)) for a, leaf in zip(born, plan.leaves, strict=True)],
+        )
+    else:
+        run = spanax.start(made, plan, seed=3)
     found, case = trained(run, name), corpus.model(name)
     assert expected.keys() == found.keys()
     for path, wanted in expected.items():
@@ -104,3 +128,9 @@ def test_three_steps_are_those_of_one_device(name: str, preset: str) -> None:
         bound = max([bound, *(much for end, much in getattr(case, "looser", {}).items() if path.endswith(end))])
         much = np.abs(wanted - found[path]).max(initial=0) / max(np.abs(wanted).max(initial=0), NOUGHT)
         assert much <= bound, f"{path}: {much:.1e}"
+
+
+def test_every_preset_without_stages_is_tried() -> None:
+    stages = {preset for preset in corpus.MESHES if corpus.microbatches(preset) > 1}
+    assert set(QUICK.values()) == set(corpus.MESHES) - stages
+    assert set(PRESETS) == {preset.removesuffix("+seq") for preset in corpus.MESHES}

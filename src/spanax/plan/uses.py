@@ -179,7 +179,8 @@ def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> 
         split |= dict(zip(classes[value], constraint.spec if constraint else (), strict=False))
     # What the operation works along is whole on both sides: only classes that go through it stay split.
     first = classes[op.inputs[0]]
-    through = {label for value in op.inputs for label in classes[value]} - {None} - {first[at] for at in _along(op, first)}
+    through = {label for value in op.inputs for label in classes[value]} - {None}
+    through -= {first[dim] for dim in _along(op, first)}
     split = {label: by for label, by in split.items() if label in through}
 
     def spec(value: int) -> Constraint:
@@ -208,7 +209,7 @@ def _whole_along(constraint: Constraint, dims: Collection[int]) -> Constraint:
 
 
 def _along(op: Op, dims: Sequence[Any]) -> Sequence[int]:
-    """The dims of its first operand along which one of `LOCAL` works: those of its transform, its choice, or a matrix."""
+    """The dims of its first operand along which one of `LOCAL` works: of a transform, a choice or a matrix."""
     rank = len(dims)
     if op.name in ("top_k", "approx_top_k"):
         return [op.params.get("axis", op.params.get("reduction_dimension", rank - 1)) % rank]

@@ -41,7 +41,7 @@ MESH_AXES = frozenset({"pipe", "data", "fsdp", "expert", "context", "model"})
 
 Claims = dict[int, Counter[str]]
 
-InParams = dict[int, set[frozenset[int | None]]]
+InParams = dict[int, set[frozenset[int]]]
 """For every class that a parameter has, all classes of each such parameter."""
 
 
@@ -59,9 +59,9 @@ def name_classes(dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch
     _claim_batch(dims, claims, inputs[len(leaves) :], batch)
     in_params: InParams = defaultdict(set)
     for leaf, value in zip(leaves, inputs, strict=False):
-        labels = frozenset(dims.classes(value)) - {None}
-        for label in labels if leaf.kind == "param" else ():
-            in_params[label].add(labels)
+        known = frozenset(label for label in dims.classes(value) if label is not None)
+        for one in known if leaf.kind == "param" else ():
+            in_params[one].add(known)
     for op in dims.graph.ops():
         if op.name in _EVIDENCE:
             _EVIDENCE[op.name](op, dims, found, claims, in_params)

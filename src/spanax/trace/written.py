@@ -52,6 +52,6 @@ def _source(graph: Graph, body: Body, value: int) -> int | None:
 
 
 def _stays(graph: Graph, op: Any, at: int, inner: int) -> bool:
-    """Whether a loop's result is one of its operands: carried around as it is, or taken row by row and stacked again."""
+    """Whether a loop's result is one of its operands: carried around as it is, or taken by rows and stacked again."""
     num_consts, num_carried = scan_counts(graph, op)
     return inner == num_consts + at if at < num_carried else inner >= num_consts + num_carried
