@@ -46,6 +46,17 @@ def test_microbatches_would_each_write() -> None:
         traced(Clipped, microbatches=4)
 
 
+class Lazy(nnx.Module):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.late = nnx.Param(jnp.ones(8))
+        return x * self.late
+
+
+def test_a_parameter_that_comes_late_is_refused() -> None:
+    with pytest.raises(SpanaxError, match="how many parameters there are: 0 arrays before, 1 after"):
+        traced(lambda: Lazy())
+
+
 class Looped(nnx.Module):
     """NNX's own loop gives all that it was given back, stacked anew."""
 

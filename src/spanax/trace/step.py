@@ -117,6 +117,12 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 def _moved(forward: Callable[..., Any], after: Any, args: tuple[Any, ...], params: Any) -> list[Any]:
     """What a loss put in the place of parameters (`nnx.WeightNorm` does), one a leaf; None where it left them alone."""
+    num_before, num_after = (len(jax.tree.leaves(tree)) for tree in (params, after))
+    if num_before != num_after:
+        raise SpanaxError(
+            f"the loss changed how many parameters there are: {num_before} arrays before, {num_after} after.",
+            fix="create every variable in the model's __init__",
+        )
     groups = list(zip(*map(jax.tree.leaves, (after, args[0], params)), strict=True))
     is_written = [new is not old for new, old, _ in groups]
     if any(is_written):
@@ -140,4 +146,7 @@ def _like(state: Any, before: Any) -> Any:
     known = jax.tree.leaves(before)
     if len(leaves) != len(known):
         return state  # variables that come or go are told of by their names
-    return jax.tree.unflatten(structure, [new.astype(old.dtype) for new, old in zip(leaves, known, strict=True)])
+    pairs = zip(leaves, known, strict=True)
+    return jax.tree.unflatten(
+        structure, [new.astype(old.dtype) if new.dtype != old.dtype else new for new, old in pairs]
+    )
