@@ -51,8 +51,8 @@ class Conformer(nnx.Module):
 
 
 build = Conformer
-# The gradient of a bias before a BatchNorm is rounding, and nothing else.
-looser = {"conv.depthwise.bias": 1e-3}
+# The gradients of a bias before a BatchNorm and of a key's bias under softmax are rounding, and nothing else.
+looser = {"conv.depthwise.bias": 1e-3, "attention.key.bias": 1e-4}
 
 
 def loss(model, batch):
