@@ -184,8 +184,32 @@ class Factors(nnx.Module):
         return self.down(jax.nn.relu(self.rows(jnp.cumsum(x, axis=1)))).reshape(x.shape[0], 16)
 
 
-@pytest.mark.parametrize("build", [Fourier, Factors])
-@pytest.mark.parametrize(("layout", "mesh"), [("tensor", "model=8"), ("fsdp+tensor", "fsdp=2,model=4")])
+class Strided(nnx.Module):
+    """A scan by halves along what is split: it takes every second element, and puts others between them."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(32, 128, rngs=rngs), nnx.Linear(128, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.lax.associative_scan(jnp.add, jax.nn.relu(self.up(x)), axis=1) / 32)
+
+
+class Solved(nnx.Module):
+    """The determinant of a matrix that is stored split, and its inverse as the gradient."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+        self.matrix = nnx.Param(nnx.initializers.orthogonal()(rngs.params(), (16, 16)))
+
+    def __call__(self, x):
+        return self.down(jax.nn.relu(self.up(x))) @ self.matrix[...] + 0.1 * jnp.linalg.slogdet(self.matrix[...])[1]
+
+
+@pytest.mark.parametrize(
+    ("build", "layout", "mesh"),
+    [(build, "fsdp+tensor", "fsdp=2,model=4") for build in (Fourier, Factors, Strided, Solved)]
+    + [(build, "tensor", "model=8") for build in (Fourier, Factors)],
+)
 def test_kernels_that_xla_cannot_split(build: Any, layout: str, mesh: str) -> None:
     made = spanax.trace(build=build, optimizer=optax.sgd(0.01), batch=batch("mlp", 0), loss=zoo.squared_error)
     losses = []

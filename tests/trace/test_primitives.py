@@ -313,6 +313,14 @@ def test_a_pallas_kernel_is_opaque() -> None:
     assert dims.opaque == {"pallas_call": 1} and not dims.unknown
 
 
+def test_a_solve_is_what_it_is_made_of() -> None:
+    """Four functions under one operation: the one that solves is followed, and the examples stay apart."""
+    dims = dims_of(jax.grad(lambda a, b: jnp.linalg.solve(a, b).sum()), f32(3, 5, 5), f32(3, 5, 2))
+    assert not dims.unknown
+    (gradient,) = dims.graph.body.outputs
+    assert dims.classes(gradient)[0] == dims.classes(dims.graph.body.inputs[0])[0]
+
+
 def test_a_loop_joins_what_a_later_round_meets() -> None:
     """Carries that swap places each round are one class, though no single round joins them."""
     dims = dims_of(lambda x, y: lax.fori_loop(0, 3, lambda i, pair: (pair[1], pair[0]), (x, y)), V, V)

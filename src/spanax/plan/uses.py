@@ -65,7 +65,8 @@ def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Con
         return Use(inputs, outputs, is_local=True, around=attended)
     if op.name in CONTRACTIONS:
         return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
-    return _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _gathered(op, constraints)
+    found = _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _spread(op, constraints)
+    return found or _gathered(op, constraints)
 
 
 def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
@@ -177,7 +178,9 @@ def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> 
         constraint = constraints[value]
         split |= dict(zip(classes[value], constraint.spec if constraint else (), strict=False))
     # What the operation works along is whole on both sides: only classes that go through it stay split.
-    through = {label for value in op.inputs for label in classes[value] if label is not None}
+    first = classes[op.inputs[0]]
+    through = {label for value in op.inputs for label in classes[value]} - {None}
+    through -= {first[dim] for dim in _along(op, first)}
     split = {label: by for label, by in split.items() if label in through}
 
     def spec(value: int) -> Constraint:
@@ -186,6 +189,32 @@ def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> 
     if not any(split.values()):
         return None
     return Use(tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=True)
+
+
+def _spread(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+    """A pad between elements (`associative_scan`, the gradient of a strided slice), whole along the dims it spreads.
+
+    XLA's partitioner dies where one of them is split (jaxlib 0.10.2 and 0.12.0.1: tests/run/test_parity.py).
+    """
+    dims = [at for at, (_, _, between) in enumerate(op.params.get("padding_config", ())) if between]
+    lies = [constraints[value] for value in (op.inputs[0], op.outputs[0])] if dims else []
+    if not any(one is not None and one.computed[dim] for one in lies for dim in dims):
+        return None
+    whole = [None if one is None else _whole_along(one, dims) for one in lies]
+    return Use((whole[0], None), (whole[1],))
+
+
+def _whole_along(constraint: Constraint, dims: Collection[int]) -> Constraint:
+    return Constraint(tuple(() if dim in dims else by for dim, by in enumerate(constraint.computed)))
+
+
+def _along(op: Op, dims: Sequence[Any]) -> Sequence[int]:
+    """The dims of its first operand along which one of `LOCAL` works: of a transform, a choice or a matrix."""
+    rank = len(dims)
+    if op.name in ("top_k", "approx_top_k"):
+        return [op.params.get("axis", op.params.get("reduction_dimension", rank - 1)) % rank]
+    count = len(op.params["fft_lengths"]) if op.name == "fft" else 2
+    return range(max(rank - count, 0), rank)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from spanax.trace.graph import BODIES, Body, Graph, Op, retraced, scan_counts
 from spanax.trace.primitives import ELEMENTWISE
 
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
-DROPPED = frozenset({"sharding_constraint"})
+DROPPED = frozenset({"sharding_constraint", "reshard"})
 
 GROUPS = ("feature_group_count", "batch_group_count")
 """Of a convolution, what a device has a part of."""

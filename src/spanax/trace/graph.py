@@ -13,7 +13,9 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"})
+INLINED = frozenset(
+    "jit pjit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call custom_linear_solve".split()
+)
 """Calls that are only a wrapping once the whole step, gradient included, has been traced."""
 
 BODIES = {
@@ -179,7 +181,8 @@ def _flatten(
         for eqn in jaxpr.eqns:
             name, ins = eqn.primitive.name, tuple(read(atom) for atom in eqn.invars)
             if name in INLINED:
-                inner, inner_consts = opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+                called, ins = _called(eqn, ins)
+                inner, inner_consts = opened(called)
                 numbered = [constant(v.aval, c) for v, c in zip(inner.constvars, inner_consts, strict=True)]
                 outs = run(inner, numbered, ins)
             else:
@@ -190,6 +193,16 @@ def _flatten(
 
     outputs = run(jaxpr, consts, inputs)
     return Body(inputs, tuple(outputs), tuple(ops))
+
+
+def _called(eqn: core.JaxprEqn, ins: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    """What a call runs, and on which of its operands."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), ins
+    # Four functions, each with constants of its own before the right-hand sides: it is the third that solves.
+    lengths = list(eqn.params["const_lengths"])
+    start = sum(lengths[:2])
+    return eqn.params["jaxprs"].solve, (*ins[start : start + lengths[2]], *ins[sum(lengths) :])
 
 
 def _bodies(eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable[[Any, Any], int]) -> tuple[Body, ...]:

@@ -4,7 +4,7 @@ Equal roles get equal names, so the `mlp` of twelve unrolled blocks is twelve cl
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from spanax.trace.dims import Dims
 from spanax.trace.graph import Op
@@ -41,6 +41,9 @@ MESH_AXES = frozenset({"pipe", "data", "fsdp", "expert", "context", "model"})
 
 Claims = dict[int, Counter[str]]
 
+InParams = dict[int, set[frozenset[int]]]
+"""For every class that a parameter has, all classes of each such parameter."""
+
 
 def name_classes(dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> dict[int, str]:
     """A name for every class that something is known of.
@@ -54,13 +57,11 @@ def name_classes(dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch
     inputs = dims.graph.body.inputs
     claims: Claims = defaultdict(Counter)
     _claim_batch(dims, claims, inputs[len(leaves) :], batch)
-    in_params = {
-        label
-        for leaf, value in zip(leaves, inputs, strict=False)
-        if leaf.kind == "param"
-        for label in dims.classes(value)
-        if label is not None
-    }
+    in_params: InParams = defaultdict(set)
+    for leaf, value in zip(leaves, inputs, strict=False):
+        known = frozenset(label for label in dims.classes(value) if label is not None)
+        for one in known if leaf.kind == "param" else ():
+            in_params[one].add(known)
     for op in dims.graph.ops():
         if op.name in _EVIDENCE:
             _EVIDENCE[op.name](op, dims, found, claims, in_params)
@@ -95,14 +96,15 @@ def _claim_batch(dims: Dims, claims: Claims, values: Sequence[int], batch: Seque
             _claim(claims, label, name)
 
 
-def _gather(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+def _gather(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
     numbers, (operand, indices) = op.params["dimension_numbers"], op.inputs[:2]
     labels = dims.classes(operand)
     looked_up = [labels[dim] for dim in numbers.start_index_map]
     from_batch = found[indices] & Origin.BATCH
     if found[operand] & Origin.BATCH:
-        # Labels picked from logits: one value a row.
-        picks = from_batch and all(op.params["slice_sizes"][dim] == 1 for dim in numbers.start_index_map)
+        # Labels picked from logits: one value a row, and not rows in another order.
+        picks = from_batch and not numbers.offset_dims
+        picks = picks and all(op.params["slice_sizes"][dim] == 1 for dim in numbers.start_index_map)
         for label in looked_up if picks else ():
             _claim(claims, label, "vocab" if len(labels) > 2 else "classes")
         return
@@ -114,7 +116,7 @@ def _gather(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params:
                 _claim(claims, label, "embed")
 
 
-def _dot_general(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+def _dot_general(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
     (_, _), (batched, _) = op.params["dimension_numbers"]
     lhs, rhs = op.inputs[:2]
     labels = dims.classes(lhs)
@@ -123,10 +125,11 @@ def _dot_general(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_pa
             if labels[dim] in in_params and not _is_named(claims, labels[dim], "batch"):
                 _claim(claims, labels[dim], "heads")
     elif batched and (found[lhs] ^ found[rhs]) & Origin.BATCH:
-        # Activations with a weight of their own for each index: stacked weights.
-        for dim in batched:
-            if labels[dim] in in_params:
-                _claim(claims, labels[dim], "experts")
+        # Activations with a weight of their own for each index: stacked weights, and not what was made with a weight.
+        weight = set(dims.classes(rhs if found[lhs] & Origin.BATCH else lhs)) - {None}
+        for label in (labels[dim] for dim in batched):
+            if label is not None and any(weight <= param for param in in_params.get(label, ())):
+                _claim(claims, label, "experts")
 
 
 def _is_attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims) -> bool:
@@ -141,7 +144,7 @@ def _is_attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims) -> b
 def _claim_attention(dims: Dims, found: Sequence[int], claims: Claims) -> None:
     """What attention contracts is a head's width if a weight makes it, and positions if not."""
     dots = [op for op in dims.graph.ops() if op.name == "dot_general"]
-    made: set[int | None] = set()
+    made: set[int | None] = {None}
     for op in dots:
         for weight, other in (op.inputs[:2], op.inputs[1::-1]):
             if found[other] & Origin.BATCH and not found[weight] & Origin.BATCH:
@@ -151,20 +154,31 @@ def _claim_attention(dims: Dims, found: Sequence[int], claims: Claims) -> None:
         if _is_attention(op, dims, found, claims):
             (contract, _), _ = op.params["dimension_numbers"]
             labels = [dims.classes(op.inputs[0])[dim] for dim in contract]
-            contracted.append([label for label in labels if not _is_named(claims, label, "batch")])
-    for labels in sorted(contracted, key=len):
+            of_pairs = all(set(free) - made for free in _free(op, dims))
+            contracted.append(([label for label in labels if not _is_named(claims, label, "batch")], of_pairs))
+    for labels, of_pairs in sorted(contracted, key=lambda one: len(one[0])):
         if len(labels) > 1 and any(_is_named(claims, label, "seq") for label in labels):
             continue  # the gradient of grouped keys: beside positions it sums over the queries of a group
         for label in labels:
-            _claim(claims, label, "head_dim" if label in made else "seq")
+            # Scores are of pairs of positions; a state that is read out, or weights of each example, are no scores.
+            if label not in made or of_pairs:
+                _claim(claims, label, "head_dim" if label in made else "seq")
 
 
-def _top_k(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+def _free(op: Op, dims: Dims) -> Iterator[list[int | None]]:
+    """The classes of either operand that the result keeps and the other operand has not."""
+    contracted, batched = op.params["dimension_numbers"]
+    for value, *used in zip(op.inputs, contracted, batched, strict=False):
+        taken = {dim for group in used for dim in group}
+        yield [label for dim, label in enumerate(dims.classes(value)) if dim not in taken]
+
+
+def _top_k(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
     if found[op.inputs[0]] & Origin.BATCH:
         _claim(claims, dims.classes(op.inputs[0])[-1], "experts")
 
 
-def _convolution(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+def _convolution(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
     numbers, (lhs, rhs) = op.params["dimension_numbers"], op.inputs
     if not found[lhs] & Origin.BATCH or found[rhs] & Origin.BATCH:
         return  # the gradient of a kernel has its dims in other roles
@@ -174,14 +188,14 @@ def _convolution(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_pa
         _claim(claims, dims.classes(rhs)[dim], "window")
 
 
-def _scan(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+def _scan(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
     for outer, inner in dims.graph.wires(op).inputs:
         if len(dims.shape(outer)) > len(dims.shape(inner)):
             is_weight = found[outer] & Origin.PARAM and not found[outer] & Origin.BATCH
             _claim(claims, dims.classes(outer)[0], "layers" if is_weight else "steps")
 
 
-def _attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: set[int]) -> None:
+def _attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
     """The two products of an attention that is one operation."""
     form, (q, k, v) = op.params["form"], op.inputs[:3]
     labels, of_keys = dims.classes(q), dims.classes(k)

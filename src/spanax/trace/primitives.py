@@ -21,19 +21,19 @@ clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq 
 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
 lt_to max min mul name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary
 random_clone random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
-sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+reshard sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
 stop_gradient sub tan tanh xor zeta
 """.split()
 )
 
 FRESH = """
 iota random_bits random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
-rng_bit_generator rng_uniform threefry2x32 create_token axis_index empty eye
+rng_bit_generator rng_uniform threefry2x32 create_token axis_index empty eye platform_index
 """.split()
 
 OPAQUE = """
 shard_map pallas_call custom_partitioning ffi_call pure_callback io_callback debug_callback custom_call fft
-xla_pmap tpu_custom_call triton_kernel_call mosaic_gpu custom_lin
+xla_pmap tpu_custom_call triton_kernel_call mosaic_gpu custom_lin debug_print
 """.split()
 
 

@@ -339,7 +339,8 @@ def _chosen_step(
 def _traced(
     function: Callable[..., Any], state: list[Any], batch: Any, variables: Variables, batch_leaves: tuple[Leaf, ...]
 ) -> Traced:
-    jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
+    with nnx.use_eager_sharding(False):  # variables that the step makes are like those that the model was built with
+        jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
     graph = from_jaxpr(jaxpr)
     return Traced(graph, discover(graph, variables.leaves, batch_leaves), jax.tree.structure(result))
 

@@ -12,6 +12,7 @@ from spanax.errors import SpanaxError
 from spanax.trace.attended import attended
 from spanax.trace.policies import RING
 from spanax.trace.remat import rematerialized
+from spanax.trace.written import written
 
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
 
@@ -35,16 +36,24 @@ def train_step_of(
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
 
-        def value(params: Any, rest: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], Any]]:
-            part = nnx.merge(graphdef, _cast(params, compute_dtype), rest, copy=True)
-            scalar, extra = with_extra(loss(part, _cast(batch, compute_dtype)))
+        def forward(params: Any, rest: Any, batch: Any) -> tuple[Any, Any, tuple[Any, dict[str, Any]]]:
+            part = nnx.merge(graphdef, params, rest, copy=True)
+            returned = with_extra(loss(part, batch))
             nnx.pop(part, nnx.Intermediate)
-            return scalar.astype(jnp.float32), (extra, _like(nnx.state(part, nnx.Not(optimizer.wrt)), rest))
+            return *nnx.state(part, optimizer.wrt, ...), returned
+
+        def value(params: Any, rest: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], Any, list[Any]]]:
+            args = _cast(params, compute_dtype), rest, _cast(batch, compute_dtype)
+            after, rest_after, (scalar, extra) = forward(*args)
+            moved = _moved(forward, after, args, params)
+            return scalar.astype(jnp.float32), (extra, _like(rest_after, rest), moved)
 
         pure = attended(value) if context == RING else value
         gradient = jax.value_and_grad(rematerialized(pure, remat), has_aux=True)
         if microbatches == 1:
-            (scalar, (extra, rest)), grads = gradient(params, rest, batch)
+            (scalar, (extra, rest, moved)), grads = gradient(params, rest, batch)
+            leaves = [old if new is None else new for old, new in zip(jax.tree.leaves(params), moved, strict=True)]
+            nnx.update(model, jax.tree.unflatten(jax.tree.structure(params), leaves))
         else:
             scalar, extra, rest, grads = _accumulate(gradient, params, rest, batch, microbatches)
         nnx.update(model, rest)
@@ -89,7 +98,8 @@ def _accumulate(gradient: Any, params: Any, rest: Any, batch: Any, count: int) -
 
     def one(carry: Any, microbatch: Any) -> tuple[Any, Any]:
         rest, total = carry
-        (scalar, (extra, rest)), grads = gradient(params, rest, microbatch)
+        (scalar, (extra, rest, moved)), grads = gradient(params, rest, microbatch)
+        _check_unmoved(params, moved, count)
         return (rest, jax.tree.map(jnp.add, total, grads)), (scalar, extra)
 
     zeros = jax.tree.map(jnp.zeros_like, params)
@@ -105,6 +115,38 @@ def _cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, tree)
 
 
+def _moved(forward: Callable[..., Any], after: Any, args: tuple[Any, ...], params: Any) -> list[Any]:
+    """What a loss put in the place of parameters (`nnx.WeightNorm` does), one a leaf; None where it left them alone."""
+    num_before, num_after = (len(jax.tree.leaves(tree)) for tree in (params, after))
+    if num_before != num_after:
+        raise SpanaxError(
+            f"the loss changed how many parameters there are: {num_before} arrays before, {num_after} after.",
+            fix="create every variable in the model's __init__",
+        )
+    groups = list(zip(*map(jax.tree.leaves, (after, args[0], params)), strict=True))
+    is_written = [new is not old for new, old, _ in groups]
+    if any(is_written):
+        is_written = written(lambda *args: jax.tree.leaves(forward(*args)[0]), *args)
+    return [new.astype(kept.dtype) if moves else None for moves, (new, _, kept) in zip(is_written, groups, strict=True)]
+
+
+def _check_unmoved(params: Any, moved: list[Any], count: int) -> None:
+    for (path, _), new in zip(jax.tree_util.tree_leaves_with_path(params), moved, strict=True):
+        if new is not None:
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise SpanaxError(
+                f"the loss writes to the parameter `{name}`; {count} microbatches would each write to it.",
+                fix="microbatches=1, or parameters that only the optimizer writes to",
+            )
+
+
 def _like(state: Any, before: Any) -> Any:
     """State in the dtypes it had before: a running mean must not drift into the compute dtype."""
-    return jax.tree.map(lambda new, old: new.astype(old.dtype) if new.dtype != old.dtype else new, state, before)
+    leaves, structure = jax.tree.flatten(state)
+    known = jax.tree.leaves(before)
+    if len(leaves) != len(known):
+        return state  # variables that come or go are told of by their names
+    pairs = zip(leaves, known, strict=True)
+    return jax.tree.unflatten(
+        structure, [new.astype(old.dtype) if new.dtype != old.dtype else new for new, old in pairs]
+    )

@@ -136,7 +136,9 @@ def take_apart(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Variables, 
     leaves = []
     for (path, owner, variable), value in zip(_named_values(state), values, strict=True):
         kind = "optimizer" if owner == 1 else "param" if isinstance(variable, nnx.Param) else "other"
-        leaves.append(Leaf(path, tuple(value.shape), value.dtype, kind, (), _annotation(variable)))
+        # An array of NumPy's (a table of indices in int64) is what JAX makes of it as soon as it is used.
+        aval = jax.typeof(value)
+        leaves.append(Leaf(path, aval.shape, aval.dtype, kind, (), _annotation(variable)))
     return Variables(graphdef, treedef, tuple(leaves)), values
 
 

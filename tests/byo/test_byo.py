@@ -1,0 +1,136 @@
+"""Models as people write them: each is traced, planned in every preset or refused with a reason, and trained."""
+
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import spanax
+import zoo
+from byo import corpus
+from spanax.errors import SpanaxError
+from spanax.plan.presets import PRESETS
+from spanax.run.run import Run
+
+# Models still do it; what it leaves behind is no state.
+pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "byo"
+
+TOLERANCE, OF_MOMENTS = 1e-5, 1e-4
+"""Largest difference over the largest value, for the loss and each array; of moments, whose noise is a gradient's."""
+
+NOUGHT = 1e-3
+"""Arrays that stay below this are rounding about zero (a key's bias under softmax): held against it instead."""
+
+QUICK = {
+    "across": "data",
+    "byol": "zero2",
+    "ensemble": "expert",
+    "gan": "hsdp",
+    "graph_net": "zero1",
+    "lora_gpt": "ring",
+    "lru": "context",
+    "multi_task": "fsdp",
+    "normed_weights": "fsdp+tensor",
+    "sharded": "data+tensor",
+    "solver": "tensor",
+    "transformer_xl": "fsdp+tensor+seq",
+}
+"""What is run in every test: each preset once, but for those with stages (test_pipeline.py); `slow` is all of it."""
+
+
+def cases() -> list[Any]:
+    found = []
+    for name in corpus.FILES:
+        for preset in corpus.MESHES:
+            marks = () if QUICK.get(name) == preset else pytest.mark.slow
+            found.append(pytest.param(name, preset, marks=marks, id=f"{name}-{preset}"))
+    return found
+
+
+@functools.cache
+def refused(name: str, preset: str) -> str | None:
+    """Why a preset does not apply, in one line."""
+    try:
+        corpus.planned(name, preset)
+    except SpanaxError as error:
+        assert len(str(error).splitlines()) <= 4 and "fix: " in str(error)
+        return str(error).splitlines()[0]
+    return None
+
+
+def described(name: str) -> str:
+    """The axes that were found, and what becomes of every preset."""
+    axes = [f"{axis.name} {'/'.join(map(str, axis.sizes))}" for axis in corpus.program(name).axes]
+    why = {preset: refused(name, preset) for preset in corpus.MESHES}
+    applies = " ".join(preset for preset in why if why[preset] is None)
+    return "\n".join(
+        [f"axes: {', '.join(sorted(axes))}", f"planned: {applies}"]
+        + [f"{preset}: {reason}" for preset, reason in why.items() if reason]
+        + [""]
+    )
+
+
+@pytest.mark.parametrize("name", [*corpus.FILES, *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.ZOO)])
+def test_every_preset_is_planned_or_refused_with_a_reason(name: str) -> None:
+    axes = corpus.program(name).step.axes
+    assert not axes.unknown
+    found, golden = described(name), GOLDEN / f"{name}.txt"
+    if os.environ.get("SPANAX_GOLDEN") == "update":
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(found)
+    assert found == golden.read_text()
+
+
+@functools.cache
+def reference(name: str, count: int) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """A birth, and what becomes of it on one device: by an ordinary loop of NNX, or in microbatches by Spanax."""
+    made = corpus.program(name, count)
+    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3)
+    if count > 1:
+        return [], trained(run, name)
+    is_key = [jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) for array in run.state]
+    born = [array.copy() if key else np.array(array) for array, key in zip(run.state, is_key, strict=True)]
+    return born, corpus.trained_without_spanax(name, [*map(jax.numpy.asarray, born)])
+
+
+def trained(run: Run, name: str) -> dict[str, np.ndarray]:
+    losses = [float(run.step(corpus.batch(name, step))["loss"]) for step in range(corpus.STEPS)]
+    return {"loss": np.array(losses)} | {path: corpus.numbers(array) for path, array in run.arrays().items()}
+
+
+@pytest.mark.parametrize(("name", "preset"), cases())
+def test_three_steps_are_those_of_one_device(name: str, preset: str) -> None:
+    count = corpus.microbatches(preset)
+    if (why := refused(name, preset)) is not None:
+        pytest.skip(why)
+    born, expected = reference(name, count)
+    made, plan = corpus.program(name, count), corpus.planned(name, preset)
+    if count == 1:  # births are compared in test_state.py
+        mesh = plan.mesh.build()
+        run = Run(
+            made,
+            plan,
+            mesh,
+            [jax.device_put(a, leaf.sharding(mesh)) for a, leaf in zip(born, plan.leaves, strict=True)],
+        )
+    else:
+        run = spanax.start(made, plan, seed=3)
+    found, case = trained(run, name), corpus.model(name)
+    assert expected.keys() == found.keys()
+    for path, wanted in expected.items():
+        bound = getattr(case, "tolerance", OF_MOMENTS if path.startswith("optimizer.") else TOLERANCE)
+        bound = max([bound, *(much for end, much in getattr(case, "looser", {}).items() if path.endswith(end))])
+        much = np.abs(wanted - found[path]).max(initial=0) / max(np.abs(wanted).max(initial=0), NOUGHT)
+        assert much <= bound, f"{path}: {much:.1e}"
+
+
+def test_every_preset_without_stages_is_tried() -> None:
+    stages = {preset for preset in corpus.MESHES if corpus.microbatches(preset) > 1}
+    assert set(QUICK.values()) == set(corpus.MESHES) - stages
+    assert set(PRESETS) == {preset.removesuffix("+seq") for preset in corpus.MESHES}
