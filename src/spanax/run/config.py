@@ -27,7 +27,10 @@ class TrainConfig:
       steps: how many steps to train in all, those before a resume included.
       batch: examples in a global batch.
       seq: tokens in an example.
-      data: a text file, a folder of them, a .bin of tokens, or `python`: its standard library, for a start.
+      data: a text file, a folder of them, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record, a folder or a
+        pattern of them; a.jsonl=0.7,b.parquet=0.3 mixes; or `python`: its standard library, for a start.
+      field: the field of a table that holds the text or the tokens (of several the first that a table has), or
+        leaf=field,leaf=field.
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
       lr: the peak learning rate.
       seed: of the parameters and of the order of the data.
@@ -62,6 +65,7 @@ class TrainConfig:
     batch: int | None = None
     seq: int | None = None
     data: str | None = None
+    field: str | None = None
     tokenizer: str | None = None
     lr: float | None = None
     seed: int = 0

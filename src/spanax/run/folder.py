@@ -28,7 +28,7 @@ CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
 )  # fmt: skip
 
 
-SAME_RUN = ("workload", "data", "tokenizer", "seed", "batch", "seq")
+SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq")
 """Settings that a run keeps for life: they make its model and the order of its data."""
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from spanax.documents import json_line
-from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.errors import DataError, SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
@@ -24,11 +24,14 @@ from spanax.run import account, checkpoint, manifest
 from spanax.run import folder as run_folder
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data import Batches, batches
+from spanax.run.elements import flat
 from spanax.run.events import Events
+from spanax.run.examples import TooFew
 from spanax.run.heartbeat import Pulse
 from spanax.run.hosts import Hosts, from_first, is_first
 from spanax.run.ledger import Ledger, process_age_seconds
 from spanax.run.loop import Event, Loop
+from spanax.run.opened import Reading, is_named, vocab_size
 from spanax.run.preemption import listening
 from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
@@ -36,7 +39,6 @@ from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.saves import Saves
-from spanax.run.tokens import load_tokens
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -75,8 +77,9 @@ def train(
         plan = planned or _chosen(program, config, folder, devices, emit, events)
         check_wished(config.schedule, plan)
         read = partial(
-            batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
-        )
+            batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed,
+            field=config.field,
+        )  # fmt: skip
         data = stack.enter_context(closing(read(_source(config, workload))))
         checkpoint.warm_up()
         pulse.beat("restore", 0, seconds=ledger.seconds())
@@ -88,8 +91,8 @@ def train(
         records = partial(run_folder.write_records, folder, config.record(), plan.to_json(), devices)
         tell = _telling(run, folder, records, emit, events) if is_leader else _unheard
         events("begin", pid=os.getpid(), hosts=jax.process_count(), **_placed(plan), step=run.num_steps)
-        tell(_start_event(run, config, folder))
-        held_out = partial(_held_out, read, config, workload)
+        tell(_start_event(run, config, folder, data))
+        held_out = partial(_held_out, read, config, workload, tell)
         is_over = stack.enter_context(listening())
         remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
         renew = partial(from_first, partial(_renewed, claim, records, tell), WriteError)
@@ -130,11 +133,12 @@ def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Worklo
     workload = load(**sizes)
     config = _filled(config, workload)
     source = _source(config, workload)
-    if workload.vocab_size is not None and isinstance(source, str | Path):
-        num_tokens = load_tokens(source, config.tokenizer or "bytes").vocab_size
-        if num_tokens != workload.vocab_size:
+    if workload.vocab_size is not None and is_named(source):
+        reading = Reading(config.tokenizer or "bytes", field=config.field)
+        num_tokens = vocab_size(source, list(flat(workload.batch)), reading)
+        if num_tokens not in (None, workload.vocab_size):
             workload = load(**sizes, vocab_size=num_tokens)
-        if num_tokens > (workload.vocab_size or 0):
+        if num_tokens is not None and num_tokens > (workload.vocab_size or 0):
             raise DataError(
                 f"the tokens need a vocabulary of {num_tokens}, and the model has {workload.vocab_size}.",
                 where=f"--data {source} --tokenizer {config.tokenizer}",
@@ -163,11 +167,17 @@ def _source(config: TrainConfig, workload: Workload) -> Any:
     return source
 
 
-def _held_out(read: Callable[..., Batches], config: TrainConfig, workload: Workload) -> Batches | None:
-    """The held-out batches, from their start; None where the workload has none."""
+def _held_out(
+    read: Callable[..., Batches], config: TrainConfig, workload: Workload, tell: Callable[[Event], None]
+) -> Batches | None:
+    """The held-out batches, from their start; None where the workload has none, or too few for one batch."""
     source = _source(config, workload)
-    if isinstance(source, str | Path):
-        return read(source, split="validation", shuffle=False, repeat=False)
+    if is_named(source):
+        try:
+            return read(source, split="validation", shuffle=False, repeat=False)
+        except TooFew as error:
+            tell({"event": "warning", "message": f"no held-out loss: {first_line(error)}"})
+            return None
     if workload.validation is None:
         return None
     return read(workload.validation, shuffle=False, repeat=False)
@@ -305,7 +315,7 @@ def _begun(
     return start(program, plan, seed=config.seed, devices=devices, guard=config.guard)
 
 
-def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
+def _start_event(run: Run, config: TrainConfig, folder: Path, data: Batches) -> Event:
     plan = run.plan
     return {
         "event": "start",
@@ -317,6 +327,7 @@ def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
         "why": plan.why,
         "state_bytes_per_device": plan.state_bytes(),
         "out": str(folder),
+        "data": [asdict(each) | {"epochs": each.epochs(config.steps or 0)} for each in data.shares],
     }
 
 

@@ -42,10 +42,11 @@ def line(event: Event) -> str:
     kind = event["event"]
     if kind == "start":
         mesh = ",".join(f"{axis}={size}" for axis, size in event["mesh"].items())
-        return (
+        return "\n".join([
             f"{event['workload']}: {count_text(event['parameters'])} parameters, layout {event['layout']} on {mesh} "
-            f"({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state a device, into {event['out']}"
-        )
+            f"({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state a device, into {event['out']}",
+            *(_data_line(share) for share in event.get("data", ())),
+        ])  # fmt: skip
     if kind == "step":
         return (
             f"step {event['step']}  loss {event.get('loss', float('nan')):.4f}  "
@@ -74,6 +75,13 @@ def line(event: Event) -> str:
     if kind == "profile":
         return profile_text(event)
     return ""
+
+
+def _data_line(share: Event) -> str:
+    return (
+        f"data: {100 * share['share']:.4g} % {share['source']}, {count_text(share['num_examples'])} examples, "
+        f"{share['epochs']:.3g} epochs in all"
+    )
 
 
 def _done_line(event: Event) -> str:
