@@ -176,7 +176,7 @@ def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None)
     arrow = pyarrow()
 
     def open_() -> Any:
-        return arrow.parquet.ParquetFile(str(path), memory_map=True, pre_buffer=False)
+        return arrow.parquet.ParquetFile(str(path), buffer_size=1 << 20, pre_buffer=False)
 
     def batches(columns: Sequence[str]) -> Iterator[Any]:
         yield from open_().iter_batches(ROWS_AT_ONCE, columns=list(columns))

@@ -99,9 +99,8 @@ class Column:
         parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
         dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
 
-        def write(train: BinaryIO, validation: BinaryIO) -> None:
-            files = (train, validation)
-            sizes = [0, 0]
+        def write(*files: BinaryIO) -> None:
+            sizes = [0] * len(files)
             for file in files:
                 _write_header(file, dtype, 0)
             for is_held_out, ids in parts:
@@ -111,12 +110,11 @@ class Column:
                 file.seek(0)
                 _write_header(file, dtype, size)
 
-        mine = paths if self.table.holds_out else {split: paths[self.table.split] for split in SPLITS}
-        if mine["train"] == mine["validation"]:
-            keep(mine["train"], lambda file: write(file, file), cache_dir)
-        else:
-            inner = mine["validation"]
-            keep(mine["train"], lambda train: keep(inner, lambda held: write(train, held), cache_dir), cache_dir)
+        if not self.table.holds_out:
+            keep(paths[self.table.split], write, cache_dir)
+            return
+        held_out = paths["validation"]
+        keep(paths["train"], lambda train: keep(held_out, lambda held: write(train, held), cache_dir), cache_dir)
 
     def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
         group: list[tuple[bool, bytes]] = []

@@ -98,11 +98,11 @@ def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np
         raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="paths, datasets or sequences of examples")
     if grain and isinstance(source, grain.MapDataset):
         raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix, of Grain's own datasets")
+    if len(source) and _is_batch(flat(source[0]), placements):
+        raise SpanaxError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
     if len(source) < batch_size(placements):
         raise TooFew(f"{name} has {len(source):,} examples, and one batch takes {batch_size(placements):,}.")
     first = source[0]
-    if _is_batch(flat(first), placements):
-        raise SpanaxError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
     leaves = _conform(first, placements, rows_R, name)
     name = f"{name} {digest(str(len(source)), *(part for path in sorted(leaves) for part in (path, leaves[path])))}"
 

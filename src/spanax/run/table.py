@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -253,9 +254,10 @@ def _opener(kind: str, cache_dir: str | os.PathLike[str] | None) -> Callable[[Pa
 
 def _size_bytes(path: Path) -> int:
     try:
-        if not path.is_file():
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(None, "it is no plain file")
-        return path.stat().st_size
+        return found.st_size
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a file that you may read") from None
 
