@@ -39,6 +39,8 @@ from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.saves import Saves
+from spanax.run.trackers import About, Trackers
+from spanax.run.tracking import made, summary
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -64,7 +66,8 @@ def train(
         is_leader, hosts = is_first(), Hosts.of()
         emit = emit if is_leader else _unheard
         folder, claim = _claimed(config, stack)
-        ledger = Ledger(hosts.attempt, account.reached(folder), process_age_seconds())
+        reached = account.reached(folder)
+        ledger = Ledger(hosts.attempt, reached, process_age_seconds())
         events = _events(folder, hosts.attempt) if is_leader else _unheard
         pulse = Pulse(folder, jax.process_index(), hosts.attempt)
         pulse.beat("start", 0, seconds=ledger.seconds())
@@ -89,9 +92,11 @@ def train(
         if run.position is not None:
             data.restore(run.position)
         records = partial(run_folder.write_records, folder, config.record(), plan.to_json(), devices)
-        tell = _telling(run, folder, records, emit, events) if is_leader else _unheard
+        start_event = _start_event(run, config, folder, data)
+        about = About(folder, config.record(), summary(run), run.num_steps, reached)
+        tell = _telling(about, made(config.track), records, emit, events, stack) if is_leader else _unheard
         events("begin", pid=os.getpid(), hosts=jax.process_count(), **_placed(plan), step=run.num_steps)
-        tell(_start_event(run, config, folder, data))
+        tell(start_event)
         held_out = partial(_held_out, read, config, workload, tell)
         is_over = stack.enter_context(listening())
         remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
@@ -261,21 +266,22 @@ def _renewed(claim: run_folder.Claim | None, records: Callable[[], None], tell: 
 
 
 def _telling(
-    run: Run,
-    folder: Path,
+    about: About,
+    trackers: dict[str, Any],
     records: Callable[[], None],
     emit: Callable[[Event], None],
     events: Callable[..., None],
+    stack: ExitStack,
 ) -> Callable[[Event], None]:
-    """Writes the run's records, and returns what takes its events: into its metrics, and emits them."""
+    """Writes the run's records, and returns what takes its events: into its metrics and to its trackers, and emits."""
     records()
-    metrics = run_folder.open_metrics(folder, run.num_steps)
+    metrics = run_folder.open_metrics(about.folder, about.step)
 
     def tell(event: Event) -> None:
         nonlocal metrics
         if event["event"] == "rolled_back":
             with suppress(WriteError):  # a full disk keeps the lines of steps that are taken again
-                metrics = run_folder.open_metrics(folder, event["step"])
+                metrics = run_folder.open_metrics(about.folder, event["step"])
         metrics.write(json_line(event))
         if event["event"] == "save_failed":
             events(**event)
@@ -285,7 +291,10 @@ def _telling(
             raise
         except OSError:
             pass  # standard output may be a file on the same full disk; the metrics have it
+        told.take(event)
 
+    told = Trackers(trackers, about, lambda line: tell({"event": "warning", "message": line}))
+    stack.callback(told.end)
     return tell
 
 
@@ -316,16 +325,12 @@ def _begun(
 
 
 def _start_event(run: Run, config: TrainConfig, folder: Path, data: Batches) -> Event:
-    plan = run.plan
     return {
         "event": "start",
         "workload": config.workload,
         "step": run.num_steps,
         "steps": config.steps,
-        "parameters": run.program.num_params,
-        **_placed(plan),
-        "why": plan.why,
-        "state_bytes_per_device": plan.state_bytes(),
+        **summary(run),
         "out": str(folder),
         "data": [asdict(each) | {"epochs": each.epochs(config.steps or 0)} for each in data.shares],
     }
