@@ -101,6 +101,12 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),
     "data that is not text": (["train", "--data", "latin.txt"], 65, "UTF-8"),
     "unknown tokenizer": (["train", "--tokenizer", "bite"], 2, "bite"),
+    "missing table": (["train", "--data", "nowhere.jsonl"], 65, "cannot read 'nowhere.jsonl'"),
+    "missing shards": (["train", "--data", "*.parquet"], 65, "no file is called '*.parquet'"),
+    "a text that nobody named": (["train", "--data", "table.jsonl"], 2, "which field of 'table.jsonl'"),
+    "a text of another name": (["train", "--data", "table.jsonl", "--field", "contents"], 65, "did you mean 'content'"),
+    "a mixture of nothing": (["train", "--data", "a.jsonl=0,b.jsonl=1"], 2, "the weight of a.jsonl is 0.0"),
+    "unknown tracker": (["train", "--track", "tensorbord"], 2, "did you mean 'tensorboard'"),
     "missing plan": (["train", "--plan", "nowhere.json"], 65, "cannot read the plan"),
     "a plan that is none": (["train", "--plan", "bad.json"], 65, "this is not a plan file"),
     "plan and mesh": (["train", "--plan", "bad.json", "--mesh", "data=8"], 2, "--plan already says"),
@@ -148,6 +154,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.toml").write_text("step = 3\n")
     (tmp_path / "type.toml").write_text('steps = "3"\n')
     (tmp_path / "units.toml").write_text('like = "h100"\nmemory = "80"\n')
+    (tmp_path / "table.jsonl").write_text('{"id": 1, "content": "to be"}\n')
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
