@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,21 @@ def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
     assert num_tokens > 70_000_000 and grown_kib < 24_000  # of a file of 76 MB
 
 
+def test_of_several_processes_one_encodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, made, kept = written(tmp_path, "a.jsonl"), load_tokenizer("bytes"), Column._keep
+    calls: list[int] = []
+
+    def slow(*args: Any) -> None:
+        calls.append(1)
+        time.sleep(0.2)
+        kept(*args)
+
+    monkeypatch.setattr(Column, "_keep", slow)
+    with ThreadPoolExecutor() as pool:  # a lock is of the open file, so threads stand for processes
+        found = list(pool.map(lambda _: Column(open_table(path), "text").tokens(made).ids.tobytes(), range(3)))
+    assert len(calls) == 1 and len(set(found)) == 1
+
+
 # ---- which files
 
 
@@ -424,6 +441,36 @@ def test_a_file_cut_short_or_of_another_kind(name: str, tmp_path: Path) -> None:
         path.write_bytes(content)
         first = told(DataError, path, field="text").splitlines()[0]
         assert name in first
+
+
+@pytest.mark.parametrize("kind", ["text", "ids"])
+def test_offsets_into_nowhere_are_not_followed(kind: str, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
+    rows = ["aaaaa", "bbbbbbb"] if kind == "text" else [[1] * 5, [2] * 7]
+    batch = pyarrow.RecordBatch.from_arrays([pyarrow.array(rows)], ["text"])
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), batch.schema) as sink:
+        sink.write_batch(batch)
+    good, bad = (np.array(offsets, np.int32).tobytes() for offsets in ([0, 5, 12], [0, 1 << 29, 1 << 30]))
+    content = (tmp_path / "a.arrow").read_bytes()
+    assert content.count(good) == 1
+    (tmp_path / "a.arrow").write_bytes(content.replace(good, bad))
+    assert told(DataError, tmp_path / "a.arrow").startswith(f"cannot read '{tmp_path}/a.arrow'.")
+
+
+def test_too_little_to_hold_out_is_told_and_ends_nothing() -> None:
+    from spanax.run.config import TrainConfig
+    from spanax.run.examples import TooFew
+    from spanax.run.trainer import _held_out
+
+    def read(source: Any, **options: Any) -> Any:
+        raise (TooFew if source == "few.jsonl" else DataError)(f"{source} is bad.", fix="more")
+
+    warned: list[dict[str, Any]] = []
+    workload: Any = None
+    assert _held_out(read, TrainConfig(data="few.jsonl"), workload, warned.append) is None
+    assert warned == [{"event": "warning", "message": "no held-out loss: few.jsonl is bad."}]
+    with pytest.raises(DataError, match="damaged"):
+        _held_out(read, TrainConfig(data="damaged.jsonl"), workload, warned.append)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
