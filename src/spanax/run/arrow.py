@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from spanax.errors import DataError, SpanaxError, WriteError
-from spanax.run.cache import cache_folder, keep
+from spanax.run.cache import alone, cache_folder, keep
 from spanax.run.elements import digest
 
 ROWS_AT_ONCE = 256
@@ -65,13 +65,26 @@ class Mapped:
             for index in indices:
                 number = int(np.searchsorted(self._ends, index, side="right"))
                 first = int(self._ends[number - 1]) if number else 0
-                row = self._batches[number].slice(index - first, 1)
-                found.append({field: _value(self.path, index, _column(self.path, row, field)) for field in fields})
+                columns = ((field, self._checked(number, field)) for field in fields)
+                found.append({
+                    field: _value(self.path, index, column.slice(index - first, 1)) for field, column in columns
+                })  # fmt: skip
         return found
 
     def values(self, field: str) -> Iterator[Any]:
         """One field of all rows."""
         yield from _values(self.path, _batches(self.open), field)
+
+    def _checked(self, number: int, field: str) -> Any:
+        """A column of a batch; it is checked as a whole when it is first used."""
+        key = (number, field)
+        if key not in self._columns:
+            self._columns[key] = _column(self.path, self._batches[number], field)
+        return self._columns[key]
+
+    @cached_property
+    def _columns(self) -> dict[tuple[int, str], Any]:
+        return {}
 
     @cached_property
     def _batches(self) -> list[Any]:
@@ -139,7 +152,7 @@ class Packed:
                     batch.validate(full=True)
                     sink.write_batch(batch.select(list(columns)))
 
-        with _telling(self.path):
+        with _telling(self.path), alone(kept.with_suffix(".lock")):
             if not _is_whole(kept, self.num_rows):
                 keep(kept, write, self.cache_dir)
         if not kept.is_file():
@@ -256,16 +269,14 @@ def _value(path: Path, index: int, one: Any) -> Any:
     """The value in a column of one row: a number, a text, or an array, nested lists being its dims."""
     arrow, shape = pyarrow(), []
     types = arrow.types
-    while types.is_list(one.type) or types.is_large_list(one.type) or types.is_fixed_size_list(one.type):
-        lengths = arrow.compute.list_value_length(one).unique().to_pylist()
-        if len(lengths) > 1:
+    while (is_list := types.is_list(one.type) or types.is_large_list(one.type)) or types.is_fixed_size_list(one.type):
+        _check_all(path, index, one)
+        lengths = np.diff(one.offsets.to_numpy()) if is_list else np.full(len(one), one.type.list_size)
+        if (lengths != lengths[:1]).any():
             raise DataError(f"the lists in row {index:,} of '{path}' are of several lengths.", fix="equal ones")
-        shape += [length for length in lengths if length is not None]
-        if None in lengths:
-            break
+        shape.append(int(lengths[0]) if len(lengths) else 0)
         one = one.flatten()
-    if one.null_count:
-        raise DataError(f"row {index:,} of '{path}' has nothing in a field.", fix="rows that have all fields")
+    _check_all(path, index, one)
     if types.is_string(one.type) or types.is_large_string(one.type):
         return np.array(one.to_pylist(), object) if shape else one[0].as_py()
     if not (types.is_integer(one.type) or types.is_floating(one.type) or types.is_boolean(one.type)):
@@ -275,3 +286,8 @@ def _value(path: Path, index: int, one: Any) -> Any:
         )
     array = one.to_numpy(zero_copy_only=False).reshape(shape)
     return array if shape else array[()]
+
+
+def _check_all(path: Path, index: int, one: Any) -> None:
+    if one.null_count:
+        raise DataError(f"row {index:,} of '{path}' has nothing in a field.", fix="rows that have all fields")

@@ -3,10 +3,8 @@
 Memory stays bounded: texts are read, encoded and written a few megabytes at a time, and the ids are mapped from disk.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from spanax.errors import DataError, SpanaxError, WriteError
-from spanax.run.cache import cache_folder, keep
+from spanax.run.cache import alone, cache_folder, keep
 from spanax.run.corpus import SPLITS
 from spanax.run.elements import digest
 from spanax.run.table import Table
@@ -82,7 +80,7 @@ class Column:
         paths = {split: folder / f"ids-{key}-{split}.npy" for split in SPLITS}
         ids = kept_ids(paths[self.table.split])
         if ids is None:
-            with _alone(folder / f"ids-{key}.lock"):
+            with alone(folder / f"ids-{key}.lock"):
                 ids = kept_ids(paths[self.table.split])
                 if ids is None:
                     self._keep(tokenizer, paths, cache_dir)
@@ -161,21 +159,6 @@ def _write_header(file: BinaryIO, dtype: np.dtype, size: int) -> None:
     """The head of a `.npy` file; numpy leaves room in it for any size."""
     about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
     np.lib.format.write_array_header_1_0(file, about)
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Of several processes of one machine one encodes, and the others wait for what it keeps."""
-    file = None
-    try:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "ab")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-    finally:
-        if file is not None:
-            file.close()
 
 
 def default_field(table: Table, *, leaves: str) -> str:

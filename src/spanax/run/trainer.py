@@ -138,7 +138,7 @@ def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Worklo
     workload = load(**sizes)
     config = _filled(config, workload)
     source = _source(config, workload)
-    if workload.vocab_size is not None and is_named(source):
+    if workload.vocab_size is not None:
         reading = Reading(config.tokenizer or "bytes", field=config.field)
         num_tokens = vocab_size(source, list(flat(workload.batch)), reading)
         if num_tokens not in (None, workload.vocab_size):
