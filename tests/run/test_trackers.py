@@ -119,6 +119,13 @@ def test_a_loop_of_ones_own_writes_metrics_and_tells(tmp_path: Path) -> None:
     assert told.said == [("begin", 0, 0), *(("log", step, {"loss": float(step)}) for step in (1, 2, 3)), ("end",)]
 
 
+def test_numbers_that_are_none_stay_lines_of_json(tmp_path: Path) -> None:
+    told = Told()
+    with track([told], tmp_path, run_of()) as tracking:
+        tracking.log(1, {"loss": np.float32("nan")})
+    assert read(tmp_path) == [{"event": "step", "step": 1, "loss": "nan"}] and math.isnan(told.said[1][2]["loss"])
+
+
 def test_a_loop_that_goes_on_leaves_no_step_twice(tmp_path: Path) -> None:
     told = Told()
     with track("", tmp_path, run_of()) as tracking:

@@ -1,6 +1,5 @@
 """Tracking: the trackers and the metrics.jsonl of a loop of one's own."""
 
-import json
 import os
 import sys
 from collections import deque
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spanax.documents import json_lines
+from spanax.documents import json_line, json_lines
 from spanax.run import folder as run_folder
 from spanax.run.hosts import is_first
 from spanax.run.tensorboard import TensorBoard
@@ -61,7 +60,7 @@ class Tracking:
                 continue
             values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
             event = {"event": "step", "step": step, **values}
-            self._metrics.write(json.dumps(event))
+            self._metrics.write(json_line(event))
             self._trackers.take(event)
 
 
@@ -113,7 +112,7 @@ def track(
         metrics = run_folder.open_metrics(place, run.num_steps)
 
         def warn(line: str) -> None:
-            metrics.write(json.dumps({"event": "warning", "message": line}))
+            metrics.write(json_line({"event": "warning", "message": line}))
             print(f"spanax: {line}", file=sys.stderr)
 
         about = About(place, dict(settings or {}), summary(run), run.num_steps, reached)
