@@ -505,6 +505,34 @@ def _(root: Path) -> list[str]:
     return command
 
 
+def table(root: Path, name: str, content: str | bytes) -> list[str]:
+    path = root / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return words(root, "--data", str(path))
+
+
+heavy("row nested deep")(lambda root: table(root, "a.jsonl", DEEP))
+heavy("row of a long number")(lambda root: table(root, "a.jsonl", f'{{"input_ids": [{HUGE}]}}\n' * 99))
+heavy("row of lone surrogates")(lambda root: table(root, "a.jsonl", '{"text": "\\ud800"}\n' * 99))
+heavy("rows of a pickle")(lambda root: table(root, "a.array_record", PICKLED))
+heavy("rows of nothing but the name", 65, 2)(lambda root: table(root, "a.parquet", b"PAR1" * 99))
+
+
+@heavy("table without an end")
+def _(root: Path) -> list[str]:
+    (root / "a.jsonl").symlink_to("/dev/zero")
+    return words(root, "--data", str(root / "a.jsonl"))
+
+
+@heavy("saved dataset that leads elsewhere")
+def _(root: Path) -> list[str]:
+    (root / "saved").mkdir()
+    (root / "saved" / "dataset_info.json").write_text("{}")
+    (root / "saved" / "state.json").write_text('{"_data_files": [{"filename": "../../etc/x.arrow"}]}')
+    return words(root, "--data", str(root / "saved"))
+
+
 # ---- run folders
 
 

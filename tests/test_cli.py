@@ -19,6 +19,7 @@ FLAGS = {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
+        "field", "track",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
@@ -103,6 +104,12 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),
     "data that is not text": (["train", "--data", "latin.txt"], 65, "UTF-8"),
     "unknown tokenizer": (["train", "--tokenizer", "bite"], 2, "bite"),
+    "missing table": (["train", "--data", "nowhere.jsonl"], 65, "cannot read 'nowhere.jsonl'"),
+    "missing shards": (["train", "--data", "*.parquet"], 65, "no file is called '*.parquet'"),
+    "a text that nobody named": (["train", "--data", "table.jsonl"], 2, "which field of 'table.jsonl'"),
+    "a text of another name": (["train", "--data", "table.jsonl", "--field", "contents"], 65, "did you mean 'content'"),
+    "a mixture of nothing": (["train", "--data", "a.jsonl=0,b.jsonl=1"], 2, "the weight of a.jsonl is 0.0"),
+    "unknown tracker": (["train", "--track", "tensorbord"], 2, "did you mean 'tensorboard'"),
     "missing plan": (["train", "--plan", "nowhere.json"], 65, "cannot read the plan"),
     "a plan that is none": (["train", "--plan", "bad.json"], 65, "this is not a plan file"),
     "plan and mesh": (["train", "--plan", "bad.json", "--mesh", "data=8"], 2, "--plan already says"),
@@ -178,6 +185,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
     (tmp_path / "bare" / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     (tmp_path / "odd" / "model.json").write_text('{"model": "gpt2", "shape": {"vocab_size": 8}}')
+    (tmp_path / "table.jsonl").write_text('{"id": 1, "content": "to be"}\n')
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path

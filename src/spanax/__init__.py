@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from spanax.plan.search import search
     from spanax.run.data import Batches, batches
     from spanax.run.guard import Guard
+    from spanax.run.mixture import Mixture, mixture
     from spanax.run.restore import restore
     from spanax.run.run import Run, start
     from spanax.run.simulate import simulate
+    from spanax.run.tracking import track
     from spanax.trace.primitives import rule
     from spanax.trace.program import Program, trace
     from spanax.trace.variables import Leaf
@@ -42,6 +44,7 @@ _HOME = {
     "Layout": "plan.layout",
     "Leaf": "trace.variables",
     "MeshShape": "hardware.mesh",
+    "Mixture": "run.mixture",
     "NumbersError": "errors",
     "Placement": "plan.plan",
     "Plan": "plan.plan",
@@ -57,6 +60,7 @@ _HOME = {
     "check": "check.check",
     "cluster": "hardware.cluster",
     "local": "hardware.cluster",
+    "mixture": "run.mixture",
     "plan": "plan.choose",
     "restore": "run.restore",
     "rule": "trace.primitives",
@@ -65,6 +69,7 @@ _HOME = {
     "stack": "models.lists",
     "start": "run.run",
     "trace": "trace.program",
+    "track": "run.tracking",
 }
 
 __all__ = [
@@ -76,6 +81,7 @@ __all__ = [
     "Layout",
     "Leaf",
     "MeshShape",
+    "Mixture",
     "NumbersError",
     "Placement",
     "Plan",
@@ -91,6 +97,7 @@ __all__ = [
     "check",
     "cluster",
     "local",
+    "mixture",
     "plan",
     "restore",
     "rule",
@@ -99,6 +106,7 @@ __all__ = [
     "stack",
     "start",
     "trace",
+    "track",
 ]
 
 

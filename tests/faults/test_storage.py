@@ -266,7 +266,10 @@ def test_a_lock_that_a_child_inherited_is_told(tmp_path: Path) -> None:
     os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("name", ["LOCK", "metrics.jsonl", "config.toml", "checkpoints", "heartbeats", "events.jsonl"])
+@pytest.mark.parametrize(
+    "name",
+    ["LOCK", "metrics.jsonl", "config.toml", "checkpoints", "heartbeats", "events.jsonl", "tensorboard", "wandb"],
+)
 def test_a_run_folder_with_a_way_out_is_refused_untouched(tmp_path: Path, name: str) -> None:
     out, outside = tmp_path / "run", tmp_path / "outside"
     out.mkdir()

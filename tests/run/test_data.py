@@ -10,35 +10,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import grain
-import jax
 import numpy as np
 import pytest
 
+from batched import TEXT_PLAN, B, T, leaf, plan_of, take, values
 from spanax.errors import DataError, SpanaxError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.plan import Placement
-from spanax.run.data import Batches, batches
+from spanax.run.data import Batches, batches, open_source
+from spanax.run.opened import Reading
 from spanax.run.order import Order
-from spanax.run.source import element_source, local_rows
-from spanax.run.tokens import load_tokens, window_reader
+from spanax.run.source import local_rows
 
-B, T = 8, 4
-
-
-def leaf(path: str, shape: tuple[int, ...], dtype: str = "int32", spec: tuple[tuple[str, ...], ...] = ()) -> Placement:
-    spec = spec + ((),) * (len(shape) - len(spec))
-    return Placement(path, shape, dtype, "batch", (None,) * len(shape), spec, shape, 0, "")
-
-
-def plan_of(*leaves: Placement, mesh: str = "data=4,model=2") -> Any:
-    return SimpleNamespace(mesh=MeshShape.of(mesh), batch=leaves)
-
-
-TEXT_PLAN = plan_of(*(leaf(path, (B, T), spec=(("data",),)) for path in ("inputs", "targets")))
 IMAGE_PLAN = plan_of(leaf("image.pixels", (B, 3), "float32", (("data",),)), leaf("label", (B,), spec=(("data",),)))
 
 
@@ -49,14 +34,6 @@ def example(i: int) -> dict[str, Any]:
 def image_batch(k: int) -> dict[str, Any]:
     found = [example(i) for i in range(k * B, k * B + B)]
     return {"image": {"pixels": np.stack([f["image"]["pixels"] for f in found])}, "label": [f["label"] for f in found]}
-
-
-def values(batch: Any) -> list[Any]:
-    return jax.tree.map(lambda array: np.asarray(array).tolist(), batch)
-
-
-def take(found: Iterator[Any], num: int) -> list[Any]:
-    return [values(batch) for batch in itertools.islice(found, num)]
 
 
 @pytest.fixture
@@ -126,10 +103,8 @@ def test_two_processes_see_the_batches_of_one(mesh: str, spec: str, kind: str, t
 
     def read(devices: list[Any], index: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         rows = local_rows(leaves, shardings, devices)
-        if kind == "text":
-            return rows, window_reader(load_tokens(text), leaves, rows, **order)[0](index)
         items = [example(i) for i in range(30)] if kind == "examples" else [image_batch(k) for k in range(3)]
-        return rows, element_source(items, leaves, rows, **order).read(index)
+        return rows, open_source(text if kind == "text" else items, leaves, rows, Reading(), **order).read(index)
 
     for index in (0, 1, 5):
         all_rows, whole = read(everything, index)
@@ -496,7 +471,9 @@ def test_importing_starts_no_backend_and_no_grain() -> None:
 def refused(kind: type[SpanaxError], source: Any, plan: Any = IMAGE_PLAN, **options: Any) -> str:
     with pytest.raises(kind) as error:
         batches(source, plan, **options)
-    assert type(error.value) is kind and str(error.value).count("\n") <= 3
+    assert (
+        isinstance(error.value, kind) and error.value.exit_code == kind.exit_code and str(error.value).count("\n") <= 3
+    )
     return str(error.value)
 
 

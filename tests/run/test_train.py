@@ -2,17 +2,20 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from boards import shown
 from launched import arrays
 from spanax.plan.plan import Plan
 from spanax.run import manifest
@@ -31,7 +34,8 @@ def tiny(batch_size=8, seq_len=16, vocab_size=256):
                            loss=gpt.loss, source="python", vocab_size=vocab_size, num_steps=4)
 """
 
-SETTINGS = ["--steps", "8", "--save-every", "2", "--seed", "5", "--eval-batches", "2", "--json"]
+TRACK = ["--track", "tensorboard"] if find_spec("tensorboardX") else []
+SETTINGS = ["--steps", "8", "--save-every", "2", "--seed", "5", "--eval-batches", "2", "--json", *TRACK]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +129,9 @@ def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[d
     assert events[-1]["steps"] == 8 and events[-1]["train_loss"] == whole[-1]["train_loss"]
     recorded = [json.loads(line) for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [e["step"] for e in recorded if e["event"] == "step"] == list(range(1, 9))
+    if TRACK:
+        assert shown(place / "killed", "loss") == shown(place / "whole", "loss")
+        assert [step for step, _ in shown(place / "killed", "loss")] == list(range(1, 9))
     same_bits(place / "killed", place / "whole")
     adds_up(account(place / "killed"), began)
 
@@ -166,3 +173,19 @@ def test_another_mesh_goes_on_with_the_same_data(place: Path, whole: list[dict[s
     events = train(place, "whole", "--resume", "--steps", "9", "--devices", "1", "--mesh", "data=1")
     assert events[0]["step"] == 8 and events[-1]["steps"] == 9
     assert np.isfinite(events[-1]["train_loss"])
+
+
+@pytest.mark.slow
+def test_a_mixture_of_tables_goes_on_on_another_mesh_row_for_row(place: Path) -> None:
+    for name, field in (("a.jsonl", "content"), ("b.jsonl", "text")):
+        rows = (json.dumps({field: f"{name} {number} to be or not to be"}) for number in range(400))
+        (place / name).write_text("\n".join(rows))
+    data = ["--data", "a.jsonl=0.75,b.jsonl=0.25", "--field", "content,text", "--tokenizer", "bpe:300"]
+    whole = train(place, "mixed", *data, "--mesh", "data=1", "--devices", "1")
+    assert [part["share"] for part in whole[0]["data"]] == [0.75, 0.25]
+    shutil.copytree(place / "mixed", place / "moved")
+    for step in ("6", "8"):
+        shutil.rmtree(place / "moved" / "checkpoints" / step)
+    events = train(place, "moved", "--resume", "--mesh", "fsdp=4", "--devices", "4")
+    losses = [[e["loss"] for e in found if e["event"] == "step"][-4:] for found in (whole, events)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)

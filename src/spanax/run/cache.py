@@ -1,9 +1,11 @@
 """Cache: what is worth keeping between runs, in a folder of its own."""
 
+import fcntl
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,3 +36,18 @@ def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathL
         if cache_dir is not None:
             raise WriteError(told, fix="a cache_dir that can be written") from None
         warnings.warn(f"{told} It is made again at every start.", stacklevel=2)  # a read-only home is no error
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Of several processes of one machine one makes what is to be kept, and the others wait for it."""
+    file = None
+    try:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "ab")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        if file is not None:
+            file.close()

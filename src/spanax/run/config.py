@@ -9,6 +9,7 @@ from tyro.conf import Positional
 
 from spanax.errors import SpanaxError, nearest
 from spanax.run.guard import POLICIES, Guard
+from spanax.run.trackers import check_trackers
 from spanax.trace.policies import known_policy
 
 
@@ -28,7 +29,10 @@ class TrainConfig:
       steps: how many steps to train in all, those before a resume included.
       batch: examples in a global batch.
       seq: tokens in an example.
-      data: a text file, a folder of them, a .bin of tokens, or `python`: its standard library, for a start.
+      data: a text file, a folder of them, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record, a folder or a
+        pattern of them; a.jsonl=0.7,b.parquet=0.3 mixes; or `python`: its standard library, for a start.
+      field: the field of a table that holds the text or the tokens (of several the first that a table has), or
+        leaf=field,leaf=field.
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
       lr: the peak learning rate.
       seed: of the parameters and of the order of the data.
@@ -46,6 +50,7 @@ class TrainConfig:
       eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.
       eval_batches: how many batches one evaluation takes.
       log_every: steps between lines.
+      track: tensorboard, wandb or both with a comma: trackers that are told what metrics.jsonl is.
       on_bad_step: what follows on a loss, gradient norm or parameter that is not finite, or a spike: halt, skip (the
         step changes nothing), rollback (to the newest checkpoint, and the batch is left out) or ignore.
       spike: a loss or gradient norm over so many times the median of the last 64 good steps is bad too; such as 10.
@@ -64,6 +69,7 @@ class TrainConfig:
     batch: int | None = None
     seq: int | None = None
     data: str | None = None
+    field: str | None = None
     tokenizer: str | None = None
     lr: float | None = None
     seed: int = 0
@@ -80,6 +86,7 @@ class TrainConfig:
     eval_every: int = 0
     eval_batches: int = 20
     log_every: int = 1
+    track: str | None = None
     on_bad_step: str = "halt"
     spike: float | None = None
     patience: int = 3
@@ -149,6 +156,7 @@ def check(config: TrainConfig) -> TrainConfig:
         raise SpanaxError(what, fix=nearest(config.on_bad_step, ON_BAD_STEP))
     known_policy(config.remat)
     profiled_steps(config)
+    check_trackers(config.track)
     if config.resume and config.out is None:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
     said = [

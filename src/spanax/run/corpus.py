@@ -4,7 +4,7 @@ import errno
 import os
 import platform
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,20 @@ class Corpus:
     train: bytes
     validation: bytes
     skipped: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """What tells a tokenizer that is trained on it from others."""
+        return (self.train,)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the training text."""
+        return len(self.train)
+
+    def documents(self) -> Iterator[bytes]:
+        """What a tokenizer is trained on."""
+        yield self.train
 
     def text(self, split: str) -> bytes:
         """The text of one split, `"train"` or `"validation"`."""

@@ -20,8 +20,9 @@ import numpy as np
 
 from spanax.errors import DataError, SpanaxError
 from spanax.run.elements import Leaves, described, nested
-from spanax.run.source import Source, element_source, local_rows
-from spanax.run.tokens import load_tokens, window_reader
+from spanax.run.examples import Source, in_order, same_kind
+from spanax.run.opened import Reading, examples, opened
+from spanax.run.source import batch_size, element_source, local_rows
 
 if TYPE_CHECKING:
     import jax
@@ -46,14 +47,17 @@ def batches(
     repeat: bool = True,
     prefetch: int = 2,
     cache_dir: str | os.PathLike[str] | None = None,
+    field: str | Mapping[str, str] | None = None,
 ) -> "Batches":
     """The batches of a source on the devices, in an order that the seed alone decides.
 
     Args:
-      source: `"python"` (its standard library), a text file or a folder of them, a `.bin` of tokens; a
-        `grain.MapDataset` or any sequence of examples; a `grain.IterDataset`, any iterable of examples or
-        batches, or a function that returns one. Shapes tell an example from a batch. An iterable gives every
-        process the whole global batch, or only the rows of the process's own devices.
+      source: `"python"` (its standard library), a text file or a folder of them, a `.bin` of tokens; a JSONL,
+        Parquet, Arrow or ArrayRecord file, a folder of them or a pattern such as `shards/*.parquet`; a Hugging Face
+        Dataset or DatasetDict, or the folder one was saved to; a `grain.MapDataset` or any sequence of examples;
+        a `spanax.mixture` of these, or its text `a.jsonl=0.7,b.parquet=0.3`; a `grain.IterDataset`, any iterable
+        of examples or batches, or a function that returns one. Shapes tell an example from a batch. An iterable
+        gives every process the whole global batch, or only the rows of the process's own devices.
       plan: what places the batch; text and tokens need its leaves to be `inputs` and `targets` of shape [B, T].
       mesh: the plan's own by default.
       tokenizer: `"bytes"`, `"bpe"`, `"bpe:8192"` or the path of a tokenizer.json; for text.
@@ -64,6 +68,9 @@ def batches(
       repeat: start again at the end; otherwise what does not fill a last batch is left out.
       prefetch: how many batches are made ready ahead, each on the devices; 0 for none and no thread.
       cache_dir: where a trained tokenizer and encoded text are kept; `~/.cache/spanax` by default.
+      field: which field of a table holds the text or the token ids, of several (`content,text`) the first that a
+        table has; `text,input_ids` by default. For other batches the field of each leaf, as a mapping or
+        `images=pixels,labels=label`: those of the same name by default.
 
     Raises:
       DataError: the source is missing, damaged, too short for one batch, or not what the plan takes.
@@ -81,16 +88,29 @@ def batches(
     mesh = plan.mesh.build() if mesh is None else mesh
     shardings = {leaf.path: leaf.sharding(mesh) for leaf in plan.batch}
     rows_R = local_rows(plan.batch, shardings, mesh.local_devices)
-    if isinstance(source, str | os.PathLike):
-        tokens = load_tokens(source, tokenizer, split, cache_dir)
-        read, num_batches = window_reader(tokens, plan.batch, rows_R, seed=seed, shuffle=shuffle, repeat=repeat)
-        opened = Source(tokens.name, {"inputs": None, "targets": None}, read, num_batches, tokens)
-    elif split != "train":
-        raise SpanaxError(f"a {type(source).__name__} has no split '{split}'.", fix="a source of its own")
-    else:
-        opened = element_source(source, plan.batch, rows_R, seed=seed, shuffle=shuffle, repeat=repeat)
+    reading = Reading(tokenizer, split, field, cache_dir)
+    made = open_source(source, plan.batch, rows_R, reading, seed=seed, shuffle=shuffle, repeat=repeat)
     order = f"seed {seed}, shuffle {shuffle}, {described({leaf.path: leaf for leaf in plan.batch})}"
-    return Batches(opened, order, partial(_place, plan.batch, shardings, rows_R), position, prefetch)
+    return Batches(made, order, partial(_place, plan.batch, shardings, rows_R), position, prefetch)
+
+
+def open_source(
+    source: Any,
+    placements: Sequence["Placement"],
+    rows_R: np.ndarray,
+    reading: Reading,
+    *,
+    seed: int,
+    shuffle: bool,
+    repeat: bool,
+) -> Source:
+    """What gives the leaves of one batch after the other, of the rows that a process reads."""
+    parts = opened(source, [leaf.path for leaf in placements], reading)
+    if len(parts) == 1 and parts[0][0] is source:
+        return element_source(source, placements, rows_R, seed=seed, shuffle=shuffle, repeat=repeat)
+    found = [(examples(part, placements, rows_R), weight) for part, weight in parts]
+    same_kind([part for part, _ in found])
+    return in_order(found, batch_size(placements), rows_R, seed=seed, shuffle=shuffle, repeat=repeat)
 
 
 @final
@@ -102,6 +122,8 @@ class Batches:
       skipped: the indices of batches that are left out.
       tokens: the token ids of a text or token source; else None.
       num_batches: how many there are; None when they start again at the end, or nobody knows.
+      shares: the sources of a mixture, or the only one: name, share of all examples, number of examples, epochs; none
+        of an iterable.
       wait_seconds: how long `next` waited for data so far.
 
     Example:
@@ -121,7 +143,7 @@ class Batches:
         prefetch: int,
     ):
         self.source, self.tokens, self.num_batches = source.name, source.tokens, source.num_batches
-        self.wait_seconds = 0.0
+        self.shares, self.wait_seconds = source.shares, 0.0
         self._source, self._order, self._place, self._prefetch = source, order, place, prefetch
         self._next_index, self.skipped = 0, frozenset[int]()
         self._mark: Any = None

@@ -22,13 +22,14 @@ from spanax.documents import json_line, json_lines, read_bytes, read_json, read_
 from spanax.errors import ConfigError, DataError, WriteError
 from spanax.run import events, heartbeat, manifest
 from spanax.run.lines import Lines
+from spanax.run.trackers import TENSORBOARD, WANDB
 
 CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
     "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "log", "LOCK",
 )  # fmt: skip
 
 
-SAME_RUN = ("workload", "data", "tokenizer", "seed", "batch", "seq")
+SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq")
 """Settings that a run keeps for life: they make its model and the order of its data."""
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
@@ -125,7 +126,7 @@ def _holder(folder: Path) -> str:
 def _check_inside(folder: Path) -> None:
     """A run writes into these; in a folder from elsewhere they may be links to what is not its own."""
     kept = (CONFIG, PLAN, ENV, METRICS, LOCK, events.FILE)
-    for name in (*kept, CHECKPOINTS, heartbeat.FOLDER, LOGS, "profile"):
+    for name in (*kept, CHECKPOINTS, heartbeat.FOLDER, LOGS, "profile", TENSORBOARD, WANDB):
         path = folder / name
         if os.path.lexists(path) and (path.is_symlink() or not (path.is_file() if name in kept else path.is_dir())):
             kind = "link" if path.is_symlink() else "thing"

@@ -28,7 +28,11 @@ class Order:
 
     def examples(self, batch_index: int, rows_R: np.ndarray) -> np.ndarray:
         """The examples in some rows of one batch, of shape [R]; each example comes once an epoch."""
-        epochs_R, places_R = np.divmod(batch_index * self.batch_size + rows_R.astype(np.int64), self.num_examples)
+        return self.at(batch_index * self.batch_size + rows_R.astype(np.int64))
+
+    def at(self, places_R: np.ndarray) -> np.ndarray:
+        """The examples at some places of the endless row, of shape [R]."""
+        epochs_R, places_R = np.divmod(places_R, self.num_examples)
         return _permuted(places_R, epochs_R, self.num_examples, self.seed) if self.shuffle else places_R
 
 

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from statistics import mode
 from typing import TYPE_CHECKING, Any
@@ -16,8 +15,8 @@ import numpy as np
 
 from spanax.errors import DataError, SpanaxError
 from spanax.run.elements import Leaves, described, digest, flat, nested
+from spanax.run.examples import Examples, Share, Source, TooFew
 from spanax.run.order import Order
-from spanax.run.tokens import Tokens
 
 if TYPE_CHECKING:
     from spanax.plan.plan import Placement
@@ -31,23 +30,6 @@ Fetch = Callable[[int, np.ndarray], list[Any] | None]
 """From the index of a batch and the rows wanted of it to the elements; None behind the last batch."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """What batches are read from: `read(index)` gives the leaves of a batch, None behind the last one.
-
-    `like` is nested as a batch is. `mark()` is what the source itself needs to go on from where it was read to;
-    `seek(index, mark)` goes there.
-    """
-
-    name: str
-    like: Any
-    read: Callable[[int], Leaves | None]
-    num_batches: int | None = None
-    tokens: Tokens | None = None
-    mark: Callable[[], Any] = lambda: None
-    seek: Callable[[int, Any], None] = lambda index, mark: None
-
-
 def local_rows(placements: Sequence["Placement"], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
     """The rows of the global batch that some devices hold, sorted, of shape [R].
 
@@ -56,7 +38,7 @@ def local_rows(placements: Sequence["Placement"], shardings: Mapping[str, Any], 
     """
     rows: set[int] = set()
     for leaf in placements:
-        if leaf.shape[:1] == (_batch_size(placements),):
+        if leaf.shape[:1] == (batch_size(placements),):
             held = shardings[leaf.path].devices_indices_map(leaf.shape)
             for device in devices:
                 rows.update(range(*held[device][0].indices(leaf.shape[0])))
@@ -77,17 +59,19 @@ def element_source(
     if first is END:
         raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
     in_batches = _is_batch(flat(first), placements)
-    num_elements, rows = (1, np.zeros(1, np.int64)) if in_batches else (_batch_size(placements), rows_R)
+    num_elements, rows = (1, np.zeros(1, np.int64)) if in_batches else (batch_size(placements), rows_R)
     if not in_batches and any(leaf.shape[0] != num_elements for leaf in placements):
         wanted = described({leaf.path: leaf for leaf in placements})
         raise DataError(f"examples cannot make {wanted}.", where=name, fix="a source of whole batches")
     if is_sequence and size < num_elements:
-        raise DataError(f"{name} has {size:,} examples, and one batch takes {num_elements:,}.", fix="a smaller batch")
+        raise TooFew(f"{name} has {size:,} examples, and one batch takes {num_elements:,}.", fix="a smaller batch")
     leaves = _conform(first, placements, rows_R, name)
     if not in_batches or leaves[placements[0].path].shape == placements[0].shape:
         # One process's own rows would tell the other processes nothing.
         name = f"{name} {digest(str(size), *(part for leaf in placements for part in (leaf.path, leaves[leaf.path])))}"
     order = Order(size, num_elements, seed, shuffle and not in_batches)
+    size_B = batch_size(placements)
+    shares = () if loader or size >= sys.maxsize else (Share(name, 1.0, size * size_B // num_elements, size_B),)
     fetch, num_batches = (partial(loader.read, num_elements), None) if loader else sequence_fetch(source, order, repeat)
 
     def read(index: int) -> Leaves | None:
@@ -99,8 +83,43 @@ def element_source(
 
     like = nested(first, dict.fromkeys(flat(first)))
     if not loader:
-        return Source(name, like, read, num_batches)
+        return Source(name, like, read, num_batches, shares=shares)
     return Source(name, like, read, mark=loader.mark, seek=loader.seek)
+
+
+def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np.ndarray) -> Examples:
+    """A sequence of examples, as a part of a mixture.
+
+    Raises:
+      SpanaxError: it cannot be read in any order, or holds batches.
+    """
+    name, grain = type(source).__name__, sys.modules.get("grain")
+    if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="paths, datasets or sequences of examples")
+    if grain and isinstance(source, grain.MapDataset):
+        raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix, of Grain's own datasets")
+    if len(source) and _is_batch(flat(source[0]), placements):
+        raise SpanaxError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
+    if len(source) < batch_size(placements):
+        raise TooFew(f"{name} has {len(source):,} examples, and one batch takes {batch_size(placements):,}.")
+    first = source[0]
+    leaves = _conform(first, placements, rows_R, name)
+    name = f"{name} {digest(str(len(source)), *(part for path in sorted(leaves) for part in (path, leaves[path])))}"
+
+    def read(indices_R: np.ndarray) -> Leaves:
+        return conformed([source[index] for index in indices_R.tolist()], placements, name)
+
+    return Examples(name, nested(first, dict.fromkeys(flat(first))), len(source), read)
+
+
+def conformed(items: Sequence[Any], placements: Sequence["Placement"], name: str) -> Leaves:
+    """The leaves of some examples, stacked, in the plan's shapes and dtypes.
+
+    Raises:
+      DataError: an example does not fit.
+    """
+    found = [_conform(item, placements, np.zeros(0, np.int64), name) for item in items]
+    return {leaf.path: _stacked(found, leaf) for leaf in placements}
 
 
 def sequence_fetch(source: Any, order: Order, repeat: bool) -> tuple[Fetch, int | None]:
@@ -212,7 +231,8 @@ def _conform(item: Any, placements: Sequence["Placement"], rows_R: np.ndarray, n
     return leaves
 
 
-def _batch_size(placements: Sequence["Placement"]) -> int:
+def batch_size(placements: Sequence["Placement"]) -> int:
+    """How many examples a batch has: what most leaves have along their first dim."""
     return mode([leaf.shape[0] for leaf in placements if leaf.shape] or [1])
 
 

@@ -4,7 +4,7 @@ Shapes: B examples of the global batch, R of them read by this process, T tokens
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,9 @@ import numpy as np
 from spanax.documents import read_json
 from spanax.errors import DataError
 from spanax.run.cache import cache_folder, keep
-from spanax.run.corpus import HELD_OUT, check_split, load_corpus
-from spanax.run.elements import described, digest
-from spanax.run.order import Order
+from spanax.run.corpus import HELD_OUT, Corpus, check_split, load_corpus
+from spanax.run.elements import Leaves, described, digest
+from spanax.run.examples import Examples, TooFew
 from spanax.run.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -77,15 +77,26 @@ def load_tokens(
     """
     check_split(split)
     if source != "python" and Path(source).suffix == ".bin":
-        ids = load_bin(Path(source), split)
-        # Sixty-four samples: a file of terabytes is told apart without reading it.
-        samples = [ids[i : i + 1024] for i in np.linspace(0, len(ids), 64, endpoint=False, dtype=np.int64)]
-        return Tokens(f"{Path(source).name} {split} {digest(f'{len(ids)} {ids.dtype}', *samples)}", ids)
+        return bin_tokens(Path(source), split)
     corpus = load_corpus(source)
-    made = load_tokenizer(tokenizer, corpus, cache_dir)
+    return corpus_tokens(corpus, load_tokenizer(tokenizer, corpus, cache_dir), split, cache_dir)
+
+
+def bin_tokens(path: Path, split: str) -> Tokens:
+    """The tokens of one split of a `.bin`."""
+    ids = load_bin(path, split)
+    # Sixty-four samples: a file of terabytes is told apart without reading it.
+    samples = [ids[i : i + 1024] for i in np.linspace(0, len(ids), 64, endpoint=False, dtype=np.int64)]
+    return Tokens(f"{path.name} {split} {digest(f'{len(ids)} {ids.dtype}', *samples)}", ids)
+
+
+def corpus_tokens(
+    corpus: Corpus, tokenizer: Tokenizer, split: str, cache_dir: str | os.PathLike[str] | None = None
+) -> Tokens:
+    """The tokens of one split of a corpus."""
     text = corpus.text(split)
-    ids = made.encode(text) if made.name == "bytes" else _cached_ids(text, made, cache_dir)
-    return Tokens(f"{corpus.name} {split} {made.name} {digest(text)}", ids, made)
+    ids = tokenizer.encode(text) if tokenizer.name == "bytes" else _cached_ids(text, tokenizer, cache_dir)
+    return Tokens(f"{corpus.name} {split} {tokenizer.name} {digest(text)}", ids, tokenizer)
 
 
 def load_bin(path: Path, split: str) -> np.ndarray:
@@ -114,12 +125,8 @@ def load_bin(path: Path, split: str) -> np.ndarray:
     return tokens[:num_train] if check_split(split) == "train" else tokens[num_train:]
 
 
-def window_reader(
-    tokens: Tokens, placements: Sequence["Placement"], rows_R: np.ndarray, *, seed: int, shuffle: bool, repeat: bool
-) -> tuple[Callable[[int], dict[str, np.ndarray] | None], int | None]:
-    """What reads a batch of windows of T + 1 tokens, and how many batches there are; None for no end.
-
-    Windows share only their ends; the first T tokens are the inputs, the last T the targets.
+def windows(tokens: Tokens, placements: Sequence["Placement"]) -> Examples:
+    """Windows of T + 1 tokens as examples: the first T are the inputs, the last T the targets; they share their ends.
 
     Raises:
       DataError: the plan takes something else, or there are too few tokens for one batch.
@@ -133,21 +140,17 @@ def window_reader(
             fix="an iterable of batches with the plan's own leaves",
         )
     (batch_size, length), ids = placements[0].shape, tokens.ids
-    order = Order(max(0, len(ids) - 1) // length, batch_size, seed, shuffle)
-    if order.num_examples < batch_size:
-        raise DataError(
+    num_windows = max(0, len(ids) - 1) // length
+    if num_windows < batch_size:
+        raise TooFew(
             f"the data has {len(ids):,} tokens, and one batch takes {batch_size * length + 1:,}.",
             where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",
             fix="more data, a smaller batch or shorter sequences",
         )
-    num_batches = None if repeat else order.num_examples // batch_size
     highest = min(int(np.iinfo(leaf.dtype).max) for leaf in placements)
 
-    def read(index: int) -> dict[str, np.ndarray] | None:
-        if num_batches is not None and index >= num_batches:
-            return None
-        starts_R1 = order.examples(index, rows_R)[:, None] * length
-        windows_RT = ids[starts_R1 + np.arange(length + 1)]
+    def read(indices_R: np.ndarray) -> Leaves:
+        windows_RT = ids[indices_R[:, None] * length + np.arange(length + 1)]
         if windows_RT.max(initial=0) > highest:
             raise DataError(
                 f"token {windows_RT.max()} does not fit the plan's {placements[0].dtype}.", where=tokens.name
@@ -155,21 +158,26 @@ def window_reader(
         parts = {"inputs": windows_RT[:, :-1], "targets": windows_RT[:, 1:]}
         return {leaf.path: parts[leaf.path].astype(leaf.dtype) for leaf in placements}
 
-    return read, num_batches
+    return Examples(tokens.name, {"inputs": None, "targets": None}, num_windows, read, tokens)
+
+
+def kept_ids(path: Path) -> np.ndarray | None:
+    """The ids in a file of the cache, mapped; None where it is not there, or damaged."""
+    try:
+        # Only a plain array: np.load would also unpack an archive. (One of objects cannot be mapped.)
+        ids = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+    except (OSError, ValueError, EOFError):
+        return None
+    return ids if ids.ndim == 1 and ids.dtype in (np.uint8, np.uint16, np.uint32) else None
 
 
 def _cached_ids(text: bytes, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None) -> np.ndarray:
     path = cache_folder(cache_dir) / f"tokens-{digest(text, tokenizer.name)}.npy"
-    try:
-        # Only a plain array: np.load would also unpack an archive. (One of objects cannot be mapped.)
-        ids = np.asarray(np.lib.format.open_memmap(path, mode="r"))
-        if ids.ndim != 1 or ids.dtype not in (np.uint16, np.uint32):
-            raise ValueError("no token ids")
-        return ids
-    except (OSError, ValueError, EOFError):  # not there, or damaged
+    ids = kept_ids(path)
+    if ids is None:
         ids = tokenizer.encode(text)
         keep(path, lambda file: np.save(file, ids, allow_pickle=False), cache_dir)
-        return ids
+    return ids
 
 
 def _bin_dtype(path: Path) -> np.dtype:

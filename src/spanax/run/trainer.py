@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,14 @@ from spanax.run import account, checkpoint, manifest
 from spanax.run import folder as run_folder
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data import Batches, batches
+from spanax.run.elements import flat
 from spanax.run.events import Events
+from spanax.run.examples import TooFew
 from spanax.run.heartbeat import Pulse
 from spanax.run.hosts import Hosts, from_first, is_first
 from spanax.run.ledger import Ledger, process_age_seconds
 from spanax.run.loop import Event, Loop
+from spanax.run.opened import Reading, is_named, vocab_size
 from spanax.run.preemption import listening
 from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
@@ -37,7 +40,8 @@ from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.saves import Saves
-from spanax.run.tokens import load_tokens
+from spanax.run.trackers import About, Trackers
+from spanax.run.tracking import made, summary
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -63,7 +67,8 @@ def train(
         is_leader, hosts = is_first(), Hosts.of()
         emit = emit if is_leader else _unheard
         folder, claim = _claimed(config, stack)
-        ledger = Ledger(hosts.attempt, account.reached(folder), process_age_seconds())
+        reached = account.reached(folder)
+        ledger = Ledger(hosts.attempt, reached, process_age_seconds())
         events = _events(folder, hosts.attempt) if is_leader else _unheard
         pulse = Pulse(folder, jax.process_index(), hosts.attempt)
         pulse.beat("start", 0, seconds=ledger.seconds())
@@ -76,8 +81,9 @@ def train(
         plan = planned or _priced(program, _chosen(program, config, folder, devices, emit, events), devices, emit)
         check_wished(config.schedule, plan)
         read = partial(
-            batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed
-        )
+            batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed,
+            field=config.field,
+        )  # fmt: skip
         data = stack.enter_context(closing(read(_source(config, workload))))
         checkpoint.warm_up()
         pulse.beat("restore", 0, seconds=ledger.seconds())
@@ -87,10 +93,12 @@ def train(
         if run.position is not None:
             data.restore(run.position)
         records = partial(run_folder.write_records, folder, config.record(), plan.to_json(), devices)
-        tell = _telling(run, folder, records, emit, events) if is_leader else _unheard
+        start_event = _start_event(run, config, folder, data)
+        about = About(folder, config.record(), summary(run), run.num_steps, reached)
+        tell = _telling(about, made(config.track), records, emit, events, stack) if is_leader else _unheard
         events("begin", pid=os.getpid(), hosts=jax.process_count(), **_placed(plan), step=run.num_steps)
-        tell(_start_event(run, config, folder))
-        held_out = partial(_held_out, read, config, workload)
+        tell(start_event)
+        held_out = partial(_held_out, read, config, workload, tell)
         is_over = stack.enter_context(listening())
         remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
         renew = partial(from_first, partial(_renewed, claim, records, tell), WriteError)
@@ -131,11 +139,12 @@ def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Worklo
     workload = load(**sizes)
     config = _filled(config, workload)
     source = _source(config, workload)
-    if workload.vocab_size is not None and isinstance(source, str | Path):
-        num_tokens = load_tokens(source, config.tokenizer or "bytes").vocab_size
-        if num_tokens != workload.vocab_size:
+    if workload.vocab_size is not None:
+        reading = Reading(config.tokenizer or "bytes", field=config.field)
+        num_tokens = vocab_size(source, list(flat(workload.batch)), reading)
+        if num_tokens not in (None, workload.vocab_size):
             workload = load(**sizes, vocab_size=num_tokens)
-        if num_tokens > (workload.vocab_size or 0):
+        if num_tokens is not None and num_tokens > (workload.vocab_size or 0):
             raise DataError(
                 f"the tokens need a vocabulary of {num_tokens}, and the model has {workload.vocab_size}.",
                 where=f"--data {source} --tokenizer {config.tokenizer}",
@@ -165,11 +174,17 @@ def _source(config: TrainConfig, workload: Workload) -> Any:
     return source
 
 
-def _held_out(read: Callable[..., Batches], config: TrainConfig, workload: Workload) -> Batches | None:
-    """The held-out batches, from their start; None where the workload has none."""
+def _held_out(
+    read: Callable[..., Batches], config: TrainConfig, workload: Workload, tell: Callable[[Event], None]
+) -> Batches | None:
+    """The held-out batches, from their start; None where the workload has none, or too few for one batch."""
     source = _source(config, workload)
-    if isinstance(source, str | Path):
-        return read(source, split="validation", shuffle=False, repeat=False)
+    if is_named(source):
+        try:
+            return read(source, split="validation", shuffle=False, repeat=False)
+        except TooFew as error:
+            tell({"event": "warning", "message": f"no held-out loss: {first_line(error)}"})
+            return None
     if workload.validation is None:
         return None
     return read(workload.validation, shuffle=False, repeat=False)
@@ -262,21 +277,22 @@ def _renewed(claim: run_folder.Claim | None, records: Callable[[], None], tell: 
 
 
 def _telling(
-    run: Run,
-    folder: Path,
+    about: About,
+    trackers: dict[str, Any],
     records: Callable[[], None],
     emit: Callable[[Event], None],
     events: Callable[..., None],
+    stack: ExitStack,
 ) -> Callable[[Event], None]:
-    """Writes the run's records, and returns what takes its events: into its metrics, and emits them."""
+    """Writes the run's records, and returns what takes its events: into its metrics and to its trackers, and emits."""
     records()
-    metrics = run_folder.open_metrics(folder, run.num_steps)
+    metrics = run_folder.open_metrics(about.folder, about.step)
 
     def tell(event: Event) -> None:
         nonlocal metrics
         if event["event"] == "rolled_back":
             with suppress(WriteError):  # a full disk keeps the lines of steps that are taken again
-                metrics = run_folder.open_metrics(folder, event["step"])
+                metrics = run_folder.open_metrics(about.folder, event["step"])
         metrics.write(json_line(event))
         if event["event"] == "save_failed":
             events(**event)
@@ -286,7 +302,10 @@ def _telling(
             raise
         except OSError:
             pass  # standard output may be a file on the same full disk; the metrics have it
+        told.take(event)
 
+    told = Trackers(trackers, about, lambda line: tell({"event": "warning", "message": line}))
+    stack.callback(told.end)
     return tell
 
 
@@ -316,19 +335,16 @@ def _begun(
     return start(program, plan, seed=config.seed, devices=devices, guard=config.guard, init=config.init)
 
 
-def _start_event(run: Run, config: TrainConfig, folder: Path) -> Event:
-    plan = run.plan
+def _start_event(run: Run, config: TrainConfig, folder: Path, data: Batches) -> Event:
     return {
         "event": "start",
         "workload": config.workload,
         "step": run.num_steps,
         "steps": config.steps,
-        "parameters": run.program.num_params,
-        **_placed(plan),
-        "why": plan.why,
-        "state_bytes_per_device": plan.state_bytes(),
+        **summary(run),
         **({} if config.init is None or run.num_steps else {"init": config.init}),
         "out": str(folder),
+        "data": [asdict(each) | {"epochs": each.epochs(config.steps or 0)} for each in data.shares],
     }
 
 

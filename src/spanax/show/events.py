@@ -43,11 +43,12 @@ def line(event: Event) -> str:
     if kind == "start":
         mesh = ",".join(f"{axis}={size}" for axis, size in event["mesh"].items())
         begun = f" from {event['init']}" if "init" in event else ""
-        return (
+        return "\n".join([
             f"{event['workload']}: {count_text(event['parameters'])} parameters{begun}, layout {event['layout']} "
             f"on {mesh} ({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state a device, "
-            f"into {event['out']}"
-        )
+            f"into {event['out']}",
+            *(_data_line(share) for share in event.get("data", ())),
+        ])  # fmt: skip
     if kind == "step":
         return (
             f"step {event['step']}  loss {event.get('loss', float('nan')):.4f}  "
@@ -76,6 +77,13 @@ def line(event: Event) -> str:
     if kind == "profile":
         return profile_text(event)
     return ""
+
+
+def _data_line(share: Event) -> str:
+    return (
+        f"data: {100 * share['share']:.4g} % {share['source']}, {count_text(share['num_examples'])} examples, "
+        f"{share['epochs']:.3g} epochs in all"
+    )
 
 
 def _done_line(event: Event) -> str:

@@ -1,0 +1,164 @@
+"""ArrayRecord: files of records, each a JSON object, a `tf.train.Example`, or plain text."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spanax.errors import DataError
+
+RECORDS_AT_ONCE = 256
+TEXT = "text"
+"""The name of the only field where a record is plain text."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """The rows of an ArrayRecord file; the first record says what all of them are.
+
+    Attributes:
+      path: the file.
+    """
+
+    path: Path
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names in the first record."""
+        return tuple(self._row(0, self._first))
+
+    @cached_property
+    def num_rows(self) -> int:
+        """How many records there are."""
+        try:
+            return len(self._source)
+        except Exception as error:  # the library raises what its C++ says
+            raise self._bad(0, error) from None
+
+    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
+        """Some records."""
+        records = self._read(indices)
+        rows = [self._row(index, record) for index, record in zip(indices, records, strict=True)]
+        return [
+            {field: self._field(index, row, field) for field in fields}
+            for index, row in zip(indices, rows, strict=True)
+        ]
+
+    def values(self, field: str) -> Iterator[Any]:
+        """One field of all records."""
+        for first in range(0, self.num_rows, RECORDS_AT_ONCE):
+            indices = range(first, min(first + RECORDS_AT_ONCE, self.num_rows))
+            for index, record in zip(indices, self._read(indices), strict=True):
+                yield self._field(index, self._row(index, record), field)
+
+    @cached_property
+    def _source(self) -> Any:
+        from grain.sources import ArrayRecordDataSource
+
+        return ArrayRecordDataSource([str(self.path)])
+
+    @cached_property
+    def _first(self) -> bytes:
+        if not self.num_rows:
+            raise DataError(f"'{self.path}' is empty.", fix="a file with records in it")
+        return self._read([0])[0]
+
+    @cached_property
+    def _parse(self) -> Callable[[bytes], dict[str, Any]]:
+        if self._first.lstrip()[:1] == b"{":
+            return _json_row
+        try:
+            return _example_row if _example_row(self._first) else _text_row
+        except ValueError:
+            return _text_row
+
+    def _read(self, indices: Sequence[int]) -> list[bytes]:
+        try:
+            return list(self._source.__getitems__(list(indices)))
+        except Exception as error:  # the library raises what its C++ says
+            raise self._bad(indices[0], error) from None
+
+    def _row(self, index: int, record: bytes) -> dict[str, Any]:
+        try:
+            return self._parse(record)
+        except (ValueError, RecursionError) as error:
+            raise self._bad(index, error) from None
+
+    def _field(self, index: int, row: dict[str, Any], field: str) -> Any:
+        if field not in row:
+            raise self._bad(index, f"it has no '{field}', but {', '.join(row)[:80] or 'nothing'}")
+        return row[field]
+
+    def _bad(self, index: int, reason: object) -> DataError:
+        told = " ".join(str(reason).split())[:120]
+        return DataError(f"record {index:,} of '{self.path}' cannot be read.", where=told, fix="write the file again")
+
+
+def _json_row(record: bytes) -> dict[str, Any]:
+    found = json.loads(record)
+    if not isinstance(found, dict):
+        raise ValueError("it is no JSON object")
+    return {name: np.asarray(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+def _text_row(record: bytes) -> dict[str, Any]:
+    return {TEXT: record.decode("utf-8")}
+
+
+def _example_row(record: bytes) -> dict[str, Any]:
+    """The features of a `tf.train.Example`: bytes are UTF-8 text, and one number alone is no list."""
+    from google.protobuf.message import DecodeError
+
+    example = _example_type()()
+    try:
+        example.ParseFromString(record)
+    except DecodeError as error:
+        raise ValueError(str(error)) from None
+    row: dict[str, Any] = {}
+    for name, feature in example.features.feature.items():
+        kind = feature.WhichOneof("kind")
+        values = list(getattr(feature, kind).value) if kind else []
+        if kind == "bytes_list":
+            row[name] = values[0].decode("utf-8") if len(values) == 1 else values
+        else:
+            array = np.array(values, np.float32 if kind == "float_list" else np.int64)
+            row[name] = array[0] if len(array) == 1 else array
+    return row
+
+
+@cache
+def _example_type() -> Any:
+    """The message of tensorflow/core/example/example.proto, without TensorFlow."""
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+    file = descriptor_pb2.FileDescriptorProto(name="spanax/example.proto", package="spanax", syntax="proto3")
+    field = descriptor_pb2.FieldDescriptorProto
+
+    def message(name: str, *fields: tuple[str, int, int, int, str], parent: Any = file.message_type) -> Any:
+        made = parent.add(name=name)
+        for label, number, kind, repeats, of in fields:
+            made.field.add(
+                name=label, number=number, type=kind, label=repeats, type_name=f".spanax.{of}" if of else None
+            )
+        return made
+
+    one, many, inner = field.LABEL_OPTIONAL, field.LABEL_REPEATED, field.TYPE_MESSAGE
+    message("BytesList", ("value", 1, field.TYPE_BYTES, many, ""))
+    message("FloatList", ("value", 1, field.TYPE_FLOAT, many, ""))
+    message("Int64List", ("value", 1, field.TYPE_INT64, many, ""))
+    kinds = (("bytes_list", "BytesList"), ("float_list", "FloatList"), ("int64_list", "Int64List"))
+    feature = message("Feature", *((name, i, inner, one, of) for i, (name, of) in enumerate(kinds, 1)))
+    feature.oneof_decl.add(name="kind")
+    for each in feature.field:
+        each.oneof_index = 0
+    features = message("Features", ("feature", 1, inner, many, "Features.FeatureEntry"))
+    pair = (("key", 1, field.TYPE_STRING, one, ""), ("value", 2, inner, one, "Feature"))
+    message("FeatureEntry", *pair, parent=features.nested_type).options.map_entry = True
+    message("Example", ("features", 1, inner, one, "Features"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("spanax.Example"))
