@@ -11,6 +11,7 @@ import spanax
 import zoo
 from spanax.models import gpt
 from spanax.run.run import Run
+from spanax.run.unreduced import divided
 from spanax.trace.program import Program
 
 GPT = gpt.GPTConfig(32, seq_len=8, num_layers=2, num_heads=2, embed_dim=16, dropout=0.1, remat=True)
@@ -82,3 +83,12 @@ def test_the_numbers_are_those_of_one_device(name: str, layout: str, mesh: str) 
         path: np.abs(found[path] - value).max() / max(np.abs(value).max(), 1e-3) for path, value in expected.items()
     }
     assert {path: much for path, much in apart.items() if much > 1e-5} == {}
+
+
+def test_a_sum_put_off_is_summed_further() -> None:
+    """What has a part for each of `data` is divided along `expert` too, wherever that stands in the mesh."""
+    parts = np.arange(4 * 6.0).reshape(4, 6)
+    split, ways = ((0, ("expert",)),), {"data": 4, "expert": 2}
+    expected = parts.reshape(4, 2, 3)
+    np.testing.assert_array_equal(divided(parts, ("data",), split, ("data", "expert"), ways), expected)
+    np.testing.assert_array_equal(divided(parts, ("data",), split, ("expert", "data"), ways), expected.swapaxes(0, 1))

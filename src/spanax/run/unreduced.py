@@ -32,7 +32,7 @@ def in_parts(
     for at, (value, array) in enumerate(zip(op.inputs, ins, strict=True)):
         split = None if dims is None else dims[at]
         if split is not None:
-            taken.append(divided(array, split, axes, ways))
+            taken.append(divided(array, known.of(value), split, axes, ways))
         elif dims is not None or known.of(value) or _joins(graph, op, at):
             taken.append(lifted(array, known.of(value), axes, ways))
         else:
@@ -64,12 +64,12 @@ def _device_by_device(
     ]
 
 
-def divided(array: Any, dims: Dims, axes: Sequence[str], ways: Ways) -> Any:
-    """An array with what is summed over in parts, one for each device along `axes`."""
-    order, sizes = dict(dims), list(array.shape)
-    apart: list[int] = []
-    places: dict[str, int] = {}
-    for dim, size in enumerate(array.shape):
+def divided(array: Any, has: Sequence[str], dims: Dims, axes: Sequence[str], ways: Ways) -> Any:
+    """An array with what is summed over in parts, one for each device along `axes`; it `has` parts along some."""
+    order, sizes = dict(dims), list(array.shape[len(has) :])
+    apart = [ways[axis] for axis in has]
+    places = {axis: at for at, axis in enumerate(has)}
+    for dim, size in enumerate(array.shape[len(has) :]):
         by = order.get(dim, ())
         places |= {axis: len(apart) + at for at, axis in enumerate(by)}
         apart += [*(ways[axis] for axis in by), size // math.prod(ways[axis] for axis in by)]
