@@ -1,12 +1,17 @@
 """Every example runs and is short enough to be read; the first in a process of its own, as a user runs it."""
 
+import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+QUICK = {"11_real_images": ["--models", "ResNet", "U-Net"], "12_real_text": ["--models", "MoE-dropless"]}
+"""What of the longer ones is run each time; `slow` runs every model of them in every layout."""
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
 
@@ -27,13 +32,57 @@ def test_an_example_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert run.stdout.strip(), "it printed nothing"
 
 
+def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, example: Path, arguments: list[str]) -> None:
+    if "Digits" in example.read_text():
+        pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [str(example), *arguments])
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # examples ask for devices, which sets it
+    runpy.run_path(str(example), run_name="__main__")
+
+
 # The first examples train one model on few meshes, so that later ones find in the cache what those compiled.
 @pytest.mark.parametrize("example", EXAMPLES[1:], ids=lambda path: path.stem)
 def test_an_example_runs_and_says_how_it_ended(
     example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(example)])
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # examples ask for devices, which sets it
-    runpy.run_path(str(example), run_name="__main__")
+    run_in(tmp_path, monkeypatch, example, QUICK.get(example.stem, []))
     assert capsys.readouterr().out.strip(), "it printed nothing"
+
+
+def held_out(said: str) -> dict[str, float]:
+    """The last number of each line, by model and layout."""
+    lines = re.findall(r"^(\S+ under \S+), .*?([\d.]+)(?: bits a character)?$", said, re.MULTILINE)
+    return {name: float(number) for name, number in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    # The noise of a diffusion is 1 to begin with, a guess among ten digits is log 10, one among 256 characters 8 bits.
+    ("stem", "worst"),
+    [("11_real_images", {"U-Net": 0.2, "ViT": 1.4, "ResNet": 0.8}), ("12_real_text", {"": 4.6})],
+)
+def test_every_model_learns_under_every_layout(
+    stem: str,
+    worst: dict[str, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example = next(path for path in EXAMPLES if path.stem == stem)
+    run_in(tmp_path, monkeypatch, example, ["--every"])
+    found = held_out(capsys.readouterr().out)
+    assert len(found) == {"11_real_images": 9, "12_real_text": 13}[stem]
+    for name, value in found.items():
+        assert value < worst.get(name.split()[0], worst.get("", 0)), name
+
+
+def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else found(name))
+    example = next(path for path in EXAMPLES if path.stem == "11_real_images")
+    monkeypatch.setattr(sys, "argv", [str(example)])
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(example), run_name="__main__")
+    assert 'pip install "spanax[examples]"' in str(stop.value)

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from optax import softmax_cross_entropy_with_integer_labels as softmax_cross_entropy
 
-from spanax.models import gpt, images, llama, moe, resnet, vit
+from spanax.models import gpt, images, llama, moe, resnet, unet, vit
 
 # Some gradients are zero but for rounding (a key bias under softmax): eps keeps Adam from blowing that noise up.
 ADAMW = optax.adamw(1e-3, eps=1e-5)
@@ -64,9 +64,14 @@ GPT_TEXT = batches(inputs=ints(128, 32), targets=ints(128, 32))
 GPT_SCAN = gpt.GPTConfig(vocab_size=128, seq_len=32, num_layers=3, num_heads=8, embed_dim=64, remat=True)
 GPT_LIST = dataclasses.replace(GPT_SCAN, num_layers=2, scan_layers=False, remat=False)
 LLAMA = llama.LlamaConfig(128, 32, num_layers=2, num_heads=8, num_kv_heads=4, embed_dim=64, mlp_dim=128, remat=True)
+QWEN = dataclasses.replace(
+    LLAMA, head_dim=16, rope_scaling=llama.RopeScaling(), qkv_bias=True, qk_norm=True, tied_embeddings=True
+)
 MIXTRAL = moe.MoEConfig(128, 32, num_layers=2, num_heads=8, num_kv_heads=4, embed_dim=64, mlp_dim=48, remat=True)
+DROPLESS = dataclasses.replace(MIXTRAL, capacity_factor=None, remat=False)
 VIT = vit.ViTConfig(16, 4, num_layers=2, num_heads=8, embed_dim=64, mlp_dim=128, num_classes=16, remat=True)
 RESNET = resnet.ResNetConfig(16, stage_sizes=(2, 1), width=16, num_classes=16)
+DDPM = unet.UNetConfig(16, width=16, multipliers=(1, 2), blocks_per_level=1, attention_size=8, num_groups=4)
 LABELLED = batches(images=floats(16, 16, 3), labels=ints(16))
 
 
@@ -404,6 +409,9 @@ ZOO = {
     "clip": Case(CLIP, clip_loss, VECTORS),
     "llama": Case(lambda rngs: llama.Llama(LLAMA, rngs), llama.loss, GPT_TEXT),
     "mixtral": Case(lambda rngs: moe.Mixtral(MIXTRAL, rngs), moe.loss, GPT_TEXT),
+    "qwen": Case(lambda rngs: llama.Llama(QWEN, rngs), llama.loss, GPT_TEXT),
+    "dropless": Case(lambda rngs: moe.Mixtral(DROPLESS, rngs), moe.loss, GPT_TEXT),
+    "ddpm": Case(lambda rngs: unet.UNet(DDPM, rngs), unet.loss, batches(images=floats(16, 16, 3))),
     "vit-scan": Case(lambda rngs: vit.ViT(VIT, rngs), images.loss, LABELLED),
     "resnet": Case(lambda rngs: resnet.ResNet(RESNET, rngs), images.loss, LABELLED),
 }

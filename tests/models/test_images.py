@@ -1,15 +1,17 @@
-"""ViT and ResNet: the published sizes, what they see of an image; and the made-up images."""
+"""ViT and ResNet: the published sizes, what they see of an image; and the images, made-up and real."""
 
 import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from spanax.errors import SpanaxError
 from spanax.models import images, resnet, vit
-from spanax.models.workloads import load
+from spanax.models.workloads import load, sgd
 
 TINY_VIT = vit.ViTConfig(16, 4, num_layers=2, num_heads=4, embed_dim=32, mlp_dim=64, num_classes=7)
 TINY_RESNET = resnet.ResNetConfig(32, stage_sizes=(2,), width=8, num_classes=7)
@@ -26,8 +28,14 @@ def noise(size: int, batch_size: int = 4) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    # torchvision's resnet50 and vit_b_16, timm's vit_giant_patch14_224: each with 1,000 classes.
-    [("resnet50", 25_557_032), ("vit-b16", 86_567_656), ("vit-1b", 1_012_611_432)],
+    # torchvision's resnet50, vit_b_16, vit_l_16 and vit_h_14, timm's vit_giant_patch14_224: each with 1,000 classes.
+    [
+        ("resnet50", 25_557_032),
+        ("vit-b16", 86_567_656),
+        ("vit-l16", 304_326_632),
+        ("vit-h14", 632_045_800),
+        ("vit-1b", 1_012_611_432),
+    ],
 )
 def test_parameters_match_the_published_models(name, expected):
     program = load(name).trace(learning_rate=1e-4, num_steps=10)
@@ -82,17 +90,41 @@ def test_a_vit_knows_where_a_patch_is():
     swapped[:, :4, :4], swapped[:, 8:12, 8:12] = x[:, 8:12, 8:12], x[:, :4, :4]
     difference = lambda: float(np.abs(model(x) - model(swapped)).max())  # noqa: E731
     model.positions[...] *= 20
-    model.blocks.attention.qkv.kernel[...] *= 20  # attention that prefers some patches
+    model.blocks.attention.qkv.kernel[...] *= 2  # attention that prefers some patches
+    model.head.kernel[...] = jnp.eye(32, 7)  # born zero
     with_positions = difference()
     model.positions[...] *= 0
     assert with_positions > 1e-3 and difference() < 1e-5
 
 
+def test_a_vit_is_born_with_the_numbers_of_its_authors():
+    model = build(vit.ViT, vit.SIZES["nano"])
+    block, uniform = model.blocks, lambda fan_in, fan_out: (2 / (fan_in + fan_out)) ** 0.5  # of a standard deviation
+    for kernel, spread in (
+        (block.attention.qkv.kernel, uniform(128, 128)),  # of queries, keys and values each
+        (block.attention.out.kernel, uniform(128, 128)),
+        (block.up.kernel, uniform(128, 512)),
+        (block.up.bias, 1e-6),
+        (model.positions, 0.02),
+    ):
+        assert np.std(kernel[...]) == pytest.approx(spread, rel=0.05)
+    assert not np.any(model.head.kernel[...]) and not np.any(model.class_token[...])
+
+
 def test_remat_changes_no_number():
-    x = noise(16)
-    np.testing.assert_allclose(
-        build(vit.ViT, TINY_VIT)(x), build(vit.ViT, dataclasses.replace(TINY_VIT, remat=True))(x), atol=1e-6
-    )
+    x, kernel = noise(16), jnp.eye(32, 7)
+    for model in (found := [build(vit.ViT, dataclasses.replace(TINY_VIT, remat=remat)) for remat in (False, True)]):
+        model.head.kernel[...] = kernel
+    np.testing.assert_allclose(found[0](x), found[1](x), atol=1e-6)
+    assert np.any(found[0](x))
+
+
+def test_biases_and_norms_do_not_decay_under_sgd():
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2), "scale": jnp.ones(2)}
+    optimizer = sgd(0.1, 1)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), _, params)  # the first step warms up
+    assert not np.any(updates["bias"]) and not np.any(updates["scale"]) and np.all(updates["kernel"] < 0)
 
 
 @pytest.mark.parametrize(("model", "config"), [(vit.ViT, TINY_VIT), (resnet.ResNet, TINY_RESNET)])
@@ -122,3 +154,19 @@ def test_made_up_images_of_a_class_share_a_pattern():
     means = np.array([np.mean(spectra[c:20:10], axis=0) for c in range(10)])
     guessed = [int(np.argmin(np.linalg.norm(means - spectrum, axis=1))) for spectrum in spectra[20:]]
     assert np.mean(np.array(guessed) == np.arange(20, 40) % 10) > 0.8
+
+
+def test_digits_are_real_ones_and_those_held_out_are_others():
+    pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
+    digits, held_out = images.Digits(image_size=16), images.Digits(image_size=16, held_out=True)
+    assert (len(digits), len(held_out)) == (1437, 360)
+    found = digits[0]["images"]
+    assert found.shape == (16, 16, 3) and found.dtype == np.float32 and found.min() == -1 and found.max() <= 1
+    np.testing.assert_array_equal(found[::2, ::2], found[1::2, 1::2])  # each pixel is a square
+    np.testing.assert_array_equal(found[::2, ::2], images.Digits()[0]["images"])
+    everything = {digits[i]["images"].tobytes() for i in range(len(digits))}
+    assert not any(held_out[i]["images"].tobytes() in everything for i in range(len(held_out)))
+    assert {int(held_out[i]["labels"]) for i in range(len(held_out))} == set(range(10))
+    assert images.Digits(labelled=False)[0].keys() == {"images"}
+    with pytest.raises(SpanaxError, match="image_size is 12; the digits take a multiple of 8"):
+        images.Digits(image_size=12)

@@ -1,4 +1,4 @@
-"""Llama: the published sizes, rotary positions, shared keys and values, and a trace that does not grow with depth."""
+"""Llama and Qwen: the published sizes, rotary positions, shared keys and values, and a trace as short at any depth."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spanax.models.llama import SIZES, Attention, Llama, LlamaConfig, loss, rotate
+from spanax.models.llama import SIZES, Attention, Llama, LlamaConfig, RopeScaling, loss, rotate
 from spanax.models.workloads import load
 
 TINY = LlamaConfig(64, 16, num_layers=3, num_heads=4, num_kv_heads=2, embed_dim=32, mlp_dim=64)
@@ -28,10 +28,24 @@ def build(config: LlamaConfig, seed: int = 0) -> Llama:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496), ("llama3-405b", 405_853_388_800)],
+    # The total sizes that Hugging Face shows for meta-llama and Qwen.
+    [
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
+        ("llama3.1-8b", 8_030_261_248),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("qwen2-0.5b", 494_032_768),
+        ("qwen2-7b", 7_615_616_512),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-32b", 32_762_123_264),
+    ],
 )
 def test_parameters_match_the_published_models(name, expected):
-    assert load(name).trace(learning_rate=1e-4, num_steps=10).num_params == expected
+    params = nnx.state(nnx.eval_shape(lambda: load(name).build(nnx.Rngs(0))), nnx.Param)
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == expected
 
 
 def test_405b_is_traced_in_three_seconds():
@@ -69,6 +83,55 @@ def test_rotation_keeps_lengths_and_makes_scores_relative():
     for pair, angle in ((0, 1.0), (3, 100.0**-0.75)):
         turned = q_K[pair] * math.cos(angle) - q_K[pair + 4] * math.sin(angle)
         assert q_TK[1, pair] == pytest.approx(turned, rel=1e-5)
+
+
+def turned_at_one(theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """By what angle position 1 turns each pair of 128 channels."""
+    x_BTHK = np.concatenate([np.ones((1, 2, 1, 64)), np.zeros((1, 2, 1, 64))], axis=-1).astype(np.float32)
+    y_K = np.asarray(rotate(x_BTHK, theta, scaling))[0, 1, 0]
+    return np.arctan2(y_K[64:], y_K[:64])
+
+
+def test_rope_scaling_slows_what_turns_seldom_and_nothing_else():
+    """The three cases of Meta's own function: wavelengths under 2,048 positions, over 8,192, and between."""
+    speed_K, scaled_K = turned_at_one(500_000.0, None), turned_at_one(500_000.0, RopeScaling())
+    wavelength_K = 2 * math.pi / speed_K
+    smooth_K = (8192 / wavelength_K - 1) / (4 - 1)
+    between_K = (1 - smooth_K) * speed_K / 8 + smooth_K * speed_K
+    expected_K = np.where(wavelength_K < 2048, speed_K, np.where(wavelength_K > 8192, speed_K / 8, between_K))
+    np.testing.assert_allclose(scaled_K, expected_K, rtol=1e-4)
+    assert len({*np.digitize(wavelength_K, [2048, 8192])}) == 3  # each of the cases occurs
+
+
+def test_queries_and_keys_are_normed_head_by_head_before_they_are_turned():
+    plain, normed = (
+        Attention(32, 4, 2, 100.0, nnx.initializers.normal(0.02), nnx.Rngs(0), head_dim=16, qk_norm=has)
+        for has in (False, True)
+    )
+    assert normed.q.kernel.shape == (32, 4, 16) and normed.q_norm.scale.shape == (16,)
+    call, x_BTD = nnx.jit(lambda model, x_BTD: model(x_BTD)), np.random.default_rng(0).normal(size=(2, 8, 32))
+    for one in ("q", "k"):  # a kernel of any size gives the same, but for the epsilon
+        getattr(normed, one).kernel[...] *= 50
+    before = np.asarray(call(normed, x_BTD))
+    for one in ("q", "k"):
+        getattr(normed, one).kernel[...] *= 3
+    np.testing.assert_allclose(call(normed, x_BTD), before, atol=1e-5)
+    assert not np.allclose(call(plain, x_BTD), before, atol=1e-3)
+    normed.q_norm.scale[...] *= 3
+    assert not np.allclose(call(normed, x_BTD), before, atol=1e-4)
+
+
+def test_biases_and_tied_embeddings_are_those_of_qwen2():
+    model = build(dataclasses.replace(TINY, qkv_bias=True, tied_embeddings=True))
+    paths = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    assert {path for path in paths if path.endswith("bias")} == {f"blocks.attention.{one}.bias" for one in "qkv"}
+    assert not any(path.startswith("head") for path in paths)
+    call = nnx.jit(lambda model: model(tokens() % 8))
+    before = np.asarray(call(model))
+    model.embed[...] = model.embed[...].at[50].multiply(2.0)  # a token that no input has: only its logit knows
+    np.testing.assert_allclose(
+        call(model) / before, np.where(np.arange(64) == 50, 2, 1) * np.ones((4, 16, 1)), rtol=1e-4
+    )
 
 
 def test_grouped_queries_equal_repeated_keys_and_values():

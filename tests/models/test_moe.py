@@ -1,4 +1,4 @@
-"""Mixtral: the published size, routing against a loop over tokens, capacity, and what balance tells."""
+"""Mixtral: the published sizes, routing against a loop over tokens, capacity or none, and what balance tells."""
 
 import dataclasses
 import functools
@@ -38,6 +38,14 @@ def test_parameters_match_the_published_model():
     assert program.step.axes.coverage == 1.0 and not program.step.axes.unknown
 
 
+def test_qwen3s_experts_match_the_published_model():
+    program = load("qwen3-30b-a3b").trace(learning_rate=1e-4, num_steps=10)
+    assert program.num_params == 30_532_122_624
+    axes = {axis.name: axis for axis in program.axes}
+    assert axes["experts"].sizes == (128,) and axes["mlp"].sizes == (768,)
+    assert program.step.axes.coverage == 1.0 and not program.step.axes.unknown
+
+
 def looped(model: Experts, x_BTD: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
     """The same experts token by token, as the paper has it; and how many choices found no place."""
     router, gate, up, down = (np.asarray(p[...]) for p in (model.router.kernel, model.gate, model.up, model.down))
@@ -58,17 +66,29 @@ def looped(model: Experts, x_BTD: np.ndarray, capacity: int) -> tuple[np.ndarray
     return y_BTD, dropped
 
 
-@pytest.mark.parametrize(("factor", "capacity"), [(2.0, 16), (1.25, 10), (0.5, 4)])
+@pytest.mark.parametrize(("factor", "capacity"), [(2.0, 16), (1.25, 10), (0.5, 4), (None, 16)])
 def test_experts_equal_a_loop_over_tokens(factor, capacity):
     model = experts(dataclasses.replace(TINY, capacity_factor=factor))
     y_BTD, found = model(hidden())
     expected, dropped = looped(model, hidden(), capacity)
     np.testing.assert_allclose(y_BTD, expected, atol=1e-5)
     assert float(found["dropped"]) == pytest.approx(dropped / (3 * 16 * 2))
-    assert (dropped > 0) == (factor < 1.5)
+    assert (dropped > 0) == (factor in (1.25, 0.5))
 
 
-@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_without_capacity_no_crowd_is_dropped():
+    """All tokens want one expert: of 8 places it gives 8 and drops the rest, without capacity it serves all."""
+    crowded = {factor: experts(dataclasses.replace(TINY, capacity_factor=factor)) for factor in (1.0, None)}
+    for model in crowded.values():
+        model.router.kernel[...] = jnp.zeros((16, 4)).at[:, 0].set(100.0)
+    dropped = {factor: float(model(np.abs(hidden()))[1]["dropped"]) for factor, model in crowded.items()}
+    assert dropped[1.0] > 0.2 and dropped[None] == 0
+    np.testing.assert_allclose(
+        crowded[None](np.abs(hidden()))[0], looped(crowded[None], np.abs(hidden()), 16)[0], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, None])
 def test_future_tokens_do_not_change_earlier_ones(factor):
     """Not even by taking their place in an expert."""
     model = experts(dataclasses.replace(TINY, capacity_factor=factor))

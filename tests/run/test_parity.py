@@ -61,6 +61,9 @@ MATRIX = dict.fromkeys(zoo.ZOO, FEW) | {
     "moe": DATA + TENSOR + SEQUENCE + EXPERT,
     "llama": FEW + SEQUENCE,
     "mixtral": FEW + EXPERT,
+    "qwen": FEW + SEQUENCE,
+    "dropless": FEW + SEQUENCE + EXPERT,
+    "ddpm": DATA + TENSOR,
 }
 
 # Every preset, every model of the first six and every kind of layer once, as cheap as it gets; `slow` is all of it.
@@ -71,6 +74,8 @@ QUICK = {
     "gpt": {"zero1", "fsdp+tensor+seq"},
     "gqa": {"context", "ring", "fsdp+tensor"},
     "moe": {"expert", "data+tensor"},
+    "dropless": {"expert"},
+    "ddpm": {"fsdp+tensor"},
 } | dict.fromkeys(
     ("annotated", "clip", "lora", "mixed-dtype", "mixer", "multitask", "resnet", "sequential", "vae"), {"fsdp"}
 )

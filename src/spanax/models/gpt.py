@@ -1,6 +1,10 @@
 """GPT-2 (Radford et al., 2019) in plain Flax NNX: pre-norm blocks, learned positions, tied output embedding.
 
 Shape suffixes: B batch, T and S positions of queries and keys, V vocab, D embed, F mlp, H heads, K head_dim.
+
+Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, section 2.3 and table 2, with the
+head_dim, GELU, epsilon and initial values of openai/gpt-2, src/model.py; Brown et al., "Language Models are Few-Shot
+Learners", 2020 (arXiv 2005.14165), table 2.1.
 """
 
 import dataclasses
@@ -37,7 +41,7 @@ SIZES = {
     "gpt3-175b": GPTConfig(50257, seq_len=2048, num_layers=96, num_heads=96, embed_dim=12288),
 }
 
-INIT = nnx.initializers.normal(0.02)
+INIT, POSITIONS_INIT = nnx.initializers.normal(0.02), nnx.initializers.normal(0.01)
 
 
 def residual_init(config: GPTConfig) -> nnx.Initializer:
@@ -93,7 +97,7 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
-        self.positions = nnx.Param(INIT(rngs.params(), (config.seq_len, config.embed_dim)))
+        self.positions = nnx.Param(POSITIONS_INIT(rngs.params(), (config.seq_len, config.embed_dim)))
         self.drop = make_dropout(config, rngs)
         if config.scan_layers:
             block, remat = functools.partial(Block, config), "full" if config.remat else None

@@ -1,12 +1,16 @@
-"""Image classification: its loss, the shapes of its batches, and made-up examples to start with."""
+"""Image classification: its loss, the shapes of its batches, and examples to start with, real and made-up."""
 
 import dataclasses
+import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+
+from spanax.errors import SpanaxError
 
 
 def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -27,7 +31,7 @@ class MadeUpImages:
     """Images that nobody took: each class is a coarse pattern, each example of it shifted and under noise.
 
     They show that a model learns, and say nothing of how well it sees. Example `i` is the same at every reading;
-    two folds of other `first` share the patterns and no example.
+    two folds of other `first` share the patterns and no example. Without `labelled` there are the images alone.
 
     Example:
       >>> images = MadeUpImages(image_size=32, num_classes=10, num_examples=1000)
@@ -39,6 +43,8 @@ class MadeUpImages:
     num_classes: int
     num_examples: int
     first: int = 0
+    noise: float = 1.0
+    labelled: bool = True
 
     def __len__(self) -> int:
         return self.num_examples
@@ -51,5 +57,54 @@ class MadeUpImages:
         pattern = np.kron(coarse, np.ones((self.image_size // 4, self.image_size // 4, 1)))
         rng = np.random.default_rng((self.first, index))
         shift = tuple(rng.integers(0, self.image_size, 2))
-        image = np.roll(pattern, shift, axis=(0, 1)) + rng.normal(size=pattern.shape)
-        return {"images": image.astype(np.float32), "labels": np.array(label, np.int32)}
+        image = np.roll(pattern, shift, axis=(0, 1)) + self.noise * rng.normal(size=pattern.shape)
+        return _example(image, label, self.labelled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """The 1,797 handwritten digits of scikit-learn, 8 x 8 pixels from -1 to 1; every fifth of them is held out.
+
+    Grey, in three channels alike; each pixel becomes a square of them where `image_size` is a multiple of 8.
+
+    Raises:
+      SpanaxError: scikit-learn is not installed, or it is no such size.
+
+    Example:
+      >>> digits, held_out = Digits(), Digits(held_out=True)
+      >>> len(digits), len(held_out), held_out[1]["images"].shape
+      (1437, 360, (8, 8, 3))
+    """
+
+    image_size: int = 8
+    held_out: bool = False
+    labelled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.image_size < 8 or self.image_size % 8:
+            raise SpanaxError(f"image_size is {self.image_size}; the digits take a multiple of 8.")
+        if not importlib.util.find_spec("sklearn"):
+            what = "the digits come with scikit-learn, which is not installed."
+            raise SpanaxError(what, fix='pip install "spanax[examples]"')
+
+    def __len__(self) -> int:
+        return len(self._rows[1])
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        pixels, labels = self._rows
+        image = np.kron(pixels[index] / 8 - 1, np.ones((self.image_size // 8, self.image_size // 8)))
+        return _example(np.repeat(image[..., None], 3, axis=-1), labels[index], self.labelled)
+
+    @functools.cached_property
+    def _rows(self) -> tuple[np.ndarray, np.ndarray]:
+        from sklearn.datasets import load_digits
+
+        found = load_digits()
+        is_held_out = np.arange(len(found.target)) % 5 == 0
+        taken = is_held_out if self.held_out else ~is_held_out
+        return found.images[taken], found.target[taken]
+
+
+def _example(image: np.ndarray, label: int, labelled: bool) -> dict[str, np.ndarray]:
+    example = {"images": image.astype(np.float32)}
+    return example | {"labels": np.array(label, np.int32)} if labelled else example

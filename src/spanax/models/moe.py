@@ -1,9 +1,10 @@
-"""Mixtral in plain Flax NNX: Llama's attention, and a choice of experts where Llama has one MLP.
+"""Mixtral, and Qwen3's experts, in plain Flax NNX: Llama's attention, and a choice of experts in the place of its MLP.
 
 Shape suffixes: B batch, T positions, V vocab, D embed, F mlp, E experts, C capacity (places an expert has for the
 tokens of one example).
 
-Source: Jiang et al., "Mixtral of Experts", 2024 (arXiv 2401.04088), table 1.
+Source: Jiang et al., "Mixtral of Experts", 2024 (arXiv 2401.04088), table 1; Yang et al., "Qwen3 Technical Report",
+2025 (arXiv 2505.09388), section 2 and table 2, with what it leaves out from Qwen3-30B-A3B's config.json.
 """
 
 import dataclasses
@@ -27,8 +28,9 @@ is not in its paper."""
 class MoEConfig:
     """The shape of a mixture of experts; each token goes to `experts_per_token` of them.
 
-    An expert has room for `capacity_factor` times its share of an example's tokens, and the rest goes past it.
-    With `num_experts / experts_per_token` there is room for all, as in Mixtral itself, at that many times the work.
+    An expert has room for `capacity_factor` times its share of an example's tokens, and the rest goes past it. Where
+    that is None no token is dropped, as in the published models: every expert computes every token, and those that
+    were not chosen count nothing, at `num_experts / experts_per_token` times the work.
     """
 
     vocab_size: int
@@ -40,20 +42,27 @@ class MoEConfig:
     mlp_dim: int
     num_experts: int = 8
     experts_per_token: int = 2
-    capacity_factor: float = 1.25
+    capacity_factor: float | None = 1.25
     rope_theta: float = 1_000_000.0
     remat: bool = False
+    head_dim: int | None = None
+    qk_norm: bool = False
+    norm_epsilon: float = 1e-5
 
 
 SIZES = {
     "nano": MoEConfig(256, 64, num_layers=2, num_heads=8, num_kv_heads=4, embed_dim=128, mlp_dim=128),
     "8x7b": MoEConfig(32_000, 4096, num_layers=32, num_heads=32, num_kv_heads=8, embed_dim=4096, mlp_dim=14336),
-}
+    "qwen3-30b-a3b": MoEConfig(
+        151_936, 4096, 48, 32, 4, embed_dim=2048, mlp_dim=768, num_experts=128, experts_per_token=8,
+        capacity_factor=None, head_dim=128, qk_norm=True, norm_epsilon=1e-6,
+    ),
+}  # fmt: skip
 """`8x7b` was trained on 32,768 tokens an example; the one-hot dispatch here grows with the square of that."""
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which a router picks some for each token; tokens travel by matrix products with one-hots.
+    """Gated MLPs, of which a router picks some for each token; tokens with a place travel by products with one-hots.
 
     Source: the gates of Jiang et al., 2024, section 2.1; dispatch and combine of Lepikhin et al., "GShard", 2020
     (arXiv 2006.16668), section 2.2; the balance of Fedus et al., "Switch Transformers", 2021 (arXiv 2101.03961),
@@ -69,11 +78,31 @@ class Experts(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         logits_BTE = self.router(x_BTD).astype(jnp.float32)
-        num_tokens, num_experts = logits_BTE.shape[1:]
+        num_experts = logits_BTE.shape[-1]
         chosen_BTE = jax.nn.one_hot(jax.lax.top_k(logits_BTE, self.num_chosen)[1], num_experts).sum(-2)
-        gates_BTE = jax.nn.softmax(jnp.where(chosen_BTE > 0, logits_BTE, -jnp.inf))
+        gates_BTE = jax.nn.softmax(jnp.where(chosen_BTE > 0, logits_BTE, -jnp.inf)).astype(x_BTD.dtype)
 
-        capacity = math.ceil(self.capacity_factor * self.num_chosen * num_tokens / num_experts)
+        if self.capacity_factor is None:
+            y_BTD, dropped = self._of_all(x_BTD, gates_BTE), jnp.zeros(())
+        else:
+            y_BTD, dropped = self._with_places(x_BTD, gates_BTE, chosen_BTE, self.capacity_factor)
+
+        share_E = chosen_BTE.mean((0, 1)) / self.num_chosen
+        balance = num_experts * jnp.sum(share_E * jax.nn.softmax(logits_BTE).mean((0, 1)))
+        return y_BTD, {"balance": balance, "dropped": dropped}
+
+    def _of_all(self, x_BTD: jax.Array, gates_BTE: jax.Array) -> jax.Array:
+        """Every expert on every token, weighted by its gate: no token is sorted, sent or dropped."""
+        gate_BTEF, up_BTEF = (jnp.einsum("BTD,EDF->BTEF", x_BTD, w[...]) for w in (self.gate, self.up))
+        h_BTEF = jax.nn.silu(gate_BTEF) * up_BTEF * gates_BTE[..., None]
+        return jnp.einsum("BTEF,EFD->BTD", h_BTEF, self.down[...])
+
+    def _with_places(
+        self, x_BTD: jax.Array, gates_BTE: jax.Array, chosen_BTE: jax.Array, capacity_factor: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """Each expert on as many tokens as it has places; and the share of the routed tokens that found none."""
+        num_tokens, num_experts = chosen_BTE.shape[1:]
+        capacity = math.ceil(capacity_factor * self.num_chosen * num_tokens / num_experts)
         # Places go by position, so that no token takes one from a token before it.
         place_BTE = jnp.where(chosen_BTE > 0, jnp.cumsum(chosen_BTE, axis=1) - 1, -1)
         slots_BTEC = jax.nn.one_hot(place_BTE.astype(jnp.int32), min(capacity, num_tokens), dtype=x_BTD.dtype)
@@ -82,12 +111,9 @@ class Experts(nnx.Module):
         gate_EBCF = jnp.einsum("EBCD,EDF->EBCF", x_EBCD, self.gate[...])
         h_EBCF = jax.nn.silu(gate_EBCF) * jnp.einsum("EBCD,EDF->EBCF", x_EBCD, self.up[...])
         y_EBCD = jnp.einsum("EBCF,EFD->EBCD", h_EBCF, self.down[...])
-        combine_BTEC = slots_BTEC * gates_BTE.astype(x_BTD.dtype)[..., None]
-
-        share_E = chosen_BTE.mean((0, 1)) / self.num_chosen
-        balance = num_experts * jnp.sum(share_E * jax.nn.softmax(logits_BTE).mean((0, 1)))
+        combine_BTEC = slots_BTEC * gates_BTE[..., None]
         dropped = jnp.mean(place_BTE >= capacity) * num_experts / self.num_chosen
-        return jnp.einsum("BTEC,EBCD->BTD", combine_BTEC, y_EBCD), {"balance": balance, "dropped": dropped}
+        return jnp.einsum("BTEC,EBCD->BTD", combine_BTEC, y_EBCD), dropped
 
 
 class Block(nnx.Module):
@@ -95,9 +121,19 @@ class Block(nnx.Module):
 
     def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
         D, out_init = config.embed_dim, residual_init(config.num_layers)
-        self.attention_norm = nnx.RMSNorm(D, epsilon=1e-5, rngs=rngs)
-        self.attention = Attention(D, config.num_heads, config.num_kv_heads, config.rope_theta, out_init, rngs)
-        self.mlp_norm = nnx.RMSNorm(D, epsilon=1e-5, rngs=rngs)
+        self.attention_norm = nnx.RMSNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
+        self.attention = Attention(
+            D,
+            config.num_heads,
+            config.num_kv_heads,
+            config.rope_theta,
+            out_init,
+            rngs,
+            head_dim=config.head_dim,
+            qk_norm=config.qk_norm,
+            norm_epsilon=config.norm_epsilon,
+        )
+        self.mlp_norm = nnx.RMSNorm(D, epsilon=config.norm_epsilon, rngs=rngs)
         self.experts = Experts(config, rngs)
 
     def __call__(self, carry: tuple[jax.Array, dict[str, jax.Array]]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -115,7 +151,7 @@ class Mixtral(nnx.Module):
         self.embed = nnx.Param(INIT(rngs.params(), (config.vocab_size, config.embed_dim)))
         block, remat = functools.partial(Block, config), "full" if config.remat else None
         self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
-        self.norm = nnx.RMSNorm(config.embed_dim, epsilon=1e-5, rngs=rngs)
+        self.norm = nnx.RMSNorm(config.embed_dim, epsilon=config.norm_epsilon, rngs=rngs)
         self.head = nnx.Linear(config.embed_dim, config.vocab_size, use_bias=False, kernel_init=INIT, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

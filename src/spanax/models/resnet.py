@@ -1,7 +1,8 @@
 """ResNet-50 in plain Flax NNX: bottleneck blocks with BatchNorm.
 
-Source: He et al., "Deep Residual Learning", 2015 (arXiv 1512.03385), table 1; strides in the 3 x 3 convolutions and
-the last norm of a block born zero as in Goyal et al., 2017 (arXiv 1706.02677), section 5.1.
+Source: He et al., "Deep Residual Learning", 2015 (arXiv 1512.03385), table 1, with projections where
+shapes differ (option B); strides in the 3 x 3 convolutions, the last norm of a block born zero and the weights of the
+classes drawn at 0.01 as in Goyal et al., 2017 (arXiv 1706.02677), section 5.1.
 """
 
 import dataclasses
@@ -81,7 +82,7 @@ class ResNet(nnx.Module):
                 blocks.append(Bottleneck(fan_in, width, 2 if stage and not at else 1, rngs))
                 fan_in = 4 * width
         self.blocks = nnx.List(blocks)
-        self.head = nnx.Linear(fan_in, config.num_classes, rngs=rngs)
+        self.head = nnx.Linear(fan_in, config.num_classes, kernel_init=nnx.initializers.normal(0.01), rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         x = jax.nn.relu(self.stem(images))

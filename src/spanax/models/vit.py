@@ -2,8 +2,10 @@
 
 Shape suffixes: B batch, T tokens, D embed, F mlp, H heads, K head_dim, Y and X rows and columns of patches.
 
-Source: Dosovitskiy et al., 2020 (arXiv 2010.11929), section 3.1 and table 1 (B/16); `g14` is ViT-g/14 of Zhai et
-al., "Scaling Vision Transformers", 2021 (arXiv 2106.04560), table 2, which counts 1,011 M without the classes.
+Source: Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020 (arXiv 2010.11929), section 3.1 and table 1, with
+the initial values of google-research/vision_transformer, vit_jax/models_vit.py, and the exact GELU; `g14` is ViT-g/14
+of Zhai et al., "Scaling Vision Transformers", 2021 (arXiv 2106.04560), table 2, which counts 1,011 M without the
+classes.
 """
 
 import dataclasses
@@ -33,10 +35,14 @@ class ViTConfig:
 SIZES = {
     "nano": ViTConfig(32, 8, num_layers=4, num_heads=8, embed_dim=128, mlp_dim=512, num_classes=10),
     "b16": ViTConfig(224, 16, num_layers=12, num_heads=12, embed_dim=768, mlp_dim=3072),
+    "l16": ViTConfig(224, 16, num_layers=24, num_heads=16, embed_dim=1024, mlp_dim=4096),
+    "h14": ViTConfig(224, 14, num_layers=32, num_heads=16, embed_dim=1280, mlp_dim=5120),
     "g14": ViTConfig(224, 14, num_layers=40, num_heads=16, embed_dim=1408, mlp_dim=6144),
 }
 
-INIT = nnx.initializers.truncated_normal(0.02)
+INIT, BIAS_INIT = nnx.initializers.xavier_uniform(), nnx.initializers.normal(1e-6)
+QKV_INIT = nnx.initializers.lecun_uniform()
+"""Of three square matrices side by side: what `INIT` gives each of them alone."""
 
 
 class Attention(nnx.Module):
@@ -44,7 +50,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         D, heads = config.embed_dim, (config.num_heads, config.embed_dim // config.num_heads)
-        self.qkv = nnx.LinearGeneral(D, (3, *heads), kernel_init=INIT, rngs=rngs)
+        self.qkv = nnx.LinearGeneral(D, (3, *heads), kernel_init=QKV_INIT, rngs=rngs)
         self.out = nnx.LinearGeneral(heads, D, axis=(-2, -1), kernel_init=INIT, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -58,11 +64,11 @@ class Block(nnx.Module):
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         D, F = config.embed_dim, config.mlp_dim
-        self.attention_norm = nnx.LayerNorm(D, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(D, epsilon=1e-6, rngs=rngs)
         self.attention = Attention(config, rngs)
-        self.mlp_norm = nnx.LayerNorm(D, rngs=rngs)
-        self.up = nnx.Linear(D, F, kernel_init=INIT, rngs=rngs)
-        self.down = nnx.Linear(F, D, kernel_init=INIT, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(D, epsilon=1e-6, rngs=rngs)
+        self.up = nnx.Linear(D, F, kernel_init=INIT, bias_init=BIAS_INIT, rngs=rngs)
+        self.down = nnx.Linear(F, D, kernel_init=INIT, bias_init=BIAS_INIT, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
@@ -78,11 +84,11 @@ class ViT(nnx.Module):
         num_tokens = (config.image_size // config.patch_size) ** 2 + 1
         self.patches = nnx.Conv(3, D, patch, strides=patch, padding="VALID", rngs=rngs)
         self.class_token = nnx.Param(jnp.zeros((1, 1, D)))
-        self.positions = nnx.Param(INIT(rngs.params(), (1, num_tokens, D)))
+        self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, num_tokens, D)))
         block, remat = functools.partial(Block, config), "full" if config.remat else None
         self.blocks = Stack(block, config.num_layers, rngs=rngs, remat=remat)
-        self.norm = nnx.LayerNorm(D, rngs=rngs)
-        self.head = nnx.Linear(D, config.num_classes, kernel_init=INIT, rngs=rngs)
+        self.norm = nnx.LayerNorm(D, epsilon=1e-6, rngs=rngs)
+        self.head = nnx.Linear(D, config.num_classes, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         x_BYXD = self.patches(images)

@@ -15,7 +15,7 @@ import optax
 
 from spanax import SpanaxError, Workload
 from spanax.errors import nearest
-from spanax.models import gpt, images, llama, moe, resnet, vit
+from spanax.models import gpt, images, llama, moe, resnet, unet, vit
 
 
 def text_workload(
@@ -90,20 +90,37 @@ def resnet_workload(size: str, *, batch_size: int = 256) -> Workload:
     return _with_made_up_images(workload, config) if size == "nano" else workload
 
 
+def unet_workload(size: str, *, batch_size: int = 128) -> Workload:
+    """The diffusion of images by a U-Net of a size in `unet.SIZES`; CIFAR-10 is yours to bring."""
+    config, is_nano = unet.SIZES[size], size == "nano"
+    workload = Workload(
+        build=partial(unet.UNet, config),
+        batch=unet.example_batch(batch_size, config.image_size),
+        loss=unet.loss,
+        optimizer=unet.adam,
+        learning_rate=2e-3 if is_nano else 2e-4,
+        num_steps=200 if is_nano else 1000,
+    )
+    return _with_made_up_images(workload, config, noise=0.1, labelled=False) if is_nano else workload
+
+
 def sgd(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
     """SGD with Nesterov momentum, a twentieth of the run to warm up and a cosine down to nothing.
 
-    Source: Goyal et al., 2017 (arXiv 1706.02677), section 5.1; the cosine of Loshchilov and Hutter, 2016
+    Weights decay, biases and what BatchNorm learns do not.
+
+    Source: Goyal et al., 2017 (arXiv 1706.02677), sections 2.2, 5.1 and 5.3; the cosine of Loshchilov and Hutter, 2016
     (arXiv 1608.03983).
     """
     warmup = max(1, num_steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(num_steps, warmup + 1))
-    return optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(schedule, momentum=0.9, nesterov=True))
+    decay = optax.add_decayed_weights(1e-4, mask=partial(jax.tree.map, lambda array: array.ndim > 1))
+    return optax.chain(decay, optax.sgd(schedule, momentum=0.9, nesterov=True))
 
 
-def _with_made_up_images(workload: Workload, config: Any) -> Workload:
-    made_up = partial(images.MadeUpImages, config.image_size, config.num_classes)
-    return replace(workload, source=made_up(10_000), validation=made_up(1_000, first=1))
+def _with_made_up_images(workload: Workload, config: Any, **options: Any) -> Workload:
+    made_up = images.MadeUpImages(config.image_size, getattr(config, "num_classes", 10), 10_000, **options)
+    return replace(workload, source=made_up, validation=replace(made_up, num_examples=1_000, first=1))
 
 
 def _widened(config: Any, embed_dim: int | None) -> Any:
@@ -145,13 +162,28 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "llama3-8b": partial(_llama, llama.SIZES["8b"], learning_rate=3e-4),
     "llama3-70b": partial(_llama, llama.SIZES["70b"], learning_rate=1.5e-4),
     "llama3-405b": partial(_llama, llama.SIZES["405b"], learning_rate=8e-5),
+    "llama3.1-8b": partial(_llama, llama.SIZES["3.1-8b"], learning_rate=3e-4),
+    "llama3.2-1b": partial(_llama, llama.SIZES["3.2-1b"]),
+    "llama3.2-3b": partial(_llama, llama.SIZES["3.2-3b"]),
+    "qwen2-0.5b": partial(_llama, llama.SIZES["qwen2-0.5b"]),
+    "qwen2-7b": partial(_llama, llama.SIZES["qwen2-7b"]),
+    "qwen3-0.6b": partial(_llama, llama.SIZES["qwen3-0.6b"]),
+    "qwen3-8b": partial(_llama, llama.SIZES["qwen3-8b"]),
+    "qwen3-32b": partial(_llama, llama.SIZES["qwen3-32b"]),
     "moe-nano": partial(_moe, moe.SIZES["nano"], **_nano),
+    "moe-nano-dropless": partial(_moe, replace(moe.SIZES["nano"], capacity_factor=None), **_nano),
     "mixtral-8x7b": partial(_moe, moe.SIZES["8x7b"]),
+    "mixtral-8x7b-dropless": partial(_moe, replace(moe.SIZES["8x7b"], capacity_factor=None)),
+    "qwen3-30b-a3b": partial(_moe, moe.SIZES["qwen3-30b-a3b"]),
     "vit-nano": partial(vit_workload, "nano", batch_size=64),
     "vit-b16": partial(vit_workload, "b16"),
+    "vit-l16": partial(vit_workload, "l16"),
+    "vit-h14": partial(vit_workload, "h14"),
     "vit-1b": partial(vit_workload, "g14"),
     "resnet-nano": partial(resnet_workload, "nano", batch_size=64),
     "resnet50": partial(resnet_workload, "50"),
+    "unet-nano": partial(unet_workload, "nano", batch_size=64),
+    "ddpm-cifar10": partial(unet_workload, "cifar10"),
 }
 
 

@@ -1,0 +1,99 @@
+"""The U-Net of diffusion: the published size, what it knows of the time, its loss, and images out of noise."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spanax.models.unet import SIZES, UNet, UNetConfig, adam, embed_time, kept_share, loss, sample
+
+TINY = UNetConfig(8, width=8, multipliers=(1, 2), blocks_per_level=1, attention_size=4, num_groups=4, dropout=0)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> UNet:
+    return nnx.jit(lambda: UNet(TINY, nnx.Rngs(0)))()
+
+
+@pytest.fixture(scope="module")
+def published() -> UNet:
+    return nnx.eval_shape(lambda: UNet(SIZES["cifar10"], nnx.Rngs(0)))
+
+
+def noise(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def test_parameters_match_the_published_model(published):
+    """35.7 M in appendix B; to the last one, those of the authors' weights as Hugging Face has them."""
+    leaves = jax.tree.leaves(nnx.state(published, nnx.Param))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == 35_746_307
+
+
+def test_levels_are_those_of_the_paper(published):
+    """Sizes from 32 x 32 to 4 x 4, two blocks each and three on the way up, attention at 16 x 16 and in the middle."""
+    down, up = published.down, published.up
+    has = [[block.attention is not None for block in level.blocks] for level in (*down, *up)]
+    without, on_the_way_up = [False] * 2, [False] * 3
+    assert has == [without, [True] * 2, without, without, on_the_way_up, on_the_way_up, [True] * 3, on_the_way_up]
+    assert [level.blocks[0].residual.conv2.kernel.shape[-1] for level in down] == [128, 256, 256, 256]
+    assert [level.resize is None for level in (*down, *up)] == [False] * 3 + [True] + [False] * 3 + [True]
+
+
+def test_the_time_is_told_in_waves_from_one_to_a_ten_thousandth():
+    told = np.asarray(embed_time(jnp.arange(3), 8))
+    np.testing.assert_allclose(told[1], [*np.sin(waves := 10_000.0 ** (-np.arange(4) / 3)), *np.cos(waves)], rtol=1e-5)
+    np.testing.assert_array_equal(told[0], [0] * 4 + [1] * 4)
+
+
+def test_it_is_born_to_find_no_noise_and_knows_what_time_it_is(tiny):
+    call, x_BYXC = nnx.jit(lambda model, *args: model(*args)), noise(2, 8, 8, 3)
+    assert np.abs(call(tiny, x_BYXC, jnp.array([0, 999]))).max() < 1e-3
+    model = nnx.clone(tiny)
+    for layer in (model.leave, model.middle_in.conv2):
+        layer.kernel[...] *= 1e5
+    early, late = (np.asarray(call(model, x_BYXC, jnp.array([time, time]))) for time in (0, 999))
+    assert np.abs(early - late).max() > 1e-3
+
+
+def test_the_loss_is_that_of_unit_noise_where_nothing_is_found_and_drawn_anew_each_step(tiny):
+    batch, one = {"images": noise(64, 8, 8, 3)}, nnx.jit(loss)
+    model = nnx.clone(tiny)
+    found = [float(one(model, batch)) for _ in range(2)]
+    assert found == pytest.approx([1, 1], rel=0.05) and found[0] != found[1]
+
+
+def test_what_is_kept_of_an_image_falls_from_all_to_nothing():
+    """The paper's betas: section 4 says that at the last time hardly anything is left."""
+    share = np.asarray(kept_share(TINY))
+    assert share[0] == pytest.approx(1 - 1e-4) and share[-1] == pytest.approx(4e-5, rel=0.05)
+    assert np.all(np.diff(share) < 0)
+
+
+def test_sampling_with_perfect_knowledge_gives_the_images_asked_for():
+    """Of images that are noise of spread 0.5 themselves, what is noise in a sum is known in closed form."""
+    share = kept_share(TINY)
+
+    class Perfect:
+        config = TINY
+
+        def __call__(self, x_BYXC, time_B):
+            kept = share[time_B][:, None, None, None]
+            return x_BYXC * jnp.sqrt(1 - kept) / (0.25 * kept + 1 - kept)
+
+    found = jax.jit(lambda key: sample(Perfect(), key, 64))(jax.random.key(0))
+    assert found.shape == (64, 8, 8, 3)
+    assert float(found.std()) == pytest.approx(0.5, rel=0.03) and float(found.mean()) == pytest.approx(0, abs=0.02)
+
+
+def test_adam_warms_up_and_then_keeps_its_rate():
+    params = {"w": jnp.zeros(1)}
+    optimizer = adam(0.1, 40)
+    state, sizes = optimizer.init(params), []
+    for _ in range(4):
+        updates, state = optimizer.update({"w": jnp.ones(1)}, state, params)
+        sizes.append(-float(updates["w"][0]))
+    assert sizes == pytest.approx([0, 0.05, 0.1, 0.1], rel=1e-3)
