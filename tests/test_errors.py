@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from machines import Device
@@ -15,6 +16,7 @@ from spanax.hardware.cluster import Cluster, cluster
 from spanax.hardware.links import axis_link
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.probe import probe
+from spanax.models.images import Digits
 from spanax.units import quantity
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
@@ -22,6 +24,11 @@ GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
 
 def misspelt() -> None:
     raise SpanaxError(f"unknown layout 'fdsp'; {nearest('fdsp', ['data', 'fsdp', 'tensor'])}")
+
+
+def without_scikit_learn() -> None:
+    with mock.patch("importlib.util.find_spec", return_value=None):
+        Digits()
 
 
 TABLE = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "80 GiB", "memory_rate": "1 TB/s"}
@@ -68,6 +75,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "probe: no time": lambda: probe([], seconds=0),
     "probe: an unknown chip of unknown memory": lambda: probe([Device("Quantum 9", limit=None)]),
     "mesh: too few devices": lambda: MeshShape.of("data=4,model=2").build(devices=[0, 1, 2, 3]),
+    "digits: no scikit-learn": without_scikit_learn,
+    "digits: no such size": lambda: Digits(image_size=12),
 }
 
 

@@ -137,7 +137,8 @@ def _widened(config: Any, embed_dim: int | None) -> Any:
         below = embed_dim // unit * unit
         raise SpanaxError(
             f"embed_dim is {embed_dim}; it takes a multiple of {unit}.",
-            where=f"heads of {head_dim}" + (f" on {num_kv_heads} keys and values" if num_kv_heads > 1 else ""),
+            where=f"heads of {getattr(config, 'head_dim', None) or head_dim}"
+            + (f" on {num_kv_heads} keys and values" if num_kv_heads > 1 else ""),
             fix=f"{below} or {below + unit}" if below else f"{unit}",
         )
     wider = {"embed_dim": embed_dim, "num_heads": embed_dim // head_dim}
@@ -153,12 +154,17 @@ _nano = {"batch_size": 32, "learning_rate": 2e-3, "num_steps": 200, "tokenizer":
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "gpt-nano": partial(_gpt, gpt.SIZES["nano"], **_nano),
+    "llama-nano": partial(_llama, llama.SIZES["nano"], **_nano),
+    "moe-nano": partial(_moe, moe.SIZES["nano"], **_nano),
+    "moe-nano-dropless": partial(_moe, replace(moe.SIZES["nano"], capacity_factor=None), **_nano),
+    "vit-nano": partial(vit_workload, "nano", batch_size=64),
+    "resnet-nano": partial(resnet_workload, "nano", batch_size=64),
+    "unet-nano": partial(unet_workload, "nano", batch_size=64),
     "gpt2": partial(_gpt, gpt.SIZES["gpt2"], learning_rate=6e-4),
     "gpt2-medium": partial(_gpt, gpt.SIZES["gpt2-medium"], learning_rate=3e-4),
     "gpt2-large": partial(_gpt, gpt.SIZES["gpt2-large"], learning_rate=2.5e-4),
     "gpt2-xl": partial(_gpt, gpt.SIZES["gpt2-xl"], learning_rate=2e-4),
     "gpt3-175b": partial(_gpt, gpt.SIZES["gpt3-175b"], learning_rate=6e-5),
-    "llama-nano": partial(_llama, llama.SIZES["nano"], **_nano),
     "llama3-8b": partial(_llama, llama.SIZES["8b"], learning_rate=3e-4),
     "llama3-70b": partial(_llama, llama.SIZES["70b"], learning_rate=1.5e-4),
     "llama3-405b": partial(_llama, llama.SIZES["405b"], learning_rate=8e-5),
@@ -170,19 +176,14 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "qwen3-0.6b": partial(_llama, llama.SIZES["qwen3-0.6b"]),
     "qwen3-8b": partial(_llama, llama.SIZES["qwen3-8b"]),
     "qwen3-32b": partial(_llama, llama.SIZES["qwen3-32b"]),
-    "moe-nano": partial(_moe, moe.SIZES["nano"], **_nano),
-    "moe-nano-dropless": partial(_moe, replace(moe.SIZES["nano"], capacity_factor=None), **_nano),
     "mixtral-8x7b": partial(_moe, moe.SIZES["8x7b"]),
     "mixtral-8x7b-dropless": partial(_moe, replace(moe.SIZES["8x7b"], capacity_factor=None)),
     "qwen3-30b-a3b": partial(_moe, moe.SIZES["qwen3-30b-a3b"]),
-    "vit-nano": partial(vit_workload, "nano", batch_size=64),
     "vit-b16": partial(vit_workload, "b16"),
     "vit-l16": partial(vit_workload, "l16"),
     "vit-h14": partial(vit_workload, "h14"),
     "vit-1b": partial(vit_workload, "g14"),
-    "resnet-nano": partial(resnet_workload, "nano", batch_size=64),
     "resnet50": partial(resnet_workload, "50"),
-    "unet-nano": partial(unet_workload, "nano", batch_size=64),
     "ddpm-cifar10": partial(unet_workload, "cifar10"),
 }
 
