@@ -74,8 +74,6 @@ QUICK = {
     "gpt": {"zero1", "fsdp+tensor+seq"},
     "gqa": {"context", "ring", "fsdp+tensor"},
     "moe": {"expert", "data+tensor"},
-    "dropless": {"expert"},
-    "ddpm": {"fsdp+tensor"},
 } | dict.fromkeys(
     ("annotated", "clip", "lora", "mixed-dtype", "mixer", "multitask", "resnet", "sequential", "vae"), {"fsdp"}
 )
