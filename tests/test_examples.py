@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-QUICK = {"11_real_images": ["--models", "ResNet", "U-Net"], "12_real_text": ["--models", "MoE-dropless"]}
+QUICK = {
+    "11_real_images": ["--models", "ResNet", "U-Net", "--steps", "10"],
+    "12_real_text": ["--models", "MoE-dropless"],
+}
 """What of the longer ones is run each time; `slow` runs every model of them in every layout."""
 
 EXAMPLES = sorted((Path(__file__).resolve().parent.parent / "examples").glob("*.py"))
