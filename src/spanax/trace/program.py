@@ -222,10 +222,10 @@ def trace(
     chosen(remat, microbatches, GATHERED)  # a wrong request is told before anything is traced
     try:
         batch = jax.eval_shape(lambda tree: tree, batch)
-    except TypeError as error:
+    except TypeError:
         raise SpanaxError(
             "the batch holds something that is not an array.",
-            where=str(error).splitlines()[0],
+            where=", ".join(_no_arrays(batch)[:3]),
             fix="a dict of numpy arrays or jax.ShapeDtypeStructs, examples along dim 0",
         ) from None
     batch_leaves, batch_treedef = _batch_leaves(batch)
@@ -321,7 +321,7 @@ def _chosen_step(
         "compute_dtype": compute_dtype is not None,
         "clip_norm": clip_norm,
         "remat": remat is not None,
-        "context": context != GATHERED,
+        "layout='ring'": context != GATHERED,
     }
     for name, is_given in given.items():
         if is_given:
@@ -337,7 +337,8 @@ def _traced(
 ) -> Traced:
     jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
     graph = from_jaxpr(jaxpr)
-    return Traced(graph, discover(graph, variables.leaves, batch_leaves), jax.tree.structure(result))
+    axes = discover(graph, variables.leaves, batch_leaves)
+    return Traced(graph, axes, jax.tree.structure(result))
 
 
 def _say_unknown(axes: Axes) -> None:
@@ -356,6 +357,18 @@ def _with_axes(
     values = step.graph.body.inputs
     named = [replace(leaf, axes=step.axes.of(value)) for leaf, value in zip((*leaves, *batch), values, strict=True)]
     return tuple(named[: len(leaves)]), tuple(named[len(leaves) :])
+
+
+def _no_arrays(batch: Any) -> list[str]:
+    """What in a batch JAX has no numbers for, by path."""
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        try:
+            jax.eval_shape(lambda array: array, leaf)
+        except TypeError:
+            kind = f" of {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
+            found.append(f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}{kind}")
+    return found
 
 
 def _batch_leaves(batch: Any) -> tuple[tuple[Leaf, ...], Any]:
