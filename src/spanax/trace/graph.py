@@ -13,8 +13,16 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"})
+INLINED = frozenset(
+    """
+jit pjit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call custom_vmap_call composite linear_call
+custom_linear_solve
+""".split()
+)
 """Calls that are only a wrapping once the whole step, gradient included, has been traced."""
+
+CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
+"""What the parameter of a call is named that holds what it calls, by primitive and JAX version."""
 
 BODIES = {
     "scan": ("jaxpr",),
@@ -179,9 +187,10 @@ def _flatten(
         for eqn in jaxpr.eqns:
             name, ins = eqn.primitive.name, tuple(read(atom) for atom in eqn.invars)
             if name in INLINED:
-                inner, inner_consts = opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+                held, taken = _called(eqn, ins)
+                inner, inner_consts = opened(held)
                 numbered = [constant(v.aval, c) for v, c in zip(inner.constvars, inner_consts, strict=True)]
-                outs = run(inner, numbered, ins)
+                outs = run(inner, numbered, taken)
             else:
                 outs = [number(var.aval) for var in eqn.outvars]
                 ops.append(Op(name, eqn, ins, tuple(outs), _bodies(eqn, number, constant)))
@@ -190,6 +199,15 @@ def _flatten(
 
     outputs = run(jaxpr, consts, inputs)
     return Body(inputs, tuple(outputs), tuple(ops))
+
+
+def _called(eqn: core.JaxprEqn, ins: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+    """What a call runs, and of what; of a linear solve, once it is differentiated, only the solution is left to do."""
+    if eqn.primitive.name != "custom_linear_solve":
+        return next(eqn.params[key] for key in CALLED if key in eqn.params), ins
+    lengths = eqn.params["const_lengths"]
+    before = lengths.matvec + lengths.vecmat
+    return eqn.params["jaxprs"].solve, (*ins[before : before + lengths.solve], *ins[sum(lengths) :])
 
 
 def _bodies(eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable[[Any, Any], int]) -> tuple[Body, ...]:

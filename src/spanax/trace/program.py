@@ -18,6 +18,7 @@ from spanax.trace.axes import Axes, Axis, aligned, discover, table
 from spanax.trace.census import label_key
 from spanax.trace.gradients import recording
 from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.grown import grown
 from spanax.trace.policies import AS_WRITTEN, GATHERED, RING, known_context, known_policy
 from spanax.trace.resized import Shapes, resized_graph
 from spanax.trace.step import as_metrics, train_step_of, with_extra
@@ -338,6 +339,8 @@ def _traced(
     jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
     graph = from_jaxpr(jaxpr)
     axes = discover(graph, variables.leaves, batch_leaves)
+    if more := grown(graph, axes, function, state, batch, batch_leaves):
+        axes = discover(graph, variables.leaves, batch_leaves, more)
     return Traced(graph, axes, jax.tree.structure(result))
 
 
