@@ -8,6 +8,7 @@ from typing import Any
 
 from spanax.errors import SpanaxError, nearest
 from spanax.trace.dims import Dims
+from spanax.trace.frozen import frozen
 from spanax.trace.graph import Graph
 from spanax.trace.names import name_classes, with_examples
 from spanax.trace.origins import Origin, origins
@@ -38,7 +39,7 @@ class Axes:
     """What discovery found: the class of every dim of every value, and the names of the classes.
 
     `unknown` counts primitives without a rule and `opaque` those that cannot be looked into; both leave their
-    dims unsplit. `coverage` is the share of matmul and
+    dims unsplit. `frozen` are inputs that are weights, though no parameters. `coverage` is the share of matmul and
     convolution FLOPs that are split along with the batch.
     """
 
@@ -47,6 +48,7 @@ class Axes:
     ways: Mapping[int, int]
     origins: Sequence[int]
     kept_whole: frozenset[tuple[int, int]]
+    frozen: frozenset[int]
     unknown: Mapping[str, int]
     opaque: Mapping[str, int]
     coverage: float
@@ -91,6 +93,9 @@ def discover(
         dims.join(examples[0], 0, value, dim, factor=dims.size(examples[0], 0))
     dims.join_turns(examples)
     dims.join_pieces()
+    is_frozen = frozen(graph, leaves)
+    pairs = zip(graph.body.inputs, leaves, strict=False)
+    leaves = [replace(leaf, kind="param") if value in is_frozen else leaf for value, leaf in pairs]
     kinds = {"param": Origin.PARAM, "optimizer": Origin.OPTIMIZER, "other": Origin.NONE, "batch": Origin.BATCH}
     everything = (*leaves, *batch)
     # A step count is optimizer state too, but it is no reason to call everything it scales the optimizer's.
@@ -107,6 +112,7 @@ def discover(
         ways={label: dims.ways(label) for label in {c for labels in classes for c in labels if c is not None}},
         origins=found,
         kept_whole=frozenset(dims.kept_whole),
+        frozen=is_frozen,
         unknown=dict(dims.unknown),
         opaque=dict(dims.opaque),
         coverage=_coverage(graph, classes, names),

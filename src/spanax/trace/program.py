@@ -73,10 +73,10 @@ class Program:
 
     @cached_property
     def params_by_class(self) -> dict[int, list[tuple[str, tuple[int | None, ...]]]]:
-        """For every class the parameters that have it: path and classes, the first of those of the same classes."""
+        """For every class the weights that have it: path and classes, the first of those of the same classes."""
         first: dict[tuple[int | None, ...], str] = {}
         for leaf, value in zip(self.leaves, self.step.graph.body.inputs, strict=False):
-            if leaf.kind == "param":
+            if leaf.kind == "param" or value in self.step.axes.frozen:
                 first.setdefault(self.step.axes.classes[value], leaf.path)
         found: dict[int, list[tuple[str, tuple[int | None, ...]]]] = {}
         for labels, path in first.items():
