@@ -14,6 +14,7 @@ from spanax import cli
 from spanax.check.report import Buffer, Figures, Report
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
+from spanax.show import checking
 from spanax.show.checking import answer, collectives_text, explained, report_text
 from spanax.show.requests import CheckCommand
 
@@ -183,3 +184,16 @@ def test_parity_is_in_the_answer() -> None:
         pytest.skip("JAX can start no backend here")
     text, data = ask(parity=True, steps=1, level=0, layers=1)
     assert data["parity"]["passes"] and data["parity"]["loss"] < 1e-5 and "the same numbers" in text
+
+
+def test_devices_are_simulated_before_a_workloads_file_may_start_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def loaded(**sizes: Any) -> Any:
+        done.append("workload")
+        raise SpanaxError("enough")
+
+    monkeypatch.setattr(checking, "simulate", lambda number: done.append("devices"))
+    with pytest.raises(SpanaxError, match="enough"):
+        answer(loaded, dataclasses.replace(SMALL, parity=True))
+    assert done == ["devices", "workload"]

@@ -20,6 +20,7 @@ import spanax
 from spanax.trace import primitives
 from spanax.trace.dims import Dims
 from spanax.trace.graph import from_jaxpr
+from spanax.trace.turns import turns
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -325,3 +326,63 @@ def test_a_loop_joins_what_a_later_round_meets() -> None:
     """Carries that swap places each round are one class, though no single round joins them."""
     dims = dims_of(lambda x, y: lax.fori_loop(0, 3, lambda i, pair: (pair[1], pair[0]), (x, y)), V, V)
     assert joined(dims) == "a,a->a,a"
+
+
+# What is only a wrapping, and what a loop goes along
+
+
+def test_wrappings_are_looked_into() -> None:
+    doubled = jax.custom_batching.custom_vmap(lambda x: 2 * x)
+    doubled.def_vmap(lambda size, is_batched, x: (2 * x, is_batched[0]))
+    named = lax.composite(lambda x: jnp.sin(x), "my.sine")
+    found = dims_of(lambda x: named(doubled(x)), f32(8, 5))
+    assert not found.unknown and joined(found) == "ab->ab"
+
+
+def test_of_a_linear_solve_only_the_solution_is_left() -> None:
+    found = dims_of(jnp.linalg.solve, f32(8, 5, 5), f32(8, 5, 2))
+    assert not found.unknown and joined(found) == "abc,ade->afg"
+
+
+def turned(function: Callable[..., Any], *args: Any) -> Dims:
+    """As in a step whose first input is a batch."""
+    graph = from_jaxpr(jax.make_jaxpr(function)(*args))
+    dims = Dims(graph, turns(graph))
+    for op in graph.ops():
+        primitives.apply(op, dims)
+    dims.join_turns(graph.body.inputs[:1])
+    return dims
+
+
+def in_parts(x: Any) -> Any:
+    return lax.map(jnp.sin, x.reshape(4, 12, 3))
+
+
+def test_a_loop_over_parts_of_the_batch_leaves_a_part_to_be_split() -> None:
+    assert joined(turned(in_parts, f32(48, 3))) == "ab->cab"
+    assert joined(turned(lambda x: in_parts(x).reshape(48, 3), f32(48, 3))) == "ab->ab"
+
+
+def test_a_loop_over_parts_of_anything_else_leaves_the_parts_to_be_split() -> None:
+    assert joined(turned(lambda _, x: in_parts(x), f32(5), f32(48, 3))) == "a,bc->bdc"
+
+
+@pytest.mark.parametrize(("size", "found"), [(48, "ab->ab"), (12, "ab->ab")])
+def test_examples_drawn_from_the_batch_are_examples(size: int, found: str) -> None:
+    def draw(x: Any) -> Any:
+        if size == 12:
+            return lax.dynamic_slice_in_dim(x, jnp.argmax(x[0]), 12)
+        return x[jax.random.permutation(jax.random.key(0), 48)]
+
+    assert joined(turned(draw, f32(48, 3))) == found
+
+
+def test_what_is_drawn_into_known_places_is_not_an_example() -> None:
+    assert joined(turned(lambda x, at: x[at], f32(48, 3), i32(48))) == "ab,c->cb"
+
+
+@pytest.mark.parametrize(("function", "args"), [(jnp.linalg.cholesky, (f32(8, 8),)), (jnp.fft.fft, (f32(8),))])
+def test_a_matrix_or_a_row_is_one_problem(function: Callable[..., Any], args: Any) -> None:
+    graph = from_jaxpr(jax.make_jaxpr(function)(*args))
+    (op,) = [op for op in graph.ops() if op.name in ("cholesky", "fft")]
+    assert not [*primitives.independent_dims(graph, op, op.outputs[0])]

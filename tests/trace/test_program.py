@@ -295,7 +295,8 @@ def test_a_build_that_makes_no_module() -> None:
 
 
 def test_batches_that_are_none() -> None:
-    refused("not an array", batch={"x": "text"})
+    assert "['x'] is a str" in refused("not an array", batch={"x": "text"})
+    assert "['x'] is a ndarray of <U1" in refused("not an array", batch={"x": np.array(["a"])})
     refused("no arrays", batch={})
 
 
@@ -314,3 +315,44 @@ def test_a_step_that_turns_a_variable_into_another(change: Callable[[Any], Any])
         model.up.bias.set_value(change(model.up.bias.get_value()))
 
     assert "keep the shape and dtype" in refused("the train step turned `up.bias` from float32", train_step=turning)
+
+
+def test_a_loss_that_adds_a_variable() -> None:
+    def growing(model: Any, batch: Any) -> Any:
+        model.memory = nnx.Variable(jnp.zeros(3))
+        return zoo.squared_error(model, batch)
+
+    assert "__init__" in refused("`loss` changed the model's variables: memory", loss=growing)
+
+
+@pytest.mark.parametrize(
+    ("said", "given"),
+    [
+        ("`build` is a Linear that has been built", {"build": nnx.Linear.__new__(nnx.Linear)}),
+        ("`build` wants config; it is given an nnx.Rngs", {"build": lambda config, rngs: None}),
+        ("`build` wants fan_in, fan_out;", {"build": lambda fan_in, fan_out: None}),
+        ("`optimizer` is a float", {"optimizer": 0.1}),
+        (
+            "`optimizer` is a Optimizer",
+            {"optimizer": nnx.Optimizer.__new__(nnx.Optimizer)},
+        ),
+        ("`loss` returned list beside", {"loss": lambda model, batch: (zoo.squared_error(model, batch), [1.0])}),
+        ("a str as its metric 'by.name'", {"loss": lambda *args: (zoo.squared_error(*args), {"by": {"name": "a"}})}),
+        ("`train_step` returned a MLP as its metric", {"train_step": lambda model, optimizer, batch: (1.0, model)}),
+    ],
+)
+def test_what_is_of_another_kind_than_wanted(said: str, given: dict[str, Any]) -> None:
+    refused(said, **given)
+
+
+def test_metrics_behind_a_loss_are_metrics() -> None:
+    step = lambda *args: (my_step(*args)["loss"], {"more": {"ones": jnp.ones(3)}})  # noqa: E731
+    assert jax.tree.unflatten(trace(train_step=step).step.result, (1, 2)) == {"loss": 1, "more": {"ones": 2}}
+
+
+def test_an_optimizer_by_a_function_of_the_model() -> None:
+    made = spanax.Workload(
+        build=linear, batch=LINEAR, loss=zoo.squared_error, optimizer=lambda model: optax.sgd(0.1, momentum=0.9)
+    )
+    paths = [leaf.path for leaf in made.trace(learning_rate=1.0, num_steps=1).leaves]
+    assert "optimizer.opt_state.0.trace.kernel" in paths

@@ -38,6 +38,10 @@ def made_up(program: Program, seed: int) -> Any:
     bounds = index_bounds(program)
     arrays = []
     for leaf in program.batch:
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            seeds = rng.integers(0, 1 << 31, leaf.shape)
+            arrays.append(jax.vmap(jax.random.key)(seeds.ravel()).reshape(leaf.shape))
+            continue
         dtype = np.dtype(leaf.dtype)
         if np.issubdtype(dtype, np.integer):
             arrays.append(rng.integers(0, bounds[leaf.path], leaf.shape).astype(dtype))

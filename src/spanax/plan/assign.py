@@ -129,11 +129,13 @@ def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:
 def _does_not_divide(program: Program, name: str, size: int, ways: int, layout: Layout, mesh: MeshShape) -> SpanaxError:
     lower, upper = size // ways * ways, -(-size // ways) * ways
     near = f"{lower} or {upper}" if lower else f"{upper}"
-    where = next((row.leaves[0] for row in program.axes if row.name == name and row.leaves), "")
+    row = next((row for row in program.axes if row.name == name and row.leaves), None)
+    # A loop of the step's own over parts of the batch splits the examples of a part.
+    parts = f" in one of its parts, of {max(row.sizes)} in all," if row and size not in row.sizes else ""
     return SpanaxError(
-        f"'{name}' of size {size} does not divide {ways} ways: {size} % {ways} = {size % ways}.",
-        where=f"{where}, layout '{layout.name}', mesh {mesh}",
-        fix=f"a {name} of {near}, or a smaller mesh axis",
+        f"'{name}' of size {size}{parts} does not divide {ways} ways: {size} % {ways} = {size % ways}.",
+        where=f"{row.leaves[0] if row else ''}, layout '{layout.name}', mesh {mesh}",
+        fix=f"a {name} of {near}{' a part' if parts else ''}, or a smaller mesh axis",
     )
 
 

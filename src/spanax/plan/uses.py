@@ -14,6 +14,7 @@ from spanax.plan.partition import as_masks, partition, union
 from spanax.plan.resolve import Constraint, Resolver, Spec
 from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.graph import Op
+from spanax.trace.primitives import independent_dims, reshape_groups
 from spanax.trace.traced import Traced
 
 LOCAL = frozenset(
@@ -65,6 +66,8 @@ def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Con
         return Use(inputs, outputs, is_local=True, around=attended)
     if op.name in CONTRACTIONS:
         return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
+    if op.name == "reshape":
+        return _turned(resolver, traced, op, constraints) or _gathered(op, constraints)
     found = _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _spread(op, constraints)
     return found or _gathered(op, constraints)
 
@@ -99,6 +102,27 @@ def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence
         summed=batch if batch_dims[2] < 0 else (),
         parts=resolver.mesh.ways(split),
     )
+
+
+def _turned(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+    """Where what a loop goes along is taken apart, or put together: an exchange before or after the numbers' own order.
+
+    Left to itself, XLA may gather all of it on every device.
+    """
+    values, shape = (op.inputs[0], op.outputs[0]), traced.graph.shape
+    one, other = (constraints[value] for value in values)
+    if one is None or other is None or one.used or other.used:
+        return None
+    taken: list[Constraint | None] = [None, None]
+    for groups in reshape_groups(shape(values[0]), shape(values[1])):
+        for at, dims in enumerate(groups):
+            spec, whole = ((one, other)[side].spec for side in (at, 1 - at))
+            by = spec[dims[1]] if len(dims) > 1 else ()
+            is_turned = by and not spec[dims[0]] and whole[groups[1 - at][0]] == by
+            if is_turned and shape(values[at])[dims[0]] % resolver.mesh.ways(by) == 0:
+                moved = {dims[0]: by, dims[1]: ()}
+                taken[at] = Constraint(tuple(moved.get(dim, old) for dim, old in enumerate(spec)))
+    return Use((taken[0],), (taken[1],)) if any(taken) else None
 
 
 def _shared(specs: Sequence[Spec], dims: Sequence[int]) -> tuple[str, ...]:
@@ -171,24 +195,24 @@ def _as_used(constraint: Constraint | None) -> Constraint | None:
 
 def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     """The leading dims as the result has them, everything else whole."""
-    if op.name not in LOCAL:
+    lies = [constraints[value] for value in (*op.inputs, *op.outputs)]
+    if op.name not in LOCAL or not any(one and any(one.spec) for one in lies):
         return None
     classes, split = traced.axes.classes, dict[int | None, tuple[str, ...]]()
-    for value in op.outputs:
+    free = [(value, dim) for value in op.inputs + op.outputs for dim in independent_dims(traced.graph, op, value)]
+    for value, dim in free:
         constraint = constraints[value]
-        split |= dict(zip(classes[value], constraint.spec if constraint else (), strict=False))
-    # What the operation works along is whole on both sides: only classes that go through it stay split.
-    first = classes[op.inputs[0]]
-    through = {label for value in op.inputs for label in classes[value]} - {None}
-    through -= {first[dim] for dim in _along(op, first)}
+        if value in op.outputs and constraint:
+            split[classes[value][dim]] = constraint.spec[dim]
+    # Only classes that go through it stay split.
+    through = {classes[value][dim] for value, dim in free if value in op.inputs} - {None}
     split = {label: by for label, by in split.items() if label in through}
 
     def spec(value: int) -> Constraint:
-        return Constraint(tuple(split.get(label, ()) for label in classes[value]))
+        by = [split.get(label, ()) if (value, dim) in free else () for dim, label in enumerate(classes[value])]
+        return Constraint(tuple(by))
 
-    if not any(split.values()):
-        return None
-    return Use(tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=True)
+    return Use(tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=any(split.values()))
 
 
 def _spread(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
@@ -206,15 +230,6 @@ def _spread(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
 
 def _whole_along(constraint: Constraint, dims: Collection[int]) -> Constraint:
     return Constraint(tuple(() if dim in dims else by for dim, by in enumerate(constraint.computed)))
-
-
-def _along(op: Op, dims: Sequence[Any]) -> Sequence[int]:
-    """The dims of its first operand along which one of `LOCAL` works: of a transform, a choice or a matrix."""
-    rank = len(dims)
-    if op.name in ("top_k", "approx_top_k"):
-        return [op.params.get("axis", op.params.get("reduction_dimension", rank - 1)) % rank]
-    count = len(op.params["fft_lengths"]) if op.name == "fft" else 2
-    return range(max(rank - count, 0), rank)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from spanax.errors import DataError
@@ -131,7 +132,11 @@ class Loop:
         """Report all but so many steps, and see to bad ones; whether the run went back, and the others are no more."""
         while len(behind) > num_left:
             step, batch, metrics = behind.popleft()
-            values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+            named, _ = jax.tree_util.tree_flatten_with_path(metrics)
+            values = {
+                jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(value).tolist()
+                for path, value in named
+            }
             self._report(step, {name: value for name, value in values.items() if name != STEP_OK})
             reason = self.run.judge(step, values)
             if reason is None:

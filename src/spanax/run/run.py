@@ -222,6 +222,7 @@ class Run:
 
     def _batch(self, batch: Any) -> list[Any]:
         leaves, treedef = jax.tree.flatten(batch)
+        leaves = [array if hasattr(array, "shape") else np.asarray(array) for array in leaves]
         expected = self.program.batch
         if treedef != self.program.batch_treedef:
             raise SpanaxError(

@@ -82,6 +82,7 @@ def lifted(array: Any, has: Sequence[str], axes: Sequence[str], ways: Ways) -> A
     """A value as one of which devices have parts along more axes: the first has all of it, the others nothing."""
     for at, axis in enumerate(axes):
         if axis not in has:
+            array = jnp.asarray(array, array.dtype)  # a zero that the program knows beforehand is no array yet
             rank = array.ndim - at
             is_first = (jnp.arange(ways[axis]) == 0).reshape(-1, *(1,) * rank)
             array = jnp.where(is_first, jnp.expand_dims(array, at), jnp.zeros((), array.dtype))

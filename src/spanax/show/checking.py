@@ -49,6 +49,8 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     if not asked.on:
         raise SpanaxError("spanax check needs to know the devices.", fix=f"spanax check {asked.workload} --on v5e:4x4")
     machine = cluster(asked.on)
+    # A workload's own file may make arrays, and with them JAX's devices.
+    devices = simulate(DEFAULT_SIMULATED) if asked.parity else []
     given = Plan.load(asked.plan) if asked.plan is not None else None
     program = _traced(load, asked, machine, given)
     schedule = wished(
@@ -79,7 +81,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     if asked.explain_collective is not None:
         lines += ["", explained(report.collectives, asked.explain_collective)]
     if asked.parity:
-        found = _parity(load, asked, machine, given, program, made)
+        found = _parity(load, asked, machine, given, program, made, devices)
         lines, data = [*lines, "", parity_text(found)], data | {"parity": found.to_json()}
     if asked.out is not None:
         lines += ["", f"the certificate is in {asked.out}"]
@@ -101,11 +103,11 @@ def _parity(
     given: Plan | None,
     program: Program,
     made: Plan,
+    devices: list[Any],
 ) -> Parity:
     """The same steps as planned and on one device, on as many simulated devices as there are cores for."""
-    devices = simulate(min(made.mesh.size, DEFAULT_SIMULATED))
     trace = partial(_trace, dtype=_compute_dtype(asked, machine, given))
-    return parity_of(load, trace, program, made, steps=asked.steps, devices=devices)
+    return parity_of(load, trace, program, made, steps=asked.steps, devices=devices[: made.mesh.size])
 
 
 def _traced(load: Callable[..., Workload], asked: CheckCommand, machine: Cluster, given: Plan | None) -> Program:

@@ -55,8 +55,9 @@ def inspected(
         _write(asked.svg, svg(chosen, found.plan.mesh, f"{found.plan.layout.name} on {found.plan.mesh}"))
         wrote.append(f"written to {asked.svg}: {len(chosen)} arrays drawn")
     if asked.hlo is not None:
+        there = devices(found.plan.mesh.size)  # before the workload: its own file may start JAX with fewer
         program = program_for(asked.path, found.plan, load, asked.workload)
-        _write(asked.hlo, annotated_program(program, found.plan, devices(found.plan.mesh.size)))
+        _write(asked.hlo, annotated_program(program, found.plan, there))
         wrote.append(f"written to {asked.hlo}: the step with its shardings, before XLA")
     return "\n".join([text, *wrote]), data
 

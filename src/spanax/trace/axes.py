@@ -8,10 +8,12 @@ from typing import Any
 
 from spanax.errors import SpanaxError, nearest
 from spanax.trace.dims import Dims
+from spanax.trace.frozen import frozen
 from spanax.trace.graph import Graph
-from spanax.trace.names import name_classes
+from spanax.trace.names import name_classes, with_examples
 from spanax.trace.origins import Origin, origins
 from spanax.trace.primitives import apply
+from spanax.trace.turns import turns
 from spanax.trace.variables import Leaf
 
 CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -37,7 +39,8 @@ class Axes:
     """What discovery found: the class of every dim of every value, and the names of the classes.
 
     `unknown` counts primitives without a rule and `opaque` those that cannot be looked into; both leave their
-    dims unsplit. `coverage` is the share of matmul and convolution FLOPs that are split along with the batch.
+    dims unsplit. `frozen` are inputs that are weights, though no parameters. `coverage` is the share of matmul and
+    convolution FLOPs that are split along with the batch.
     """
 
     classes: Sequence[tuple[int | None, ...]]
@@ -45,6 +48,7 @@ class Axes:
     ways: Mapping[int, int]
     origins: Sequence[int]
     kept_whole: frozenset[tuple[int, int]]
+    frozen: frozenset[int]
     unknown: Mapping[str, int]
     opaque: Mapping[str, int]
     coverage: float
@@ -71,17 +75,27 @@ class Axes:
         return replace(self, names={label: names.get(name, name) for label, name in self.names.items()})
 
 
-def discover(graph: Graph, leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> Axes:
+def discover(
+    graph: Graph, leaves: Sequence[Leaf], batch: Sequence[Leaf], grown: Sequence[tuple[int, int]] = ()
+) -> Axes:
     """Find the axes of a step whose inputs are the state's leaves and then the batch's.
 
-    The first outputs are the new values of the leaves, so each is split like the leaf it replaces.
+    The first outputs are the new values of the leaves, so each is split like the leaf it replaces. The dims `grown` are
+    known to grow with the batch.
     """
-    dims = Dims(graph)
+    dims = Dims(graph, turns(graph))
     for op in graph.ops():
         apply(op, dims)
     for before, after in zip(graph.body.inputs[: len(leaves)], graph.body.outputs, strict=False):
         dims.same(before, after)
+    examples = with_examples(graph.body.inputs[len(leaves) :], batch)
+    for value, dim in grown:
+        dims.join(examples[0], 0, value, dim, factor=dims.size(examples[0], 0))
+    dims.join_turns(examples)
     dims.join_pieces()
+    is_frozen = frozen(graph, leaves)
+    pairs = zip(graph.body.inputs, leaves, strict=False)
+    leaves = [replace(leaf, kind="param") if value in is_frozen else leaf for value, leaf in pairs]
     kinds = {"param": Origin.PARAM, "optimizer": Origin.OPTIMIZER, "other": Origin.NONE, "batch": Origin.BATCH}
     everything = (*leaves, *batch)
     # A step count is optimizer state too, but it is no reason to call everything it scales the optimizer's.
@@ -98,6 +112,7 @@ def discover(graph: Graph, leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> Axe
         ways={label: dims.ways(label) for label in {c for labels in classes for c in labels if c is not None}},
         origins=found,
         kept_whole=frozenset(dims.kept_whole),
+        frozen=is_frozen,
         unknown=dict(dims.unknown),
         opaque=dict(dims.opaque),
         coverage=_coverage(graph, classes, names),

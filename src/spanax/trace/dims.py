@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from spanax.trace.graph import Graph
 
@@ -12,9 +12,11 @@ class Dims:
 
     A class may hold dims of different sizes: a reshape that merges `(heads, head_dim)` joins the merged dim with
     its major factor. Such a class can be split only as often as every one of its sizes allows (`ways`).
+
+    Along the dims `looped` a loop takes turns.
     """
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, looped: Collection[tuple[int, int]] = ()):
         self.graph = graph
         self._start: list[int] = []
         self._shapes = [graph.shape(value) for value in range(len(graph.avals))]
@@ -25,6 +27,8 @@ class Dims:
         self._parent = list(range(len(sizes)))
         self._ways = sizes
         self._pieces: list[tuple[tuple[int, int], list[tuple[int, int]]]] = []
+        self._turns: list[tuple[tuple[int, int], tuple[int, int] | None, tuple[int, int]]] = []
+        self._looped = looped
         self.kept_whole: set[tuple[int, int]] = set()
         self.unknown: Counter[str] = Counter()
         self.opaque: Counter[str] = Counter()
@@ -75,6 +79,58 @@ class Dims:
         class, and divide the whole, give the whole their class (`join_pieces`).
         """
         self._pieces.append((whole, list(parts)))
+
+    def merged(self, one: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> None:
+        """Say that the numbers along some dims of a value, from the left, are those along some of another.
+
+        Shards are contiguous, so only the first of them carries a split, and both of these are joined. Only where a
+        loop goes along one, nothing inside would be split: then `join_turns` is to say which.
+        """
+        first, second = (one[0], one[1][0]), (other[0], other[1][0])
+        for whole, (value, dims) in ((first, other), (second, one)):
+            if len(dims) > 1 and (value, dims[0]) in self._looped:
+                self._turns.append((whole, (value, dims[0]), (value, dims[1])))
+                return
+        self._join_first(first, second)
+
+    def drawn(self, whole: tuple[int, int], part: tuple[int, int]) -> None:
+        """Say that numbers along a dim are some of those along another, which ones only the run will tell.
+
+        Nothing is joined, but for examples (`join_turns`): some of them are examples still, where nothing else is
+        known of them.
+        """
+        self._turns.append((whole, None, part))
+
+    def join_turns(self, examples: Sequence[int]) -> None:
+        """Join what a loop goes along in parts: examples with those of one turn, anything else with the turns.
+
+        Examples have to move for it, which is little beside a loop in which every device does all of them.
+        """
+        left, changed = self._turns, True
+        while changed:
+            labels = {self.find(value, 0) for value in examples}
+            known = {label for value in self.graph.body.inputs for label in self.classes(value)} - labels
+            found = [
+                (whole, major, minor)
+                for whole, major, minor in left
+                if (major and self.find(*minor) in labels)
+                or (self.find(*whole) in labels and (major or self.find(*minor) not in known))
+            ]
+            for whole, _, minor in found:
+                self.join(*whole, *minor, factor=math.gcd(self.size(*whole), self.size(*minor)))
+            left, changed = [turn for turn in left if turn not in found], bool(found)
+        for whole, major, _ in left:
+            if major is not None:
+                self._join_first(whole, major)
+
+    def _join_first(self, one: tuple[int, int], other: tuple[int, int]) -> None:
+        small, large = sorted((self.size(*one), self.size(*other)))
+        if large % small == 0:
+            self.join(*one, *other, factor=small)
+
+    def size(self, value: int, dim: int) -> int:
+        """The size of one dim."""
+        return self._shapes[value][dim]
 
     def keep_whole(self, value: int, dim: int) -> None:
         """Say that the operation that makes `value` works along this dim (sort, cumsum): it is not free to split."""

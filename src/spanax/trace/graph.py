@@ -14,9 +14,15 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 INLINED = frozenset(
-    "jit pjit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call custom_linear_solve".split()
+    """
+jit pjit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call custom_vmap_call composite linear_call
+custom_linear_solve
+""".split()
 )
 """Calls that are only a wrapping once the whole step, gradient included, has been traced."""
+
+CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
+"""What the parameter of a call is named that holds what it calls, by primitive and JAX version."""
 
 BODIES = {
     "scan": ("jaxpr",),
@@ -181,10 +187,10 @@ def _flatten(
         for eqn in jaxpr.eqns:
             name, ins = eqn.primitive.name, tuple(read(atom) for atom in eqn.invars)
             if name in INLINED:
-                called, ins = _called(eqn, ins)
-                inner, inner_consts = opened(called)
+                held, taken = _called(eqn, ins)
+                inner, inner_consts = opened(held)
                 numbered = [constant(v.aval, c) for v, c in zip(inner.constvars, inner_consts, strict=True)]
-                outs = run(inner, numbered, ins)
+                outs = run(inner, numbered, taken)
             else:
                 outs = [number(var.aval) for var in eqn.outvars]
                 ops.append(Op(name, eqn, ins, tuple(outs), _bodies(eqn, number, constant)))
@@ -196,13 +202,12 @@ def _flatten(
 
 
 def _called(eqn: core.JaxprEqn, ins: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
-    """What a call runs, and on which of its operands."""
+    """What a call runs, and of what; of a linear solve, once it is differentiated, only the solution is left to do."""
     if eqn.primitive.name != "custom_linear_solve":
-        return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), ins
-    # Four functions, each with constants of its own before the right-hand sides: it is the third that solves.
-    lengths = list(eqn.params["const_lengths"])
-    start = sum(lengths[:2])
-    return eqn.params["jaxprs"].solve, (*ins[start : start + lengths[2]], *ins[sum(lengths) :])
+        return next(eqn.params[key] for key in CALLED if key in eqn.params), ins
+    lengths = eqn.params["const_lengths"]
+    before = lengths.matvec + lengths.vecmat
+    return eqn.params["jaxprs"].solve, (*ins[before : before + lengths.solve], *ins[sum(lengths) :])
 
 
 def _bodies(eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable[[Any, Any], int]) -> tuple[Body, ...]:

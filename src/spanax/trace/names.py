@@ -3,8 +3,12 @@
 Equal roles get equal names, so the `mlp` of twelve unrolled blocks is twelve classes with one name.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
 
 from spanax.trace.dims import Dims
 from spanax.trace.graph import Op
@@ -83,14 +87,20 @@ def _is_named(claims: Claims, label: int | None, name: str) -> bool:
     return label is not None and name in claims.get(label, ())
 
 
-def _claim_batch(dims: Dims, claims: Claims, values: Sequence[int], batch: Sequence[Leaf]) -> None:
+def with_examples(values: Sequence[int], batch: Sequence[Leaf]) -> list[int]:
+    """Of a batch's arrays those that have examples along dim 0: as many as most of them."""
     sizes = Counter(leaf.shape[0] for leaf in batch if leaf.shape)
     examples = max(sizes, key=lambda size: (sizes[size], size), default=None)
+    return [value for leaf, value in zip(batch, values, strict=True) if leaf.shape and leaf.shape[0] == examples]
+
+
+def _claim_batch(dims: Dims, claims: Claims, values: Sequence[int], batch: Sequence[Leaf]) -> None:
+    examples = with_examples(values, batch)
     for leaf, value in zip(batch, values, strict=True):
         labels = dims.classes(value)
-        if leaf.shape and leaf.shape[0] == examples:
+        if value in examples:
             _claim(claims, labels[0], "batch")
-        is_index = leaf.dtype.kind in "iu"
+        is_index = jax.dtypes.issubdtype(leaf.dtype, np.integer)
         inner = {2: ("seq",) if is_index else ("features",), 3: ("seq", "features"), 4: ("height", "width", "channels")}
         for label, name in zip(labels[1:], inner.get(len(labels), ()), strict=False):
             _claim(claims, label, name)
@@ -102,9 +112,8 @@ def _gather(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params:
     looked_up = [labels[dim] for dim in numbers.start_index_map]
     from_batch = found[indices] & Origin.BATCH
     if found[operand] & Origin.BATCH:
-        # Labels picked from logits: one value a row, and not rows in another order.
-        picks = from_batch and not numbers.offset_dims
-        picks = picks and all(op.params["slice_sizes"][dim] == 1 for dim in numbers.start_index_map)
+        # Labels picked from logits: one value a row, which the data alone names.
+        picks = found[indices] == Origin.BATCH and math.prod(op.params["slice_sizes"]) == 1
         for label in looked_up if picks else ():
             _claim(claims, label, "vocab" if len(labels) > 2 else "classes")
         return
@@ -174,8 +183,9 @@ def _free(op: Op, dims: Dims) -> Iterator[list[int | None]]:
 
 
 def _top_k(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
-    if found[op.inputs[0]] & Origin.BATCH:
-        _claim(claims, dims.classes(op.inputs[0])[-1], "experts")
+    label = dims.classes(op.inputs[0])[-1]
+    if found[op.inputs[0]] & Origin.BATCH and not _is_named(claims, label, "seq"):  # some of the tokens are no experts
+        _claim(claims, label, "experts")
 
 
 def _convolution(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:

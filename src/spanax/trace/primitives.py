@@ -5,10 +5,10 @@ primitive without a rule joins nothing and is counted, so that discovery can say
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from spanax.trace.dims import Dims
-from spanax.trace.graph import Op
+from spanax.trace.graph import Graph, Op
 
 Rule = Callable[[Op, Dims], None]
 
@@ -16,24 +16,26 @@ RULES: dict[str, Rule] = {}
 
 ELEMENTWISE = frozenset(
     """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2
-expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt
-lt_to max min mul name ne neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary
-random_clone random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
-reshard sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-stop_gradient sub tan tanh xor zeta
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil clamp
+clz complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
+ge gt igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2
+logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or pin polygamma polynomial
+population_count pow pvary random_clone random_gamma_grad real reciprocal reduce_precision regularized_incomplete_beta
+rem reshard round rsqrt select_n shard_alike sharding_constraint shift_left shift_right_arithmetic shift_right_logical
+sign sin sinh sqrt square stochastic_round stop_gradient sub tan tanh unpin with_memory_space_constraint
+xla_metadata_value xor zeros_like zeta
 """.split()
 )
 
 FRESH = """
-iota random_bits random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
-rng_bit_generator rng_uniform threefry2x32 create_token axis_index empty eye platform_index
+axis_index create_token empty empty2 eye iota iota_2x32_shape philox2x32 philox4x32 platform_index random_bits
+random_fold_in random_gamma random_seed random_split random_unwrap random_wrap rng_bit_generator rng_uniform
+threefry2x32 threefry4x32
 """.split()
 
 OPAQUE = """
-shard_map pallas_call custom_partitioning ffi_call pure_callback io_callback debug_callback custom_call fft
-xla_pmap tpu_custom_call triton_kernel_call mosaic_gpu custom_lin debug_print
+buffer_callback call_exported custom_call custom_lin custom_partitioning debug_callback debug_print ffi_call fft
+io_callback mosaic_gpu pallas_call pure_callback shard_map tpu_custom_call triton_kernel_call xla_pmap
 """.split()
 
 
@@ -82,7 +84,7 @@ def _opaque(op: Op, dims: Dims) -> None:
     dims.opaque[op.name] += 1
     if op.name == "fft":
         (x,), (out,) = op.inputs, op.outputs
-        for dim in range(len(dims.shape(x)) - len(op.params["fft_lengths"])):
+        for dim in independent_dims(dims.graph, op, out):
             dims.join(x, dim, out, dim)
 
 
@@ -203,10 +205,7 @@ def _squeeze(op: Op, dims: Dims) -> None:
 def _reshape(op: Op, dims: Dims) -> None:
     x, out = op.inputs[0], op.outputs[0]
     for in_dims, out_dims in reshape_groups(dims.shape(x), dims.shape(out)):
-        size_in, size_out = dims.shape(x)[in_dims[0]], dims.shape(out)[out_dims[0]]
-        # Shards are contiguous, so only the major factor of a merged dim carries its split.
-        if max(size_in, size_out) % min(size_in, size_out) == 0:
-            dims.join(x, in_dims[0], out, out_dims[0], factor=min(size_in, size_out))
+        dims.merged((x, in_dims), (out, out_dims))
 
 
 def reshape_groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
@@ -288,8 +287,12 @@ def _pad(op: Op, dims: Dims) -> None:
 
 @rule("dynamic_slice")
 def _dynamic_slice(op: Op, dims: Dims) -> None:
-    for dim in range(len(dims.shape(op.inputs[0]))):
-        dims.join(op.inputs[0], dim, op.outputs[0], dim)
+    x, out = op.inputs[0], op.outputs[0]
+    for dim in range(len(dims.shape(x))):
+        if dims.size(x, dim) == dims.size(out, dim):
+            dims.join(x, dim, out, dim)
+        else:
+            dims.drawn((x, dim), (out, dim))
 
 
 @rule("dynamic_update_slice")
@@ -316,21 +319,30 @@ def _sort(op: Op, dims: Dims) -> None:
 @rule("top_k", "approx_top_k")
 def _top_k(op: Op, dims: Dims) -> None:
     x = op.inputs[0]
-    rank = len(dims.shape(x))
-    along = op.params.get("axis", op.params.get("reduction_dimension", rank - 1)) % rank
     for out in op.outputs:
-        for dim in _others(dims, x, {along}):
+        for dim in independent_dims(dims.graph, op, out):
             dims.join(x, dim, out, dim)
 
 
 @rule("cholesky", "eig", "eigh", "lu", "lu_pivots_to_permutation", "qr", "householder_product", "geqrf", "geqp3",
-      "ormqr", "schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve")  # fmt: skip
+      "ormqr", "schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve", "cholesky_update",
+      "hessenberg", "symmetric_product")  # fmt: skip
 def _linear_algebra(op: Op, dims: Dims) -> None:
     """Matrices stay whole; leading dims are independent problems."""
     x = op.inputs[0]
     for other in (*op.inputs[1:], *op.outputs):
-        for dim in range(min(len(dims.shape(x)) - 2, len(dims.shape(other)))):
+        for dim in independent_dims(dims.graph, op, other):
             dims.join(x, dim, other, dim)
+
+
+def independent_dims(graph: Graph, op: Op, value: int) -> Iterable[int]:
+    """The dims of an operand or a result along which a decomposition, a choice or an FFT does each row by itself."""
+    rank, shape = len(graph.shape(op.inputs[0])), graph.shape(value)
+    if op.name in ("top_k", "approx_top_k"):
+        along = op.params.get("axis", op.params.get("reduction_dimension", rank - 1)) % rank
+        return [dim for dim in range(len(shape)) if dim != along]
+    worked = len(op.params["fft_lengths"]) if op.name == "fft" else 2
+    return range(min(rank - worked, len(shape)))
 
 
 @rule("gather")
@@ -344,6 +356,9 @@ def _gather(op: Op, dims: Dims) -> None:
     looked_up = _others(dims, out, set(numbers.offset_dims))
     for dim, at in zip(range(len(dims.shape(indices)) - 1), looked_up, strict=True):
         dims.join(indices, dim, out, at)
+    for dim in numbers.start_index_map if len(dims.shape(indices)) == 2 else ():
+        if sizes[dim] == 1 and dims.size(operand, dim) == dims.size(indices, 0):  # as many as there are, in some order
+            dims.drawn((operand, dim), (indices, 0))
     batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for operand_dim, index_dim in batching:
         dims.join(operand, operand_dim, indices, index_dim)

@@ -19,6 +19,7 @@ from spanax.trace.axes import Axes, Axis, aligned, discover, table
 from spanax.trace.census import label_key
 from spanax.trace.gradients import recording
 from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.grown import grown
 from spanax.trace.policies import AS_WRITTEN, GATHERED, RING, known_context, known_policy
 from spanax.trace.resized import Shapes, resized_graph
 from spanax.trace.step import as_metrics, train_step_of, with_extra
@@ -76,10 +77,10 @@ class Program:
 
     @cached_property
     def params_by_class(self) -> dict[int, list[tuple[str, tuple[int | None, ...]]]]:
-        """For every class the parameters that have it: path and classes, the first of those of the same classes."""
+        """For every class the weights that have it: path and classes, the first of those of the same classes."""
         first: dict[tuple[int | None, ...], str] = {}
         for leaf, value in zip(self.leaves, self.step.graph.body.inputs, strict=False):
-            if leaf.kind == "param":
+            if leaf.kind == "param" or value in self.step.axes.frozen:
                 first.setdefault(self.step.axes.classes[value], leaf.path)
         found: dict[int, list[tuple[str, tuple[int | None, ...]]]] = {}
         for labels, path in first.items():
@@ -226,10 +227,10 @@ def trace(
     chosen(remat, microbatches, GATHERED)  # a wrong request is told before anything is traced
     try:
         batch = jax.eval_shape(lambda tree: tree, batch)
-    except TypeError as error:
+    except TypeError:
         raise SpanaxError(
             "the batch holds something that is not an array.",
-            where=str(error).splitlines()[0],
+            where=", ".join(_no_arrays(batch)[:3]),
             fix="a dict of numpy arrays or jax.ShapeDtypeStructs, examples along dim 0",
         ) from None
     batch_leaves, batch_treedef = _batch_leaves(batch)
@@ -325,7 +326,7 @@ def _chosen_step(
         "compute_dtype": compute_dtype is not None,
         "clip_norm": clip_norm,
         "remat": remat is not None,
-        "context": context != GATHERED,
+        "layout='ring'": context != GATHERED,
     }
     for name, is_given in given.items():
         if is_given:
@@ -342,7 +343,10 @@ def _traced(
     with nnx.use_eager_sharding(False):  # variables that the step makes are like those that the model was built with
         jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
     graph = from_jaxpr(jaxpr)
-    return Traced(graph, discover(graph, variables.leaves, batch_leaves), jax.tree.structure(result))
+    axes = discover(graph, variables.leaves, batch_leaves)
+    if more := grown(graph, axes, function, state, batch, batch_leaves):
+        axes = discover(graph, variables.leaves, batch_leaves, more)
+    return Traced(graph, axes, jax.tree.structure(result))
 
 
 def _say_unknown(axes: Axes) -> None:
@@ -361,6 +365,18 @@ def _with_axes(
     values = step.graph.body.inputs
     named = [replace(leaf, axes=step.axes.of(value)) for leaf, value in zip((*leaves, *batch), values, strict=True)]
     return tuple(named[: len(leaves)]), tuple(named[len(leaves) :])
+
+
+def _no_arrays(batch: Any) -> list[str]:
+    """What in a batch JAX has no numbers for, by path."""
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        try:
+            jax.eval_shape(lambda array: array, leaf)
+        except TypeError:
+            kind = f" of {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
+            found.append(f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}{kind}")
+    return found
 
 
 def _batch_leaves(batch: Any) -> tuple[tuple[Leaf, ...], Any]:

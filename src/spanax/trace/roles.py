@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spanax.trace.origins import Origin, feeds
+from spanax.trace.primitives import ELEMENTWISE
 
 if TYPE_CHECKING:
     from spanax.trace.axes import Axes
-    from spanax.trace.graph import Graph
+    from spanax.trace.graph import Graph, Op
 
 MOVEMENT = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy"})
 """Operations that only put numbers elsewhere: on the way to activations, a weight is gathered before them, once."""
@@ -41,7 +42,7 @@ def roles(graph: "Graph", axes: "Axes") -> list[Role]:
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
     ]
     feeding = feeds(graph, is_activation)
-    moved = {value for op in graph.ops() if op.name in MOVEMENT for value in op.outputs}
+    moved = _moved(graph)
     found: list[Role] = []
     known: dict[Role, Role] = {}
     for value, labels in enumerate(axes.classes):
@@ -57,3 +58,23 @@ def roles(graph: "Graph", axes: "Axes") -> list[Role]:
         )
         found.append(known.setdefault(role, role))
     return found
+
+
+def _moved(graph: "Graph") -> set[int]:
+    """What weights are gathered before: numbers put elsewhere, or made wider; and what is computed of those alone."""
+    moved, gathered = set[int](), set[int]()
+    for op in graph.ops():
+        if op.name in MOVEMENT:
+            moved.update(op.outputs)
+        alike = [value for value in op.inputs if op.outputs and graph.shape(value) == graph.shape(op.outputs[0])]
+        if _widens(graph, op) or (op.name in ELEMENTWISE and not gathered.isdisjoint(alike)):
+            gathered.update(op.outputs)
+    return moved | gathered
+
+
+def _widens(graph: "Graph", op: "Op") -> bool:
+    """Whether a change of dtype makes more bytes of a value, as where weights are kept in eight bits."""
+    if op.name != "convert_element_type":
+        return False
+    before, after = (graph.avals[value].dtype.itemsize for value in (op.inputs[0], op.outputs[0]))
+    return bool(before < after)

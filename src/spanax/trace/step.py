@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -12,7 +13,10 @@ from spanax.errors import SpanaxError
 from spanax.trace.attended import attended
 from spanax.trace.policies import RING
 from spanax.trace.remat import rematerialized
+from spanax.trace.variables import changed_variables
 from spanax.trace.written import written
+
+NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
 
@@ -74,14 +78,34 @@ def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:
             f"`loss` returned {type(scalar).__name__} of shape {getattr(scalar, 'shape', None)}, not a scalar.",
             fix="return loss.mean(), or (loss.mean(), {'name': metric})",
         )
-    return scalar, dict(extra)
+    if not isinstance(extra, Mapping):
+        raise SpanaxError(
+            f"`loss` returned {type(extra).__name__} beside its value, not a dict of metrics.",
+            fix="return loss, {'name': metric}",
+        )
+    return scalar, _numbers("loss", extra)
 
 
 def as_metrics(returned: Any) -> dict[str, Any]:
-    """What a train step returned as a dict, whether it came so, alone or not at all."""
+    """What a train step returned as a dict: one, a loss alone or with a dict behind it, or nothing."""
     if returned is None:
         return {}
-    return dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        returned = {"loss": returned[0]} | dict(returned[1])
+    return _numbers("train_step", returned if isinstance(returned, Mapping) else {"loss": returned})
+
+
+def _numbers(function: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as they are, if they are numbers and arrays."""
+    is_module = lambda node: isinstance(node, nnx.Module)  # noqa: E731
+    for path, value in jax.tree_util.tree_flatten_with_path(dict(metrics), is_leaf=is_module)[0]:
+        if not isinstance(value, NUMBERS):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise SpanaxError(
+                f"`{function}` returned a {type(value).__name__} as its metric '{name}'.",
+                fix="a dict of numbers and arrays; a step changes model and optimizer where they are",
+            )
+    return dict(metrics)
 
 
 def _accumulate(gradient: Any, params: Any, rest: Any, batch: Any, count: int) -> tuple[Any, Any, Any, Any]:
@@ -141,12 +165,20 @@ def _check_unmoved(params: Any, moved: list[Any], count: int) -> None:
 
 
 def _like(state: Any, before: Any) -> Any:
-    """State in the dtypes it had before: a running mean must not drift into the compute dtype."""
+    """State in the dtypes it had before: a running mean must not drift into the compute dtype.
+
+    Raises:
+      SpanaxError: there are other variables than before.
+    """
+    if odd := sorted(_paths(state) ^ _paths(before)):
+        raise changed_variables("`loss`", odd)
     leaves, structure = jax.tree.flatten(state)
-    known = jax.tree.leaves(before)
-    if len(leaves) != len(known):
-        return state  # variables that come or go are told of by their names
-    pairs = zip(leaves, known, strict=True)
+    pairs = zip(leaves, jax.tree.leaves(before), strict=True)
     return jax.tree.unflatten(
         structure, [new.astype(old.dtype) if new.dtype != old.dtype else new for new, old in pairs]
     )
+
+
+def _paths(state: Any) -> set[str]:
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat}

@@ -14,6 +14,9 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+NAMED = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+
 ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
 
 
@@ -78,11 +81,7 @@ class Variables:
         after = [path for path, _, _ in _named_values(state)]
         if before != after:
             odd = sorted(set(before) ^ set(after))
-            raise SpanaxError(
-                f"the train step changed the model's variables: {', '.join(odd[:3])}.",
-                where=f"{len(before)} arrays before the step, {len(after)} after",
-                fix="create every variable in the model's __init__, or use nnx.Intermediate for what is thrown away",
-            )
+            raise changed_variables("the train step", odd, f"{len(before)} arrays before the step, {len(after)} after")
         values = jax.tree.leaves(state)
         for leaf, value in zip(self.leaves, values, strict=True):
             if value.shape != leaf.shape or value.dtype != leaf.dtype:
@@ -94,8 +93,27 @@ class Variables:
         return values
 
 
+def changed_variables(by: str, odd: Sequence[str], where: str = "") -> SpanaxError:
+    """The error that a model consists of other variables after a step than before."""
+    return SpanaxError(
+        f"{by} changed the model's variables: {', '.join(odd[:3])}.",
+        where=where,
+        fix="create every variable in the model's __init__, or use nnx.Intermediate for what is thrown away",
+    )
+
+
 def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[nnx.Module, nnx.Optimizer]:
     """Build the model and its optimizer; run it under a trace, and nothing is allocated."""
+    if isinstance(build, nnx.Module):
+        raise SpanaxError(
+            f"`build` is a {type(build).__name__} that has been built.",
+            fix="what makes it: build=MyModel, or build=lambda rngs: MyModel(config, rngs=rngs)",
+        )
+    if isinstance(optimizer, nnx.Module) or not (_is_optax(optimizer) or callable(optimizer)):
+        raise SpanaxError(
+            f"`optimizer` is a {type(optimizer).__name__}.",
+            fix="an optax transformation (optax.adamw(3e-4)), or a function from the model to an nnx.Optimizer",
+        )
     with nnx.use_eager_sharding(False):
         model = _built(build, seed)
         if not isinstance(model, nnx.Module):
@@ -104,22 +122,42 @@ def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[n
                 where=f"build={getattr(build, '__name__', build)!r}",
                 fix="return the model itself: def build(rngs): return MyModel(rngs=rngs)",
             )
-        if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
-            return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-        return model, optimizer(model)
+        made = optimizer if _is_optax(optimizer) else optimizer(model)
+        return model, nnx.Optimizer(model, made, wrt=nnx.Param) if _is_optax(made) else made
+
+
+def _is_optax(optimizer: Any) -> bool:
+    is_module = isinstance(optimizer, nnx.Module)
+    return not is_module and hasattr(optimizer, "init") and hasattr(optimizer, "update")
 
 
 def _built(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
     """What `build` makes, given an `nnx.Rngs` where it wants one: any parameter without default, or `rngs`."""
-    try:
-        parameters = list(inspect.signature(_plain(build)).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    parameters = _parameters(build)
     rngs = nnx.Rngs(jax.random.key(seed))
-    if any(p.name == "rngs" for p in parameters):
+    beside = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED and p.name != "rngs"]
+    takes_rngs = any(p.name == "rngs" for p in parameters)
+    if len(beside) > (not takes_rngs):
+        raise SpanaxError(
+            f"`build` wants {', '.join(beside)}; it is given an nnx.Rngs, and nothing else.",
+            where=f"build={getattr(build, '__name__', build)!r}",
+            fix="build=lambda rngs: MyModel(config, rngs=rngs)",
+        )
+    if takes_rngs:
         return build(rngs=rngs)
-    wants_one = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    return build(rngs) if wants_one else build()
+    return build(rngs) if num_wanted(build) else build()
+
+
+def num_wanted(function: Callable[..., Any]) -> int:
+    """How many arguments a function wants that have no default and may be given by position."""
+    return sum(p.default is p.empty and p.kind in POSITIONAL for p in _parameters(function))
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(_plain(function)).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def _plain(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import optax
 from flax import nnx
 
 from spanax.trace.program import Program, trace
+from spanax.trace.variables import num_wanted
 
 
 def adamw(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
@@ -31,7 +32,8 @@ class Workload:
       batch: one batch, as arrays or `jax.ShapeDtypeStruct`s, examples along dim 0.
       loss: `loss(model, batch) -> scalar` or `(scalar, dict)`; or
       train_step: your own `train_step(model, optimizer, batch) -> dict`.
-      optimizer: an optax transformation, or a function of (learning rate, number of steps) that returns one.
+      optimizer: an optax transformation, or a function of (learning rate, number of steps) that returns one, or what
+        `spanax.trace` takes beside: a function of the model alone.
       source: what `spanax.batches` takes: a path, `"python"`, a Grain dataset, an iterable of dicts.
       validation: the same for held-out data; a text or token source holds out its own.
       learning_rate: used where `optimizer` is a function.
@@ -70,10 +72,10 @@ class Workload:
         self, *, learning_rate: float, num_steps: int, compute_dtype: Any = None, remat: str | None = None
     ) -> Program:
         """The workload's train step as a Program; `compute_dtype` and `remat` as in `spanax.trace`."""
-        is_optax = hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")
+        takes_rate = callable(self.optimizer) and num_wanted(self.optimizer) != 1
         return trace(
             build=self.build,
-            optimizer=self.optimizer if is_optax else self.optimizer(learning_rate, num_steps),
+            optimizer=self.optimizer(learning_rate, num_steps) if takes_rate else self.optimizer,
             batch=self.batch,
             loss=self.loss,
             train_step=self.train_step,
