@@ -95,7 +95,7 @@ def one_kill(root: Path, chance: random.Random) -> tuple[list[int], str]:
 
 def campaign(num_kills: int, seed: int) -> dict[str, object]:
     """Kills so many children, and counts what must not be."""
-    checkpoint._orbax()
+    checkpoint.orbax_v1()
     chance, found, when = random.Random(seed), collections.Counter[str](), collections.Counter[str]()
     began, num_saves = time.monotonic(), 0
     with tempfile.TemporaryDirectory() as folder:

@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,7 @@ def run_blocks(page: str, found: list[Block]) -> None:
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs_devices()
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "tests" / "interop" / "weights" / "gpt2", tmp_path / "path" / "to" / "gpt2")
     endless = spanax.batches
     monkeypatch.setattr(
         sys.modules[endless.__module__], "batches", lambda *given, **named: Few(endless(*given, **named))
