@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -170,8 +170,16 @@ AT_WORK = {
 }
 
 
+@pytest.fixture
+def in_front() -> Iterator[None]:
+    """Commands hear Ctrl-C, also where a shell runs these tests in its background: children ignore what is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("when", AT_WORK)
-def test_ctrl_c_is_told_in_one_line(when: str, tmp_path: Path) -> None:
+def test_ctrl_c_is_told_in_one_line(when: str, tmp_path: Path, in_front: None) -> None:
     (tmp_path / "mine.py").write_text(AT_WORK[when])
     argv = [*PYTHON, "axes", "mine.py:workload"]
     with subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
