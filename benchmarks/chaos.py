@@ -197,7 +197,7 @@ def handed_over(folder: Path, step: int, to: tuple[int, int]) -> bool:
 def chaos(place: Path, minutes: float, gap_seconds: float, seed: int) -> dict[str, Any]:
     """Faults of all kinds at random moments, until the time is over; then the run may end."""
     moments, hosts = random.Random(seed), 1
-    train, how = words(round(minutes * 60 * 20), 50), {"hosts": hosts, "devices": 8, "flags": STUCK}
+    train, how = words(round(minutes * 60 * 32), 50), {"hosts": hosts, "devices": 8, "flags": STUCK}
     whole = undisturbed(place, train, **how)
     run, count = Launched.start(place, "chaos", *train, **how), {}
     until = time.time() + 60 * minutes
