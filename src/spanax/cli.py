@@ -127,26 +127,15 @@ def _run(argv: list[str]) -> None:
     command = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=argv[1:])
     if isinstance(command, TrainConfig):
         _train(check(_with_files(command, argv[1:])))
-    elif isinstance(command, AxesCommand):
-        _axes(command)
-    elif isinstance(command, PlanCommand):
-        _plan(command)
-    elif isinstance(command, CheckCommand):
-        _check(command)
-    elif isinstance(command, ProbeCommand):
-        _probe(command)
-    elif isinstance(command, CompareCommand):
-        _compare(command)
-    elif isinstance(command, InspectCommand):
-        _inspect(command)
-    elif isinstance(command, ReportCommand):
-        _report(command)
-    elif isinstance(command, DoctorCommand):
-        _doctor(command)
-    elif isinstance(command, tuple(INTEROP.values())):
+    elif name in INTEROP:
         print(carry_out(command))
     else:
-        _checkpoint(command)
+        own: dict[Any, Callable[[Any], None]] = {
+            PlanCommand: _plan, CheckCommand: _check, AxesCommand: _axes, ProbeCommand: _probe,
+            CompareCommand: _compare, InspectCommand: _inspect, CheckpointCommand: _checkpoint,
+            ReportCommand: _report, DoctorCommand: _doctor,
+        }  # fmt: skip
+        own[kind](command)
 
 
 def _overview(argv: Sequence[str]) -> None:

@@ -18,10 +18,9 @@ from programs import array, graph_of, small_gpt, workload, zoo_program
 from spanax.plan.partition import as_masks
 from spanax.plan.place import resolver_of
 from spanax.plan.uses import use_of
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_flops
 from spanax.trace.graph import Body, Graph
-from spanax.trace.primitives import ELEMENTWISE
+from spanax.trace.primitives import CONTRACTIONS, ELEMENTWISE
 from spanax.trace.program import Program
 
 CONFIG = zoo.GPT_SCAN

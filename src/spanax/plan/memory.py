@@ -19,9 +19,9 @@ from spanax.plan.partition import as_masks, union
 from spanax.plan.resolve import Constraint, Resolver
 from spanax.plan.rounds import worked_bytes
 from spanax.trace.attention import RING
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.graph import Body, Op
 from spanax.trace.lifetimes import Lifetimes
+from spanax.trace.primitives import CONTRACTIONS
 
 Array = np.ndarray
 

@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import contraction_dims
 from spanax.trace.fusion import REDUCTIONS
 from spanax.trace.graph import Graph, Op
+from spanax.trace.primitives import CONTRACTIONS
 
 Labels = tuple[int | None, ...]
 Masks = tuple[int, ...]

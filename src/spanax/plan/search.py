@@ -23,9 +23,9 @@ from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_o
 from spanax.plan.tally import tally
 from spanax.plan.terms import Terms
 from spanax.trace.attention import FORWARD, attention_flops
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Phase, contraction_flops
 from spanax.trace.policies import RING
+from spanax.trace.primitives import CONTRACTIONS
 from spanax.trace.program import Program
 
 REMAT = ("none", "dots", "full")

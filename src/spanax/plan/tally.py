@@ -15,10 +15,10 @@ from spanax.plan.rounds import works
 from spanax.plan.terms import KINDS, Moves, Terms, Touches, Works
 from spanax.plan.unreduced import Unreduced
 from spanax.trace.attention import RING
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
 from spanax.trace.graph import Op
 from spanax.trace.meeting import Meeting
+from spanax.trace.primitives import CONTRACTIONS
 
 
 def tally(

@@ -15,12 +15,11 @@ from spanax.plan.laid import Laid
 from spanax.plan.partition import union
 from spanax.plan.plan import Schedule
 from spanax.plan.ticks import ticks_of
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.census import contraction_dims
 from spanax.trace.cut import cut
 from spanax.trace.graph import Graph, Op, Wires
 from spanax.trace.halves import halves
-from spanax.trace.remat import REMAT
+from spanax.trace.primitives import CONTRACTIONS, REMAT
 
 LINEAR = frozenset(
     "add add_any sub neg transpose reshape squeeze expand_dims copy copy_p reduce_sum slice rev concatenate".split()

@@ -21,11 +21,10 @@ from spanax.plan.assign import divided_layers
 from spanax.plan.parts import Parts
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.stages import AXIS
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.cut import Cut
 from spanax.trace.fusion import REDUCTIONS
 from spanax.trace.graph import Op
-from spanax.trace.primitives import ELEMENTWISE
+from spanax.trace.primitives import CONTRACTIONS, ELEMENTWISE
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 

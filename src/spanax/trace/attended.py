@@ -14,9 +14,8 @@ from spanax.errors import SpanaxError
 from spanax.trace.attention import attention
 from spanax.trace.graph import bind, opened, retraced
 from spanax.trace.lines import Line, Lines
+from spanax.trace.primitives import REMAT
 from spanax.trace.softmax import Found, Refused, as_written, attentions, canonical
-
-REMAT = frozenset({"remat2", "checkpoint"})
 
 
 def attended(function: Callable[..., Any]) -> Callable[..., Any]:

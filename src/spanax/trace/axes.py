@@ -12,12 +12,9 @@ from spanax.trace.frozen import frozen
 from spanax.trace.graph import Graph
 from spanax.trace.names import name_classes, with_examples
 from spanax.trace.origins import Origin, origins
-from spanax.trace.primitives import apply
+from spanax.trace.primitives import CONTRACTIONS, apply
 from spanax.trace.turns import turns
 from spanax.trace.variables import Leaf
-
-CONTRACTIONS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-
 
 MEANT = ("batch", "seq", "layers")
 """Names that say what may be done with an axis, and not only what it is called."""

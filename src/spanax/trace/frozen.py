@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from spanax.trace.graph import Graph
 from spanax.trace.origins import Origin, feeds, origins
+from spanax.trace.primitives import CONTRACTIONS
 from spanax.trace.variables import Leaf
-
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:

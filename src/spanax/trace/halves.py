@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from spanax.trace.graph import Body, Op
 from spanax.trace.loops import Loop
-from spanax.trace.remat import REMAT
+from spanax.trace.primitives import REMAT
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.graph import Body, Graph, Op, scan_counts
+from spanax.trace.primitives import CONTRACTIONS
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,10 +11,8 @@ import jax
 from jax.extend import core
 
 from spanax.errors import SpanaxError
-from spanax.trace.axes import CONTRACTIONS
 from spanax.trace.graph import bind, opened, retraced
-
-REMAT = frozenset({"remat2", "checkpoint"})
+from spanax.trace.primitives import CONTRACTIONS, REMAT
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 """Calls without a derivative of their own, into which layers are followed."""

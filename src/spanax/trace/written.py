@@ -9,11 +9,10 @@ from typing import Any
 import jax
 
 from spanax.trace.graph import Body, Graph, from_jaxpr, scan_counts
+from spanax.trace.primitives import REMAT
 
 PASSING = frozenset({"copy", "copy_p", "optimization_barrier", "sharding_constraint", "name"})
 """Operations whose results are their operands."""
-
-REMAT = frozenset({"remat2", "checkpoint"})
 
 
 def written(after: Callable[..., Sequence[Any]], before: Any, *others: Any) -> list[bool]:
