@@ -19,9 +19,8 @@ from spanax.plan.partition import as_masks, union
 from spanax.plan.resolve import Constraint, Resolver
 from spanax.plan.rounds import worked_bytes
 from spanax.trace.attention import RING
-from spanax.trace.graph import Body, Op
+from spanax.trace.graph import CONTRACTIONS, Body, Op
 from spanax.trace.lifetimes import Lifetimes
-from spanax.trace.primitives import CONTRACTIONS
 
 Array = np.ndarray
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from spanax.trace.census import contraction_dims
 from spanax.trace.fusion import REDUCTIONS
-from spanax.trace.graph import Graph, Op
-from spanax.trace.primitives import CONTRACTIONS
+from spanax.trace.graph import CONTRACTIONS, Graph, Op
 
 Labels = tuple[int | None, ...]
 Masks = tuple[int, ...]

@@ -24,8 +24,8 @@ from spanax.plan.tally import tally
 from spanax.plan.terms import Terms
 from spanax.trace.attention import FORWARD, attention_flops
 from spanax.trace.census import Phase, contraction_flops
+from spanax.trace.graph import CONTRACTIONS
 from spanax.trace.policies import RING
-from spanax.trace.primitives import CONTRACTIONS
 from spanax.trace.program import Program
 
 REMAT = ("none", "dots", "full")

@@ -16,9 +16,8 @@ from spanax.plan.terms import KINDS, Moves, Terms, Touches, Works
 from spanax.plan.unreduced import Unreduced
 from spanax.trace.attention import RING
 from spanax.trace.census import Kind, Phase, contraction_dims, contraction_flops, trips
-from spanax.trace.graph import Op
+from spanax.trace.graph import CONTRACTIONS, Op
 from spanax.trace.meeting import Meeting
-from spanax.trace.primitives import CONTRACTIONS
 
 
 def tally(

@@ -17,9 +17,8 @@ from spanax.plan.plan import Schedule
 from spanax.plan.ticks import ticks_of
 from spanax.trace.census import contraction_dims
 from spanax.trace.cut import cut
-from spanax.trace.graph import Graph, Op, Wires
+from spanax.trace.graph import CONTRACTIONS, REMAT, Graph, Op, Wires
 from spanax.trace.halves import halves
-from spanax.trace.primitives import CONTRACTIONS, REMAT
 
 LINEAR = frozenset(
     "add add_any sub neg transpose reshape squeeze expand_dims copy copy_p reduce_sum slice rev concatenate".split()

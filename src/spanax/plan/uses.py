@@ -12,8 +12,8 @@ from typing import Any
 from spanax.plan.around import Around, around
 from spanax.plan.partition import as_masks, partition, union
 from spanax.plan.resolve import Constraint, Resolver, Spec
-from spanax.trace.graph import Op
-from spanax.trace.primitives import CONTRACTIONS, independent_dims, reshape_groups
+from spanax.trace.graph import CONTRACTIONS, Op
+from spanax.trace.primitives import independent_dims, reshape_groups
 from spanax.trace.traced import Traced
 
 LOCAL = frozenset(

@@ -23,8 +23,8 @@ from spanax.plan.plan import Placement, Plan
 from spanax.plan.stages import AXIS
 from spanax.trace.cut import Cut
 from spanax.trace.fusion import REDUCTIONS
-from spanax.trace.graph import Op
-from spanax.trace.primitives import CONTRACTIONS, ELEMENTWISE
+from spanax.trace.graph import CONTRACTIONS, Op
+from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 

@@ -12,9 +12,8 @@ from jax.extend import core, source_info_util
 
 from spanax.errors import SpanaxError
 from spanax.trace.attention import attention
-from spanax.trace.graph import bind, opened, retraced
+from spanax.trace.graph import REMAT, bind, opened, retraced
 from spanax.trace.lines import Line, Lines
-from spanax.trace.primitives import REMAT
 from spanax.trace.softmax import Found, Refused, as_written, attentions, canonical
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from spanax.errors import SpanaxError, nearest
 from spanax.trace.dims import Dims
 from spanax.trace.frozen import frozen
-from spanax.trace.graph import Graph
+from spanax.trace.graph import CONTRACTIONS, Graph
 from spanax.trace.names import name_classes, with_examples
 from spanax.trace.origins import Origin, origins
-from spanax.trace.primitives import CONTRACTIONS, apply
+from spanax.trace.primitives import apply
 from spanax.trace.turns import turns
 from spanax.trace.variables import Leaf
 

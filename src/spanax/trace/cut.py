@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 
 from spanax.errors import SpanaxError
-from spanax.trace.graph import Body, Graph, Op
+from spanax.trace.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.loops import Loop, layer_loops, loop_of
-from spanax.trace.primitives import CONTRACTIONS
 from spanax.trace.traced import Traced
 
 ADDING = frozenset({"add", "add_any"})

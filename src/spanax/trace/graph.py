@@ -21,6 +21,12 @@ custom_linear_solve
 )
 """Calls that are only a wrapping once the whole step, gradient included, has been traced."""
 
+CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+"""Products that sum over dims: matmuls and convolutions."""
+
+REMAT = frozenset({"remat2", "checkpoint"})
+"""What `jax.checkpoint` is called, by version."""
+
 CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
 """What the parameter of a call is named that holds what it calls, by primitive and JAX version."""
 

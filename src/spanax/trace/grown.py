@@ -11,9 +11,9 @@ import jax
 
 from spanax.errors import SpanaxError
 from spanax.trace.axes import Axes
-from spanax.trace.graph import Graph, Op
+from spanax.trace.graph import CONTRACTIONS, Graph, Op
 from spanax.trace.names import with_examples
-from spanax.trace.primitives import CONTRACTIONS, FRESH
+from spanax.trace.primitives import FRESH
 from spanax.trace.resized import resized_graph
 from spanax.trace.variables import Leaf
 

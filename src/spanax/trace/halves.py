@@ -6,9 +6,8 @@ The first is what the stage before waits for; the second can be computed at any 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spanax.trace.graph import Body, Op
+from spanax.trace.graph import REMAT, Body, Op
 from spanax.trace.loops import Loop
-from spanax.trace.primitives import REMAT
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spanax.trace.graph import Body, Graph, Op, scan_counts
-from spanax.trace.primitives import CONTRACTIONS
+from spanax.trace.graph import CONTRACTIONS, Body, Graph, Op, scan_counts
 
 
 @dataclass(frozen=True, eq=False)

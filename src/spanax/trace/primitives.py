@@ -27,12 +27,6 @@ xla_metadata_value xor zeros_like zeta
 """.split()
 )
 
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-"""Products that sum over dims: matmuls and convolutions."""
-
-REMAT = frozenset({"remat2", "checkpoint"})
-"""What `jax.checkpoint` is called, by version."""
-
 FRESH = """
 axis_index create_token empty empty2 eye iota iota_2x32_shape philox2x32 philox4x32 platform_index random_bits
 random_fold_in random_gamma random_seed random_split random_unwrap random_wrap rng_bit_generator rng_uniform

@@ -11,8 +11,7 @@ import jax
 from jax.extend import core
 
 from spanax.errors import SpanaxError
-from spanax.trace.graph import bind, opened, retraced
-from spanax.trace.primitives import CONTRACTIONS, REMAT
+from spanax.trace.graph import CONTRACTIONS, REMAT, bind, opened, retraced
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 """Calls without a derivative of their own, into which layers are followed."""

@@ -8,12 +8,12 @@ from spanax.displays import display
 from spanax.trace.axes import Axes
 from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, layer_carry, score_keys, traffic
 from spanax.trace.fusion import Kept, memory_plan
-from spanax.trace.graph import Body, Graph, Op
+from spanax.trace.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.lifetimes import Lifetimes, lifetimes
 from spanax.trace.meeting import Meeting, meetings
 from spanax.trace.order import order
 from spanax.trace.origins import Origin
-from spanax.trace.primitives import CONTRACTIONS, ELEMENTWISE
+from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.roles import MOVEMENT, Role, roles
 from spanax.trace.versions import next_versions
 

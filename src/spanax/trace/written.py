@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from spanax.trace.graph import Body, Graph, from_jaxpr, scan_counts
-from spanax.trace.primitives import REMAT
+from spanax.trace.graph import REMAT, Body, Graph, from_jaxpr, scan_counts
 
 PASSING = frozenset({"copy", "copy_p", "optimization_barrier", "sharding_constraint", "name"})
 """Operations whose results are their operands."""
