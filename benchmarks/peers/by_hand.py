@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from serve import serve
-from shape import Shape, shape_of, with_shape
+from shape import Shape, shape_of, with_layout
 from work_done import xla_flops
 
 
@@ -85,11 +85,7 @@ def specs_of(layout: str, weights: dict[str, Any], num_devices: int) -> dict[str
 
 def main() -> None:
     """Train by hand."""
-    parser = with_shape(argparse.ArgumentParser(description=__doc__))
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--layout", choices=["data", "fsdp"], default="data")
-    parser.add_argument("--scan", action="store_true")
-    args = parser.parse_args()
+    args = with_layout(argparse.ArgumentParser(description=__doc__), "data", "fsdp").parse_args()
     shape = shape_of(args)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
     import jax

@@ -7,18 +7,14 @@ from typing import Any
 import numpy as np
 
 from serve import serve
-from shape import shape_of, with_shape
+from shape import shape_of, with_layout
 from with_spanax import config_of, numbers_of
 from work_done import xla_flops
 
 
 def main() -> None:
     """Train as the guides teach it."""
-    parser = with_shape(argparse.ArgumentParser(description=__doc__))
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--layout", choices=["data", "fsdp"], default="data")
-    parser.add_argument("--scan", action="store_true")
-    args = parser.parse_args()
+    args = with_layout(argparse.ArgumentParser(description=__doc__), "data", "fsdp").parse_args()
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
     import jax
     from flax import nnx

@@ -75,3 +75,11 @@ def with_shape(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def shape_of(args: argparse.Namespace) -> Shape:
     """The shape that was asked for."""
     return Shape(**{field.name: getattr(args, field.name) for field in fields(Shape)})
+
+
+def with_layout(parser: argparse.ArgumentParser, *layouts: str) -> argparse.ArgumentParser:
+    """A parser that takes a shape, and what the peers on JAX can be asked for."""
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--layout", choices=layouts or None, default="data")
+    parser.add_argument("--scan", action="store_true")
+    return with_shape(parser)

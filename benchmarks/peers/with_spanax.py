@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from serve import serve
-from shape import Shape, shape_of, with_shape
+from shape import Shape, shape_of, with_layout
 from work_done import xla_flops
 
 IN_A_BLOCK = {
@@ -42,11 +42,7 @@ def config_of(shape: Shape, is_scanned: bool) -> Any:
 
 def main() -> None:
     """Train with Spanax."""
-    parser = with_shape(argparse.ArgumentParser(description=__doc__))
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--layout", default="data")
-    parser.add_argument("--scan", action="store_true")
-    args = parser.parse_args()
+    args = with_layout(argparse.ArgumentParser(description=__doc__)).parse_args()
     import spanax
 
     spanax.simulate(args.devices)

@@ -62,14 +62,6 @@ def test_canonical_axes_are_those_of_the_presets() -> None:
     assert {axis for axes in PRESETS.values() for axis in axes} | {"pipe"} == set(CANONICAL_AXES)
 
 
-@pytest.fixture
-def devices() -> list[jax.Device]:
-    try:
-        return jax.devices()
-    except RuntimeError:
-        pytest.skip("JAX can start no backend here")
-
-
 def test_a_real_mesh_has_automatic_axes(devices: list[jax.Device]) -> None:
     mesh = MeshShape.of("data=4,model=2").build()
     assert dict(mesh.shape) == {"data": 4, "model": 2}

@@ -26,11 +26,7 @@ def read(text: str, tmp_path: Path) -> Cluster:
     return cluster(str(path))
 
 
-def test_on_the_devices_present(tmp_path: Path) -> None:
-    try:
-        devices = jax.devices()
-    except RuntimeError:
-        pytest.skip("JAX can start no backend here")
+def test_on_the_devices_present(devices: list[jax.Device], tmp_path: Path) -> None:
     text = probe(devices, seconds=1.5)
     made = read(text, tmp_path)
     assert made.num_devices == len(devices) and made.chip.shared and made.memory_bytes == cluster("cpu:8").memory_bytes
@@ -45,23 +41,17 @@ def test_on_the_devices_present(tmp_path: Path) -> None:
     assert "# matmul fp32, one device, by size: 128: " in text
 
 
-def test_on_shared_cores_a_start_is_that_beside_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    try:
-        devices = jax.devices()
-    except RuntimeError:
-        pytest.skip("JAX can start no backend here")
+def test_on_shared_cores_a_start_is_that_beside_work(
+    devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(probing, "start_beside_work_seconds", lambda devices, seconds: 0.25)
     text = probe(devices, seconds=0.1)
     made = read(text, tmp_path)
     assert made.chip.inside and made.chip.inside.start_seconds == 0.25 and "# start alone: " in text
 
 
-def test_two_devices_have_no_pairs_to_compare() -> None:
-    try:
-        devices = jax.devices()[:2]
-    except RuntimeError:
-        pytest.skip("JAX can start no backend here")
-    text = probe(devices, seconds=0.1)
+def test_two_devices_have_no_pairs_to_compare(devices: list[jax.Device]) -> None:
+    text = probe(devices[:2], seconds=0.1)
     assert "# all_reduce over 2: 4 KiB: " in text and 'shape = "2"' in text
 
 

@@ -19,8 +19,8 @@ from spanax.plan.partition import as_masks
 from spanax.plan.place import resolver_of
 from spanax.plan.uses import use_of
 from spanax.trace.census import Kind, Phase, contraction_flops
-from spanax.trace.graph import Body, Graph
-from spanax.trace.primitives import CONTRACTIONS, ELEMENTWISE
+from spanax.trace.graph import CONTRACTIONS, Body, Graph
+from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.program import Program
 
 CONFIG = zoo.GPT_SCAN
