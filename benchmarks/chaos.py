@@ -30,6 +30,7 @@ from spanax.run.account import account  # noqa: E402
 
 NAME = "small.py:small"
 STUCK = ("--stuck-seconds", "5")
+KINDS = ("kill", "stop", "preempt", "supervisor", "flip")
 
 
 def words(steps: int, save_every: int, *more: str) -> tuple[str, ...]:
@@ -200,12 +201,14 @@ def chaos(place: Path, minutes: float, gap_seconds: float, seed: int) -> dict[st
     train, how = words(round(minutes * 60 * 32), 50), {"hosts": hosts, "devices": 8, "flags": STUCK}
     whole = undisturbed(place, train, **how)
     run, count = Launched.start(place, "chaos", *train, **how), {}
+    kinds: list[str] = []
     until = time.time() + 60 * minutes
     while run.process.poll() is None and time.time() < until:
         run.pause(moments.expovariate(1 / gap_seconds))
         if run.process.poll() is not None or run.pid(0) is None:
             continue
-        kind = moments.choice(["kill", "stop", "preempt", "supervisor", "flip"])
+        kinds = kinds or moments.sample(KINDS, len(KINDS))  # no kind twice before each came once
+        kind = kinds.pop()
         count[kind] = count.get(kind, 0) + 1
         print(f"{time.time() - run.began:.0f} s, step {run.step()}: {kind}", flush=True)
         if kind == "flip":

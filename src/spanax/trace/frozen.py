@@ -12,7 +12,8 @@ def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
 
     Example:
       >>> import jax, numpy as np
-      >>>       >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (16, 4), (16, 8))]
+      >>> from spanax.trace.graph import from_jaxpr
+      >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (16, 4), (16, 8))]
       >>> graph = from_jaxpr(jax.make_jaxpr(lambda base, mask, x: x @ (2 * base) + mask)(*shapes))
       >>> base, mask = (Leaf(name, (8, 4), np.dtype("float32"), "other") for name in ("base", "mask"))
       >>> frozen(graph, [base, mask]) == {graph.body.inputs[0]}
