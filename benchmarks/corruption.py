@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spanax.run import checkpoint, manifest
+from spanax.run.store import checkpoint, manifest
 
 Damage = Callable[[bytes, random.Random], bytes | None]
 

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from spanax.run import checkpoint, manifest
+from spanax.run.store import checkpoint, manifest
 
 NAMES, ROWS, KEEP = 6, 64, 3
 

@@ -31,8 +31,8 @@ def expected(table: Any, num_cores: int) -> float:
 def residual_bytes(run: Any, schedule: Any) -> int:
     """What the layers of one stage leave of one microbatch, by the shapes of the traced program."""
     from spanax.plan.ticks import ticks_of
-    from spanax.run.held import Storage
-    from spanax.run.replay import Replay
+    from spanax.run.step.held import Storage
+    from spanax.run.step.replay import Replay
     from spanax.trace.cut import cut
 
     traced = run.program.step

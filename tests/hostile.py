@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax import cli
-from spanax.run import manifest
+from spanax.run.store import manifest
 
 Case = Callable[[Path], list[str]]
 LIGHT: dict[str, tuple[Case, set[int]]] = {}

@@ -13,7 +13,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.plan.price import Price
-from spanax.run.events import Events
+from spanax.run.record.events import Events
 
 BEGAN = 1_700_000_000.0
 VOID = {"meta", "input", "br", "img", "link"}

@@ -221,7 +221,7 @@ def test_the_answers_are_the_golden_ones(said: dict[str, str]) -> None:
 
 
 def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from spanax.run.folder import claimed
+    from spanax.run.record.folder import claimed
 
     with claimed(folder / "held", resume=False):
         # Locks belong to the open file, so the second run has to be a process of its own.

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from spanax.plan.layout import Layout
     from spanax.plan.plan import Placement, Plan
     from spanax.plan.search import search
-    from spanax.run.data import Batches, batches
-    from spanax.run.guard import Guard
-    from spanax.run.mixture import Mixture, mixture
+    from spanax.run.data.batches import Batches, batches
+    from spanax.run.data.mixture import Mixture, mixture
     from spanax.run.restore import restore
     from spanax.run.run import Run, start
     from spanax.run.simulate import simulate
+    from spanax.run.step.guard import Guard
     from spanax.run.tracking import track
     from spanax.trace.primitives import rule
     from spanax.trace.program import Program, trace
@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from spanax.trace.workload import Workload
 
 _HOME = {
-    "Batches": "run.data",
+    "Batches": "run.data.batches",
     "Cluster": "hardware.cluster",
     "CompilerError": "errors",
     "DataError": "errors",
-    "Guard": "run.guard",
+    "Guard": "run.step.guard",
     "Layout": "plan.layout",
     "Leaf": "trace.variables",
     "MeshShape": "hardware.mesh",
-    "Mixture": "run.mixture",
+    "Mixture": "run.data.mixture",
     "NumbersError": "errors",
     "Placement": "plan.plan",
     "Plan": "plan.plan",
@@ -56,11 +56,11 @@ _HOME = {
     "Stack": "models.stack",
     "Workload": "trace.workload",
     "WriteError": "errors",
-    "batches": "run.data",
+    "batches": "run.data.batches",
     "check": "check.check",
     "cluster": "hardware.cluster",
     "local": "hardware.cluster",
-    "mixture": "run.mixture",
+    "mixture": "run.data.mixture",
     "plan": "plan.choose",
     "restore": "run.restore",
     "rule": "trace.primitives",

@@ -18,7 +18,7 @@ from spanax.errors import PREEMPTED, SpanaxError, WriteError
 from spanax.interop.commands import INTEROP, carry_out
 from spanax.launch.commands import KINDS, SAYS, launch
 from spanax.run.config import TrainConfig, check, with_settings
-from spanax.run.folder import CONFIG, read_config
+from spanax.run.record.folder import CONFIG, read_config
 from spanax.show.requests import (
     CheckCommand,
     CompareCommand,
@@ -177,7 +177,7 @@ def _moved(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig) -> None:
-    from spanax.run.cache import cache_folder
+    from spanax.run.data.cache import cache_folder
     from spanax.run.hosts import Hosts, obey_supervisor
 
     if obey_supervisor():

@@ -13,9 +13,10 @@ import pytest
 from launched import WORKLOAD, arrays, examples, losses
 from spanax.errors import ConfigError, SpanaxError
 from spanax.models.workloads import load
-from spanax.run import events, manifest
 from spanax.run.config import TrainConfig
+from spanax.run.record import events
 from spanax.run.restore import restore
+from spanax.run.store import manifest
 from spanax.run.trainer import train
 
 

@@ -19,10 +19,12 @@ from flax import nnx
 
 import spanax
 from spanax.errors import DataError, WriteError
-from spanax.run import checkpoint, events, heartbeat, manifest, saves
+from spanax.run import saves
 from spanax.run.config import TrainConfig
-from spanax.run.folder import claimed
-from spanax.run.lines import Lines
+from spanax.run.record import events, heartbeat
+from spanax.run.record.folder import claimed
+from spanax.run.record.lines import Lines
+from spanax.run.store import checkpoint, manifest
 from spanax.run.trainer import train
 
 Event = dict[str, Any]
@@ -229,7 +231,7 @@ def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from spanax.run import folder
+from spanax.run.record import folder
 folder.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
 with folder.claimed(Path(sys.argv[1]), resume=False):
     if len(sys.argv) > 3 and os.fork():
@@ -290,7 +292,7 @@ def test_what_others_wrote_into_a_run_folder_is_passed_over(tmp_path: Path) -> N
 
 
 def test_a_link_in_place_of_a_temporary_is_not_followed(tmp_path: Path) -> None:
-    from spanax.run.folder import open_metrics
+    from spanax.run.record.folder import open_metrics
 
     (tmp_path / "outside").write_text("precious")
     (tmp_path / "metrics.jsonl.new").symlink_to(tmp_path / "outside")

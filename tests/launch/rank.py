@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from spanax.run.heartbeat import Pulse
 from spanax.run.hosts import obey_supervisor
+from spanax.run.record.heartbeat import Pulse
 
 
 def main() -> None:

@@ -15,12 +15,12 @@ from spanax.errors import SpanaxError
 from spanax.launch.ending import ATTEMPT, LOGS, ending_of
 from spanax.launch.request import TrainRequest
 from spanax.launch.supervisor import Limits, Supervisor, check
-from spanax.run import events
+from spanax.run.record import events
 
 BEFORE = """
 import os, signal, sys, time
 from pathlib import Path
-from spanax.run.heartbeat import Pulse
+from spanax.run.record.heartbeat import Pulse
 rank, attempt, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 pulse = Pulse(folder, rank, attempt)
 def beat(phase, step): pulse._beaten = -9; pulse.beat(phase, step)
@@ -160,8 +160,8 @@ def test_long_steps_may_take_ten_times_their_median(tmp_path: Path) -> None:
 def test_a_clock_that_is_wrong_changes_nothing(tmp_path: Path) -> None:
     """Of another machine, or of one that was set: a day ahead and a day behind, in what is written and in its stamp."""
     code = """
-import spanax.run.heartbeat
-spanax.run.heartbeat.time = type("", (), {"monotonic": time.monotonic, "time": lambda: time.time() + skew})
+import spanax.run.record.heartbeat
+spanax.run.record.heartbeat.time = type("", (), {"monotonic": time.monotonic, "time": lambda: time.time() + skew})
 skew = [-86400, 86400][rank]
 for step in range(8):
     beat("step", step)

@@ -23,8 +23,9 @@ from flax import nnx
 import spanax
 from programs import Net
 from spanax.errors import NumbersError
-from spanax.run import events, manifest
 from spanax.run.config import TrainConfig
+from spanax.run.record import events
+from spanax.run.store import manifest
 from spanax.run.trainer import train
 
 STEPS, BAD = 12, 6

@@ -18,8 +18,8 @@ import pytest
 from boards import shown
 from launched import arrays
 from spanax.plan.plan import Plan
-from spanax.run import manifest
-from spanax.run.account import Account, account
+from spanax.run.record.account import Account, account
+from spanax.run.store import manifest
 from spanax.show.page.document import document
 from spanax.show.page.pages import page_of
 from spanax.show.reporting import report

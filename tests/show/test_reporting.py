@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from spanax import cli
-from spanax.run import manifest
-from spanax.run.events import Events
+from spanax.run.record.events import Events
+from spanax.run.store import manifest
 from spanax.show.reporting import duration_text, report, report_text, sections
 
 BEGAN = 1_700_000_000.0

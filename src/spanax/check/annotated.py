@@ -9,7 +9,7 @@ from spanax.errors import SpanaxError
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig, with_settings
-from spanax.run.folder import CONFIG, read_config
+from spanax.run.record.folder import CONFIG, read_config
 from spanax.run.run import Run
 from spanax.run.trainer import traced
 from spanax.trace.program import Program

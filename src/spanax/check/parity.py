@@ -14,8 +14,8 @@ from spanax.hardware.cluster import cluster
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
-from spanax.run.rows import rows_of
 from spanax.run.run import Run, start
+from spanax.run.step.rows import rows_of
 from spanax.trace.gradients import PREFIX
 from spanax.trace.policies import GATHERED
 from spanax.trace.program import Program

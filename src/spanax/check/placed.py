@@ -15,8 +15,8 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.parts import Parts
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.resolve import Spec
-from spanax.run import manifest
-from spanax.run.folder import CHECKPOINTS, PLAN
+from spanax.run.record.folder import CHECKPOINTS, PLAN
+from spanax.run.store import manifest
 
 SAVED = Path(manifest.ARRAYS, "state", "_sharding")
 """Where Orbax writes down how each array lay on its devices."""

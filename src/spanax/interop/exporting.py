@@ -26,7 +26,7 @@ from spanax.interop.safetensors import INDEX, SINGLE, Writer, read_index, split
 from spanax.models.imported import MODELS, is_imported, read_shape
 from spanax.models.workloads import load
 from spanax.run import weights
-from spanax.run.folder import recorded
+from spanax.run.record.folder import recorded
 from spanax.units import bytes_text, count_text
 
 FILE_BYTES = 5_000_000_000

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spanax.errors import PREEMPTED
-from spanax.run.folder import LOGS
+from spanax.run.record.folder import LOGS
 
 FINAL = {
     2: "its request cannot be carried out",

@@ -16,7 +16,7 @@ from spanax.errors import SpanaxError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest
 from spanax.launch.supervisor import Limits, Supervisor, check
-from spanax.run.folder import LOGS
+from spanax.run.record.folder import LOGS
 
 LOOPBACK = "127.0.0.1"
 

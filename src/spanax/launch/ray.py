@@ -22,7 +22,7 @@ from spanax.errors import SpanaxError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import POLL_SECONDS, Limits, Supervisor, as_flags, check
-from spanax.run.folder import LOGS
+from spanax.run.record.folder import LOGS
 
 RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
 

@@ -10,7 +10,7 @@ import tyro
 
 from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig, check
-from spanax.run.folder import read_config
+from spanax.run.record.folder import read_config
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from spanax.errors import SpanaxError, WriteError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, as_flags, check
-from spanax.run.folder import LOGS
+from spanax.run.record.folder import LOGS
 
 SCRIPT = "job.sh"
 

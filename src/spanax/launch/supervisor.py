@@ -18,8 +18,8 @@ from typing import Protocol
 
 from spanax.errors import PREEMPTED, SpanaxError
 from spanax.launch.ending import Ending, ending_of, last_words
-from spanax.run import account, heartbeat
-from spanax.run.events import Events
+from spanax.run.record import account, heartbeat
+from spanax.run.record.events import Events
 
 POLL_SECONDS = 0.2
 

@@ -13,7 +13,7 @@ from spanax.errors import PREEMPTED
 from spanax.launch import local, slurm
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, Process, Supervisor, check
-from spanax.run.folder import LOGS
+from spanax.run.record.folder import LOGS
 
 
 @dataclass(frozen=True)

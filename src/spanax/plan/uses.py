@@ -76,7 +76,7 @@ def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence
 
     XLA's partitioner gathers the batch for it. The gradient of its kernel it adds up too often where the mesh has more
     axes than those of the batch, without a word, and it dies where channels are split (jaxlib 0.10.2 and 0.12.0.1:
-    tests/run/test_grouped.py).
+    tests/run/step/test_grouped.py).
     """
     dims = _group_dims(op)
     if dims is None:

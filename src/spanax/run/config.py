@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 from tyro.conf import Positional
 
 from spanax.errors import SpanaxError, nearest
-from spanax.run.guard import POLICIES, Guard
-from spanax.run.trackers import check_trackers
+from spanax.run.record.trackers import check_trackers
+from spanax.run.step.guard import POLICIES, Guard
 from spanax.trace.policies import known_policy
 
 

@@ -13,16 +13,16 @@ import jax
 import numpy as np
 
 from spanax.errors import DataError
-from spanax.run.bigram import bigram_loss
 from spanax.run.config import TrainConfig
-from spanax.run.data import Batches
-from spanax.run.guard import STEP_OK
-from spanax.run.heartbeat import Pulse
-from spanax.run.ledger import Ledger
+from spanax.run.data.batches import Batches
+from spanax.run.data.bigram import bigram_loss
 from spanax.run.profile import INPUT, STEP, Profile, marked
+from spanax.run.record.heartbeat import Pulse
+from spanax.run.record.ledger import Ledger
 from spanax.run.remedy import Remedy
 from spanax.run.run import Run
 from spanax.run.saves import Saves
+from spanax.run.step.guard import STEP_OK
 from spanax.trace.program import Program
 
 Event = dict[str, Any]

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from spanax.errors import NumbersError, WriteError
-from spanax.run.checkpoint import Pending
-from spanax.run.data import Batches
-from spanax.run.guard import HALT, SKIP, WATCHED
+from spanax.run.data.batches import Batches
 from spanax.run.run import Run
+from spanax.run.step.guard import HALT, SKIP, WATCHED
+from spanax.run.store.checkpoint import Pending
 
 CURE = "a lower --lr"
 

@@ -8,10 +8,10 @@ import jax
 
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
-from spanax.run import checkpoint
-from spanax.run.guard import Guard, History
-from spanax.run.rows import rows_of
 from spanax.run.run import Run, assert_placed
+from spanax.run.step.guard import Guard, History
+from spanax.run.step.rows import rows_of
+from spanax.run.store import checkpoint
 from spanax.trace.program import Program
 
 

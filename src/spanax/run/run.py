@@ -18,15 +18,15 @@ from spanax.plan.plan import Placement, Plan
 from spanax.plan.stages import inside_stage
 from spanax.plan.unreduced import Unreduced, unreduced
 from spanax.plan.uses import uses
-from spanax.run import checkpoint
-from spanax.run.data import Batches
-from spanax.run.guard import LATE, STEP_OK, WATCHED, Guard, History
-from spanax.run.guarded import Guarded, unsound
-from spanax.run.padding import Padded
-from spanax.run.pipeline import in_stages
-from spanax.run.replay import Replay
-from spanax.run.rows import Rows, rows_of
+from spanax.run.data.batches import Batches
 from spanax.run.state import born
+from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History
+from spanax.run.step.guarded import Guarded, unsound
+from spanax.run.step.padding import Padded
+from spanax.run.step.pipeline import in_stages
+from spanax.run.step.replay import Replay
+from spanax.run.step.rows import Rows, rows_of
+from spanax.run.store import checkpoint
 from spanax.run.weights import load
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced

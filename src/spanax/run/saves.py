@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from spanax.errors import WriteError
-from spanax.run.checkpoint import Pending, is_full, make_room
 from spanax.run.config import TrainConfig
-from spanax.run.data import Batches
+from spanax.run.data.batches import Batches
 from spanax.run.hosts import from_first
 from spanax.run.run import Run
+from spanax.run.store.checkpoint import Pending, is_full, make_room
 
 GRACE_SECONDS = 10.0
 """So long a run waits for the save before, once: steps of a small model may be shorter than any save. Then the disk is

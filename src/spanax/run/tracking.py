@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.documents import json_line, json_lines
-from spanax.run import folder as run_folder
 from spanax.run.hosts import is_first
-from spanax.run.tensorboard import TensorBoard
-from spanax.run.trackers import TENSORBOARD, About, Trackers, check_trackers
-from spanax.run.wandb import WeightsAndBiases
+from spanax.run.record import folder as run_folder
+from spanax.run.record.tensorboard import TensorBoard
+from spanax.run.record.trackers import TENSORBOARD, About, Trackers, check_trackers
+from spanax.run.record.wandb import WeightsAndBiases
 
 if TYPE_CHECKING:
     from spanax.run.run import Run
@@ -79,7 +79,7 @@ def track(
 
     Args:
       trackers: `"tensorboard"`, `"wandb"`, both with a comma, or a list of names and of objects with the methods of
-        `spanax.run.trackers.Tracker`; empty for `metrics.jsonl` alone.
+        `spanax.run.record.trackers.Tracker`; empty for `metrics.jsonl` alone.
       folder: where `metrics.jsonl` and what trackers keep are written.
       run: what is tracked: its plan is told, and it says where the steps go on.
       settings: what else is to be told once, as JSON values.

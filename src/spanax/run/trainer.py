@@ -21,26 +21,27 @@ from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
 from spanax.plan.priced import priced
 from spanax.plan.stages import check_wished, wished
-from spanax.run import account, checkpoint, manifest
-from spanax.run import folder as run_folder
 from spanax.run.config import TrainConfig, profiled_steps
-from spanax.run.data import Batches, batches
-from spanax.run.elements import flat
-from spanax.run.events import Events
-from spanax.run.examples import TooFew
-from spanax.run.heartbeat import Pulse
+from spanax.run.data.batches import Batches, batches
+from spanax.run.data.elements import flat
+from spanax.run.data.examples import TooFew
+from spanax.run.data.opened import Reading, is_named, vocab_size
 from spanax.run.hosts import Hosts, from_first, is_first
-from spanax.run.ledger import Ledger, process_age_seconds
 from spanax.run.loop import Event, Loop
-from spanax.run.opened import Reading, is_named, vocab_size
 from spanax.run.preemption import listening
 from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
+from spanax.run.record import account
+from spanax.run.record import folder as run_folder
+from spanax.run.record.events import Events
+from spanax.run.record.heartbeat import Pulse
+from spanax.run.record.ledger import Ledger, process_age_seconds
+from spanax.run.record.trackers import About, Trackers
 from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.saves import Saves
-from spanax.run.trackers import About, Trackers
+from spanax.run.store import checkpoint, manifest
 from spanax.run.tracking import made, summary
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.errors import DataError, WriteError, first_line
-from spanax.run import checkpoint, manifest
-from spanax.run.folder import CHECKPOINTS
 from spanax.run.hosts import from_first
-from spanax.run.layers import Regrouped, told
+from spanax.run.record.folder import CHECKPOINTS
+from spanax.run.store import checkpoint, manifest
+from spanax.run.store.layers import Regrouped, told
 
 if TYPE_CHECKING:
     import jax

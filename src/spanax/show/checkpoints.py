@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from spanax.errors import DataError, plain
-from spanax.run import manifest
-from spanax.run.folder import CHECKPOINTS
+from spanax.run.record.folder import CHECKPOINTS
+from spanax.run.store import manifest
 from spanax.units import bytes_text
 
 

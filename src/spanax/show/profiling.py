@@ -7,8 +7,8 @@ from spanax.check.hlo import collectives
 from spanax.check.lint import lint_profile, waived
 from spanax.check.profile import profiled
 from spanax.plan.plan import Plan
-from spanax.run.folder import CONFIG, PLAN, read_config
 from spanax.run.profile import FOLDER, PROGRAM
+from spanax.run.record.folder import CONFIG, PLAN, read_config
 from spanax.show.source_text import source_text
 
 

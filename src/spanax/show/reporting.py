@@ -14,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from spanax.errors import DataError
-from spanax.run import manifest
-from spanax.run.account import Account, Event, account
-from spanax.run.folder import CHECKPOINTS, CONFIG, read_config
-from spanax.run.ledger import BUCKETS
+from spanax.run.record.account import Account, Event, account
+from spanax.run.record.folder import CHECKPOINTS, CONFIG, read_config
+from spanax.run.record.ledger import BUCKETS
+from spanax.run.store import manifest
 from spanax.show.tables import plain_text, table_text
 
 MEANING = {

@@ -13,8 +13,8 @@ from spanax.check.profile import Profiled, read_profile
 from spanax.documents import json_lines
 from spanax.errors import DataError, first_line
 from spanax.plan.plan import Plan
-from spanax.run.folder import METRICS, PLAN
 from spanax.run.profile import FOLDER
+from spanax.run.record.folder import METRICS, PLAN
 from spanax.show.page.curves import Points
 from spanax.show.reporting import Report
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from spanax.check.lint import lint_profile
 from spanax.plan.price import Price
-from spanax.run.account import Account
-from spanax.run.ledger import BUCKETS
+from spanax.run.record.account import Account
+from spanax.run.record.ledger import BUCKETS
 from spanax.show.page import plan as of_plan
 from spanax.show.page.bars import Bar, stacked
 from spanax.show.page.blocks import Block, Figure, findings_list

@@ -1,0 +1,209 @@
+"""Corpus: text, split once into train and validation."""
+
+import errno
+import os
+import platform
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from spanax.errors import DataError, SpanaxError, nearest
+from spanax.run.data.elements import digest
+
+SPLITS = ("train", "validation")
+HELD_OUT = 20
+"""One part in so many is held out for validation."""
+
+
+PYTHON_CORPUS_BYTES = 8_000_000
+SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
+SKIPPED_LIBRARY_FOLDERS = SKIPPED_FOLDERS | {
+    *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"),
+    *("encodings", "pydoc_data", "ensurepip", "distutils"),  # tables, copies and what later versions dropped
+}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text split into train and validation.
+
+    Args:
+      name: what errors and saved positions call it.
+      train: UTF-8 text; documents are joined by a newline.
+      validation: UTF-8 text that training never sees.
+      skipped: files of a folder that were left out because they are binary.
+
+    Example:
+      >>> Corpus("notes", b"to be or not", b" to be").text("validation")
+      b' to be'
+    """
+
+    name: str
+    train: bytes
+    validation: bytes
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> tuple[bytes, ...]:
+        """What tells a tokenizer that is trained on it from others."""
+        return (self.train,)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the training text."""
+        return len(self.train)
+
+    def documents(self) -> Iterator[bytes]:
+        """What a tokenizer is trained on."""
+        yield self.train
+
+    def text(self, split: str) -> bytes:
+        """The text of one split, `"train"` or `"validation"`."""
+        return self.train if check_split(split) == "train" else self.validation
+
+
+def load_corpus(source: str | os.PathLike[str]) -> Corpus:
+    """The corpus of `"python"` (the standard library's own source), of a text file or of a folder of them.
+
+    A folder's files are held out by the hash of their path, about one in 20 and at least one; of a single file
+    the last twentieth is held out. Hidden and binary files of a folder are left out.
+
+    Raises:
+      DataError: nothing is there, or it is empty or no UTF-8.
+
+    Example:
+      >>> load_corpus("python").train.count(b"import ") > 1000
+      True
+    """
+    if source == "python":
+        return _python_corpus()
+    path = Path(source)
+    if not path.exists():
+        raise DataError(
+            f"no file or folder '{path}'.",
+            where=f"looked in {path.absolute().parent}",
+            fix="a text file, a folder of them, a .bin of tokens, or 'python' for the built-in corpus",
+        )
+    return _folder_corpus(path) if path.is_dir() else _file_corpus(path.name, read_text(path))
+
+
+def read_text(path: Path) -> bytes:
+    """The bytes of a file that is UTF-8 text and not empty.
+
+    Raises:
+      DataError: it cannot be read, is empty, or is not UTF-8; names the first wrong byte.
+    """
+    try:
+        if not path.is_file():
+            raise OSError(errno.EINVAL, "it is no plain file")  # reading from a pipe or device may never end
+        text = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a file that you may read") from None
+    if not text:
+        raise DataError(f"'{path}' is empty.", fix="a file with text in it, or 'python' for the built-in corpus")
+    _check_utf8(text, str(path))
+    return text
+
+
+def check_split(split: str) -> str:
+    """`split`, if it is one of `SPLITS`."""
+    if split not in SPLITS:
+        raise SpanaxError(f"unknown split '{split}'.", fix=nearest(split, SPLITS))
+    return split
+
+
+def _python_corpus() -> Corpus:
+    """The library of the running Python: real text on any machine, nothing downloaded."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    # Generated tables of build settings name this machine; the corpus must be that of the Python version alone.
+    names = [n for n in _walk(folder, SKIPPED_LIBRARY_FOLDERS) if n.endswith(".py") and "_sysconfigdata" not in n]
+    documents: dict[str, bytes] = {}
+    num_bytes = 0
+    # By hash, so that the cap takes a fair sample of the library and not the head of the alphabet.
+    for name in sorted(names, key=_rank):
+        document = (folder / name).read_bytes()
+        if num_bytes + len(document) <= PYTHON_CORPUS_BYTES and document.strip() and _is_utf8(document):
+            documents[name] = document
+            num_bytes += len(document)
+    if len(documents) < 2:
+        raise DataError(
+            "this Python came without the source of its library.", where=str(folder), fix="a text file or folder"
+        )
+    return _split(f"python-{platform.python_version()}", documents)
+
+
+def _folder_corpus(folder: Path) -> Corpus:
+    documents: dict[str, bytes] = {}
+    skipped = []
+    for name in _walk(folder, SKIPPED_FOLDERS):
+        try:
+            document = (folder / name).read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read '{folder / name}': {error.strerror}.", fix="leave it out") from None
+        if b"\0" in document[:8192]:  # git's test for a binary file
+            skipped.append(name)
+        elif document:
+            _check_utf8(document, str(folder / name))
+            documents[name] = document
+    if not documents:
+        other = f"; binary files left out: {len(skipped)}, such as '{skipped[0]}'" if skipped else ""
+        raise DataError(f"folder '{folder}' holds no text{other}.", fix="a folder with text files in it")
+    if len(documents) == 1:
+        ((name, document),) = documents.items()
+        return _file_corpus(name, document)
+    corpus = _split(folder.name, documents)
+    return Corpus(corpus.name, corpus.train, corpus.validation, tuple(skipped))
+
+
+def _file_corpus(name: str, text: bytes) -> Corpus:
+    cut = len(text) - max(1, len(text) // HELD_OUT)
+    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # never inside a character
+        cut += 1
+    return Corpus(name, text[:cut], text[cut:])
+
+
+def _split(name: str, documents: dict[str, bytes]) -> Corpus:
+    """At least two documents into train and validation: a file keeps its side when others come or go."""
+    held_out = {path for path in documents if int(_rank(path), 16) % HELD_OUT == 0}
+    held_out = held_out or {min(documents, key=_rank)}
+    if len(held_out) == len(documents):
+        held_out.remove(max(documents, key=_rank))
+
+    def join(wanted: Callable[[str], bool]) -> bytes:
+        return b"\n".join(documents[path] for path in sorted(documents) if wanted(path))
+
+    return Corpus(name, join(lambda path: path not in held_out), join(lambda path: path in held_out))
+
+
+def _walk(folder: Path, skipped: frozenset[str]) -> list[str]:
+    """Paths of the files under a folder, relative and with '/', sorted; links to folders are not followed."""
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [f for f in folders if f not in skipped and not f.startswith((".", "config-"))]
+        base = Path(parent).relative_to(folder)
+        found += [(base / name).as_posix() for name in files if not name.startswith(".")]
+    return sorted(name for name in found if (folder / name).is_file())
+
+
+def _rank(path: str) -> str:
+    return digest(path)
+
+
+def _is_utf8(text: bytes) -> bool:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _check_utf8(text: bytes, path: str) -> None:
+    try:
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'{path}' is not UTF-8 text.",
+            where=f"byte {error.start:,} is 0x{text[error.start]:02x}",
+            fix="convert it (iconv -f latin1 -t utf-8), or leave it out of the folder",
+        ) from None

@@ -1,0 +1,146 @@
+"""Examples: what can be read in any order, and the order in which one source or several of them are read.
+
+Shape suffix: R rows of the global batch that this process reads.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spanax.errors import DataError, SpanaxError
+from spanax.run.data.elements import Leaves, digest
+from spanax.run.data.mixture import picked, places_until
+from spanax.run.data.order import Order
+
+if TYPE_CHECKING:
+    from spanax.run.data.tokens import Tokens
+
+
+class TooFew(DataError):
+    """There are fewer examples than one batch takes."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples by index.
+
+    Attributes:
+      name: with a hash of the content.
+      like: nested as an example is.
+      num_examples: how many there are.
+      read: indices of shape [R] -> the leaves of these examples, stacked.
+      tokens: what they are windows of, if they are.
+
+    Example:
+      >>> squares = Examples("squares", {"x": None}, 9, lambda indices_R: {"x": indices_R**2})
+      >>> squares.read(np.array([2, 3]))["x"].tolist()
+      [4, 9]
+    """
+
+    name: str
+    like: Any
+    num_examples: int
+    read: Callable[[np.ndarray], Leaves]
+    tokens: "Tokens | None" = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of the sources of a mixture, or the only one.
+
+    Attributes:
+      source: its name.
+      share: of all examples that are read.
+      num_examples: how many it has.
+      batch_size: how many a batch has of all sources.
+
+    Example:
+      >>> Share("a.jsonl", 0.7, num_examples=1400, batch_size=8).epochs(num_batches=500)
+      2.0
+    """
+
+    source: str
+    share: float
+    num_examples: int
+    batch_size: int
+
+    def epochs(self, num_batches: int) -> float:
+        """How often so many batches go through it."""
+        return num_batches * self.batch_size * self.share / self.num_examples
+
+
+@dataclass(frozen=True)
+class Source:
+    """What batches are read from: `read(index)` gives the leaves of a batch, None behind the last one.
+
+    `like` is nested as a batch is. `mark()` is what the source itself needs to go on from where it was read to;
+    `seek(index, mark)` goes there. `shares` is empty where nobody knows how many examples there are.
+    """
+
+    name: str
+    like: Any
+    read: Callable[[int], Leaves | None]
+    num_batches: int | None = None
+    tokens: "Tokens | None" = None
+    mark: Callable[[], Any] = lambda: None
+    seek: Callable[[int, Any], None] = lambda index, mark: None
+    shares: tuple[Share, ...] = ()
+
+
+def in_order(
+    parts: Sequence[tuple[Examples, int]],
+    batch_size: int,
+    rows_R: np.ndarray,
+    *,
+    seed: int,
+    shuffle: bool,
+    repeat: bool,
+) -> Source:
+    """Examples in the order that the seed decides; of several parts, each with its weight, in exact proportion.
+
+    Example:
+      >>> parts = [(Examples(str(k), None, 6, lambda indices_R, k=k: {"x": indices_R + 10 * k}), 3 - k) for k in (1, 2)]
+      >>> source = in_order(parts, 3, np.arange(3), seed=0, shuffle=False, repeat=True)
+      >>> [source.read(index)["x"].tolist() for index in (0, 1, 2)]
+      [[10, 11, 20], [12, 13, 21], [14, 15, 22]]
+    """
+    weights = [weight for _, weight in parts]
+    sizes = [part.num_examples for part, _ in parts]
+    # Each part is shuffled by a seed of its own: two parts of one size would go through their examples alike.
+    orders = [Order(size, batch_size, seed + number, shuffle) for number, size in enumerate(sizes)]
+    num_batches = None if repeat else places_until(sizes, weights) // batch_size
+
+    def read(index: int) -> Leaves | None:
+        if num_batches is not None and index >= num_batches:
+            return None
+        part_R, inner_R = picked(index * batch_size + rows_R.astype(np.int64), weights)
+        found: Leaves = {}
+        for number in np.unique(part_R):
+            here = part_R == number
+            for path, array in parts[number][0].read(orders[number].at(inner_R[here])).items():
+                found.setdefault(path, np.empty((len(rows_R), *array.shape[1:]), array.dtype))[here] = array
+        return found
+
+    shares = [Share(part.name, weight / sum(weights), part.num_examples, batch_size) for part, weight in parts]
+    first = parts[0][0]
+    if len(parts) == 1:
+        return Source(first.name, first.like, read, num_batches, first.tokens, shares=tuple(shares))
+    named = " + ".join(f"{weight} x {part.name}" for part, weight in parts)
+    return Source(f"mixture {digest(named)} of {named}", first.like, read, num_batches, shares=tuple(shares))
+
+
+def same_kind(parts: Sequence[Examples]) -> None:
+    """Hold the parts of a mixture against each other.
+
+    Raises:
+      SpanaxError: their examples are nested in several ways.
+    """
+    for part in parts[1:]:
+        if part.like != parts[0].like:
+            raise SpanaxError(
+                "the examples of a mixture are built in several ways.",
+                where=f"{parts[0].name}: {parts[0].like}; {part.name}: {part.like}"[:200],
+                fix="sources whose examples have the same leaves",
+            )

@@ -1,0 +1,227 @@
+"""Tokenizer: text into token ids by bytes, a BPE trained once on the corpus, or a tokenizer.json."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from spanax.documents import read_bytes, read_json
+from spanax.errors import DataError, SpanaxError, nearest
+from spanax.run.data.cache import cache_folder, keep
+from spanax.run.data.elements import digest
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+BPE_VOCAB_SIZE = 4096
+PIECE_BYTES = 1 << 16
+"""Text is encoded in pieces: an encoding takes a hundred bytes a token, and pieces run on all cores."""
+PIECES_AT_ONCE = 64
+MAX_FILE_BYTES, MAX_GAP = 1 << 26, 1 << 17
+"""Of a tokenizer.json: published ones have up to 35 MB, and ids that are not much above the number of tokens."""
+BPE_TRAINING_BYTES = 1 << 26
+"""A larger corpus is thinned evenly for training: more text changes the merges little and takes minutes."""
+
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>")
+"""What published tokenizers call the token behind a document, where no tokenizer_config.json beside them says it."""
+
+
+class TrainingText(Protocol):
+    """What a tokenizer can be trained on."""
+
+    @property
+    def key(self) -> Sequence[str | bytes]:
+        """Tells it from other text."""
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much it is."""
+
+    def documents(self) -> Iterable[bytes]:
+        """All of it, in parts."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text into token ids.
+
+    Args:
+      name: its kind, with the hash of what it was made from where there is more than one.
+      vocab_size: how many ids there are; every id is smaller.
+      encode: UTF-8 text -> ids, of shape [N] and the smallest unsigned dtype that holds them.
+      encode_each: short texts -> the ids of each, on all cores.
+      end_id: the token that says that a document is over; None where there is none.
+
+    Example:
+      >>> load_tokenizer("bytes").encode("to be").tolist()
+      [116, 111, 32, 98, 101]
+    """
+
+    name: str
+    vocab_size: int
+    encode: Callable[[str | bytes], np.ndarray]
+    encode_each: Callable[[Sequence[bytes]], Sequence[np.ndarray]]
+    end_id: int | None = None
+
+    def encode_documents(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
+        """The ids of each document with its end: the token for it, or else a newline.
+
+        Example:
+          >>> [ids.tolist() for ids in load_tokenizer("bytes").encode_documents([b"to", b"be"])]
+          [[116, 111, 10], [98, 101, 10]]
+        """
+        ended = [document if self.end_id is not None else document + b"\n" for document in documents]
+        short = iter(self.encode_each([document for document in ended if len(document) <= PIECE_BYTES]))
+        for document in ended:
+            ids = next(short) if len(document) <= PIECE_BYTES else self.encode(document)
+            yield ids if self.end_id is None else np.append(ids, ids.dtype.type(self.end_id))
+
+
+def load_tokenizer(
+    name: str, corpus: TrainingText | None = None, cache_dir: str | os.PathLike[str] | None = None
+) -> Tokenizer:
+    """The tokenizer called `"bytes"`, `"bpe"`, `"bpe:8192"`, or by the path of a tokenizer.json.
+
+    Args:
+      name: `bpe` is trained once on the corpus's training text and kept; `bpe:N` says its vocabulary.
+      corpus: what a `bpe` is trained on: a Corpus, or a Column.
+      cache_dir: where a trained one is kept; `~/.cache/spanax` by default.
+
+    Raises:
+      SpanaxError: the name is unknown.
+      DataError: the file is missing or damaged.
+
+    Example:
+      >>> load_tokenizer("bytes").vocab_size
+      256
+    """
+    kind, colon, size = name.partition(":")
+    if name == "bytes":
+        return Tokenizer("bytes", 256, _encode_bytes, lambda texts: [_encode_bytes(text) for text in texts])
+    if kind == "bpe":
+        if (colon and not size.isdecimal()) or (colon and int(size) < 257):
+            raise SpanaxError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
+        if corpus is None:
+            raise SpanaxError(f"tokenizer '{name}' is trained, and there is no text to train it on.", fix="bytes")
+        return _trained(corpus, int(size or BPE_VOCAB_SIZE), cache_dir)
+    if name.endswith(".json") or os.sep in name:
+        return _from_file(Path(name))
+    raise SpanaxError(
+        f"unknown tokenizer '{name}'.", fix=nearest(name, ["bytes", "bpe", f"bpe:{BPE_VOCAB_SIZE}", "tokenizer.json"])
+    )
+
+
+def _encode_bytes(text: str | bytes) -> np.ndarray:
+    return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
+
+
+def _trained(text: TrainingText, vocab_size: int, cache_dir: str | os.PathLike[str] | None) -> Tokenizer:
+    from tokenizers import Tokenizer as Engine
+
+    key = digest(*text.key, str(vocab_size))
+    path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
+    try:
+        engine = Engine.from_str(path.read_text(encoding="utf-8"))
+    except Exception:  # not there, or damaged: the library raises a bare Exception; training makes it again
+        engine = _train(text, vocab_size)
+        written = engine.to_str().encode()
+        keep(path, lambda file: file.write(written), cache_dir)
+    return _wrapped(f"bpe:{vocab_size}@{key}", engine)
+
+
+def _train(text: TrainingText, vocab_size: int) -> "tokenizers.Tokenizer":
+    from tokenizers import Tokenizer as Engine
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    engine = Engine(models.BPE())
+    engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    engine.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: no text is out of reach
+        show_progress=False,
+        special_tokens=[],
+    )
+    step = 1 + text.size_bytes // BPE_TRAINING_BYTES
+    pieces = (piece for document in text.documents() for piece in _pieces(document))
+    engine.train_from_iterator((piece for i, piece in enumerate(pieces) if i % step == 0), trainer)
+    return engine
+
+
+def _from_file(path: Path) -> Tokenizer:
+    from tokenizers import Tokenizer as Engine
+
+    try:
+        written = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
+    except (OSError, ValueError) as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        reason = error.strerror if isinstance(error, OSError) else str(error) if is_text else "it is not UTF-8 text"
+        raise DataError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
+    try:
+        engine = Engine.from_str(written)
+    except Exception as error:  # the library raises a bare Exception
+        raise DataError(
+            f"'{path}' is no tokenizer, or is damaged.",
+            where=" ".join(str(error).split())[:120],
+            fix="download the file again, or use bytes or bpe",
+        ) from None
+    engine.no_truncation()
+    engine.no_padding()
+    made = _wrapped(f"{path.name}@{digest(written)}", engine, _end_id(engine, path))
+    if made.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
+        raise DataError(
+            f"'{path}' has {engine.get_vocab_size():,} tokens, and gives one the id {made.vocab_size - 1:,}.",
+            fix="a tokenizer whose ids count on; a model makes room for each",
+        )
+    return made
+
+
+def _end_id(engine: "tokenizers.Tokenizer", path: Path) -> int | None:
+    """The token behind a document: as the tokenizer_config.json beside the file says, or by its usual names."""
+    try:
+        said = read_json(path.with_name("tokenizer_config.json"))
+        token = said.get("eos_token") if isinstance(said, Mapping) else None
+        names: Sequence[object] = [token.get("content") if isinstance(token, Mapping) else token]
+    except (OSError, ValueError):
+        names = END_OF_TEXT
+    ids = (engine.token_to_id(name) for name in names if isinstance(name, str))
+    return next((found for found in ids if found is not None), None)
+
+
+def _wrapped(name: str, engine: "tokenizers.Tokenizer", end_id: int | None = None) -> Tokenizer:
+    # The highest id, not the number of entries: published vocabularies have gaps.
+    vocab_size = max(engine.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+    def encode(text: str | bytes) -> np.ndarray:
+        pieces = list(_pieces(text.encode() if isinstance(text, str) else text))
+        parts = [np.empty(0, dtype)]
+        for first in range(0, len(pieces), PIECES_AT_ONCE):
+            encoded = engine.encode_batch(pieces[first : first + PIECES_AT_ONCE], add_special_tokens=False)
+            parts += [np.array(piece.ids, dtype) for piece in encoded]
+        return np.concatenate(parts)
+
+    def encode_each(texts: Sequence[bytes]) -> list[np.ndarray]:
+        encoded = engine.encode_batch([text.decode() for text in texts], add_special_tokens=False)
+        return [np.array(each.ids, dtype) for each in encoded]
+
+    return Tokenizer(name, vocab_size, encode, encode_each, end_id)
+
+
+def _pieces(text: bytes) -> Iterator[str]:
+    """The text in parts of about `PIECE_BYTES` that end before a newline, else before a blank."""
+    start = 0
+    while start < len(text):
+        stop = min(start + PIECE_BYTES, len(text))
+        if stop < len(text):
+            breaks = (text.rfind(mark, start + 1, stop) for mark in (b"\n", b" "))
+            stop = next((found for found in breaks if found > 0), stop)
+            while stop < len(text) and text[stop] & 0xC0 == 0x80:  # never inside a character
+                stop += 1
+        yield text[start:stop].decode("utf-8")
+        start = stop

@@ -1,0 +1,397 @@
+"""Checkpoints: a training state on disk that survives kills, full disks and flipped bytes.
+
+DIR/<step>/ holds arrays/ (Orbax), plan.json, meta.json and manifest.json. The manifest is written last and is the only
+sign that a save finished; it is checked against every byte before anything is restored. Orbax copies and moves the
+arrays; what is finished, good, kept or used is decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from spanax.documents import read_bytes
+from spanax.errors import DataError, SpanaxError, WriteError, first_line
+from spanax.run.hosts import everywhere, from_first, is_first
+from spanax.run.store import manifest
+from spanax.run.store.layers import Regrouped, told
+from spanax.run.store.manifest import ARRAYS, META, PLAN, Saved, describe, discard, read_meta, verify
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["Pending", "Restored", "Saved", "describe", "restore", "save", "verify"]
+
+FULL = "no space left on the device"
+
+# One save at a time into a folder, so that the host never holds two copies; also what tells living saves from dead.
+_STARTING = threading.Lock()
+_ATTEMPTS = itertools.count()
+_RUNNING: dict[Path, Pending] = {}
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` found: the step, its arrays by dotted path, and the texts saved beside them."""
+
+    step: int
+    arrays: dict[str, jax.Array]
+    plan_json: str
+    meta: dict[str, Any]
+
+
+@final
+class Pending:
+    """A save that goes on in the background; `wait` ends it, before the program ends at the latest.
+
+    `seconds` is how long it took, once it has ended.
+    """
+
+    def __init__(self, root: Path, step: int, finish: Callable[[], None]):
+        self.step = step
+        self._root, self._finish = root, finish
+        self._error: WriteError | None = None
+        self._began, self.seconds = time.monotonic(), 0.0
+        self._thread = threading.Thread(target=self._run, name=f"spanax-save-{step}")
+
+    def is_running(self, after_seconds: float) -> bool:
+        """Whether it still goes on in any process after so long; all of them ask at the same place."""
+        self._thread.join(after_seconds)
+        return not everywhere(not self._thread.is_alive())
+
+    def wait(self) -> None:
+        """Blocks until the step is finished on disk, and steps over `keep` are gone.
+
+        In a program of several processes all of them call it at the same place.
+
+        Raises:
+          WriteError: the step could not be written; nothing of it is left. Raised by every call.
+        """
+        self._thread.join()
+        is_everywhere = everywhere(self._error is None)
+        if _RUNNING.get(self._root) is self:
+            del _RUNNING[self._root]
+        if self._error is not None:
+            raise self._error
+        if not is_everywhere:
+            raise WriteError(f"step {self.step} was not saved: another process failed.", where=str(self._root))
+
+    def _run(self) -> None:
+        try:
+            self._finish()
+        except WriteError as error:
+            self._error = error
+        except BaseException as error:
+            self._error = failure(self._root, self.step, error)
+        finally:
+            # It holds the host's copy of the arrays.
+            del self._finish
+            self.seconds = time.monotonic() - self._began
+
+
+def warm_up() -> None:
+    """Import what the first save would wait for: seconds that a run spends better before its first step."""
+    orbax_v1()
+
+
+def save(
+    directory: str | os.PathLike[str],
+    step: int,
+    arrays: Mapping[str, jax.Array],
+    *,
+    plan_json: str,
+    meta: Mapping[str, Any],
+    keep: int | None = None,
+) -> Pending:
+    """Starts saving a step and returns once its arrays are copied: they may be donated at once.
+
+    First it waits for the save still running in this directory, if any, and raises what that one raised.
+
+    Args:
+      directory: the folder of all steps; made if missing.
+      step: its number, 0 or more. A finished step of that number stays until the new one is finished.
+      arrays: dotted path to array; the same paths on every process.
+      plan_json: the text kept as plan.json.
+      meta: JSON values kept in meta.json.
+      keep: how many finished steps to leave, this one and the newest others; None keeps all.
+
+    Raises:
+      WriteError: the place cannot be written.
+    """
+    step = _checked(step, arrays, keep)
+    root = Path(directory).resolve()
+    leaves = {key: told(value) for key, value in arrays.items()}
+    texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
+    stored = {stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
+    with _STARTING:
+        if root in _RUNNING:
+            _RUNNING[root].wait()
+        staging = prepare(root, step, texts)
+        try:
+            response = _start(staging / ARRAYS, stored)
+        except BaseException as error:
+            abandon(staging)
+            if isinstance(error, OSError):
+                raise failure(root, step, error) from error
+            raise
+        pending = Pending(root, step, lambda: _finish(response, staging, root, step, keep))
+        pending._thread.start()
+        _RUNNING[root] = pending
+    return pending
+
+
+def restore(
+    directory: str | os.PathLike[str],
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    step: int | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> Restored:
+    """Reads the newest good step onto the shardings of `targets`, whatever devices it was saved from.
+
+    Args:
+      directory: the folder of all steps.
+      targets: dotted path to shape, dtype and sharding: the paths that were saved, or stacks of them.
+      step: take this one and no other.
+      warn: gets one line when damaged steps were passed over; the default prints it to stderr.
+
+    Raises:
+      DataError: no step is good, the one asked for is not, or the saved arrays differ from `targets`.
+      SpanaxError: a target has no sharding, or one that does not divide its shape.
+    """
+    root = Path(directory).resolve()
+    if root in _RUNNING:
+        # Its outcome decides which step is the newest. Errors stay with whoever waits for it.
+        _RUNNING[root]._thread.join()
+    warn = warn or functools.partial(print, file=sys.stderr)
+    folder = root / from_first(lambda: choose(root, step, warn).name, DataError)
+    found = manifest.step_of(folder) or 0
+    try:
+        plan_json = read_bytes(folder / PLAN).decode()
+        _, leaves, meta = read_meta(folder)
+        regrouped = Regrouped.of(leaves, targets)
+        compare(found, folder, leaves, regrouped.reads)
+        arrays = regrouped.finish(load(folder / ARRAYS, regrouped.reads))
+        return Restored(found, arrays, plan_json, meta)
+    except SpanaxError:
+        raise
+    except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
+        what = f"checkpoint step {found} is as it was saved but cannot be loaded: {first_line(error)}"
+        raise DataError(what, where=str(folder)) from error
+
+
+def make_room(directory: str | os.PathLike[str]) -> int | None:
+    """Removes the oldest finished step of a full disk, and returns its number; None where none can go.
+
+    The newest step stays, and goes on to be the one that a run is restored from: it is held against its manifest first.
+    """
+    found = manifest.finished(directory)
+    if len({step for step, _ in found}) < 2 or manifest.problems(found[-1][1]):
+        return None
+    step, folder = found[0]
+    with contextlib.suppress(OSError):
+        discard(folder)
+        return step
+    return None
+
+
+def is_full(error: WriteError) -> bool:
+    """Whether it was for want of room that a save failed."""
+    return FULL in str(error)
+
+
+# ---- saving
+
+
+def _checked(step: int, arrays: Mapping[str, Any], keep: int | None) -> int:
+    if isinstance(step, bool) or manifest.step_of(str(step)) is None:
+        raise SpanaxError(f"step {step!r} cannot be saved.", fix="a step is a whole number of at most 18 digits")
+    if keep is not None and keep < 1:
+        raise SpanaxError(f"keep={keep} would delete the step just saved.", fix="keep=1 leaves only the newest")
+    if not any(not _is_empty(value) for value in arrays.values()) or not all(arrays):
+        raise SpanaxError("nothing to save." if all(arrays) else "an array without a name cannot be saved.")
+    return int(step)
+
+
+def prepare(root: Path, step: int, texts: Mapping[str, bytes]) -> Path:
+    """Clears leftovers, then makes the folder to write into, on the first process; the same answer on all."""
+    # A name of its own, so that late writes of a failed save never mix with those of the next.
+    staging = root / f"{step}.new{next(_ATTEMPTS)}"
+
+    def make() -> str:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            manifest.clear(root)
+            if os.path.lexists(root / str(step)) and step not in manifest.steps(root):
+                raise FileExistsError(f"{root / str(step)} exists and is no checkpoint")
+            staging.mkdir()
+            for name, content in texts.items():
+                (staging / name).write_bytes(content)
+        except OSError as error:
+            abandon(staging)
+            raise failure(root, step, error) from error
+        return staging.name
+
+    return root / from_first(make, WriteError)
+
+
+def _start(folder: Path, stored: Mapping[str, jax.Array]) -> Any:
+    """Copies the arrays and has Orbax write them in the background."""
+    orbax = orbax_v1()
+    context = orbax.Context()
+    # Otherwise a folder that cannot be made leaves four threads waiting for it for minutes.
+    context.asynchronous.create_directories_asynchronously = False
+    # Replicas that share the writing of an array slice it first: a program to compile a shape, while steps wait.
+    context.array.saving.use_replica_parallel = False
+    with context:
+        return orbax.save_async(folder, dict(stored))
+
+
+def _finish(response: Any, staging: Path, root: Path, step: int, keep: int | None) -> None:
+    """Ends a save: arrays, manifest, place of an older one of that number, then the steps over `keep`."""
+    try:
+        # Returns after a barrier: then every process has written its part.
+        response.result()
+        if not is_first():
+            return
+        manifest.write(staging)
+    except BaseException as error:
+        abandon(staging)
+        raise failure(root, step, error) from error
+    try:
+        manifest.settle(root)
+        # A run that went back to an older step must not lose what it just saved to its abandoned future.
+        others = [number for number in manifest.steps(root) if number != step]
+        for number in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
+            discard(root / str(number))
+    except OSError as error:
+        what = f"step {step} is saved, but an older one cannot be removed: {error.strerror}."
+        raise WriteError(what, where=str(error.filename or root)) from error
+
+
+def abandon(staging: Path) -> None:
+    """Removes a half-written step once Orbax's threads, which know of no failure but their own, are done with it."""
+    for thread in threading.enumerate():
+        if type(thread).__module__.startswith("orbax."):
+            thread.join(timeout=10)
+    if is_first():
+        with contextlib.suppress(OSError):
+            discard(staging)
+
+
+def failure(root: Path, step: int, error: BaseException) -> WriteError:
+    is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))
+    reason = FULL if is_out else first_line(error)
+    fix = "make room or name another folder"
+    with contextlib.suppress(OSError):
+        fix += f"; finished steps there: {', '.join(map(str, manifest.steps(root))) or 'none'}"
+    return WriteError(f"step {step} was not saved: {reason}.", where=str(root), fix=fix)
+
+
+# ---- restoring
+
+
+def choose(root: Path, step: int | None, warn: Callable[[str], None]) -> Path:
+    """The folder of the newest good step, or of the one asked for."""
+    candidates = [(number, path) for number, path in reversed(manifest.finished(root)) if step in (None, number)]
+    if not candidates:
+        raise _nothing(root, step)
+    bad: list[str] = []
+    for number, folder in candidates:
+        found = manifest.problems(folder)
+        if not found:
+            if bad:
+                warn(f"WARNING: damaged checkpoint passed over: {'; '.join(bad)}. Restoring step {number} of {root}")
+            return folder
+        bad.append(f"step {number}: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
+    what = "no checkpoint is good." if step is None else f"checkpoint step {step} is damaged."
+    others = [] if step is None else [str(number) for number in manifest.steps(root) if number != step]
+    fix = f"other steps here: {', '.join(others)}" if others else "bring a copy back, or start in another folder"
+    raise DataError(what, where=f"{root}: {'; '.join(bad)}", fix=fix)
+
+
+def _nothing(root: Path, step: int | None) -> DataError:
+    cut_short = [path.name for path in manifest.unfinished(root)]
+    state = "" if root.is_dir() else " does not exist" if not root.exists() else " is not a folder"
+    state = f"{root}{state}" + (f" holds only unfinished: {', '.join(cut_short)}" if cut_short else "")
+    if step is None:
+        return DataError("no checkpoint found.", where=state, fix="name the folder that holds the numbered steps")
+    there = ", ".join(map(str, manifest.steps(root))) or "none"
+    return DataError(f"no checkpoint of step {step}.", where=state, fix=f"finished steps: {there}")
+
+
+def compare(step: int, folder: Path, leaves: Mapping[str, str], targets: Mapping[str, Any]) -> None:
+    """Raises one error for all paths, shapes and dtypes that differ, or one for a sharding that does not fit."""
+    wanted = {key: told(target) for key, target in targets.items()}
+    differ = [key for key in sorted(wanted.keys() | leaves.keys()) if wanted.get(key) != leaves.get(key)]
+    if differ:
+        lines = [f"{key}: wanted {wanted.get(key, 'nothing')}, has {leaves.get(key, 'nothing')}" for key in differ[:5]]
+        is_bare = {*differ} == wanted.keys() - leaves.keys() and not any(key.startswith("optimizer.") for key in leaves)
+        raise DataError(
+            f"checkpoint step {step} is of another model: {len(differ)} of {len(wanted)} arrays differ.",
+            where=f"{folder}: {'; '.join(lines)}{'; ...' if len(differ) > 5 else ''}",
+            fix="it holds weights alone: spanax.start(program, plan, init=...), or spanax train --init"
+            if is_bare
+            else "build the model and optimizer the checkpoint was saved from",
+        )
+    for key, target in targets.items():
+        if target.sharding is None:
+            raise SpanaxError(f"no sharding given for {key}.", fix="every target needs a sharding")
+        try:
+            target.sharding.shard_shape(target.shape)
+        except ValueError as error:
+            # Left to Orbax, the other reads go on without an owner and print their traces at any later time.
+            raise SpanaxError(f"{key} cannot be laid out so.", where=first_line(error)) from error
+
+
+def load(folder: Path, targets: Mapping[str, Any], *, is_all: bool = True) -> dict[str, jax.Array]:
+    """The arrays of a step's folder `arrays`: all that are there, or just the targets."""
+    import jax
+    import numpy as np
+
+    stored = {stored_name(key): target for key, target in targets.items() if not _is_empty(target)}
+    context = orbax_v1().Context()
+    context.pytree.loading.partial_load = not is_all
+    with context:
+        loaded = orbax_v1().load(folder, stored) if stored else {}
+
+    def empty(target: Any) -> jax.Array:
+        zeros = np.zeros(target.shape, target.dtype)
+        return jax.make_array_from_callback(target.shape, target.sharding, lambda index: zeros[index])
+
+    return {key: empty(target) if _is_empty(target) else loaded[stored_name(key)] for key, target in targets.items()}
+
+
+# ---- what both need
+
+
+def _is_empty(value: Any) -> bool:
+    """Orbax refuses arrays without elements; only their leaf is kept. (Keys cannot be made from zeros.)"""
+    return 0 in value.shape and not str(value.dtype).startswith("key<")
+
+
+def stored_name(key: str) -> str:
+    """A dotted path as one name that no file system reads as a way out of the folder, and that can be read back."""
+    quoted = urllib.parse.quote(key, safe="")
+    return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted
+
+
+@functools.cache
+def orbax_v1() -> Any:
+    """Orbax's v1 API, imported on first use: it takes seconds."""
+    from orbax.checkpoint import v1
+
+    # On a failed write each of its threads logs a page of traces; the one WriteError says it in a line.
+    logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
+    return v1

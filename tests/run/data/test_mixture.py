@@ -1,0 +1,195 @@
+"""Mixtures: exact shares over any stretch, the same rows on any processes and after a resume, and what is refused."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+import pytest
+
+from batched import B, leaf, plan_of, take
+from spanax.errors import DataError, SpanaxError
+from spanax.run.data.batches import batches, open_source
+from spanax.run.data.mixture import Mixture, mixture, named, picked, places_until
+from spanax.run.data.opened import Reading
+from spanax.run.data.order import Order
+from spanax.run.data.source import local_rows
+
+PLAN = plan_of(leaf("x", (B,), spec=(("data",),)))
+TEXT = plan_of(leaf("inputs", (B, 4)), leaf("targets", (B, 4)))
+PARTS = [
+    ([{"x": 1000 * part + i} for i in range(size)], weight)
+    for part, (size, weight) in enumerate([(40, 5), (9, 2), (16, 1)])
+]
+
+
+def xs(num: int, source: Any = None, **options: Any) -> list[list[int]]:
+    found = batches(source or mixture(PARTS), PLAN, prefetch=0, **options)
+    return [batch["x"] for batch in take(found, num)]
+
+
+# ---- shares
+
+
+@pytest.mark.parametrize("weights", [(7, 3), (1, 1, 1), (5, 3, 2), (97, 2, 1), (1,) * 9, (1, 10**6)])
+def test_every_stretch_has_its_shares(weights: tuple[int, ...]) -> None:
+    for start in (0, 10**11):
+        part_R, inner_R = picked(start + np.arange(2000), weights)
+        for part, weight in enumerate(weights):
+            share = weight / sum(weights)
+            counts = np.cumsum(part_R == part)
+            assert np.abs(counts - share * np.arange(1, 2001)).max() < 2
+            mine = inner_R[part_R == part]
+            assert np.array_equal(np.diff(mine), np.ones(max(0, len(mine) - 1)))  # none twice, none left out
+            if len(mine):
+                assert abs(mine[0] - share * start) < 2
+
+
+def test_weights_are_kept_exactly() -> None:
+    assert mixture({"a": 0.7, "b": 0.3}).weights == (7, 3)
+    assert mixture({"a": 1, "b": 1.0, "c": 2}).weights == (1, 1, 2)
+    assert mixture([("a", 1e-3), ("b", 0.999)]).weights == (1, 999)
+
+
+def test_the_deal_is_the_same_forever() -> None:
+    """A saved position means nothing if a new version deals otherwise."""
+    part_R, inner_R = picked(np.arange(10), (5, 3, 2))
+    assert part_R.tolist() == [0, 1, 0, 1, 0, 2, 0, 1, 0, 2]
+    assert inner_R.tolist() == [0, 0, 1, 1, 2, 0, 3, 2, 4, 1]
+
+
+@pytest.mark.parametrize("sizes", [(40, 9, 16), (1, 1, 1), (1000, 1, 1)])
+def test_no_part_is_asked_for_more_than_it_has(sizes: tuple[int, ...]) -> None:
+    most = places_until(sizes, (5, 2, 1))
+    counts = [Counter(picked(np.arange(num), (5, 2, 1))[0].tolist()) for num in (most, most + 1)]
+    assert [all(count[part] <= size for part, size in enumerate(sizes)) for count in counts] == [True, False]
+
+
+# ---- batches
+
+
+def test_each_part_comes_in_its_own_order_and_share() -> None:
+    found = [x for batch in xs(20, seed=4) for x in batch]
+    assert Counter(x // 1000 for x in found) == {0: 100, 1: 40, 2: 20}
+    for part, (items, _) in enumerate(PARTS):
+        mine = [x % 1000 for x in found if x // 1000 == part]
+        assert mine == Order(len(items), 1, 4 + part).at(np.arange(len(mine))).tolist()
+
+
+def test_the_first_part_that_ends_ends_all() -> None:
+    assert len(xs(99, repeat=False)) == places_until((40, 9, 16), (5, 2, 1)) // B == 4
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "model=4,data=2"])
+def test_two_processes_see_the_batches_of_one(mesh: str) -> None:
+    plan = plan_of(*PLAN.batch, mesh=mesh)
+    built = plan.mesh.build()
+    shardings = {"x": plan.batch[0].sharding(built)}
+
+    def read(devices: list[Any], index: int) -> dict[int, int]:
+        rows = local_rows(plan.batch, shardings, devices)
+        source = open_source(mixture(PARTS), plan.batch, rows, Reading(), seed=1, shuffle=True, repeat=True)
+        return dict(zip(rows.tolist(), source.read(index)["x"].tolist(), strict=True))
+
+    devices = list(built.devices.flat)
+    for index in (0, 7):
+        whole, halves = read(devices, index), [read(half, index) for half in (devices[:4], devices[4:])]
+        assert halves[0] | halves[1] == whole and len(whole) == B
+        assert all(whole[row] == x for half in halves for row, x in half.items())
+
+
+def test_a_position_gives_the_same_rows_on_another_mesh() -> None:
+    found = batches(mixture(PARTS), PLAN, prefetch=2, seed=2)
+    take(found, 3)
+    position = json.loads(json.dumps(found.state()))
+    rest = [batch["x"] for batch in take(found, 4)]
+    found.close()
+    again = batches(mixture(PARTS), plan_of(*PLAN.batch, mesh="data=2,model=2"), position=position, seed=2)
+    assert [batch["x"] for batch in take(again, 4)] == rest
+    again.close()
+    other = mixture([(PARTS[0][0], 4), *PARTS[1:]])
+    with pytest.raises(DataError, match="its source is another"):
+        batches(other, PLAN, position=position, seed=2)
+
+
+def test_epochs_of_each_part_are_known() -> None:
+    found = batches(mixture(PARTS), PLAN, prefetch=0)
+    assert [round(share.share, 3) for share in found.shares] == [0.625, 0.25, 0.125]
+    assert [share.epochs(20) for share in found.shares] == [2.5, pytest.approx(40 / 9), 1.25]
+
+
+# ---- files
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("".join(json.dumps({"content": "aaaa " * 30}) + "\n" for _ in range(60)))
+    Path("b.txt").write_text("bbbb " * 900)
+    return tmp_path
+
+
+def test_files_are_mixed_by_a_text(files: Path) -> None:
+    assert isinstance(named("a.jsonl=0.75,b.txt=0.25"), Mixture)
+    found = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0)
+    rows = [row for batch in take(found, 4) for row in batch["inputs"]]
+    assert sum(ord("a") in row for row in rows) == 24 and sum(ord("b") in row for row in rows) == 8
+    assert [share.source.split()[0] for share in found.shares] == ["a.jsonl[content]", "b.txt"]
+    held_out = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0, split="validation", repeat=False)
+    assert held_out.num_batches == 18
+
+
+def test_one_tokenizer_is_trained_on_all_of_it(files: Path) -> None:
+    batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0, tokenizer="bpe:262")
+    (kept,) = (files / "cache" / "spanax").glob("tokenizer-*.json")
+    assert {"aa", "bb"} <= set(json.loads(kept.read_text())["model"]["vocab"])
+
+
+def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
+    Path("b=0.5,c=0.5").mkdir()
+    (Path("b=0.5,c=0.5") / "0.txt").write_text("c" * 1000)
+    assert named("b=0.5,c=0.5") == "b=0.5,c=0.5" and named("lr=3/x.txt") == "lr=3/x.txt"
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    "sources, told",
+    [
+        ({"a": 1}, "a mixture takes two sources or more."),
+        ({"a": 1, "b": 0}, "the weight of b is 0; it takes a number above 0."),
+        ({"a": 1, "b": float("nan")}, "the weight of b is nan; it takes a number above 0."),
+        ({"a": 1, "b": True}, "the weight of b is True; it takes a number above 0."),
+        ({"a": 0.123456789, "b": 1}, "the weights have too many digits to be kept exactly."),
+    ],
+)
+def test_weights_that_are_none(sources: dict[str, Any], told: str) -> None:
+    with pytest.raises(SpanaxError) as error:
+        mixture(sources)
+    assert str(error.value).splitlines()[0] == told
+
+
+def test_a_text_with_a_bad_weight(files: Path) -> None:
+    with pytest.raises(SpanaxError, match="--data a.jsonl=0,b.txt=1"):
+        named("a.jsonl=0,b.txt=1")
+
+
+@pytest.mark.parametrize(
+    "part, told",
+    [
+        (iter([{"x": 1}]), "a list_iterator cannot be part of a mixture."),
+        (grain.MapDataset.range(9), "cannot be part of a mixture.\n  fix: grain.MapDataset.mix"),
+        ([{"x": list(range(B))}], "a list of batches cannot be part of a mixture"),
+        ([{"y": 1}] * 9, "the data has no leaf 'x'"),
+        ([{"x": 1}] * 3, "list has 3 examples, and one batch takes 8."),
+    ],
+    ids=["iterator", "grain", "batches", "leaf", "few"],
+)
+def test_parts_that_cannot_be_mixed(part: Any, told: str) -> None:
+    with pytest.raises(SpanaxError) as error:
+        batches(mixture([(part, 1), PARTS[0]]), PLAN)
+    assert told in str(error.value)

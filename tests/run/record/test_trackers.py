@@ -1,0 +1,304 @@
+"""Trackers: what they are told and when, that none of them ends a run, and the files of the real ones read back."""
+
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from boards import events, shown
+from spanax.errors import SpanaxError, WriteError
+from spanax.hardware.mesh import MeshShape
+from spanax.run.config import TrainConfig, check
+from spanax.run.record.tensorboard import TensorBoard
+from spanax.run.record.trackers import About, Trackers, check_trackers
+from spanax.run.tracking import made, track
+
+STEPS = [{"event": "step", "step": step, "loss": 1.0 / step, "counts": [1, 2]} for step in range(1, 7)]
+
+
+class Told:
+    """A tracker that remembers, and fails where it is told to."""
+
+    def __init__(self, fails: str = ""):
+        self.said: list[Any] = []
+        self.fails = fails
+
+    def _say(self, name: str, *said: Any) -> None:
+        if name == self.fails:
+            raise OSError(28, "No space left on device")
+        self.said.append((name, *said))
+
+    def begin(self, about: About) -> None:
+        self._say("begin", about.step, about.reached)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._say("log", step, dict(values))
+
+    def back(self, step: int) -> None:
+        self._say("back", step)
+
+    def end(self) -> None:
+        self._say("end")
+
+
+def about(folder: Path, **values: Any) -> About:
+    return About(folder, {"lr": 0.1, "seed": 3, "mesh": None}, {"layout": "fsdp", "mesh": {"fsdp": 8}}, **values)
+
+
+def run_of(num_steps: int = 0) -> Any:
+    plan = SimpleNamespace(
+        layout=SimpleNamespace(name="fsdp"), mesh=MeshShape.of("fsdp=8"), why="it fits", state_bytes=lambda: 80
+    )
+    return SimpleNamespace(plan=plan, num_steps=num_steps, program=SimpleNamespace(num_params=20))
+
+
+# ---- what is told
+
+
+def test_a_tracker_is_told_of_steps_and_evaluations() -> None:
+    told, warnings = Told(), list[str]()
+    trackers = Trackers({"told": told}, about(Path("runs/a"), step=4, reached=6), warnings.append)
+    for event in [
+        {"event": "start", "step": 4},
+        {"event": "step", "step": 5, "loss": 2.5, "ok": True, "counts": [1, 2], "name": "x", "tokens": 7},
+        {"event": "save", "step": 5, "blocked_seconds": 0.1},
+        {"event": "eval", "step": 5, "val_loss": 2.0},
+        {"event": "rolled_back", "step": 4, "from_step": 5, "batch": 5},
+        {"event": "warning", "message": "none"},
+    ]:
+        trackers.take(event)
+    trackers.end()
+    assert told.said == [
+        ("begin", 4, 6),
+        ("log", 5, {"loss": 2.5, "tokens": 7.0}),
+        ("log", 5, {"val_loss": 2.0}),
+        ("back", 4),
+        ("end",),
+    ]
+    assert not warnings
+
+
+@pytest.mark.parametrize("fails", ["begin", "log", "back", "end"])
+def test_a_tracker_that_fails_is_told_of_once_and_left_out(fails: str) -> None:
+    bad, good, warnings = Told(fails), Told(), list[str]()
+    trackers = Trackers({"bad": bad, "good": good}, about(Path("runs/a")), warnings.append)
+    for event in [{"event": "start"}, *STEPS[:2], {"event": "rolled_back", "step": 1}, *STEPS[1:3]]:
+        trackers.take(event)
+    trackers.end()
+    assert warnings == ["tracker 'bad' failed and is left out from here: [Errno 28] No space left on device"]
+    assert [said[0] for said in good.said] == ["begin", "log", "log", "back", "log", "log", "end"]
+    assert len(bad.said) == {"begin": 0, "log": 1, "back": 3, "end": 6}[fails]
+
+
+# ---- a loop of one's own
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_loop_of_ones_own_writes_metrics_and_tells(tmp_path: Path) -> None:
+    told = Told()
+    with track([told], tmp_path / "a", run_of(), settings={"lr": 0.1}) as tracking:
+        for step in (1, 2, 3):
+            assert len(read(tmp_path / "a")) == max(0, step - 2)  # fetched only when the next step is under way
+            tracking.log(step, {"loss": np.float32(step), "counts": np.arange(2)})
+    assert read(tmp_path / "a") == [
+        {"event": "step", "step": step, "loss": float(step), "counts": [0, 1]} for step in (1, 2, 3)
+    ]
+    assert told.said == [("begin", 0, 0), *(("log", step, {"loss": float(step)}) for step in (1, 2, 3)), ("end",)]
+
+
+def test_numbers_that_are_none_stay_lines_of_json(tmp_path: Path) -> None:
+    told = Told()
+    with track([told], tmp_path, run_of()) as tracking:
+        tracking.log(1, {"loss": np.float32("nan")})
+    assert read(tmp_path) == [{"event": "step", "step": 1, "loss": "nan"}] and math.isnan(told.said[1][2]["loss"])
+
+
+def test_a_loop_that_goes_on_leaves_no_step_twice(tmp_path: Path) -> None:
+    told = Told()
+    with track("", tmp_path, run_of()) as tracking:
+        for step in range(1, 6):
+            tracking.log(step, {"loss": 0})
+    with track([told], tmp_path, run_of(3)) as tracking:
+        tracking.log(4, {"loss": 1})
+        tracking.back(3)
+        tracking.log(4, {"loss": 2})
+    assert [(line["step"], line["loss"]) for line in read(tmp_path)] == [(1, 0), (2, 0), (3, 0), (4, 1), (4, 2)]
+    assert told.said[0] == ("begin", 3, 5) and ("back", 3) in told.said
+
+
+def test_a_new_run_does_not_take_the_place_of_another(tmp_path: Path) -> None:
+    with track("", tmp_path, run_of()) as tracking:
+        tracking.log(1, {"loss": 0})
+    with pytest.raises(WriteError, match="already holds a run"), track("", tmp_path, run_of()):
+        pass
+    assert len(read(tmp_path)) == 1
+
+
+def test_a_failing_tracker_is_in_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with track([Told("begin")], tmp_path, run_of()) as tracking:
+        tracking.log(1, {"loss": 0})
+    assert [line["event"] for line in read(tmp_path)] == ["warning", "step"]
+    assert "tracker 'Told' failed" in capsys.readouterr().err
+
+
+def test_the_last_step_is_told_when_the_loop_fails(tmp_path: Path) -> None:
+    told = Told()
+    with pytest.raises(ZeroDivisionError), track([told], tmp_path, run_of()) as tracking:
+        tracking.log(1, {"loss": 0})
+        1 / 0  # noqa: B018
+    assert told.said[1:] == [("log", 1, {"loss": 0.0}), ("end",)]
+
+
+# ---- names
+
+
+def test_names_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SpanaxError, match="unknown tracker 'tensorbord'") as error:
+        check(TrainConfig(track="tensorbord"))
+    assert "did you mean 'tensorboard'?" in str(error.value)
+    monkeypatch.setattr("spanax.run.record.trackers.find_spec", lambda name: None)
+    with pytest.raises(SpanaxError) as error:
+        made(["wandb"])
+    assert str(error.value) == "tracker 'wandb' needs wandb.\n  fix: pip install \"spanax[wandb]\""
+    assert check_trackers("") == [] and check(TrainConfig()).track is None
+
+
+def test_no_tracker_is_imported_that_is_not_asked_for() -> None:
+    code = "import sys, spanax.run.tracking; print(sorted({'tensorboardX', 'wandb'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# ---- TensorBoard
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Path:
+    pytest.importorskip("tensorboardX", reason='pip install "spanax[tensorboard]"')
+    return tmp_path
+
+
+def test_event_files_hold_what_was_told(board: Path) -> None:
+    tracker = TensorBoard()
+    tracker.begin(about(board))
+    tracker.log(1, {"loss": 2.5, "val_loss": math.nan})
+    tracker.end()
+    first, settings, plan, step = events(board)
+    assert first.file_version == "brain.Event:2"
+    assert settings.summary.value[0].tag == "settings/text_summary"
+    assert settings.summary.value[0].tensor.string_val == [b"    lr: 0.1\n    seed: 3"]
+    assert b'mesh: {"fsdp": 8}' in plan.summary.value[0].tensor.string_val[0]
+    assert step.step == 1 and [(v.tag, str(v.simple_value)) for v in step.summary.value] == [
+        ("loss", "2.5"),
+        ("val_loss", "nan"),
+    ]
+
+
+def test_no_step_is_shown_twice(board: Path) -> None:
+    first = Trackers({"board": TensorBoard()}, about(board), print)
+    for event in [{"event": "start"}, *STEPS[:5]]:
+        first.take(event)  # killed: nothing is ended
+    second = Trackers({"board": TensorBoard()}, about(board, step=3, reached=5), print)
+    for event in [{"event": "start"}, *STEPS[3:6], {"event": "rolled_back", "step": 4}, *STEPS[4:]]:
+        second.take(event)
+    assert [step for step, _ in shown(board, "loss")] == [1, 2, 3, 4, 5, 6]
+    assert shown(board, "loss")[3] == (4, 0.25)
+
+
+def test_a_full_disk_ends_the_tracker_and_not_the_run(board: Path, small_disk: Path) -> None:
+    warnings: list[str] = []
+    trackers = Trackers({"board": TensorBoard()}, about(small_disk), warnings.append)
+    trackers.begin()
+    (small_disk / "full").write_bytes(bytes(1 << 19))
+    with pytest.raises(OSError):
+        (small_disk / "fuller").write_bytes(bytes(1 << 20))
+    for event in STEPS * 200:
+        trackers.take(event)
+    assert len(warnings) == 1
+    assert "No space left on device" in warnings[0] or "took a part of an event only" in warnings[0]
+
+
+# ---- Weights & Biases
+
+
+def stored(path: Path) -> Iterator[bytes]:
+    """The records of an offline file: LevelDB's log format behind seven bytes of its own."""
+    content, start, parts = path.read_bytes(), 7, b""
+    while start + 7 <= len(content):
+        if (left := -start % (1 << 15)) < 7:
+            start += left  # a head is never cut by a block's end
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, start)
+        parts += content[start + 7 : start + 7 + size]
+        start += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            yield parts
+            parts = b""
+
+
+def history(folder: Path) -> list[tuple[int, float]]:
+    """Steps and losses in the offline files, in the order in which they would be sent."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
+        for data in stored(path):
+            record = Record.FromString(data)
+            items = {item.key or ".".join(item.nested_key): item.value_json for item in record.history.item}
+            if "loss" in items:
+                found.append((record.history.step.num, float(items["loss"])))
+    return found
+
+
+TRACK = """
+import sys
+from pathlib import Path
+from spanax.run.record.trackers import About, Trackers
+from spanax.run.record.wandb import WeightsAndBiases
+folder, step, reached, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
+about = About(folder, {"lr": 0.1}, {"layout": "fsdp"}, step, reached)
+trackers = Trackers({"wandb": WeightsAndBiases()}, about, lambda line: print("WARNED", line))
+trackers.take({"event": "start"})
+for number in range(step + 1, last + 1):
+    trackers.take({"event": "step", "step": number, "loss": 1.0 / number})
+trackers.end()
+print("ENDED")
+"""
+
+
+def tracked(folder: Path, *args: int, **environment: str) -> str:
+    """What a process says that tracks some steps; W&B's settings are those of its first run in a process."""
+    pytest.importorskip("wandb", reason='pip install "spanax[wandb]"')
+    command = [sys.executable, "-c", TRACK, str(folder), *map(str, args)]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("ENDED\n"), done.stderr
+    return done.stdout
+
+
+def test_an_offline_run_is_one_run_without_steps_twice(tmp_path: Path) -> None:
+    for args in ((0, 0, 4), (2, 4, 6)):
+        assert "WARNED" not in tracked(tmp_path, *args, WANDB_MODE="offline")
+    runs = list(tmp_path.glob("wandb/offline-run-*"))
+    assert len(runs) == 2 and len({path.name.rpartition("-")[2] for path in runs}) == 1
+    assert re.fullmatch(r"[0-9a-f]{16}", (tmp_path / "wandb" / "id").read_text())
+    assert history(tmp_path) == [(step, 1.0 / step) for step in range(1, 7)]
+
+
+def test_no_network_and_no_key_end_the_tracker_and_not_the_run(tmp_path: Path) -> None:
+    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path), "WANDB_MODE": "online"}
+    told = tracked(tmp_path, 0, 0, 3, WANDB_API_KEY="", **nowhere)
+    assert told.count("WARNED tracker 'wandb' failed and is left out from here: ") == 1

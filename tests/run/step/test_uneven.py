@@ -1,0 +1,310 @@
+"""Layers that the stages of a pipeline do not divide: the numbers of one device, and nobody sees the padding."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from pipelines import (
+    GPT,
+    MIXTRAL,
+    MODELS,
+    SIZE,
+    VIT,
+    assert_same,
+    images,
+    numbers,
+    planned,
+    program,
+    ranked_layers,
+    reference,
+    tokens,
+    trained,
+    vit_loss,
+)
+from spanax.errors import SpanaxError
+from spanax.models import gpt, moe, vit
+from spanax.plan.parts import Parts
+from spanax.plan.plan import Schedule
+from spanax.plan.stages import AXIS
+from spanax.run.run import Run
+from spanax.run.step import pipeline
+from spanax.run.step.rows import PADDING, rows_of, stage_by_stage
+from spanax.trace.program import Program
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "uneven_errors.txt"
+
+
+class Watched(nnx.Module):
+    """Five layers; a penalty on all their weights, and the mean and the largest of what each made, outside of them."""
+
+    def __init__(self, rngs: nnx.Rngs, num_layers: int = 5, length: int | None = None, is_scaled: bool = False):
+        self.blocks = nnx.split_rngs(splits=num_layers)(nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs)))(rngs)
+        self.length, self.is_scaled = length, is_scaled
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+        graph, state = nnx.split(self.blocks)
+
+        scales = np.linspace(1, 0.5, len(self.blocks.kernel[...]), dtype=np.float32) if self.is_scaled else None
+
+        def layer(x: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
+            x = jnp.tanh(nnx.merge(graph, layer[0])(x)) * (1 if layer[1] is None else layer[1].astype(x.dtype))
+            return x, jnp.square(x).mean()
+
+        x, sizes = jax.lax.scan(layer, x, (state, scales), length=self.length)
+        penalty = 0.01 * jnp.square(self.blocks.kernel[...]).sum() + sizes.mean() / len(sizes)
+        return jnp.square(x).mean() + 0.1 * sizes.max() + penalty, {"sizes": sizes}
+
+
+MODELS |= {
+    "gpt-6": (lambda rngs: gpt.GPT(dataclasses.replace(GPT, num_layers=6), rngs), gpt.loss, tokens),
+    "gpt-5": (lambda rngs: gpt.GPT(dataclasses.replace(GPT, num_layers=5), rngs), gpt.loss, tokens),
+    "vit-3": (lambda rngs: vit.ViT(dataclasses.replace(VIT, num_layers=3), rngs), vit_loss, images),
+    "mixtral-5": (lambda rngs: moe.Mixtral(dataclasses.replace(MIXTRAL, num_layers=5), rngs), moe.loss, tokens),
+}
+
+
+def first_rows() -> dict[str, np.ndarray]:
+    return {key: of[:SIZE] for key, of in tokens().items()}
+
+
+@functools.cache
+def six_in_four() -> tuple[Program, Run, dict[str, np.ndarray]]:
+    """Six layers in four stages, and what training them gave."""
+    made = program("gpt-6", 4)
+    run = spanax.start(made, planned(made, "pipe=4", "1f1b"), seed=3)
+    return made, run, trained(run, "gpt-6")
+
+
+def test_uneven_stages_give_the_numbers_of_one_device() -> None:
+    assert_same(reference("gpt-6", 4, None), six_in_four()[2])
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "schedule", "count", "remat"),
+    [
+        pytest.param("gpt-5", "pipe=2", "interleaved", 4, None),
+        pytest.param("vit-3", "pipe=2,data=2,model=2", "1f1b", 4, None),
+        pytest.param("gpt-6", "pipe=4", "gpipe", 4, None, marks=SLOW),
+        pytest.param("gpt-6", "pipe=4", "zero-bubble", 4, None, marks=SLOW),
+        pytest.param("gpt-6", "pipe=4", "1f1b", 8, "full", marks=SLOW),
+        pytest.param("gpt-5", "pipe=2", "zero-bubble", 4, "dots", marks=SLOW),
+        pytest.param("gpt-5", "pipe=2,fsdp=2,model=2", "zero-bubble", 4, None, marks=SLOW),
+        pytest.param("gpt-5", "pipe=2,data=2", "interleaved", 4, None, marks=SLOW),
+        pytest.param("mixtral-5", "pipe=2,expert=2", "1f1b", 4, None, marks=SLOW),
+        pytest.param("mixtral-5", "pipe=2", "interleaved", 4, None, marks=SLOW),
+    ],
+)
+def test_so_do_all_schedules_and_models(name: str, mesh: str, schedule: str, count: int, remat: str | None) -> None:
+    made = program(name, count, remat)
+    run = spanax.start(made, planned(made, mesh, schedule), seed=3)
+    assert_same(reference(name, count, remat), trained(run, name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_so_does_a_stage_that_skips_its_padding(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """As on accelerators, where a stage is split and takes no other's tasks along."""
+    inside = pipeline.pipelined
+    monkeypatch.setattr(pipeline, "pipelined", lambda *args, meets: inside(*args, meets=False))
+    made = program("gpt-5", 4)
+    run = spanax.start(made, planned(made, "pipe=2,data=2", schedule), seed=3)
+    assert_same(reference("gpt-5", 4, None), trained(run, "gpt-5"))
+
+
+def test_padding_is_kept_and_never_shown(tmp_path: Path) -> None:
+    """Arrays, the model, the evaluation and a checkpoint have six layers; what is kept has eight rows."""
+    made, run, found = six_in_four()
+    at = [leaf.path for leaf in made.leaves].index("blocks.up.kernel")
+    place = run.plan["blocks.up.kernel"]
+    assert place.shape == (6, 16, 64) and place.local_shape == (2, 16, 64) and place.spec[0] == (AXIS,)
+    kept, shown = np.asarray(run.state[at]), np.asarray(run.params()["blocks.up.kernel"])
+    assert kept.shape == (8, 16, 64) and not kept[[5, 7]].any()
+    np.testing.assert_array_equal(kept[[0, 1, 2, 3, 4, 6]], shown)
+    np.testing.assert_array_equal(np.asarray(run.model().blocks.up.kernel[...]), shown)
+    run.save(tmp_path).wait()
+    alone = spanax.restore(made, spanax.plan(made, spanax.cluster("cpu:4"), layout="fsdp"), tmp_path)
+    assert float(run.evaluate(first_rows())["loss"]) == pytest.approx(
+        float(alone.evaluate(first_rows())["loss"]), rel=1e-6
+    )
+    alone.save(tmp_path / "alone").wait()
+    for mesh, schedule in (("pipe=4", "gpipe"), ("pipe=2,data=2", "interleaved"), ("pipe=4,model=2", "1f1b")):
+        again = spanax.restore(made, planned(made, mesh, schedule), tmp_path / "alone")
+        for path, array in again.arrays().items():
+            np.testing.assert_array_equal(numbers(array), found[path], path)
+
+
+def test_a_state_is_born_with_the_numbers_of_one_device() -> None:
+    made = program("gpt-5", 4)
+    plan = planned(made, "pipe=2", "interleaved")
+    run = spanax.start(made, plan, seed=3)
+    alone = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3)
+    for path, array in alone.arrays().items():
+        np.testing.assert_array_equal(numbers(array), numbers(run.arrays()[path]), path)
+    rows = rows_of(made, plan)
+    assert rows is not None and rows.layers == (0, 1, 3, PADDING, 2, PADDING, 4, PADDING)
+    for leaf, array, shape in zip(plan.leaves, run.state, rows.shapes, strict=True):
+        assert array.shape == shape and array.sharding.shard_shape(shape) == leaf.local_shape
+
+
+@pytest.mark.parametrize("stages", range(2, 8))
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_parts_differ_by_one_layer_at_most(stages: int, chunks: int) -> None:
+    for num_layers in range(stages * chunks, 25):
+        parts = Parts(num_layers, stages, chunks)
+        lengths = [parts.first_layer(part + 1) - parts.first_layer(part) for part in range(parts.num_parts)]
+        assert sum(lengths) == num_layers and parts.first_layer(0) == 0
+        assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+        assert [parts.is_full(part) for part in range(parts.num_parts)] == [one == parts.num_rows for one in lengths]
+        held = [sum(lengths[stage::stages]) for stage in range(stages)]
+        assert max(held) - min(held) <= 1 and held[-1] == min(held)
+        rows = stage_by_stage(parts)
+        assert sorted(row for row in rows if row != PADDING) == [*range(num_layers)] and len(rows) == parts.num_kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_layers", "stages", "schedule"),
+    [(5, 2, "gpipe"), (5, 4, "zero-bubble"), (5, 2, "interleaved"), (4, 2, "interleaved")],
+)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_what_is_made_of_all_layers_at_once_has_no_padding_in_it(
+    num_layers: int, stages: int, schedule: str, dtype: Any
+) -> None:
+    rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    made = spanax.trace(
+        build=lambda rngs: Watched(rngs, num_layers, is_scaled=True), optimizer=optax.sgd(0.1), batch=rows,
+        loss=lambda model, x: model(x), microbatches=4,
+        compute_dtype=dtype,
+    ).with_gradients()  # fmt: skip
+    found = []
+    for plan in (planned(made, f"pipe={stages}", schedule), spanax.plan(made, spanax.cluster("cpu:1"), layout="data")):
+        run = spanax.start(made, plan)
+        metrics = [run.step(rows) for _ in range(2)]
+        steps = {name: np.array([numbers(one[name]) for one in metrics]) for name in ("loss", "sizes", "grad_norm")}
+        found.append(steps | {path: numbers(array) for path, array in run.arrays().items()})
+    assert_same(found[1], found[0], 1e-5 if dtype is None else 2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pipe=4", "pipe=4,data=2"])
+def test_a_step_moves_computes_and_holds_what_the_plan_says(mesh: str) -> None:
+    made = program("gpt-6", 4)
+    plan = planned(made, mesh, "1f1b")
+    report = spanax.check(made, plan, spanax.cluster("cpu", plan.mesh.size), level=2)
+    told, found = report.predicted, report.compiled
+    assert told.collectives and found is not None and found.collectives
+    assert found.flops == pytest.approx(told.flops)
+    assert found.state_bytes == told.state_bytes == plan.state_bytes()
+    assert told.collectives[AXIS] == {"collective-permute": found.collectives[AXIS]["collective-permute"]}
+
+
+def test_padding_takes_memory_and_time() -> None:
+    """Six layers in four stages are priced as the eight rows that they are, and not as a stage and a half."""
+    made = spanax.trace(
+        build=lambda rngs: gpt.GPT(dataclasses.replace(gpt.SIZES["nano"], num_layers=6), rngs),
+        optimizer=optax.adamw(1e-3), batch=gpt.example_batch(32, 32), loss=gpt.loss,
+    )  # fmt: skip
+    cluster = spanax.cluster("h100:4")
+    found = spanax.search(made, cluster, remat=("none",), microbatches=8, top=100)
+    by_stages = {
+        one.num_stages: one
+        for one in found.candidates
+        if one.schedule == "1f1b" and one.mesh.size * one.num_stages == 4
+    }
+    plan = spanax.plan(made, cluster, mesh="pipe=4", schedule=Schedule(microbatches=8))
+    assert by_stages[4].state_bytes == plan.state_bytes()
+    layers = sum(leaf.num_bytes for leaf in made.leaves if "layers" in leaf.axes)
+    rest = sum(leaf.num_bytes for leaf in made.leaves if "layers" not in leaf.axes)
+    assert plan.state_bytes() == rest + layers * 2 // 6
+
+
+def scaled_by_mean(_: Any) -> Any:
+    """An update over the mean of all layers'."""
+    scale = lambda update: update / (1e-3 + jnp.abs(update).mean())  # noqa: E731
+    return optax.GradientTransformation(
+        lambda params: optax.EmptyState(), lambda updates, state, params=None: (jax.tree.map(scale, updates), state)
+    )
+
+
+def watched(optimizer: Any = None, **how: Any) -> Program:
+    return spanax.trace(
+        build=lambda rngs: Watched(rngs, **how), optimizer=optimizer or optax.sgd(0.1), microbatches=4,
+        batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
+    )  # fmt: skip
+
+
+def compiled(made: Program, mesh: str) -> Callable[[], Any]:
+    return lambda: spanax.start(made, planned(made, mesh, "1f1b")).compile()
+
+
+def asked(mesh: str, schedule: Schedule) -> Callable[[], Any]:
+    made = program("gpt-5", 4)
+    return lambda: spanax.plan(
+        made, spanax.cluster("cpu", spanax.MeshShape.of(mesh).size), mesh=mesh, schedule=schedule
+    )
+
+
+REFUSED: dict[str, Callable[[], Callable[[], Any]]] = {
+    "more stages than layers": lambda: asked("pipe=8", Schedule(microbatches=8)),
+    "more chunks than layers": lambda: asked("pipe=2", Schedule(microbatches=4, pipeline="interleaved", num_chunks=3)),
+    "chunks without layers": lambda: asked("pipe=4", Schedule(microbatches=4, pipeline="interleaved", num_chunks=2)),
+    "a loop of a length that is written down": lambda: compiled(watched(length=5), "pipe=2"),
+    "an update by the number of a layer": lambda: compiled(watched(ranked_layers(None)), "pipe=2"),
+    "an update of all numbers in one row": lambda: compiled(watched(optax.flatten(optax.sgd(0.1))), "pipe=2"),
+    "an update by the mean of all layers": lambda: compiled(watched(scaled_by_mean(None)), "pipe=2"),
+}
+
+
+def message(call: Callable[[], Any]) -> str:
+    with pytest.raises(SpanaxError) as raised:
+        call()
+    return str(raised.value)
+
+
+def test_what_cannot_be_is_refused_in_these_words() -> None:
+    found = "".join(f"[{name}]\n{message(call())}\n\n" for name, call in REFUSED.items())
+    if os.environ.get("SPANAX_GOLDEN") == "update":
+        GOLDEN.write_text(found, newline="")
+    assert found.encode() == GOLDEN.read_bytes(), "a message changed: `make golden`, then read the diff"
+
+
+def by_all_layers(updates: Any) -> Any:
+    """An update that goes by sums, products and ends of what would not be nought in a row of noughts."""
+
+    def scaled(update: jax.Array) -> jax.Array:
+        ones = jnp.cos(update)
+        by = ones.sum() + (1.01 * ones).prod() + (-1 - jnp.abs(update)).max() + (1 + jnp.abs(update)).min()
+        return update / (
+            by + jnp.tensordot(ones, ones, 2) + (ones > 0.5).all() + (ones.reshape(len(ones), -1).T @ ones).sum()
+        )
+
+    return jax.tree.map(lambda update: scaled(update) if update.ndim == 2 and len(update) > 4 else update, updates)
+
+
+def test_what_adds_layers_up_outside_of_them_has_no_padding_in_it() -> None:
+    """Rows of padding are noughts, and would count for ones."""
+    change = optax.stateless(lambda updates, params: by_all_layers(updates))
+    steps = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.1), change, optax.sgd(0.1)), 2)
+    made = watched(steps)
+    rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    run = spanax.start(made, planned(made, "pipe=2", "1f1b"))
+    alone = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"))
+    for one in (run, alone):
+        one.step(rows)
+    found, expected = (np.asarray(one.params()["blocks.bias"]) for one in (run, alone))
+    assert expected.all()  # they began as noughts
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
