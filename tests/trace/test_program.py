@@ -332,6 +332,10 @@ def test_a_loss_that_adds_a_variable() -> None:
         ("`build` wants config; it is given an nnx.Rngs", {"build": lambda config, rngs: None}),
         ("`build` wants fan_in, fan_out;", {"build": lambda fan_in, fan_out: None}),
         ("`optimizer` is a float", {"optimizer": 0.1}),
+        ("`optimizer` is optax.adam, which was not called", {"optimizer": optax.adam}),
+        ("`optimizer` is <lambda>, which wants nothing", {"optimizer": lambda: optax.adam(0.1)}),
+        ("`optimizer` is <lambda>, which wants model, rate", {"optimizer": lambda model, rate: optax.adam(rate)}),
+        ("`optimizer` returned a float", {"optimizer": lambda model: 0.1}),
         (
             "`optimizer` is a Optimizer",
             {"optimizer": nnx.Optimizer.__new__(nnx.Optimizer)},

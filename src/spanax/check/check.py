@@ -22,7 +22,7 @@ from spanax.check.report import Figures, Report
 from spanax.check.target import Target, missing, platform_of, simulated, target_of
 from spanax.check.tensors import with_tensors
 from spanax.errors import SpanaxError
-from spanax.hardware.cluster import Cluster
+from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.plan.candidate import RESERVE
 from spanax.plan.place import check_made_for
 from spanax.plan.plan import Placement, Plan
@@ -48,7 +48,7 @@ PACKAGES = {
 def check(
     program: Program,
     plan: Plan,
-    cluster: Cluster,
+    cluster: Cluster | str,
     *,
     level: int | None = None,
     timeout: float = TIMEOUT_SECONDS,
@@ -62,7 +62,7 @@ def check(
     Args:
       program: what `spanax.trace` returned.
       plan: what `spanax.plan` returned for it.
-      cluster: the devices it was planned for.
+      cluster: the devices it was planned for, or their name.
       level: what is asked. Left out: the highest that can be had here.
         0: shapes and bytes alone (milliseconds);
         1: the partitioner's passes on a mesh without devices (about a second, at any size);
@@ -94,6 +94,7 @@ def check(
       (276, 'static')
     """
     check_made_for(program, plan)
+    cluster = cluster_of(cluster)
     if plan.mesh.size != cluster.num_devices:
         raise SpanaxError(
             f"the plan is for {plan.mesh.size} devices, and {cluster} has {cluster.num_devices}.",

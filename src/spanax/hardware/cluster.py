@@ -62,6 +62,16 @@ class Cluster:
         return self.shape[-1] if self.shape else self.num_devices
 
 
+def cluster_of(given: "Cluster | str") -> Cluster:
+    """A cluster, or the one of a name.
+
+    Example:
+      >>> cluster_of("cpu:8") == cluster_of(cluster("cpu:8"))
+      True
+    """
+    return cluster(given) if isinstance(given, str) else given
+
+
 def cluster(name: str, num_devices: int | None = None) -> Cluster:
     """A cluster by name; no device is touched.
 

@@ -122,10 +122,10 @@ class Search:
       ('data', data=8, ['another layout or mesh was asked for', 'nothing could be stored split'])
     """
 
-    cluster: Cluster
+    cluster: Cluster = field(repr=False)
     batch_size: int
-    candidates: tuple[Candidate, ...]
-    nearest: tuple[Candidate, ...]
+    candidates: tuple[Candidate, ...] = field(repr=False)
+    nearest: tuple[Candidate, ...] = field(repr=False)
     rejected: dict[str, int]
     layouts_priced: int
     model_flops: float
@@ -134,7 +134,7 @@ class Search:
     search_seconds: float
     programs: dict[str, Program] = field(repr=False, compare=False)
     pins: Pins = field(default_factory=dict)
-    too_large: tuple[Candidate, ...] = ()
+    too_large: tuple[Candidate, ...] = field(default=(), repr=False)
 
     def _repr_html_(self) -> str | None:
         return display(self)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from spanax.errors import SpanaxError
-from spanax.hardware.cluster import Cluster
+from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
 from spanax.plan.candidate import plan_of, shortfall
@@ -26,7 +26,7 @@ STATE_FRACTION = 0.5
 
 def plan(
     program: Program,
-    cluster: Cluster,
+    cluster: Cluster | str,
     *,
     layout: str | Layout | None = None,
     mesh: Mapping[str, int] | str | MeshShape | None = None,
@@ -39,7 +39,7 @@ def plan(
 
     Args:
       program: what `spanax.trace` returned.
-      cluster: what `spanax.cluster` or `spanax.local` returned.
+      cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
         `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` behind a tensor one), or a Layout. Left
         out: what the mesh's names mean; with neither given, the fastest of all that fit, as `spanax.search` finds it,
@@ -67,6 +67,7 @@ def plan(
       >>> plan(program, spanax.cluster("cpu:8"), layout="fsdp")["kernel"].spec
       ((), ('fsdp',))
     """
+    cluster = cluster_of(cluster)
     pins = dict(pin or {}) | dict.fromkeys(forbid)
     if layout is None and mesh is None and schedule is None and cluster.chip.peak_flops:
         return _searched(program, cluster, pins)

@@ -16,12 +16,14 @@ def rule(found: Search, one: Candidate) -> str:
     whole = sum(leaf.num_bytes for leaf in next(iter(found.programs.values())).leaves)
     fits = limit is None or whole <= limit / 2
     of = f"the state ({bytes_text(whole)})"
-    parts = [f"{of} fits on a device: data parallel" if fits else f"{of} does not fit on a device"]
+    parallel = ": data parallel" if one.mesh.size == axes.get("data", 1) else ""
+    parts = [f"{of} fits on a device{parallel}" if fits else f"{of} does not fit on a device"]
     if axes.get("fsdp", 1) > 1:
         what = {"fsdp": "all of it is", "zero1": "optimizer state is", "zero2": "optimizer and gradients are"}
         parts.append(f"{what[one.storing]} stored over fsdp={axes['fsdp']}")
         if axes.get("data", 1) > 1:
-            parts.append(f"copied data={axes['data']} times across slower links")
+            beyond = " across slower links" if one.mesh.size > found.cluster.devices_per_node else ""
+            parts.append(f"copied data={axes['data']} times{beyond}")
     if axes.get("model", 1) > 1:
         inside = axes["model"] <= found.cluster.devices_per_node
         parts.append(f"layers are split model={axes['model']} ways, {'inside' if inside else 'ACROSS'} a node")

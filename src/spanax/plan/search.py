@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spanax.errors import SpanaxError, nearest
-from spanax.hardware.cluster import Cluster
+from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins, check_pinned
 from spanax.plan.assumptions import Assumptions
@@ -36,7 +36,7 @@ UNASKED = "another layout or mesh was asked for"
 
 def search(
     program: Program,
-    cluster: Cluster,
+    cluster: Cluster | str,
     *,
     batch_size: int | None = None,
     remat: Sequence[str] = REMAT,
@@ -53,7 +53,7 @@ def search(
 
     Args:
       program: what `spanax.trace` returned.
-      cluster: what `spanax.cluster` or `spanax.local` returned.
+      cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
       batch_size: examples in a step; the traced batch if left out.
       remat: what the backward pass may keep; only what is written where the program has a train step of its own.
       top: how many candidates are kept.
@@ -88,6 +88,7 @@ def search(
     if batch_size < 1:
         raise SpanaxError(f"the batch is {batch_size}; it takes a whole number from 1.")
     mesh = None if mesh is None else MeshShape.of(mesh)
+    cluster = cluster_of(cluster)
     _check_asked(cluster, layout, mesh)
     check_pinned(program, pins or ())
     if layout is not None and RING in layout.split("+"):

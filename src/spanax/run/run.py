@@ -57,11 +57,11 @@ class Run:
     """
 
     program: Program
-    plan: Plan
+    plan: Plan = field(repr=False)
     mesh: jax.sharding.Mesh
-    state: list[jax.Array]
+    state: list[jax.Array] = field(repr=False)
     num_steps: int = 0
-    position: dict[str, Any] | None = None
+    position: dict[str, Any] | None = field(default=None, repr=False)
     guard: Guard | None = None
     history: History = field(default_factory=History, repr=False)
     _compiled: dict[str, Any] = field(default_factory=dict, repr=False)

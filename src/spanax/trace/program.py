@@ -1,6 +1,7 @@
 """Program: a train step traced once, without allocating anything."""
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from spanax.trace.resized import Shapes, resized_graph
 from spanax.trace.step import as_metrics, train_step_of, with_extra
 from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf, Variables, make, take_apart
+from spanax.units import count_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,8 @@ class Program:
       ... )
       >>> [(axis.name, axis.sizes) for axis in program.axes]
       [('batch', (8,)), ('embed', (16,)), ('seq', (4,)), ('vocab', (64,))]
+      >>> program
+      Program(1.02 k parameters, axes: batch 8, embed 16, seq 4, vocab 64)
     """
 
     leaves: tuple[Leaf, ...]
@@ -60,6 +64,11 @@ class Program:
     _retrace: Callable[[str | None, int, str], "Program"] = field(repr=False)
     _recorded: Callable[..., "Program"] = field(repr=False)
     _resized: Callable[[str | None, int, str, Shapes], Graph] = field(repr=False)
+
+    def __repr__(self) -> str:
+        count = sum(math.prod(leaf.shape) for leaf in self.leaves if leaf.kind == "param")
+        axes = ", ".join(f"{axis.name} {'/'.join(map(str, axis.sizes))}" for axis in self.axes)
+        return f"Program({count_text(count)} parameters, axes: {axes})"
 
     def _repr_html_(self) -> str | None:
         return display(self)

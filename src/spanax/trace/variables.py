@@ -109,9 +109,9 @@ def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[n
             f"`build` is a {type(build).__name__} that has been built.",
             fix="what makes it: build=MyModel, or build=lambda rngs: MyModel(config, rngs=rngs)",
         )
-    if isinstance(optimizer, nnx.Module) or not (_is_optax(optimizer) or callable(optimizer)):
+    if not _is_optax(optimizer) and (wrong := _no_optimizer(optimizer)):
         raise SpanaxError(
-            f"`optimizer` is a {type(optimizer).__name__}.",
+            f"`optimizer` is {wrong}.",
             fix="an optax transformation (optax.adamw(3e-4)), or a function from the model to an nnx.Optimizer",
         )
     with nnx.use_eager_sharding(False):
@@ -123,7 +123,27 @@ def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[n
                 fix="return the model itself: def build(rngs): return MyModel(rngs=rngs)",
             )
         made = optimizer if _is_optax(optimizer) else optimizer(model)
+        if not (_is_optax(made) or isinstance(made, nnx.Optimizer)):
+            raise SpanaxError(
+                f"`optimizer` returned a {type(made).__name__}, not an nnx.Optimizer.",
+                where=f"optimizer={getattr(optimizer, '__name__', optimizer)!r}",
+                fix="optimizer=lambda model: nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)",
+            )
         return model, nnx.Optimizer(model, made, wrt=nnx.Param) if _is_optax(made) else made
+
+
+def _no_optimizer(optimizer: Any) -> str | None:
+    """What is wrong with something that is no optax transformation and cannot be a function from the model to one."""
+    if isinstance(optimizer, nnx.Module) or not callable(optimizer):
+        return f"a {type(optimizer).__name__}"
+    name = getattr(optimizer, "__name__", type(optimizer).__name__)
+    if getattr(optimizer, "__module__", "").partition(".")[0] == "optax":
+        return f"optax.{name}, which was not called"
+    parameters = _parameters(optimizer)
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED]
+    if parameters and len(wanted) <= 1:
+        return None
+    return f"{name}, which wants {', '.join(wanted) or 'nothing'}, and is given the model"
 
 
 def _is_optax(optimizer: Any) -> bool:
