@@ -90,10 +90,11 @@ def faults(place: Path) -> list[dict[str, Any]]:
     whole, table = undisturbed(place, train, **how), []
 
     def told(name: str, run: Launched, since: float, kind: str) -> None:
+        begun = len(run.events("begin"))  # none yet where the port was taken
         run.until(lambda: run.events(kind))
         noticed = run.events(kind)[0]["time"] - since if run.events(kind) else float("nan")
         row = {"fault": name, "noticed_seconds": round(noticed, 1)}
-        row["next_step_seconds"] = round(next_step_seconds(run, 1, since), 1)
+        row["next_step_seconds"] = round(next_step_seconds(run, begun, since), 1)
         code = run.end(600)
         table.append(row | {"code": code, "differ": differences(run, whole)})
         print(table[-1], flush=True)
