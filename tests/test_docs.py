@@ -27,7 +27,7 @@ from written import Block, absent_extras_are_fine, blocks, commands, pages, read
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, TESTS = ROOT / "docs", ROOT / "tests"
 PAGES = {path.relative_to(ROOT).as_posix(): blocks(path.read_text()) for path in pages(ROOT)}
-RUNNING = {"docs/checking.md"}
+RUNNING = {"docs/comparing.md"}
 """Pages whose examples run a step."""
 
 NEEDS_FILES = re.compile(r"\.(json|toml|py)\b|my_|--parity|--profiled|--out")

@@ -27,10 +27,10 @@ TOLERANCE: dict[str, dict[Group, float]] = {
     "float32": {"loss": 1e-5, "gradients": 1e-5, "parameters": 1e-5},
     "bfloat16": {"loss": 0.1, "gradients": 0.25, "parameters": 2.0},
 }
-"""Relative differences that rounding explains, by what is computed in. Source: measured, docs/checking.md."""
+"""Relative differences that rounding explains, by what is computed in. Source: measured, docs/comparing.md."""
 
 MARGIN = {"float32": 20.0, "bfloat16": 2.0}
-"""How much more than one device's own noise a layout may differ. Source: measured, docs/checking.md."""
+"""How much more than one device's own noise a layout may differ. Source: measured, docs/comparing.md."""
 
 JITTERS = 2
 """How often one device's own noise is looked at: more often, and it is seldom missed."""
