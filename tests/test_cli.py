@@ -19,13 +19,13 @@ FLAGS = {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
-        "field", "track",
+        "field", "track", "optimizer_state",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches",
         "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives",
-        "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json",
+        "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json", "optimizer_state",
     },
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",
@@ -35,6 +35,7 @@ FLAGS = {
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
         "out", "html", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
+        "optimizer_state",
     },
     "probe": {"out", "devices", "seconds"},
     "report": {"run", "out", "json"},
@@ -93,6 +94,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "no steps": (["train", "--steps", "0"], 2, "--steps is 0"),
     "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),
     "unknown dtype": (["train", "--dtype", "float23"], 2, "did you mean 'float32'"),
+    "unknown optimizer state": (["train", "--optimizer-state", "bfloat8"], 2, "did you mean 'bfloat16'"),
     "unknown policy for bad steps": (["train", "--on-bad-step", "roll-back"], 2, "did you mean 'rollback'"),
     "a spike that is none": (["train", "--spike", "1"], 2, "--spike is 1.0; it takes a number from 1.1"),
     "no number of bad steps": (["train", "--patience", "-1"], 2, "--patience is -1"),

@@ -7,6 +7,7 @@ what the paper leaves out is as in its authors' code, hojonathanho/diffusion.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,11 +193,14 @@ def sample(model: UNet, key: jax.Array, num_images: int) -> jax.Array:
     return jax.lax.fori_loop(0, config.num_times, denoise, jax.random.normal(key, shape))
 
 
-def adam(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
-    """Adam with 5,000 steps to warm up (a twentieth of a shorter run), and gradients clipped to a norm of 1."""
+def adam(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
+    """Adam with 5,000 steps to warm up (a twentieth of a shorter run), and gradients clipped to a norm of 1.
+
+    Only its first moment may lie in another dtype: the second is a mean over 1,000 steps, which bfloat16 cannot hold.
+    """
     warmup = max(1, min(5000, num_steps // 20))
     schedule = optax.linear_schedule(0.0, learning_rate, warmup)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, mu_dtype=state_dtype))
 
 
 def example_batch(batch_size: int, image_size: int) -> dict[str, jax.ShapeDtypeStruct]:

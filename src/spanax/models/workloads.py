@@ -105,7 +105,7 @@ def unet_workload(size: str, *, batch_size: int = 128) -> Workload:
     return _with_made_up_images(workload, config, noise=0.1, labelled=False) if is_nano else workload
 
 
-def sgd(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
+def sgd(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
     """SGD with Nesterov momentum, a twentieth of the run to warm up and a cosine down to nothing.
 
     Weights decay, biases and what BatchNorm learns do not.
@@ -116,7 +116,7 @@ def sgd(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
     warmup = max(1, num_steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(num_steps, warmup + 1))
     decay = optax.add_decayed_weights(1e-4, mask=partial(jax.tree.map, lambda array: array.ndim > 1))
-    return optax.chain(decay, optax.sgd(schedule, momentum=0.9, nesterov=True))
+    return optax.chain(decay, optax.sgd(schedule, momentum=0.9, nesterov=True, accumulator_dtype=state_dtype))
 
 
 def _with_made_up_images(workload: Workload, config: Any, **options: Any) -> Workload:

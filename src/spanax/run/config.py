@@ -37,6 +37,7 @@ class TrainConfig:
       lr: the peak learning rate.
       seed: of the parameters and of the order of the data.
       dtype: what is computed in, float32 or bfloat16; parameters stay as the model makes them.
+      optimizer_state: what the optimizer remembers is kept in, float32 or bfloat16.
       microbatches: parts of the batch over which gradients are added up; a pipeline sends them through its stages.
       schedule: in which order the stages of a mesh with `pipe` work: gpipe, 1f1b, interleaved or zero-bubble.
       chunks: pieces of the model on each stage, for interleaved.
@@ -74,6 +75,7 @@ class TrainConfig:
     lr: float | None = None
     seed: int = 0
     dtype: str = "float32"
+    optimizer_state: str = "float32"
     microbatches: int | None = None
     schedule: str | None = None
     chunks: int | None = None
@@ -151,6 +153,9 @@ def check(config: TrainConfig) -> TrainConfig:
             raise SpanaxError(f"{flag} is {value}; it takes a number from {least:g}.", fix=f"{flag} {least:g}")
     if config.dtype not in DTYPES:
         raise SpanaxError(f"unknown dtype '{config.dtype}'.", fix=nearest(config.dtype, DTYPES))
+    if config.optimizer_state not in DTYPES:
+        what = f"unknown optimizer state '{config.optimizer_state}'."
+        raise SpanaxError(what, fix=nearest(config.optimizer_state, DTYPES))
     if config.on_bad_step not in ON_BAD_STEP:
         what = f"--on-bad-step is '{config.on_bad_step}'."
         raise SpanaxError(what, fix=nearest(config.on_bad_step, ON_BAD_STEP))

@@ -129,7 +129,11 @@ def traced(
     if planned is not None and dtype is None:
         dtype = planned.schedule.compute_dtype
     program = workload.trace(
-        learning_rate=config.lr or 0.0, num_steps=config.steps or 0, compute_dtype=dtype, remat=config.remat
+        learning_rate=config.lr or 0.0,
+        num_steps=config.steps or 0,
+        compute_dtype=dtype,
+        remat=config.remat,
+        optimizer_state=config.optimizer_state,
     )
     return workload, config, program
 

@@ -106,7 +106,7 @@ def _parity(
     devices: list[Any],
 ) -> Parity:
     """The same steps as planned and on one device, on as many simulated devices as there are cores for."""
-    trace = partial(_trace, dtype=_compute_dtype(asked, machine, given))
+    trace = partial(_trace, dtype=_compute_dtype(asked, machine, given), kept=asked.optimizer_state)
     return parity_of(load, trace, program, made, steps=asked.steps, devices=devices[: made.mesh.size])
 
 
@@ -114,11 +114,11 @@ def _traced(load: Callable[..., Workload], asked: CheckCommand, machine: Cluster
     """The program as it will run: in the plan's dtype, or in bfloat16 where the chip has it."""
     sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
-    return _trace(workload, _compute_dtype(asked, machine, given))
+    return _trace(workload, _compute_dtype(asked, machine, given), asked.optimizer_state)
 
 
-def _trace(workload: Workload, dtype: str | None) -> Program:
-    return workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=dtype)
+def _trace(workload: Workload, dtype: str | None, kept: str) -> Program:
+    return workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=dtype, optimizer_state=kept)
 
 
 def _compute_dtype(asked: CheckCommand, machine: Cluster, given: Plan | None) -> str | None:

@@ -83,7 +83,8 @@ def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster)
     sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
     began = time.perf_counter()
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
-    program = workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=_dtype(asked, machine))
+    dtype, kept = _dtype(asked, machine), asked.optimizer_state
+    program = workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=dtype, optimizer_state=kept)
     wanted = REMAT if asked.remat is None else (asked.remat,)
     traced = time.perf_counter() - began
     found = search(

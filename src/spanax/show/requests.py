@@ -19,6 +19,7 @@ class PlanCommand:
       layers: as many layers instead of the workload's own.
       embed: as wide instead of the workload's own.
       dtype: what is computed in; bfloat16 where the chip has it, if left out.
+      optimizer_state: what the optimizer remembers is kept in, float32 or bfloat16.
       layout: price this layout only, and hold it against the best.
       mesh: price this mesh only, that of one stage; see layout.
       remat: price this policy only: none, dots, full, offload.
@@ -44,6 +45,7 @@ class PlanCommand:
     layers: int | None = None
     embed: int | None = None
     dtype: str | None = None
+    optimizer_state: Literal["float32", "bfloat16"] = "float32"
     layout: str | None = None
     mesh: str | None = None
     remat: str | None = None
@@ -74,6 +76,7 @@ class CheckCommand:
       layers: as many layers instead of the workload's own.
       embed: as wide instead of the workload's own.
       dtype: what is computed in; bfloat16 where the chip has it, if left out.
+      optimizer_state: what the optimizer remembers is kept in, float32 or bfloat16.
       layout: the layout; what the mesh's names mean if left out; without both, the fastest that fits.
       mesh: axis sizes, slowest first.
       remat: what the backward pass keeps: none, dots, full, offload.
@@ -103,6 +106,7 @@ class CheckCommand:
     layers: int | None = None
     embed: int | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    optimizer_state: Literal["float32", "bfloat16"] = "float32"
     layout: str | None = None
     mesh: str | None = None
     remat: str | None = None

@@ -1,5 +1,6 @@
 """Workload: what to train. A model, a loss or step, a batch, an optimizer, and where the data comes from."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -7,17 +8,24 @@ from typing import Any
 import optax
 from flax import nnx
 
+from spanax.errors import SpanaxError, nearest
+from spanax.trace.moments import STATE_DTYPES, kept_as
 from spanax.trace.program import Program, trace
 from spanax.trace.variables import num_wanted
 
 
-def adamw(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
-    """AdamW with a tenth of the run (100 steps at most) to warm up and a cosine down to a tenth of the rate."""
+def adamw(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
+    """AdamW with a tenth of the run (100 steps at most) to warm up and a cosine down to a tenth of the rate.
+
+    Its means go over 10 and 20 steps, and may both lie in bfloat16. Source of that: DeepSeek-V3, 2024 (arXiv
+    2412.19437), section 3.3.
+    """
     warmup = max(1, min(100, num_steps // 10))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup, max(num_steps, warmup + 1), end_value=learning_rate / 10
     )
-    return optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    made = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    return made if state_dtype is None else kept_as(state_dtype, made)
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,8 @@ class Workload:
       loss: `loss(model, batch) -> scalar` or `(scalar, dict)`; or
       train_step: your own `train_step(model, optimizer, batch) -> dict`.
       optimizer: an optax transformation, or a function of (learning rate, number of steps) that returns one, or what
-        `spanax.trace` takes beside: a function of the model alone.
+        `spanax.trace` takes beside: a function of the model alone. One with a keyword `state_dtype` lets the user
+        choose what the optimizer's state is kept in.
       source: what `spanax.batches` takes: a path, `"python"`, a Grain dataset, an iterable of dicts.
       validation: the same for held-out data; a text or token source holds out its own.
       learning_rate: used where `optimizer` is a function.
@@ -69,13 +78,26 @@ class Workload:
     init: str | None = None
 
     def trace(
-        self, *, learning_rate: float, num_steps: int, compute_dtype: Any = None, remat: str | None = None
+        self,
+        *,
+        learning_rate: float,
+        num_steps: int,
+        compute_dtype: Any = None,
+        remat: str | None = None,
+        optimizer_state: str | None = None,
     ) -> Program:
-        """The workload's train step as a Program; `compute_dtype` and `remat` as in `spanax.trace`."""
+        """The workload's train step as a Program; `compute_dtype` and `remat` as in `spanax.trace`.
+
+        `optimizer_state` is what the optimizer's state is kept in, `float32` or `bfloat16`; as it says if left out.
+
+        Raises:
+          SpanaxError: the optimizer has no choice of it, or the step cannot be traced.
+        """
         takes_rate = callable(self.optimizer) and num_wanted(self.optimizer) != 1
+        chosen = self._state_dtype(optimizer_state)
         return trace(
             build=self.build,
-            optimizer=self.optimizer(learning_rate, num_steps) if takes_rate else self.optimizer,
+            optimizer=self.optimizer(learning_rate, num_steps, **chosen) if takes_rate else self.optimizer,
             batch=self.batch,
             loss=self.loss,
             train_step=self.train_step,
@@ -83,3 +105,16 @@ class Workload:
             compute_dtype=compute_dtype,
             remat=remat,
         )
+
+    def _state_dtype(self, wanted: str | None) -> dict[str, Any]:
+        """What is said to the optimizer about the dtype of its state; float32 is what all of them begin from."""
+        if wanted not in (None, *STATE_DTYPES):
+            raise SpanaxError(f"unknown optimizer state '{wanted}'.", fix=nearest(wanted, STATE_DTYPES))
+        if wanted in (None, "float32"):
+            return {}
+        if not callable(self.optimizer) or "state_dtype" not in inspect.signature(self.optimizer).parameters:
+            raise SpanaxError(
+                f"this workload's optimizer cannot keep its state in {wanted}.",
+                fix="optimizer=a function of (learning_rate, num_steps, state_dtype=None) in the spanax.Workload",
+            )
+        return {"state_dtype": wanted}

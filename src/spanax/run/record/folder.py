@@ -30,7 +30,7 @@ CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
 )  # fmt: skip
 
 
-SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq")
+SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq", "optimizer_state")
 """Settings that a run keeps for life: they make its model and the order of its data."""
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
@@ -176,7 +176,7 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"the run was begun with {key} {before[key]}, and is to go on with {config.get(key)}.",
                 where=f"'{folder}'",
-                fix=f"--{key} {before[key]}, or another --out",
+                fix=f"--{key.replace('_', '-')} {before[key]}, or another --out",
             )
 
 
