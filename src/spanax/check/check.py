@@ -23,6 +23,7 @@ from spanax.check.target import Target, missing, platform_of, simulated, target_
 from spanax.check.tensors import with_tensors
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of
+from spanax.hardware.flags import for_platform
 from spanax.plan.candidate import RESERVE
 from spanax.plan.place import check_made_for
 from spanax.plan.plan import Placement, Plan
@@ -69,7 +70,7 @@ def check(
         2: XLA's partitioner for so many simulated CPU devices, up to 1,024 (seconds);
         3: the compiler of the cluster's own chips (TPU: `spanax[tpu]`, NVIDIA: `spanax[cuda12]`; seconds).
       timeout: seconds that a compiler may take.
-      flags: options for the compiler beyond its defaults.
+      flags: options for the compiler beyond its defaults and those of the plan.
       codegen: let the compiler go on to machine code, which takes up to 20 times as long and changes no figure.
       inputs_only: split the state and the batch as planned, and leave all between to the compiler, as a `jax.jit`
         with `in_shardings` does: what that moves beyond the plan is what the plan gains.
@@ -173,6 +174,7 @@ def _by_compiler(
         raise SpanaxError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=line)
     lowered = lower(program, plan, target.platform, inputs_only=report.inputs_only)
     report = replace(report, program_hash=lowered.digest)
+    report = replace(report, flags=for_platform(plan.xla_flags, target.platform) | dict(report.flags))
     said = {"flags": report.flags, "is_whole": report.is_whole, "versions": report.versions}
     key = kept.key_of(program=lowered.digest, plan=plan.to_json(), target=target, level=report.level, **said)
     if cache and (found := kept.find(key)):

@@ -1,12 +1,13 @@
 """Candidate: one layout with its price; and what a search has found in all."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from spanax.displays import display
 from spanax.hardware.cluster import Cluster
+from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
 from spanax.plan.cost import Costs, Grid
@@ -175,7 +176,7 @@ def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = 
     """The plan of a candidate: enough to train with, to keep and to compare."""
     program = next(iter(found.programs.values()))
     is_named = candidate.remat in POLICIES
-    return placed(
+    made = placed(
         program,
         layout_on(candidate.storing, candidate.sequence, candidate.mesh),
         candidate.mesh,
@@ -191,6 +192,7 @@ def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = 
             context=program.context,
         ),
     )
+    return replace(made, xla_flags=default_flags(found.cluster))
 
 
 def collectives_of(found: Search, one: Candidate, path: str | None = None) -> dict[str, dict[str, int]]:

@@ -6,6 +6,7 @@ from functools import partial
 
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of
+from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
 from spanax.plan.candidate import plan_of, shortfall
@@ -88,6 +89,7 @@ def plan(
     if schedule is not None and schedule.context == RING:
         check_ring(chosen, shape)
     made = placed(program, chosen, shape, pins=pins, why=why, schedule=schedule)
+    made = replace(made, xla_flags=default_flags(cluster))
     if schedule is not None and schedule.microbatches == 0:
         return replace(made, why=f"{why}; {made.schedule.microbatches} microbatches, as suits the stages")
     return made

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spanax.displays import display
 from spanax.documents import MAX_INT, made, parse_json, read_bytes
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
+from spanax.hardware.flags import checked
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.price import Price
@@ -103,7 +104,8 @@ class Plan:
 
     `leaves` are the state's placements in the program's order, `batch` those of the batch. `fingerprint` ties
     the plan to the program (paths, shapes, dtypes); `why` says which rule chose the layout, `schedule` how a step goes
-    through it. `allow` lists what a check is not to say of it: `SPX001 embed`, or `SPX001` for all of that code.
+    through it. `xla_flags` are options for XLA's compiler, each `name=value`.
+    `allow` lists what a check is not to say of it: `SPX001 embed`, or `SPX001` for all of that code.
     `price` is what it was expected to take, where somebody asked: it places nothing, and makes no plan another.
 
     Example:
@@ -130,6 +132,7 @@ class Plan:
     batch: tuple[Placement, ...]
     why: str
     schedule: Schedule = Schedule()
+    xla_flags: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     version: int = VERSION
     price: Price | None = field(default=None, compare=False, repr=False)
@@ -148,8 +151,9 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text; `Plan.from_json` reads it back equal."""
         data = asdict(self) | {"mesh": dict(self.mesh.axes)}
-        if not self.allow:
-            del data["allow"]  # an older Spanax reads what does not need it
+        for key in ("allow", "xla_flags"):
+            if not data[key]:
+                del data[key]  # an older Spanax reads what does not need it
         if self.price is None:
             del data["price"]
         if self.schedule.context == GATHERED:
@@ -168,7 +172,9 @@ class Plan:
             if data["version"] != VERSION:
                 raise DataError(f"the plan has version {data['version']}; this Spanax reads version {VERSION}.")
             data["mesh"] = MeshShape.of(dict(data["mesh"]))
-            data["allow"] = _allowed(data.get("allow", []))
+            data["allow"] = _texts("allow", data.get("allow", []), "SPX001 embed")
+            flags = _texts("xla_flags", data.get("xla_flags", []), "xla_gpu_triton_gemm_any=True")
+            data["xla_flags"] = tuple(map(checked, flags))
             return _possible(made(Plan, data))
         except DataError:
             raise
@@ -239,7 +245,8 @@ class Plan:
             + ", ".join(f"{kind} {bytes_text(self.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
             + f" = {bytes_text(self.state_bytes())}",
         ]
-        return "\n".join(head + _rows(self))
+        told = [f"  XLA: {', '.join(self.xla_flags)}"] if self.xla_flags else []
+        return "\n".join(head + told + _rows(self))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -279,9 +286,9 @@ def _size(leaf: Placement) -> int:
     return math.prod(leaf.shape)
 
 
-def _allowed(written: Any) -> tuple[str, ...]:
+def _texts(key: str, written: Any, example: str) -> tuple[str, ...]:
     if not isinstance(written, list) or not all(isinstance(one, str) for one in written):
-        raise DataError("the plan's 'allow' is no list of texts.", where=f"allow: {written}", fix='["SPX001 embed"]')
+        raise DataError(f"the plan's '{key}' is no list of texts.", where=f"{key}: {written}", fix=f'["{example}"]')
     return tuple(written)
 
 

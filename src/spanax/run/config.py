@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 from tyro.conf import Positional
 
 from spanax.errors import SpanaxError, nearest
+from spanax.hardware.flags import NONE, flags_of
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard
 from spanax.trace.policies import known_policy
@@ -58,6 +59,8 @@ class TrainConfig:
       patience: how many bad steps in a row, or rollbacks to one checkpoint, are borne.
       profile: trace the steps from A to B, as A:B, and say what their time goes to.
       config: a TOML file with any of these settings; flags win over it.
+      xla_flags: options for XLA's compiler: none, default (those of the chips, as docs/training.md lists them), or
+        name=value with commas between them; left out: those of the plan.
       json: write JSON lines, and nothing else, to standard output.
     """
 
@@ -94,6 +97,7 @@ class TrainConfig:
     patience: int = 3
     profile: str | None = None
     config: str | None = None
+    xla_flags: str | None = None
     json: bool = False
 
     def record(self) -> dict[str, Any]:
@@ -160,6 +164,7 @@ def check(config: TrainConfig) -> TrainConfig:
         what = f"--on-bad-step is '{config.on_bad_step}'."
         raise SpanaxError(what, fix=nearest(config.on_bad_step, ON_BAD_STEP))
     known_policy(config.remat)
+    flags_of(config.xla_flags or NONE, ())
     profiled_steps(config)
     check_trackers(config.track)
     if config.resume and config.out is None:

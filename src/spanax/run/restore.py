@@ -8,6 +8,7 @@ import jax
 
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.run.options import check_accepted
 from spanax.run.run import Run, assert_placed
 from spanax.run.step.guard import Guard, History
 from spanax.run.step.rows import rows_of
@@ -62,6 +63,7 @@ def restore(
     """
     program = as_planned(program, plan)
     mesh = plan.mesh.build(devices)
+    check_accepted(plan, mesh)
     rows = rows_of(program, plan)
     places = plan.leaves if rows is None else rows.shown_as
     targets = {

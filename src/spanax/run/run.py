@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from spanax.errors import SpanaxError
+from spanax.hardware.flags import for_platform
 from spanax.plan.laid import Laid
 from spanax.plan.place import as_planned, resolver_of
 from spanax.plan.plan import Placement, Plan
@@ -19,6 +20,7 @@ from spanax.plan.stages import inside_stage
 from spanax.plan.unreduced import Unreduced, unreduced
 from spanax.plan.uses import uses
 from spanax.run.data.batches import Batches
+from spanax.run.options import check_accepted
 from spanax.run.state import born
 from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History
 from spanax.run.step.guarded import Guarded, unsound
@@ -279,6 +281,7 @@ class Run:
         metrics = [whole] * (traced.num_results + bool(guarded))
         if not is_step:
             return jax.jit(evaluate, in_shardings=(state, batch), out_shardings=metrics)
+        platform = "" if isinstance(self.mesh, jax.sharding.AbstractMesh) else self.mesh.devices.flat[0].platform
         # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
         return jax.jit(
             step,
@@ -286,6 +289,7 @@ class Run:
             out_shardings=(state, metrics),
             donate_argnums=0,
             keep_unused=keep_unused,
+            compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
         )
 
     def _replay(self, traced: Traced, padded: Padded | None, *, is_step: bool, inputs_only: bool) -> Replay:
@@ -346,6 +350,7 @@ def start(
     """
     program = as_planned(program, plan)
     mesh = plan.mesh.build(devices)
+    check_accepted(plan, mesh)
     rows = rows_of(program, plan)
     places = plan.leaves if rows is None else rows.shown_as
     given = {} if init is None else load(program, places, mesh, init)

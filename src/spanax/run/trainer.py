@@ -17,6 +17,7 @@ import jax
 from spanax.documents import json_line
 from spanax.errors import DataError, SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
+from spanax.hardware.flags import default_flags, flags_of
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
 from spanax.plan.priced import priced
@@ -80,6 +81,7 @@ def train(
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
         plan = planned or _priced(program, _chosen(program, config, folder, devices, emit, events), devices, emit)
+        plan = _flagged(plan, config, devices)
         check_wished(config.schedule, plan)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed,
@@ -240,6 +242,13 @@ def _chosen(
         )
         events("replanned", reason=reason, idle=idle, before=before.get("devices"), **_placed(plan))
         return plan
+
+
+def _flagged(plan: Plan, config: TrainConfig, devices: list[Any]) -> Plan:
+    """The plan with the options for XLA that --xla-flags asks for, where it does."""
+    if config.xla_flags is None:
+        return plan
+    return replace(plan, xla_flags=flags_of(config.xla_flags, default_flags(local(devices[: plan.mesh.size]))))
 
 
 def _priced(program: Program, plan: Plan, devices: list[Any], emit: Callable[..., None]) -> Plan:

@@ -1,0 +1,26 @@
+"""Options: what a plan says to XLA's compiler, tried before anything else is made."""
+
+import jax
+
+from spanax.errors import SpanaxError
+from spanax.hardware.flags import for_platform
+from spanax.plan.plan import Plan
+
+
+def check_accepted(plan: Plan, mesh: jax.sharding.Mesh) -> None:
+    """Hold the options of a plan against the compiler for these devices.
+
+    Raises:
+      SpanaxError: it does not know one of them, or not that value of it.
+    """
+    options = for_platform(plan.xla_flags, mesh.devices.flat[0].platform)
+    if not options:
+        return
+    try:
+        jax.jit(lambda x: x + 1, compiler_options=options).lower(jax.ShapeDtypeStruct((), "int32")).compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise SpanaxError(
+            f"XLA does not take an option: {str(error).splitlines()[0].partition(': ')[2][:200]}",
+            where=", ".join(plan.xla_flags)[:200],
+            fix="--xla-flags none, or names that this version of XLA has",
+        ) from None

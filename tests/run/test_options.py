@@ -1,0 +1,92 @@
+"""Options for XLA's compiler: those of the table are known to it, those of a plan reach it, and no file is named."""
+
+import json
+from dataclasses import replace
+
+import jax
+import pytest
+
+import spanax
+import zoo
+from spanax.errors import DataError, SpanaxError
+from spanax.hardware.flags import FLAGS, checked, default_flags, flags_of, for_platform
+from spanax.plan.plan import Plan
+from spanax.run.options import check_accepted
+from spanax.run.run import Run
+
+GIVEN = ("xla_gpu_autotune_level=2", "xla_cpu_enable_fast_math=True", "xla_tpu_such=1")
+
+
+def planned(on: str = "cpu:8") -> tuple[spanax.Program, Plan]:
+    case = zoo.ZOO["mlp"]
+    program = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss)
+    return program, spanax.plan(program, spanax.cluster(on), layout="fsdp", mesh="fsdp=8")
+
+
+def test_each_chip_gets_its_own_and_a_cpu_nothing() -> None:
+    names = {on: {flag.partition("=")[0] for flag in default_flags(spanax.cluster(on))} for on in (
+        "cpu:8", "h100:8", "h100:1", "v5p:2x2x2", "v5e:2x2:2",
+    )}  # fmt: skip
+    by_platform = {kind: {one.name for one in FLAGS if one.platform == kind} for kind in ("gpu", "tpu")}
+    assert names["h100:8"] == by_platform["gpu"] and names["v5e:2x2:2"] == by_platform["tpu"]
+    assert names["cpu:8"] == names["h100:1"] == names["v5p:2x2x2"] == set()
+    assert all(one.reason and one.source and checked(f"{one.name}={one.value}") for one in FLAGS)
+
+
+@pytest.mark.parametrize("one", [one for one in FLAGS if one.platform == "gpu"], ids=lambda one: one.name)
+def test_this_jaxlib_knows_the_options_for_gpus(one, devices: list[jax.Device]) -> None:
+    """Options of GPUs are the CPU compiler's too, which ignores them; those of TPUs are libtpu's alone."""
+    step = jax.jit(lambda x: x, compiler_options={one.name: one.value})
+    step.lower(jax.ShapeDtypeStruct((), "int32")).compile()
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        ("none", ()),
+        ("default", ("xla_a=1",)),
+        ("xla_b=true", ("xla_b=True",)),
+        ("default,--xla_b=FALSE", ("xla_a=1", "xla_b=False")),
+        ("default,xla_a=2.5", ("xla_a=2.5",)),
+    ],
+)
+def test_what_a_user_asks_for(said: str, found: tuple[str, ...]) -> None:
+    assert flags_of(said, ("xla_a=1",)) == found
+
+
+@pytest.mark.parametrize(
+    "said", ["xla_dump_to=/tmp/x", "xla_b", "b=1", "xla_b=1;2", "none,xla_b=1", "", "xla_b=True True"]
+)
+def test_what_is_no_option(said: str) -> None:
+    with pytest.raises(SpanaxError, match="cannot read the option"):
+        flags_of(said, ())
+
+
+def test_a_plan_carries_them_and_a_plan_without_is_as_before(devices: list[jax.Device]) -> None:
+    program, plan = planned("h100:8")
+    assert plan.xla_flags == default_flags(spanax.cluster("h100:8")) and plan.xla_flags[0] in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "xla_flags" not in json.loads(planned()[1].to_json())
+    hostile = plan.to_json().replace(plan.xla_flags[0], "xla_dump_to=/tmp/x")
+    with pytest.raises(DataError, match="cannot read the option 'xla_dump_to"):
+        Plan.from_json(hostile)
+
+
+def test_those_for_these_devices_reach_the_compiler(devices: list[jax.Device], monkeypatch) -> None:
+    assert for_platform(GIVEN, "cuda") == {"xla_gpu_autotune_level": "2"}
+    program, plan = planned()
+    taken: list[dict[str, str] | None] = []
+    jit = jax.jit
+    monkeypatch.setattr(
+        jax, "jit", lambda function, **how: taken.append(how.get("compiler_options")) or jit(function, **how)
+    )
+    Run(program, replace(plan, xla_flags=GIVEN), plan.mesh.build(), state=[]).compile()
+    assert taken[-1] == {"xla_cpu_enable_fast_math": "True"}
+
+
+@pytest.mark.parametrize("flag", ["xla_such=True", "xla_cpu_enable_fast_math=7"])
+def test_what_this_compiler_does_not_know_is_told_at_the_start(flag: str, devices: list[jax.Device]) -> None:
+    program, plan = planned()
+    with pytest.raises(SpanaxError, match="XLA does not take an option: .*" + flag.partition("=")[0]):
+        spanax.start(program, replace(plan, xla_flags=(flag,)))
+    check_accepted(replace(plan, xla_flags=("xla_gpu_such=1",)), plan.mesh.build())  # another platform's
