@@ -10,7 +10,7 @@ import hlo_bytes
 import spanax
 import zoo
 from spanax.models import gpt
-from spanax.plan import laid, partition, tally
+from spanax.plan import laid, partition, tally, uses
 from spanax.plan.place import resolver_of
 from spanax.run.run import Run
 from spanax.trace.versions import versions
@@ -31,6 +31,7 @@ CELLS = [
     ("gpt", "context", "data=2,context=4"),
     ("cnn", "hsdp", "data=2,fsdp=4"),
     ("moe", "expert", "data=4,expert=2"),
+    ("moe", "tensor", "model=8"),
 ]
 MERGED_BYTES, MERGED_SHARE = 128, 2e-3
 """XLA makes one of equal sums of single numbers, and may sum a bias's gradient where all of it is at hand."""
@@ -115,6 +116,20 @@ def test_fsdp_gathers_weights_twice_and_scatters_their_gradients_once() -> None:
     # What was looked up, and its gradient, go instead of the table and its own.
     looked_up = 16 * GPT.seq_len * GPT.embed_dim * 4 / 8
     assert moved["all-to-all", "fsdp"] == 2 * looked_up
+
+
+def test_a_table_that_is_smaller_than_what_is_looked_up_comes_whole() -> None:
+    """Split by its rows, each device would find some of them, and what they find would be summed."""
+    program, _ = planned("moe", "tensor", "model=8")
+    (table,) = (leaf.num_bytes for leaf in program.leaves if leaf.path == "embed.embedding")
+    moved = predicted("moe", "tensor", "model=8")
+    looked_up = 16 * 32 * 32 * 4
+    assert looked_up == 4 * table and moved["all-gather", "model"] <= 2 * table
+    ways = uses._ways_to_look_up
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uses, "_ways_to_look_up", lambda *given: ways(*given)[:1])
+        split = predicted("moe", "tensor", "model=8")
+    assert split["all-reduce", "model"] == moved["all-reduce", "model"] + looked_up
 
 
 @pytest.mark.parametrize(("layout", "kind"), [("fsdp", "reduce-scatter"), ("zero1", "all-gather")])

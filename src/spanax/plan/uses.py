@@ -265,10 +265,12 @@ def _lookup(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Co
         return None
     used = lies.computed
     summed = {axis for dim in found.looked_up for axis in used[dim]}
-    if lies.used is None and not summed & _axes(result.spec):
+    if lies.used is None and not summed:
         return None
     ways = _ways_to_look_up(resolver, traced, found, lies, result, summed)
     table_spec, rows_spec, _ = min(ways, key=lambda way: way[2])
+    if lies.used is None and table_spec == used and not summed & _axes(result.spec):
+        return None
     asked = [by for dim, by in enumerate(rows_spec) if dim not in found.columns]
     rank = len(traced.graph.shape(found.indices))
     asks = Constraint((*asked, *((),) * (rank - len(asked))))
