@@ -1,14 +1,19 @@
 """What our compiled step moves and needs, beside the same step as the guides have it and as an expert writes it.
 
-Compiled for 8 simulated devices from shapes alone; nothing is run. kB a device and step, loops multiplied out.
+Compiled for 8 simulated devices from shapes alone; nothing is run. kB a device and step, loops multiplied out: what it
+sends around rings, as the partitioner has it (an all-reduce of which each device keeps its part is a reduce-scatter),
+and the most that it holds by XLA's own account.
 
 Usage:
-  python benchmarks/collective_bytes.py [gpt mlp cnn moe] [--json]
+  python benchmarks/collective_bytes.py [gpt vit moe mlp cnn] [--presets fsdp,hsdp] [--json]
 """
 
 import argparse
 import json
 import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +26,24 @@ import jax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import expert  # noqa: E402
-from hlo_bytes import collectives  # noqa: E402
+from expert_rules import PRESETS, Preset  # noqa: E402
+from hlo_bytes import collectives as by_kind  # noqa: E402
+from spanax.check.hlo import collectives  # noqa: E402
+from spanax.hardware.mesh import MeshShape  # noqa: E402
 from spanax.run.run import Run  # noqa: E402
 
+SENT: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+}
+"""What a device sends of a collective's result around a ring of so many. Source: as in hardware/collectives.py."""
 
-def our_step(workload: expert.Workload, sizes: dict[str, int]) -> jax.stages.Compiled:
-    """The same model, un-annotated, under the layout that the mesh means by its names."""
+
+def our_step(workload: expert.Workload, layout: str, preset: Preset) -> jax.stages.Lowered:
+    """The same model, un-annotated, under the layout of the same name."""
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         loss, grads = nnx.value_and_grad(workload.case.loss)(model, batch)
@@ -39,44 +56,66 @@ def our_step(workload: expert.Workload, sizes: dict[str, int]) -> jax.stages.Com
         batch=jax.eval_shape(lambda: workload.case.batch(workload.batch_size)),
         train_step=train_step,
     )
-    plan = spanax.plan(program, spanax.cluster("cpu:8"), mesh=sizes)
-    return Run(program, plan, plan.mesh.build(), state=[]).lower().compile()
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=preset.sizes)
+    return Run(program, plan, plan.mesh.build(), state=[]).lower()
+
+
+def measured(lowered: jax.stages.Lowered, mesh: MeshShape) -> dict[str, Any]:
+    """Bytes that a step sends, by kind and in all, and the most that one device holds, donated arrays once."""
+    with tempfile.TemporaryDirectory() as folder:
+        dumps = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_proto": True}
+        compiled = lowered.compile(compiler_options=dumps)
+        (partitioned,) = Path(folder).glob("*after_spmd-partitioning*.hlo.pb")
+        found = collectives(partitioned.read_bytes(), mesh)
+    sent: dict[str, float] = defaultdict(float)
+    for one in found:
+        sent[one.kind] += one.num_bytes * SENT[one.kind](one.group_size)
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "sent": dict(sent),
+        "sent_bytes": sum(sent.values()),
+        "result_bytes": sum(by_kind(compiled.as_text()).values()),
+        "peak_bytes": held + memory.temp_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+    }
 
 
 def measure(name: str, layout: str) -> dict[str, Any]:
-    """Bytes moved, by kind and in all, and temporaries of each step; and ours over the others'."""
-    steps = expert.STEPS | {"spanax": our_step}
+    """What each step moves and holds, and ours over that by hand."""
+    workload, preset = expert.WORKLOADS[name], PRESETS[layout]
     row: dict[str, Any] = {"workload": name, "layout": layout}
-    for step, build in steps.items():
-        compiled = build(expert.WORKLOADS[name], expert.LAYOUTS[layout])
-        moved = collectives(compiled.as_text())
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
-        row[step] = {"collectives": moved, "moved_bytes": sum(moved.values()), "temporary_bytes": temporaries}
-    ours = row["spanax"]
-    for key in ("moved_bytes", "temporary_bytes"):
-        row[f"{key}_over_expert"] = ours[key] / row["expert"][key]
-        row[f"{key}_inputs_only_over_ours"] = row["inputs-only"][key] / ours[key]
+    mesh = MeshShape.of(preset.sizes)
+    for step, build in expert.STEPS.items():
+        row[step] = measured(build(workload, preset), mesh)
+    ours = row["spanax"] = measured(our_step(workload, layout, preset), mesh)
+    for key in ("sent_bytes", "result_bytes", "peak_bytes"):
+        row[f"{key}_over_expert"] = ours[key] / max(1, row["expert"][key])
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", default=list(expert.WORKLOADS))
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--presets", help="only these, with commas between them")
+    parser.add_argument("--json", action="store_true", help="one object a line")
     args = parser.parse_args()
-    rows = [measure(name, layout) for name in args.workloads for layout in expert.LAYOUTS]
-    if args.json:
-        print(json.dumps(rows))
-        return
-    print("| model | layout | inputs only: moved / temporaries, kB | by hand | Spanax | Spanax over by hand |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        cells = [
-            f"{row[step]['moved_bytes'] / 1e3:,.1f} / {row[step]['temporary_bytes'] / 1e3:,.1f}"
-            for step in ("inputs-only", "expert", "spanax")
-        ]
-        ratio = f"{row['moved_bytes_over_expert']:.3f} / {row['temporary_bytes_over_expert']:.3f}"
-        print(f"| {row['workload']} | {row['layout']} | {' | '.join(cells)} | {ratio} |")
+    wanted = args.presets.split(",") if args.presets else list(PRESETS)
+    if not args.json:
+        print("| model | layout | inputs only: sent / held, kB | by hand | Spanax | Spanax over by hand |")
+        print("|---|---|---|---|---|---|", flush=True)
+    for name in args.workloads:
+        for layout in (each for each in expert.WORKLOADS[name].presets if each in wanted):
+            row = measure(name, layout)
+            if args.json:
+                print(json.dumps(row), flush=True)
+                continue
+            cells = [
+                f"{row[step]['sent_bytes'] / 1e3:,.1f} / {row[step]['peak_bytes'] / 1e3:,.1f}"
+                for step in ("inputs-only", "expert", "spanax")
+            ]
+            ratio = f"{row['sent_bytes_over_expert']:.3f} / {row['peak_bytes_over_expert']:.3f}"
+            print(f"| {name} | {layout} | {' | '.join(cells)} | {ratio} |", flush=True)
 
 
 if __name__ == "__main__":

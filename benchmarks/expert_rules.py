@@ -1,0 +1,69 @@
+"""The logical axes of hand-written models, and which mesh axes they mean under each preset.
+
+As MaxText, T5X and the Flax guides have it: the model names the dims of its activations and of its parameters, and a
+table says what of the mesh splits a name. A preset is one table, so one model serves them all.
+
+    batch     examples                    stored   the dim by which ZeRO-3 and FSDP keep a parameter split
+    rows      examples inside an expert   split    heads, mlp and vocab: what Megatron splits
+    seq       positions between layers    queries  positions inside attention, the MLP and the head
+    experts   whole experts
+"""
+
+import dataclasses
+from typing import Any
+
+from jax.sharding import PartitionSpec as P
+
+NAMES = ("batch", "rows", "seq", "queries", "stored", "split", "experts")
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A mesh, and the mesh axes that each name means; a name that is not here splits nothing."""
+
+    sizes: dict[str, int]
+    means: dict[str, tuple[str, ...]]
+
+    def ways(self, name: str) -> int:
+        """How many parts a dim of this name is split into."""
+        product = 1
+        for axis in self.means.get(name, ()):
+            product *= self.sizes[axis]
+        return product
+
+    def spec(self, *names: Any) -> P:
+        """The spec of dims by their names, each a name, several or None; a mesh axis splits the first that wants it."""
+        taken: set[str] = set()
+        dims = []
+        for name in names:
+            several = () if name is None else (name,) if isinstance(name, str) else name
+            assert set(several) <= set(NAMES), several
+            axes = [axis for one in several for axis in self.means.get(one, ()) if axis not in taken]
+            taken.update(axes)
+            dims.append(tuple(axes) or None)
+        return P(*dims)
+
+
+def preset(sizes: dict[str, int], **means: str) -> Preset:
+    return Preset(sizes, {name: tuple(axes.split()) for name, axes in means.items()})
+
+
+PRESETS = {
+    "data": preset({"data": 8}, batch="data", rows="data"),
+    "fsdp": preset({"fsdp": 8}, batch="fsdp", rows="fsdp", stored="fsdp"),
+    "hsdp": preset({"data": 2, "fsdp": 4}, batch="data fsdp", rows="data fsdp", stored="fsdp"),
+    "tensor": preset({"model": 8}, split="model"),
+    "tensor+seq": preset({"model": 8}, split="model", seq="model"),
+    "context": preset({"data": 4, "context": 2}, batch="data", rows="data", seq="context", queries="context"),
+    "expert": preset({"data": 4, "expert": 2}, batch="data expert", rows="data", experts="expert"),
+    "data+tensor": preset({"data": 4, "model": 2}, batch="data", rows="data", split="model"),
+    "fsdp+tensor": preset({"fsdp": 4, "model": 2}, batch="fsdp", rows="fsdp", stored="fsdp", split="model"),
+    "fsdp+tensor+seq": preset(
+        {"fsdp": 4, "model": 2}, batch="fsdp", rows="fsdp", stored="fsdp", split="model", seq="model"
+    ),
+}
+
+DENSE = ("data", "fsdp", "hsdp", "tensor", "data+tensor", "fsdp+tensor")
+SEQUENCES = (*DENSE, "tensor+seq", "fsdp+tensor+seq", "context")
+EXPERTS = (*DENSE, "expert")
+"""Presets that a model has the dims for."""
