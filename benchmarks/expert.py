@@ -15,7 +15,6 @@ images H height, W width, C channels.
 
 import dataclasses
 import math
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,52 +28,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import softmax_cross_entropy_with_integer_labels as softmax_cross_entropy
 
-from expert_rules import DENSE, EXPERTS, PRESETS, SEQUENCES, Preset
+from expert_rules import DENSE, EXPERTS, PRESETS, SEQUENCES, Constrain, Preset, Rules, path_text, several, spec_for
 from spanax.models import gpt, images, vit
 from zoo import ZOO, Case, batches, floats, ints
 
 OPTIMIZER = optax.adamw(3e-4)
 
 Tree = Any
-Names = tuple[Any, ...]
-Rules = list[tuple[str, Names]]
-
-
-class Constrain:
-    """Pins values to a mesh as a preset says; without one, does nothing."""
-
-    def __init__(self, mesh: Mesh | None, rules: Preset):
-        self.mesh, self.rules = mesh, rules
-
-    def __call__(self, x: jax.Array, *names: Any) -> jax.Array:
-        if self.mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.rules.spec(*names)))
-
-    def top_k(self, x: jax.Array, k: int) -> list[jax.Array]:
-        """XLA gathers the whole operand of a top-k, whatever its other dims are split over: run it by hand."""
-        if self.mesh is None or self.rules.ways("batch") == 1:
-            return jax.lax.top_k(x, k)
-        split = self.rules.spec("batch")
-        return jax.shard_map(lambda x: jax.lax.top_k(x, k), mesh=self.mesh, in_specs=split, out_specs=split)(x)
-
-    def look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Rows of a table. Where it is stored by columns, what moves is the result, and not the table's gradient."""
-        if self.rules.ways("stored") == 1:
-            return table[tokens]
-        return self(table[self(tokens)], None, None, "stored")
-
-    def gathered(self, params: Tree, rules: Rules, stacked: str = "") -> Tree:
-        """Parameters where they are used: whole over what stores them, still split over the rest.
-
-        Inside a loop over the stack of layers under the path `stacked`, they come without its dimension.
-        """
-
-        def gather(path: tuple, leaf: jax.Array) -> jax.Array:
-            names = spec_for(stacked + path_text(path), rules)[1 if stacked else 0 :]
-            return self(leaf, *(tuple(one for one in _several(name) if one != "stored") for name in names))
-
-        return jax.tree.map_with_path(gather, params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,28 +48,12 @@ class Workload:
     presets: tuple[str, ...] = DENSE
 
 
-def _several(name: Any) -> tuple[str, ...]:
-    return () if name is None else (name,) if isinstance(name, str) else name
-
-
-def path_text(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def spec_for(name: str, rules: Rules) -> Names:
-    """The dims of the first rule that the path `name` matches; every leaf must have one."""
-    for pattern, names in rules:
-        if re.fullmatch(pattern, name):
-            return names
-    raise KeyError(f"no rule for {name}")
-
-
 def guide_spec(name: str, shape: tuple[int, ...], rules: Rules, preset: Preset) -> P:
     """What guides to FSDP teach: split the largest dim that divides, leave vectors whole; the rest as in the table.
 
     The kinder choice: with the expert's own table and nothing pinned, GPT moves 5 times as much and MoE 19 times.
     """
-    names = [tuple(one for one in _several(name) if one != "stored") for name in spec_for(name, rules)]
+    names = [tuple(one for one in several(name) if one != "stored") for name in spec_for(name, rules)]
     names += [()] * (len(shape) - len(names))
     if not name.endswith(("scale", "bias")):
         local = [size // math.prod(map(preset.ways, each)) for size, each in zip(shape, names, strict=True)]

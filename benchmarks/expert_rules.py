@@ -10,9 +10,16 @@ table says what of the mesh splits a name. A preset is one table, so one model s
 """
 
 import dataclasses
+import re
 from typing import Any
 
+import jax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+Tree = Any
+Names = tuple[Any, ...]
+Rules = list[tuple[str, Names]]
 
 NAMES = ("batch", "rows", "seq", "queries", "stored", "split", "experts")
 
@@ -67,3 +74,58 @@ DENSE = ("data", "fsdp", "hsdp", "tensor", "data+tensor", "fsdp+tensor")
 SEQUENCES = (*DENSE, "tensor+seq", "fsdp+tensor+seq", "context")
 EXPERTS = (*DENSE, "expert")
 """Presets that a model has the dims for."""
+
+
+def several(name: Any) -> tuple[str, ...]:
+    """A dim's names, of which there may be none."""
+    return () if name is None else (name,) if isinstance(name, str) else name
+
+
+def path_text(path: tuple) -> str:
+    """A path in a tree, as the rules match it."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def spec_for(name: str, rules: Rules) -> Names:
+    """The dims of the first rule that the path `name` matches; every leaf must have one."""
+    for pattern, names in rules:
+        if re.fullmatch(pattern, name):
+            return names
+    raise KeyError(f"no rule for {name}")
+
+
+class Constrain:
+    """Pins values to a mesh as a preset says; without one, does nothing."""
+
+    def __init__(self, mesh: Mesh | None, rules: Preset):
+        self.mesh, self.rules = mesh, rules
+
+    def __call__(self, x: jax.Array, *names: Any) -> jax.Array:
+        if self.mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.rules.spec(*names)))
+
+    def top_k(self, x: jax.Array, k: int) -> list[jax.Array]:
+        """XLA gathers the whole operand of a top-k, whatever its other dims are split over: run it by hand."""
+        if self.mesh is None or self.rules.ways("batch") == 1:
+            return jax.lax.top_k(x, k)
+        split = self.rules.spec("batch")
+        return jax.shard_map(lambda x: jax.lax.top_k(x, k), mesh=self.mesh, in_specs=split, out_specs=split)(x)
+
+    def look_up(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Rows of a table. Where it is stored by columns, what moves is the result, and not the table's gradient."""
+        if self.rules.ways("stored") == 1:
+            return table[tokens]
+        return self(table[self(tokens)], None, None, "stored")
+
+    def gathered(self, params: Tree, rules: Rules, stacked: str = "") -> Tree:
+        """Parameters where they are used: whole over what stores them, still split over the rest.
+
+        Inside a loop over the stack of layers under the path `stacked`, they come without its dimension.
+        """
+
+        def gather(path: tuple, leaf: jax.Array) -> jax.Array:
+            names = spec_for(stacked + path_text(path), rules)[1 if stacked else 0 :]
+            return self(leaf, *(tuple(one for one in several(name) if one != "stored") for name in names))
+
+        return jax.tree.map_with_path(gather, params)
