@@ -47,6 +47,7 @@ check: lint types
 
 golden: $(STAMP)
 	SPANAX_GOLDEN=update $(PYTEST) $(shell grep -rl --include='test_*.py' SPANAX_GOLDEN tests) $(ARGS)
+	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/check/test_frozen.py
 
 slow: $(STAMP)
 	$(PYTEST) -m slow -o faulthandler_timeout=0 $(ARGS)

@@ -1,7 +1,9 @@
 """Options for XLA's compiler: those of the table are known to it, those of a plan reach it, and no file is named."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -31,6 +33,13 @@ def test_each_chip_gets_its_own_and_a_cpu_nothing() -> None:
     assert names["h100:8"] == by_platform["gpu"] and names["v5e:2x2:2"] == by_platform["tpu"]
     assert names["cpu:8"] == names["h100:1"] == names["v5p:2x2x2"] == set()
     assert all(one.reason and one.source and checked(f"{one.name}={one.value}") for one in FLAGS)
+
+
+def test_the_page_lists_them() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text()
+    assert {f"{one.name}={one.value}" for one in FLAGS} == set(
+        re.findall(r"^\| `(xla_\w+=\w+)` \|", page, re.MULTILINE)
+    )
 
 
 @pytest.mark.parametrize("one", [one for one in FLAGS if one.platform == "gpu"], ids=lambda one: one.name)

@@ -12,8 +12,8 @@ from flax import nnx
 
 import spanax
 import zoo
+from programs import calm_program as program
 from spanax.run.run import Run
-from spanax.trace.program import Program
 
 STEPS, SIZE = 3, 16
 TOLERANCE = 1e-5
@@ -24,13 +24,6 @@ NOUGHT = 1e-3
 
 LOOSER = {"optimizer": 1e-4, "mixed-dtype": 5e-2}
 """Of moments, whose noise is that of a gradient and not of what it moves; of a model in bfloat16."""
-
-# Adam divides by the size of a gradient, and so blows up the rounding of those near zero: eps is far above it here.
-CALM = optax.adamw(1e-2, eps=0.1)
-OPTIMIZERS = {
-    "fused-qkv": optax.adamw(optax.warmup_cosine_decay_schedule(1e-3, 1e-2, warmup_steps=1, decay_steps=10), eps=0.1),
-    "mixer": optax.chain(optax.clip_by_global_norm(1.0), CALM),
-}
 
 DATA = [("data", "data=8"), ("zero1", "fsdp=8"), ("zero2", "fsdp=8"), ("fsdp", "fsdp=8"), ("hsdp", "data=2,fsdp=4")]
 TENSOR = [
@@ -99,14 +92,6 @@ def data(name: str) -> dict[str, np.ndarray]:
 
 def batch(name: str, step: int) -> dict[str, np.ndarray]:
     return {key: rows[step * SIZE : (step + 1) * SIZE] for key, rows in data(name).items()}
-
-
-@functools.cache
-def program(name: str) -> Program:
-    case = zoo.ZOO[name]
-    chosen = OPTIMIZERS.get(name, CALM if case.optimizer is zoo.ADAMW else case.optimizer)
-    optimizer: Any = chosen if case.wrt is nnx.Param else lambda model: nnx.Optimizer(model, chosen, wrt=case.wrt)
-    return spanax.trace(build=case.build, optimizer=optimizer, batch=batch(name, 0), loss=case.loss)
 
 
 def numbers(array: jax.Array) -> np.ndarray:
