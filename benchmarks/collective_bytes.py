@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,25 @@ def our_step(workload: expert.Workload, layout: str, preset: Preset) -> jax.stag
     return Run(program, plan, plan.mesh.build(), state=[]).lower()
 
 
+def dumped(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bytes]:
+    """The compiled program, and what it was right after the partitioner."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)  # a program that JAX keeps is not compiled again, and then nothing of it is dumped
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            dumps = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_proto": True}
+            compiled = lowered.compile(compiler_options=dumps)
+            (partitioned,) = Path(folder).glob("*after_spmd-partitioning*.hlo.pb")
+            return compiled, partitioned.read_bytes()
+    finally:
+        jax.config.update(name, before)
+
+
 def measured(lowered: jax.stages.Lowered, mesh: MeshShape) -> dict[str, Any]:
     """Bytes that a step sends, by kind and in all, and the most that one device holds, donated arrays once."""
-    with tempfile.TemporaryDirectory() as folder:
-        dumps = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_proto": True}
-        compiled = lowered.compile(compiler_options=dumps)
-        (partitioned,) = Path(folder).glob("*after_spmd-partitioning*.hlo.pb")
-        found = collectives(partitioned.read_bytes(), mesh)
+    compiled, partitioned = dumped(lowered)
+    found = collectives(partitioned, mesh)
     sent: dict[str, float] = defaultdict(float)
     for one in found:
         sent[one.kind] += one.num_bytes * SENT[one.kind](one.group_size)
@@ -81,13 +93,13 @@ def measured(lowered: jax.stages.Lowered, mesh: MeshShape) -> dict[str, Any]:
     }
 
 
-def measure(name: str, layout: str) -> dict[str, Any]:
+def measure(name: str, layout: str, by_hand: Sequence[str] = tuple(expert.STEPS)) -> dict[str, Any]:
     """What each step moves and holds, and ours over that by hand."""
     workload, preset = expert.WORKLOADS[name], PRESETS[layout]
     row: dict[str, Any] = {"workload": name, "layout": layout}
     mesh = MeshShape.of(preset.sizes)
-    for step, build in expert.STEPS.items():
-        row[step] = measured(build(workload, preset), mesh)
+    for step in by_hand:
+        row[step] = measured(expert.STEPS[step](workload, preset), mesh)
     ours = row["spanax"] = measured(our_step(workload, layout, preset), mesh)
     for key in ("sent_bytes", "result_bytes", "peak_bytes"):
         row[f"{key}_over_expert"] = ours[key] / max(1, row["expert"][key])
