@@ -109,6 +109,7 @@ def one_matmul(m: int, n: int, k: int, *, splits: tuple[int, ...] = (0, 0, 0, 0)
         phase=row([0]),
         in_layers=row([False]),
         scores=row([[False, False, False]]),
+        fused=row([False]),
     )
 
 

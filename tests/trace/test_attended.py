@@ -207,3 +207,34 @@ def test_devices_of_a_causal_ring_do_the_same() -> None:
         assert share.share == (2 * num_devices + 1) / (4 * num_devices)
     assert not shares(form_of(library(), (Q, ROWS, ROWS)), 4).is_moved
     assert shares(form, 16).owned[0] == (0,)  # 16 places in 16 devices have no halves
+
+
+# of each the scale and whether later keys are masked, if a kernel can take it, or a part of the reason why not
+KERNELS: dict[str, tuple[float, bool] | str] = {
+    "plain": (8**-0.5, True),
+    "library": (8**-0.5, False),
+    "library, causal, grouped": (8**-0.5, True),
+    "mask and bias": "not made of positions alone",
+    "padding": "not made of positions alone",
+    "window": "'tanh' between q.k and the softmax",
+    "slopes": "neither causal nor of all keys",
+    "added mask": (8**-0.5, True),
+    "one key for all heads": (1.0, False),
+    "one example": (8**-0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_kernel_takes_scale_and_mask_or_the_reason_is_told(name: str) -> None:
+    function, operands, *_ = WRITTEN[name]
+    half = [shape(*one.shape, dtype="bfloat16" if one.dtype == jnp.float32 else str(one.dtype)) for one in operands]
+    told: list[str] = []
+    jaxpr = jax.make_jaxpr(attended(function, "cudnn", told))(*half)
+    found = [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD]
+    expected = KERNELS[name]
+    if isinstance(expected, str):
+        assert not found and expected in told[0] and told[0].startswith("plain at ")
+    else:
+        (kernel,) = found
+        assert (kernel.name, kernel.is_causal) == ("cudnn", expected[1])
+        assert kernel.scale == pytest.approx(expected[0], rel=5e-3)  # the model rounds it to 16 bits, too

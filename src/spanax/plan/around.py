@@ -52,7 +52,8 @@ class Around:
     def operands(self, op: Op) -> tuple[Spec, ...]:
         """The specs of an operation's operands."""
         rows, number = self.rows(wide=True), self.rows(wide=False)
-        behind = (rows, number, number, number) if op.name == BACKWARD else ()
+        kept = (rows, number) if op.params["kernel"] else (number, number, number)
+        behind = (rows, *kept) if op.name == BACKWARD else ()
         return (rows, self.keys, self.keys, *behind, *self.extras())
 
     def results(self, op: Op) -> tuple[Spec, ...]:
@@ -60,11 +61,14 @@ class Around:
         rows, number = self.rows(wide=True), self.rows(wide=False)
         if op.name == BACKWARD:
             return (rows, self.keys, self.keys, *self.extras(op.params["grads"]))
-        return rows, number, number
+        return (rows, number) if op.params["kernel"] else (rows, number, number)
 
 
 def around(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> Around | None:
-    """How an attention is divided, its batch as q, k and v all are, its queries as they lie; None of what is none."""
+    """How an attention is divided, its batch as q, k and v all are, its queries as they lie; None of what is none.
+
+    A kernel has whole sequences, and all queries that share keys.
+    """
     if op.name not in RING:
         return None
     form: Form = op.params["form"]
@@ -77,6 +81,8 @@ def around(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> Ar
         return found
 
     batch = [some([axis for axis in q[dim] if axis in k[dim] and axis in v[dim]]) for dim in range(form.num_batch)]
+    if op.params["kernel"]:
+        return Around(form, (*batch, *[()] * (form.num_rows + 2)))
     queries = some(q[form.queries])
     rows = [some(q[dim]) for dim in range(form.num_batch, form.queries)]
     return Around(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))

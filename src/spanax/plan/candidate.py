@@ -107,7 +107,7 @@ class Search:
 
     `too_large` are the fastest that do not fit, `nearest` the cheapest in memory where none does. `model_flops`
     are those of a step on all devices, `dtype` what most of them are computed in, `programs` the program under each
-    remat policy.
+    remat policy, `attention` what became of each attention that a kernel was asked for.
 
     Example:
       >>> import jax, optax, spanax
@@ -136,6 +136,7 @@ class Search:
     programs: dict[str, Program] = field(repr=False, compare=False)
     pins: Pins = field(default_factory=dict)
     too_large: tuple[Candidate, ...] = field(default=(), repr=False)
+    attention: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str | None:
         return display(self)

@@ -9,6 +9,7 @@ from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
+from spanax.plan.attention import with_attention
 from spanax.plan.candidate import plan_of, shortfall
 from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
@@ -35,6 +36,7 @@ def plan(
     pin: Pins | None = None,
     forbid: Sequence[str] = (),
     schedule: Schedule | None = None,
+    attention: str | None = None,
 ) -> Plan:
     """Say where every array of a program lives on a cluster. No device is touched.
 
@@ -52,6 +54,8 @@ def plan(
       forbid: names of axes that must not be split.
       schedule: remat, microbatches and stages; as the program was traced if left out, with as many microbatches as
         suit the stages. A mesh without `pipe` is that of one stage.
+      attention: `plain`, as the model wrote it, also if left out; `flash`, by the platform's kernel (splash on TPUs,
+        cuDNN on NVIDIA GPUs); `auto`, by the kernel where it can be.
 
     Raises:
       SpanaxError: what was asked for cannot be laid over this program on this cluster.
@@ -70,6 +74,7 @@ def plan(
     """
     cluster = cluster_of(cluster)
     pins = dict(pin or {}) | dict.fromkeys(forbid)
+    program = with_attention(program, cluster, attention)
     if layout is None and mesh is None and schedule is None and cluster.chip.peak_flops:
         return _searched(program, cluster, pins)
     why, chosen, shape = _choose(program, cluster, layout, mesh, sequence_parallel)

@@ -128,7 +128,8 @@ def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: A
     grows = np.arange(4)[None, :, None] == works.batched[:, None, None]
     m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
     of_scores = works.scores.any(1).reshape(-1, 1)
-    is_fused = of_scores & given.fused_attention
+    in_kernel = works.fused.reshape(-1, 1)
+    is_fused = (of_scores & given.fused_attention) | in_kernel
     kept = np.where(works.scores & given.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
     each = works.num_bytes[:, :, None] / ways[works.bytes_splits]
     each = np.where(works.bytes_batched[:, :, None], each * scale, each)
@@ -139,7 +140,8 @@ def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: A
     first = np.where(of_scores, given.score_products, given.first_products)
     done, partial_bytes = _tiled(m, n, k, np.maximum(count, 1.0), first, chip.num_cores, given.idle_rounds)
     arithmetic, num_bytes = done / rate, num_bytes + partial_bytes
-    fused = _flops(works, ways, scale) * given.causal_share / (given.attention * rate)
+    causal_share = np.where(in_kernel, 1.0, given.causal_share)  # what it leaves out is not among its FLOPs
+    fused = _flops(works, ways, scale) * causal_share / (given.attention * rate)
     start = given.start * chip.kernel_start_seconds
     memory_rate = _memory_rate(chip)
     longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / memory_rate)

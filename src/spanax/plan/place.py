@@ -11,7 +11,7 @@ from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.plan.presets import as_ring
 from spanax.plan.resolve import Resolver, resolve
 from spanax.plan.stages import in_stages
-from spanax.trace.policies import RING
+from spanax.trace.policies import GATHERED, KERNELS, RING
 from spanax.trace.program import Program
 from spanax.trace.variables import Leaf, itemsize
 
@@ -33,6 +33,8 @@ def placed(
       SpanaxError: the layout cannot be laid over this program on this mesh.
     """
     schedule = schedule or Schedule()
+    if program.context in KERNELS and schedule.context == GATHERED:
+        schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
     if schedule.context != program.context:
         program = program.with_context(schedule.context)
@@ -50,7 +52,7 @@ def placed(
         pins=tuple((name, (to,) if isinstance(to, str) else tuple(to or ())) for name, to in pins.items()),
         leaves=tuple(placements[: len(program.leaves)]),
         batch=tuple(placements[len(program.leaves) :]),
-        why=why + _padding(resolver),
+        why=why + _padding(resolver) + "".join(f"; attention {one}" for one in program.attention),
         schedule=schedule,
     )
 

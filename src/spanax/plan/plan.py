@@ -82,7 +82,8 @@ class Schedule:
     `remat` is what the backward pass keeps (None: as the model has it), `compute_dtype` what is computed in (None: what
     the parameters are), `microbatches` over how many parts of the batch gradients are added up. With `num_stages` above
     1 the layers are divided into stages, each of `num_chunks` parts, which follow the order of the name `pipeline`.
-    `context` is how queries meet keys of other devices where a sequence is split: `gathered`, or around a `ring`.
+    `context` is how queries meet keys of other devices where a sequence is split: `gathered`, or around a `ring`; or
+    `splash` or `cudnn`, the kernel that computes attention with keys gathered.
 
     Example:
       >>> Schedule(remat="full", microbatches=4).num_stages

@@ -11,6 +11,8 @@ from spanax.plan.resolve import Spec
 from spanax.trace.attention import BACKWARD
 from spanax.trace.blockwise import BLOCK
 from spanax.trace.graph import Graph, Op
+from spanax.trace.kernels import Kernel
+from spanax.trace.scores import Form
 from spanax.trace.zigzag import Shares, shares
 
 ROUND, HOP = "round", "collective-permute"
@@ -85,10 +87,10 @@ def products(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> list[tupl
     """FLOPs and sizes (m, n, k, separate products) of its matmuls: two on the way to the loss, five on the way back.
 
     Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. What is masked whatever the numbers is not
-    computed: the share of `zigzag`.
+    computed: the share of `zigzag`, or of a kernel's blocks.
     """
-    form = around.form
-    share = ring_of(around, mesh).share
+    form, kernel = around.form, op.params["kernel"]
+    share = _blocks_met(form, kernel) if kernel else ring_of(around, mesh).share
     count = math.prod(form.sizes[: form.num_batch])
     rows = math.prod(form.sizes[form.num_batch : form.keys])
     keys = form.sizes[form.keys] * share
@@ -104,6 +106,12 @@ def products(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> list[tupl
     return [(2.0 * math.prod(sizes), sizes) for sizes in (back if op.name == BACKWARD else [met, made])]
 
 
+def _blocks_met(form: Form, kernel: Kernel) -> float:
+    """The share of the blocks of keys that a kernel works out: behind a causal mask those up to the diagonal."""
+    num_blocks = max(form.sizes[form.keys] // BLOCK, 1)
+    return (1 + 1 / num_blocks) / 2 if kernel.is_causal else 1.0
+
+
 def works(graph: Graph, op: Op, around: Around, mesh: MeshShape, is_batched: bool, dtype: str) -> list[tuple[Any, ...]]:
     """Rows of `Works` for its matmuls but for when they run and how often."""
     mask = _masks(mesh)
@@ -111,13 +119,16 @@ def works(graph: Graph, op: Op, around: Around, mesh: MeshShape, is_batched: boo
     separate, rows = mask(around.axes[: form.num_batch]), mask(around.axes[form.num_batch : form.keys])
     queries, size = math.prod(form.sizes[form.num_batch : form.keys]), graph.avals[op.inputs[0]].dtype.itemsize
     found: list[tuple[Any, ...]] = []
+    is_kernel, keys = op.params["kernel"] is not None, products(graph, op, around, mesh)[0][1][1]
     for flops, (m, n, k, count) in products(graph, op, around, mesh):
         splits = [rows if dim == queries else 0 for dim in (m, n, k)]
         num_bytes = [count * one * size for one in (m * k, k * n, m * n)]
+        if is_kernel:  # its scores are never in memory
+            num_bytes[2 if n == keys else 0] = 0.0
         lies = [separate | rows] * 3  # keys too: at every step a device has its share of them
         found.append((
             flops, separate | rows, [m, n, k, count], [*splits, separate],
-            3 if is_batched else -1, num_bytes, lies, [is_batched] * 3, dtype, [False] * 3,
+            3 if is_batched else -1, num_bytes, lies, [is_batched] * 3, dtype, [False] * 3, is_kernel,
         ))  # fmt: skip
     return found
 
@@ -126,11 +137,13 @@ def worked_bytes(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> list[
     """Bytes that it holds while it runs beside operands and results, by how they are split.
 
     Keys as they come in, as they are sent and as they arrive; sums in 32 bits with what is added to them; a block of
-    scores, its weights, and on the way back their gradients.
+    scores, its weights, and on the way back their gradients. Of a kernel a sum in 32 bits on the way back.
     """
     form = around.form
     size = lambda value: math.prod(graph.shape(value)) * graph.avals[value].dtype.itemsize  # noqa: E731
     numbers = lambda value: 4.0 * math.prod(graph.shape(value))  # noqa: E731
+    if op.params["kernel"]:
+        return [(around.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []
     parts = mesh.ways(around.ring) * len(ring_of(around, mesh).owned[0])
     block = min(BLOCK, form.sizes[form.keys] // parts)
     rows = 4.0 * math.prod(form.sizes[: form.keys])

@@ -14,6 +14,7 @@ from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins, check_pinned
 from spanax.plan.assumptions import Assumptions
+from spanax.plan.attention import with_attention
 from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.cost import Costs, Grid, Table, price
 from spanax.plan.laid import Known, Laid
@@ -48,6 +49,7 @@ def search(
     mesh: Mapping[str, int] | str | MeshShape | None = None,
     microbatches: int | None = None,
     pins: Pins | None = None,
+    attention: str | None = None,
 ) -> Search:
     """Price every layout of a program on all devices of a cluster. No device is touched.
 
@@ -64,6 +66,7 @@ def search(
       mesh: price only this mesh, that of one stage, as `spanax.plan` takes it.
       microbatches: price only this number of them.
       pins: axis name -> mesh axis (or several, or None to keep the axis whole), in every layout.
+      attention: as of `spanax.plan`.
 
     Raises:
       SpanaxError: no rates are known of the cluster's chip, no layout divides the batch, or there is no such layout or
@@ -91,8 +94,7 @@ def search(
     cluster = cluster_of(cluster)
     _check_asked(cluster, layout, mesh)
     check_pinned(program, pins or ())
-    if layout is not None and RING in layout.split("+"):
-        program = program.with_context(RING)
+    program = _attending(program, cluster, layout, attention)
     given = assumptions or Assumptions()
     rejected: Counter[str] = Counter()
     began_tracing = time.perf_counter()
@@ -125,7 +127,13 @@ def search(
         search_seconds=time.perf_counter() - began - tracing,
         programs=programs,
         pins=pins or {},
+        attention=program.attention,
     )
+
+
+def _attending(program: Program, cluster: Cluster, layout: str | None, attention: str | None) -> Program:
+    is_ring = layout is not None and RING in layout.split("+")
+    return program.with_context(RING) if is_ring else with_attention(program, cluster, attention)
 
 
 def _check_asked(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -> None:

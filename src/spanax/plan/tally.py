@@ -177,9 +177,8 @@ class _Tally:
 
     def works(self) -> Works:
         """The contractions, as arrays."""
-        flops, work, sizes, splits, batched, num_bytes, bytes_splits, grows, dtypes, scores, runs, phase, inside = (
-            _columns(self._works, 13)
-        )
+        flops, work, sizes, splits, batched, num_bytes, bytes_splits, grows, *rest = _columns(self._works, 14)
+        dtypes, scores, fused, runs, phase, inside = rest
         return Works(
             flops=np.asarray(flops, float),
             work=np.asarray(work, int),
@@ -194,6 +193,7 @@ class _Tally:
             phase=np.asarray(phase, int),
             in_layers=np.asarray(inside, bool),
             scores=np.asarray(scores, bool).reshape(-1, 3),
+            fused=np.asarray(fused, bool),
         )
 
     def moves(self) -> Moves:
@@ -242,6 +242,7 @@ def _matmul(laid: Laid, op: Op, split: Split) -> tuple[Any, ...]:
         [laid.is_batched(value) for value in values],
         _dtype_name(graph.avals[lhs].dtype),
         [traced.roles[value].labels in traced.score_labels for value in values],
+        False,
     )
 
 

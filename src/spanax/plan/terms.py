@@ -28,7 +28,8 @@ class Works:
 
     `flops` of one run on one device would be `flops / ways(work)`; `sizes` are the global m, n, k and number of
     separate products, each divided by the axes in `splits`. `batched` says which of the four grows with the batch,
-    -1 for none. `num_bytes` and `bytes_splits`: both operands and the result.
+    -1 for none. `num_bytes` and `bytes_splits`: both operands and the result. `scores`: which of these are attention
+    scores; `fused`: whether it is part of an attention kernel.
     """
 
     flops: np.ndarray
@@ -44,12 +45,15 @@ class Works:
     phase: np.ndarray
     in_layers: np.ndarray
     scores: np.ndarray
+    fused: np.ndarray
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
         """All of each row but when and how often it runs: equal ones take equally long."""
         sizes = (self.flops, self.work, self.sizes, self.splits, self.batched)
-        table = np.column_stack([*sizes, self.num_bytes, self.bytes_splits, self.bytes_batched, self.scores])
+        table = np.column_stack(
+            [*sizes, self.num_bytes, self.bytes_splits, self.bytes_batched, self.scores, self.fused]
+        )
         return list(zip(self.dtypes, map(tuple, table.tolist()), strict=True))
 
     def some(self, rows: Sequence[int]) -> "Works":

@@ -64,6 +64,7 @@ def search_json(found: Search, top: int) -> dict[str, Any]:
         "reserve": RESERVE,
         "candidates": [candidate_json(found, one) for one in found.candidates[:top]],
         "rejected": found.rejected,
+        "attention": list(found.attention),
         "layouts_priced": found.layouts_priced,
         "search_seconds": found.search_seconds,
         "trace_seconds": found.trace_seconds,
@@ -119,6 +120,7 @@ def _best_lines(found: Search, best: Candidate, said: dict[str, Any]) -> list[st
         f"  saved   {bytes_text(found.checkpoint_bytes)} a checkpoint; to restore one takes "
         f"{bytes_text(best.state_bytes)} a device",
         f"  rule    {said['rule']}",
+        *(f"  attention {one}" for one in found.attention),
         f"  MFU is {FLOP_CONVENTION}" if mfu else "",
     ]
 

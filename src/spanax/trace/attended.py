@@ -5,6 +5,8 @@ are followed; what has a derivative of its own stays as it is.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,12 +15,22 @@ from jax.extend import core, source_info_util
 from spanax.errors import SpanaxError
 from spanax.trace.attention import attention
 from spanax.trace.graph import REMAT, bind, opened, retraced
+from spanax.trace.kernels import Unfit, kernel_of
 from spanax.trace.lines import Line, Lines
+from spanax.trace.policies import RING
 from spanax.trace.softmax import Found, Refused, as_written, attentions, canonical
 
 
-def attended(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A pure function of arrays that computes the same, its attentions as operations that can go around a ring.
+def attended(function: Callable[..., Any], context: str = RING, told: list[str] | None = None) -> Callable[..., Any]:
+    """A pure function of arrays that computes the same, its attentions as operations.
+
+    They can go around a ring; or, of those that the kernel which `context` names can take, be computed by it: the
+    others stay as they are written.
+
+    Args:
+      function: the loss.
+      context: `ring`, or the kernel.
+      told: is added what became of each attention that a kernel was asked for.
 
     Raises:
       SpanaxError: when called, if there is no attention in it, or one that cannot be taken so.
@@ -35,8 +47,11 @@ def attended(function: Callable[..., Any]) -> Callable[..., Any]:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         jaxpr, consts = opened(closed)
         seen: list[Found | Refused] = []
-        outs = _evaluate(jaxpr, consts, jax.tree.leaves(args), seen)
-        _check(seen)
+        outs = _evaluate(jaxpr, consts, jax.tree.leaves(args), seen, context)
+        if context == RING:
+            _check(seen)
+        elif told is not None:
+            told.extend(_told(seen, context))
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return run
@@ -58,9 +73,37 @@ def _check(seen: Sequence[Found | Refused]) -> None:
         )
 
 
-def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], seen: list[Found | Refused]) -> list[Any]:
+def _told(seen: Sequence[Found | Refused], kernel: str) -> list[str]:
+    """What became of each attention, in words."""
+    where = lambda one: source_info_util.summarize(one.line.eqn.source_info)  # noqa: E731
+    return [
+        f"plain at {where(one)}: {one.why}" if isinstance(one, Refused) else f"{kernel} for {_name(one)}"
+        for one in seen
+    ] or ["plain: the loss has no softmax attention"]
+
+
+def _name(one: Found) -> str:
+    queries, keys = (one.form.sizes[label] for label in (one.form.queries, one.form.keys))
+    is_causal = one.kernel is not None and one.kernel.is_causal
+    return f"{queries:,} x {keys:,}" + " causal" * is_causal
+
+
+def _fitted(lines: Lines, at: int, one: Found | Refused, kernel: str) -> Found | Refused:
+    """An attention with the kernel that computes it, or why none does."""
+    if isinstance(one, Refused):
+        return one
+    shapes = [jax.eval_shape(partial(canonical, order=order), lines.avals[value]) for value, order in one.operands]
+    fitted = kernel_of(kernel, one.form, *shapes)
+    return Refused(fitted.why, lines.lines[at]) if isinstance(fitted, Unfit) else replace(one, kernel=fitted)
+
+
+def _evaluate(
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], seen: list[Found | Refused], context: str
+) -> list[Any]:
     lines = Lines.of(jaxpr, consts)
     found = attentions(lines)
+    if context != RING:
+        found = {at: _fitted(lines, at, one, context) for at, one in found.items()}
     seen += found.values()
     values = dict(lines.known) | dict(zip(lines.inputs, args, strict=True))
     for at in _needed(lines, found):
@@ -72,7 +115,7 @@ def _evaluate(jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], see
             if isinstance(one, Found):
                 outs = [_attend(lines, line, one, values)]
             else:
-                outs = _apply(line, [values[value] for value in line.ins], seen)
+                outs = _apply(line, [values[value] for value in line.ins], seen, context)
         values.update(zip(line.outs, outs, strict=True))
     return [values[value] for value in lines.outputs]
 
@@ -92,16 +135,16 @@ def _attend(lines: Lines, line: Line, one: Found, values: dict[int, Any]) -> Any
     q, k, v = (canonical(values[value], order) for value, order in one.operands)
     (result,) = line.outs
     dtype = lines.avals[result].dtype
-    out = attention(one.form, dtype, q, k, v, [values[value] for value in one.extras])
+    out = attention(one.form, dtype, q, k, v, [values[value] for value in one.extras], one.kernel)
     return as_written(out, one.out, lines.shape(result))
 
 
-def _apply(line: Line, ins: Sequence[Any], seen: list[Found | Refused]) -> list[Any]:
+def _apply(line: Line, ins: Sequence[Any], seen: list[Found | Refused], context: str) -> list[Any]:
     eqn, name, params = line.eqn, line.name, dict(line.eqn.params)
 
     def inner(body: Any) -> Callable[..., list[Any]]:
         jaxpr, consts = opened(body)
-        return lambda *args: _evaluate(jaxpr, consts, args, seen)
+        return lambda *args: _evaluate(jaxpr, consts, args, seen, context)
 
     if name in REMAT:
         if not _holds(params["jaxpr"]):

@@ -18,6 +18,7 @@ from jax.interpreters import partial_eval as pe
 from spanax.trace.blockwise import Blocks, Keys, Part, finished, parted
 from spanax.trace.dims import Dims
 from spanax.trace.graph import Graph, Op
+from spanax.trace.kernels import Kernel
 from spanax.trace.primitives import rule
 from spanax.trace.scores import NONE, Form
 from spanax.trace.zigzag import shares
@@ -28,10 +29,14 @@ RING = frozenset({FORWARD, BACKWARD})
 """The two operations by name."""
 
 attention_p = core.Primitive(FORWARD)
-"""(q, k, v, *extras) -> (result, largest logit of each row, sum of its weights)."""
+"""(q, k, v, *extras) -> (result, largest logit of each row, sum of its weights).
+
+Of a kernel: (q, k, v) -> (result, log of the sum)."""
 
 attention_grad_p = core.Primitive(BACKWARD)
-"""(q, k, v, gradient of the result, largest, weight, delta, *extras) -> gradients of q, k, v and wanted extras."""
+"""(q, k, v, gradient of the result, largest, weight, delta, *extras) -> gradients of q, k, v and wanted extras.
+
+Of a kernel: (q, k, v, gradient of the result, result, log of the sum) -> gradients of q, k, v."""
 
 for _primitive in (attention_p, attention_grad_p):
     _primitive.multiple_results = True
@@ -40,7 +45,9 @@ NUM_ROWS = 7
 """Operands of the backward operation before its extras."""
 
 
-def attention(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any]) -> Any:
+def attention(
+    form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any], kernel: Kernel | None = None
+) -> Any:
     """softmax(logits(q.k, extras)) v, as one operation with one operation as its gradient.
 
     Args:
@@ -50,6 +57,7 @@ def attention(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[A
       k: (batch, keys, width).
       v: (batch, keys, width of the result).
       extras: what else the logits are made of.
+      kernel: the platform's, if one is to compute it where there is that platform.
 
     Source: the gradient, Dao et al., FlashAttention, arXiv 2205.14135, appendix B.2.
 
@@ -62,13 +70,15 @@ def attention(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[A
       >>> attention(form, "float32", q, k, v, ()).shape
       (2, 4, 8)
     """
+    if kernel is not None:
+        return _by_kernel(form, dtype, kernel, q, k, v)
 
     @jax.custom_vjp
     def attend(q: Any, k: Any, v: Any, extras: tuple[Any, ...]) -> Any:
-        return attention_p.bind(q, k, v, *extras, form=form, dtype=dtype)[0]
+        return attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=None)[0]
 
     def forward(q: Any, k: Any, v: Any, extras: tuple[Any, ...]) -> tuple[Any, Any]:
-        out, largest, weight = attention_p.bind(q, k, v, *extras, form=form, dtype=dtype)
+        out, largest, weight = attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=None)
         return out, (q, k, v, extras, out, largest, weight)
 
     def backward(kept: Any, of_out: Any) -> tuple[Any, ...]:
@@ -76,13 +86,30 @@ def attention(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[A
         delta = (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
         grads = tuple(jnp.issubdtype(extra.dtype, jnp.floating) for extra in extras)
         of_q, of_k, of_v, *found = attention_grad_p.bind(
-            q, k, v, of_out, largest, weight, delta, *extras, form=form, grads=grads
+            q, k, v, of_out, largest, weight, delta, *extras, form=form, grads=grads, kernel=None
         )
         given = iter(found)
         return of_q, of_k, of_v, tuple(next(given) if is_wanted else None for is_wanted in grads)
 
     attend.defvjp(forward, backward)
     return attend(q, k, v, tuple(extras))
+
+
+def _by_kernel(form: Form, dtype: Any, kernel: Kernel, q: Any, k: Any, v: Any) -> Any:
+    @jax.custom_vjp
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return attention_p.bind(q, k, v, form=form, dtype=dtype, kernel=kernel)[0]
+
+    def forward(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        out, log_sum = attention_p.bind(q, k, v, form=form, dtype=dtype, kernel=kernel)
+        return out, (q, k, v, out, log_sum)
+
+    def backward(kept: Any, of_out: Any) -> tuple[Any, ...]:
+        q, k, v, out, log_sum = kept
+        return tuple(attention_grad_p.bind(q, k, v, of_out, out, log_sum, form=form, grads=(), kernel=kernel))
+
+    attend.defvjp(forward, backward)
+    return attend(q, k, v)
 
 
 def attend_here(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any], starts: Any = None) -> list[Any]:
@@ -159,29 +186,37 @@ def _split_keys(form: Form, k: Any, v: Any, num: int) -> list[Keys]:
 
 
 @attention_p.def_abstract_eval
-def _forward_shapes(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any) -> list[Any]:
+def _forward_shapes(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any, kernel: Any) -> list[Any]:
     rows = jax.core.ShapedArray(q.shape[:-1], jnp.float32)
-    return [jax.core.ShapedArray((*q.shape[:-1], v.shape[-1]), jnp.dtype(dtype)), rows, rows]
+    return [jax.core.ShapedArray((*q.shape[:-1], v.shape[-1]), jnp.dtype(dtype)), *[rows] * (1 if kernel else 2)]
 
 
 @attention_grad_p.def_abstract_eval
-def _backward_shapes(*operands: Any, form: Form, grads: tuple[bool, ...]) -> list[Any]:
+def _backward_shapes(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: Any) -> list[Any]:
     return [jax.core.ShapedArray(one.shape, one.dtype) for one in wanted_of(grads, operands)]
 
 
-def _forward_here(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any) -> list[Any]:
-    return attend_here(form, dtype, q, k, v, extras)
+def forward_here(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any, kernel: Any) -> list[Any]:
+    """The forward operation block by block, a kernel's too."""
+    out, largest, weight = attend_here(form, dtype, q, k, v, extras)
+    return [out, largest + jnp.log(weight)] if kernel else [out, largest, weight]
 
 
-def _backward_here(*operands: Any, form: Form, grads: tuple[bool, ...]) -> list[Any]:
-    found = turn_back_here(form, grads, operands)
+def backward_here(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: Any) -> list[Any]:
+    """The backward operation block by block, a kernel's too."""
+    given = operands
+    if kernel:
+        q, k, v, of_out, out, log_sum = operands
+        delta = (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
+        given = (q, k, v, of_out, log_sum, jnp.ones_like(log_sum), delta)
+    found = turn_back_here(form, grads, given)
     return [one.astype(of.dtype) for one, of in zip(found, wanted_of(grads, operands), strict=True)]
 
 
-attention_p.def_impl(jax.jit(_forward_here, static_argnames=("form", "dtype")))
-attention_grad_p.def_impl(jax.jit(_backward_here, static_argnames=("form", "grads")))
-mlir.register_lowering(attention_p, mlir.lower_fun(_forward_here, multiple_results=True))
-mlir.register_lowering(attention_grad_p, mlir.lower_fun(_backward_here, multiple_results=True))
+attention_p.def_impl(jax.jit(forward_here, static_argnames=("form", "dtype", "kernel")))
+attention_grad_p.def_impl(jax.jit(backward_here, static_argnames=("form", "grads", "kernel")))
+mlir.register_lowering(attention_p, mlir.lower_fun(forward_here, multiple_results=True))
+mlir.register_lowering(attention_grad_p, mlir.lower_fun(backward_here, multiple_results=True))
 
 
 def _without_unread(used: list[bool], *given: Any) -> tuple[list[bool], Any]:

@@ -34,7 +34,7 @@ def masked_blocks(form: Form, num_parts: int) -> np.ndarray:
     starts = [np.arange(num_parts, dtype=float) * (size // num_parts) for size in (t, s)]
     ends = [start + size // num_parts - 1 for start, size in zip(starts, (t, s), strict=True)]
     at = {form.queries: (starts[0][:, None], ends[0][:, None]), form.keys: (starts[1][None], ends[1][None])}
-    _, high = _bounds(form, at)
+    _, high = bounds(form, at)
     found = np.broadcast_to(high <= MASKED, (num_parts, num_parts))
     if not found.any():
         return np.array(found)
@@ -47,18 +47,24 @@ def _sees_itself(form: Form) -> bool:
     if t != s:
         return False
     alike = np.arange(t, dtype=float)
-    low, _ = _bounds(form, {form.queries: (alike, alike), form.keys: (alike, alike)})
+    low, _ = bounds(form, {form.queries: (alike, alike), form.keys: (alike, alike)})
     return bool((low > MASKED).all())
 
 
-def _bounds(form: Form, at: Mapping[int, Range]) -> Range:
-    """Between what the logits lie, given where queries and keys are."""
+def bounds(
+    form: Form,
+    at: Mapping[int, Range],
+    score: tuple[float, float] = (-LARGEST_SCORE, LARGEST_SCORE),
+    *,
+    is_exact: bool = False,
+) -> Range:
+    """Between what the logits lie, given where queries and keys are, and q.k; `is_exact` as if no dtype rounded."""
     anything = np.asarray(-np.inf), np.asarray(np.inf)
     done: list[Range] = []
     for step in form.steps:
         known = [done[one] for one in step.args]
         if step.name == "score":
-            found: Range = np.asarray(-LARGEST_SCORE), np.asarray(LARGEST_SCORE)
+            found: Range = np.asarray(score[0]), np.asarray(score[1])
         elif step.name == "literal":
             found = (np.asarray(float(step.param("value"))),) * 2
         elif step.name == "iota":
@@ -69,11 +75,11 @@ def _bounds(form: Form, at: Mapping[int, Range]) -> Range:
             found = _RANGES[step.name](*known)
         else:
             found = (np.asarray(0.0), np.asarray(1.0)) if step.dtype == np.bool_ else anything
-        done.append(anything if any(np.isnan(one).any() for one in found) else _rounded(found, step))
+        done.append(anything if any(np.isnan(one).any() for one in found) else _rounded(found, step, is_exact))
     return done[-1]
 
 
-def _rounded(found: Range, step: Step) -> Range:
+def _rounded(found: Range, step: Step, is_exact: bool) -> Range:
     """A range with room for what the dtype rounds."""
     low, high = found
     if step.dtype == np.bool_:
@@ -81,7 +87,7 @@ def _rounded(found: Range, step: Step) -> Range:
         return is_one.astype(float), (~is_zero).astype(float)
     if jnp.issubdtype(step.dtype, jnp.integer):
         return np.floor(low), np.ceil(high)
-    if step.dtype.itemsize < 4 and step.name != "literal":
+    if step.dtype.itemsize < 4 and not is_exact and step.name != "literal":
         share = 2.0 ** -jnp.finfo(step.dtype).nmant
         return low - np.where(np.isfinite(low), share * abs(low), 0), high + np.where(
             np.isfinite(high), share * abs(high), 0

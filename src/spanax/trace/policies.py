@@ -28,9 +28,16 @@ def known_policy(policy: str | None) -> str | None:
 GATHERED, RING = "gathered", "ring"
 """How queries meet the keys of other devices where a sequence is split: all keys come to each, or go around."""
 
+SPLASH, CUDNN = "splash", "cudnn"
+"""Keys gathered, and attention by a kernel of the platform: of TPUs, of NVIDIA's GPUs."""
+
+KERNELS = (SPLASH, CUDNN)
+
+CONTEXTS = (GATHERED, RING, *KERNELS)
+
 
 def known_context(form: str) -> str:
-    """The form of context parallelism, if there is one of that name.
+    """The form of context parallelism, or the attention kernel, if there is one of that name.
 
     Raises:
       SpanaxError: there is none.
@@ -39,6 +46,25 @@ def known_context(form: str) -> str:
       >>> known_context("ring")
       'ring'
     """
-    if form not in (GATHERED, RING):
-        raise SpanaxError(f"unknown context form '{form}'.", fix=nearest(str(form), (GATHERED, RING)))
+    if form not in CONTEXTS:
+        raise SpanaxError(f"unknown context form '{form}'.", fix=nearest(str(form), CONTEXTS))
     return form
+
+
+ATTENTIONS = ("plain", "auto", "flash")
+"""`plain` is as the model wrote it; `flash` by the platform's kernel; `auto` is `flash` where there is one for it."""
+
+
+def known_attention(asked: str | None) -> str:
+    """How attention is to be computed, if there is such a way; None is `plain`.
+
+    Raises:
+      SpanaxError: there is none.
+
+    Example:
+      >>> known_attention(None)
+      'plain'
+    """
+    if asked is not None and asked not in ATTENTIONS:
+        raise SpanaxError(f"unknown attention '{asked}'.", fix=nearest(str(asked), ATTENTIONS))
+    return asked or "plain"

@@ -21,7 +21,7 @@ from spanax.trace.census import label_key
 from spanax.trace.gradients import recording
 from spanax.trace.graph import Graph, from_jaxpr
 from spanax.trace.grown import grown
-from spanax.trace.policies import AS_WRITTEN, GATHERED, RING, known_context, known_policy
+from spanax.trace.policies import AS_WRITTEN, GATHERED, KERNELS, known_context, known_policy
 from spanax.trace.resized import Shapes, resized_graph
 from spanax.trace.step import as_metrics, train_step_of, with_extra
 from spanax.trace.traced import Traced
@@ -35,7 +35,7 @@ class Program:
 
     `leaves` are the state's arrays, `batch` the batch's; both are in the order in which the step takes them.
     `remat` names what the backward pass keeps, `as written` where the model decides itself; `context` is `ring` where
-    each attention is one operation that can go around a ring of devices.
+    each attention is one operation that can go around a ring, or a platform's kernel; `attention` says what it took.
 
     Example:
       >>> import optax
@@ -61,6 +61,7 @@ class Program:
     remat: str
     microbatches: int
     context: str
+    attention: tuple[str, ...]
     _retrace: Callable[[str | None, int, str], "Program"] = field(repr=False)
     _recorded: Callable[..., "Program"] = field(repr=False)
     _resized: Callable[[str | None, int, str, Shapes], Graph] = field(repr=False)
@@ -161,7 +162,7 @@ class Program:
         return self._retrace(self._policy, microbatches, self.context)
 
     def with_context(self, form: str) -> "Program":
-        """The same program with every attention as one operation (`ring`), or as written (`gathered`); traced once.
+        """The same program with attentions as operations (`ring`, a kernel), or as written (`gathered`); traced once.
 
         Raises:
           SpanaxError: there is no such form, no attention, one that cannot go around a ring, or the program has a train
@@ -250,12 +251,13 @@ def trace(
     given = {"loss": loss, "train_step": train_step, "compute_dtype": compute_dtype, "clip_norm": clip_norm}
     recorded = partial(trace, build=build, optimizer=recording(optimizer), batch=batch, **given)
     run_loss = partial(_run_loss, variables, loss)
-    evaluate: dict[str, Callable[..., Any]] = {GATHERED: run_loss, RING: attended(run_loss)}
-    trace_evaluation = cache(lambda context: _traced(evaluate[context], state, batch, variables, batch_leaves))
+    evaluate = lambda context: run_loss if context == GATHERED else attended(run_loss, context)  # noqa: E731
+    trace_evaluation = cache(lambda context: _traced(evaluate(context), state, batch, variables, batch_leaves))
 
     @cache
     def retrace(policy: str | None, microbatches: int, context: str) -> Program:
-        step = partial(_run_step, variables, chosen(policy, microbatches, context))
+        told: list[str] = []
+        step = partial(_run_step, variables, chosen(policy, microbatches, context, told))
         traced = _traced(step, state, batch, variables, batch_leaves)
         _say_unknown(traced.axes)
         evaluation = None if loss is None else trace_evaluation(context)
@@ -266,7 +268,7 @@ def trace(
         name = AS_WRITTEN if policy is None else policy
         return Program(
             *named, traced, evaluation, init, variables, batch_treedef, name, microbatches, context,
-            retrace, recorded, resized,
+            tuple(dict.fromkeys(told)), retrace, recorded, resized,
         )  # fmt: skip
 
     @cache
@@ -313,6 +315,7 @@ def _chosen_step(
     remat: str | None,
     microbatches: int,
     context: str,
+    told: list[str] | None = None,
 ) -> Any:
     if (loss is None) == (train_step is None):
         raise SpanaxError(
@@ -329,13 +332,14 @@ def _chosen_step(
             clip_norm=clip_norm,
             remat=known_policy(remat),
             context=context,
+            told=told,
         )
     given = {
         "microbatches": microbatches != 1,
         "compute_dtype": compute_dtype is not None,
         "clip_norm": clip_norm,
         "remat": remat is not None,
-        "layout='ring'": context != GATHERED,
+        "attention" if context in KERNELS else "layout='ring'": context != GATHERED,
     }
     for name, is_given in given.items():
         if is_given:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spanax.trace.kernels import Kernel
 from spanax.trace.lines import Labels, Line, Lines, back
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.scores import NONE, Form, Step
@@ -29,12 +30,14 @@ class Found:
       operands: q, k, v: the value and the order of its dims in the form.
       extras: the values of the form's extras.
       out: the labels of the result's dims as it was written; the width's is one more than the keys'.
+      kernel: the platform's that computes it, if one is to.
     """
 
     form: Form
     operands: tuple[tuple[int, Labels], ...]
     extras: tuple[int, ...]
     out: Labels
+    kernel: Kernel | None = None
 
     @property
     def needs(self) -> tuple[int, ...]:

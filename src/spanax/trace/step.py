@@ -11,7 +11,7 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.trace.attended import attended
-from spanax.trace.policies import RING
+from spanax.trace.policies import GATHERED
 from spanax.trace.remat import rematerialized
 from spanax.trace.variables import changed_variables
 from spanax.trace.written import written
@@ -28,12 +28,14 @@ def train_step_of(
     compute_dtype: Any,
     clip_norm: float | None,
     remat: str | None,
-    context: str = "gathered",
+    context: str = GATHERED,
+    told: list[str] | None = None,
 ) -> TrainStep:
     """An ordinary NNX train step: gradients over microbatches, clipping, one optimizer update.
 
     Parameters stay as the model made them; `compute_dtype` is what the loss sees of them and of the batch, and
-    `remat` is what its gradient keeps; where `context` is `ring` each attention is one operation. The step returns
+    `remat` is what its gradient keeps; where `context` is not `gathered` attentions are operations, and `told` is added
+    what became of each. The step returns
     `loss`, `grad_norm` (before clipping) and whatever the loss returned beside its value.
     """
 
@@ -52,7 +54,7 @@ def train_step_of(
             moved = _moved(forward, after, args, params)
             return scalar.astype(jnp.float32), (extra, _like(rest_after, rest), moved)
 
-        pure = attended(value) if context == RING else value
+        pure = value if context == GATHERED else attended(value, context, told)
         gradient = jax.value_and_grad(rematerialized(pure, remat), has_aux=True)
         if microbatches == 1:
             (scalar, (extra, rest, moved)), grads = gradient(params, rest, batch)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spanax.plan.resolve import Constraint
 from spanax.plan.unreduced import Unreduced
 from spanax.plan.uses import Use
+from spanax.run.step import kernels  # noqa: F401  (what a platform's kernel computes is lowered to it)
 from spanax.run.step.lookup import look_up, split_lookup
 from spanax.run.step.ring import attended_part
 from spanax.run.step.unreduced import behind, in_front, in_parts, lifted, together
@@ -104,7 +105,8 @@ class Replay:
         elif late:
             outs = in_parts(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
         elif use is not None and use.is_local and self.mesh.size > 1:
-            part = None if use.around is None else attended_part(op, use.around, self.mesh, self.manual)
+            around = None if op.params.get("kernel") else use.around
+            part = None if around is None else attended_part(op, around, self.mesh, self.manual)
             outs = _shard_by_shard(op, use, self.mesh, ins, self.manual, part)
         else:
             outs = op.bind(ins)

@@ -1,0 +1,163 @@
+"""Kernels: how a platform's own kernel computes an attention that the plan gives it, as JAX lowers it there.
+
+On a TPU it is splash attention, on an NVIDIA GPU that of cuDNN; wherever else the step runs, as on simulated devices,
+`trace/attention.py` computes the same block by block. Each device has its part of batch and heads (`plan/around.py`).
+"""
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import mlir
+
+from spanax.trace.attention import attention_grad_p, attention_p, backward_here, forward_here
+from spanax.trace.kernels import Kernel
+from spanax.trace.policies import CUDNN, SPLASH
+from spanax.trace.scores import Form
+
+BLOCKS = (512, 384, 256, 128)
+"""Queries and keys of a block of splash, the largest that divides: what MaxText takes, where it does."""
+
+
+def splash_forward(
+    kernel: Kernel, form: Form, dtype: Any, q: Any, k: Any, v: Any, interpret: bool = False
+) -> list[Any]:
+    """The result, and the logarithm of each row's sum."""
+    splash = _splash(kernel, _flat_q(form, q).shape, k.shape[-2], interpret)
+    flat = _scaled(kernel, _flat_q(form, q)), _flat_k(form, k), _flat_k(form, v)
+    out, (log_sum,) = jax.vmap(splash)(*flat)
+    return [out.reshape(*q.shape[:-1], -1).astype(dtype), log_sum.reshape(q.shape[:-1])]
+
+
+def splash_backward(kernel: Kernel, form: Form, operands: Any, interpret: bool = False) -> list[Any]:
+    """The gradients of q, k and v."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    q, k, v, of_out, out, log_sum = operands
+    given = _splash(kernel, _flat_q(form, q).shape, k.shape[-2], interpret)
+    flat_q, rows = _flat_q(form, q), _flat_q(form, log_sum[..., None])[..., 0]
+
+    def back(q: Any, k: Any, v: Any, of_out: Any, out: Any, log_sum: Any) -> Any:
+        kept = (q, k, v, None, None, out, log_sum, given.dq_mask_info, given.dkv_mask_info)
+        asked = given.kwargs | {"save_residuals": False}
+        names = [*inspect.signature(splash_attention_kernel._splash_attention_bwd).parameters][:-2]
+        return splash_attention_kernel._splash_attention_bwd(*(asked[name] for name in names), kept, of_out)[3:6]
+
+    flat = _scaled(kernel, flat_q), _flat_k(form, k), _flat_k(form, v)
+    of_q, of_k, of_v = jax.vmap(back)(*flat, _flat_q(form, of_out), _flat_q(form, out), rows)
+    found = (_scaled(kernel, of_q), of_k, of_v)
+    return [one.reshape(of.shape).astype(of.dtype) for one, of in zip(found, (q, k, v), strict=True)]
+
+
+def _splash(kernel: Kernel, q_shape: tuple[int, ...], num_keys: int, interpret: bool) -> Any:
+    """The kernel for all queries that share keys."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
+
+    _, rows, queries, _ = q_shape
+    kind = splash_attention_mask.CausalMask if kernel.is_causal else splash_attention_mask.FullMask
+    mask = splash_attention_mask.MultiHeadMask([kind((queries, num_keys))] * rows)
+    of_q, of_k = (next(block for block in BLOCKS if size % block == 0) for size in (queries, num_keys))
+    sizes = splash_attention_kernel.BlockSizes(
+        block_q=of_q, block_kv=of_k, block_kv_compute=of_k, block_q_dkv=of_q, block_kv_dkv=of_k,
+        block_kv_dkv_compute=of_k, block_q_dq=of_q, block_kv_dq=of_k,
+    )  # fmt: skip
+    return splash_attention_kernel.make_splash_mqa_single_device(
+        mask, block_sizes=sizes, save_residuals=True, interpret=interpret
+    )
+
+
+def _scaled(kernel: Kernel, q: Any) -> Any:
+    return (q.astype(jnp.float32) * kernel.scale).astype(q.dtype) if kernel.scale != 1.0 else q
+
+
+def _flat_q(form: Form, q: Any) -> Any:
+    """As (batch, rows, queries, width)."""
+    batch, rows = q.shape[: form.num_batch], q.shape[form.num_batch : form.queries]
+    return q.reshape(math.prod(batch), math.prod(rows), *q.shape[form.queries :])
+
+
+def _flat_k(form: Form, k: Any) -> Any:
+    """As (batch, keys, width)."""
+    return k.reshape(math.prod(k.shape[: form.num_batch]), *k.shape[form.num_batch :])
+
+
+# ---- cuDNN: its operands are (batch, heads, length, width); of each key a head, of its queries several. Not by way of
+# `jax.nn`: that asks a GPU, which may be elsewhere, and hands the operation to a partitioner, which it needs not here.
+
+
+def cudnn_forward(kernel: Kernel, form: Form, dtype: Any, q: Any, k: Any, v: Any) -> list[Any]:
+    """The result, and the logarithm of each row's sum."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    flat = [_heads(form, one) for one in (q, k, v)]
+    out, log_sum = cudnn._dot_product_attention_fwd_impl(*flat, *_unused(q.dtype), **_asked(kernel), is_training=True)
+    return [out.reshape(*q.shape[:-1], -1).astype(dtype), log_sum.reshape(q.shape[:-1])]
+
+
+def cudnn_backward(kernel: Kernel, form: Form, operands: Any) -> list[Any]:
+    """The gradients of q, k and v."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    q, k, v, of_out, out, log_sum = operands
+    flat_q, flat_k, flat_v, of_out, out = (_heads(form, one) for one in (q, k, v, of_out, out))
+    rows = log_sum.reshape(flat_q.shape[:-1])
+    found = cudnn._dot_product_attention_bwd_impl(
+        flat_q, flat_k, flat_v, *_unused(q.dtype), rows, out, of_out.astype(q.dtype), **_asked(kernel)
+    )
+    return [one.reshape(of.shape).astype(of.dtype) for one, of in zip(found, (q, k, v), strict=True)]
+
+
+def _heads(form: Form, array: Any) -> Any:
+    """All dims before the length as examples and heads: a head of queries after those with the same key."""
+    examples = array.shape[0] if form.num_batch > 1 else 1
+    return array.reshape(examples, -1, *array.shape[-2:])
+
+
+def _unused(dtype: Any) -> list[Any]:
+    """Bias, lengths, offsets and pages, of which there are none."""
+    return [jnp.zeros(0, dtype)] * 7
+
+
+@functools.cache
+def _has_score_mod() -> bool:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters
+
+
+def _asked(kernel: Kernel) -> dict[str, Any]:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    masks = cudnn.MaskType
+    return {
+        "scale": kernel.scale, "seed": 0, "dropout_rate": 0.0, "variadic_args": (False, False),
+        "mask_type": masks.CAUSAL if kernel.is_causal else masks.NO_MASK, "layout": cudnn.AttentionLayout.BNTH.value,
+        "sliding_window_length": None, **({"score_mod": None, "score_mod_args": ()} if _has_score_mod() else {}),
+    }  # fmt: skip
+
+
+# ---- where each is lowered to
+
+
+def _lower(name: str, platform: str, forward: Any, backward: Any) -> None:
+    """Have JAX lower the operations that a kernel is to compute to it on its platform."""
+
+    def run_forward(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any, kernel: Kernel | None) -> list[Any]:
+        if kernel is None or kernel.name != name:
+            return forward_here(q, k, v, *extras, form=form, dtype=dtype, kernel=kernel)
+        return forward(kernel, form, dtype, q, k, v)
+
+    def run_backward(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: Kernel | None) -> list[Any]:
+        if kernel is None or kernel.name != name:
+            return backward_here(*operands, form=form, grads=grads, kernel=kernel)
+        return backward(kernel, form, operands)
+
+    for primitive, run in ((attention_p, run_forward), (attention_grad_p, run_backward)):
+        mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True), platform=platform)
+
+
+_lower(SPLASH, "tpu", splash_forward, splash_backward)
+_lower(CUDNN, "cuda", cudnn_forward, cudnn_backward)

@@ -1,0 +1,86 @@
+"""Attention: whether a plan has it by a kernel, what it then holds, and the reason where it does not."""
+
+import functools
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from spanax.errors import SpanaxError
+from spanax.models.workloads import load
+from spanax.plan.plan import Plan
+from spanax.show.plans import search_json, search_text
+from spanax.trace.program import Program
+
+
+@functools.cache
+def program(dtype: str | None = "bfloat16", seq_len: int = 512) -> Program:
+    workload = load("llama-nano", batch_size=8, seq_len=seq_len, num_layers=1)
+    return workload.trace(learning_rate=1e-3, num_steps=4, compute_dtype=dtype)
+
+
+def test_a_plan_names_the_kernel_and_keeps_it() -> None:
+    made = spanax.plan(program(), spanax.cluster("h100:8"), layout="fsdp", attention="flash")
+    assert made.schedule.context == "cudnn" and made.why.endswith("; attention cudnn for 512 x 512 causal")
+    assert Plan.from_json(made.to_json()) == made
+    assert spanax.plan(program(), spanax.cluster("v5p:2x2x2"), layout="fsdp", attention="auto").schedule.context == (
+        "splash"
+    )
+
+
+def test_left_out_it_is_as_the_model_has_it() -> None:
+    for asked in (None, "plain"):
+        made = spanax.plan(program(), spanax.cluster("h100:8"), layout="fsdp", attention=asked)
+        assert made.schedule.context == "gathered" and "attention" not in made.why
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype", "why"),
+    [
+        ("cpu:8", "bfloat16", "plain: there is no attention kernel for cpu"),
+        ("mi300x:8", "bfloat16", "plain: there is no attention kernel for mi300x"),
+        ("h100:8", None, "float32, where cudnn takes float16 or bfloat16"),
+    ],
+)
+def test_where_there_is_none_the_plan_says_why_and_flash_is_refused(cluster: str, dtype: str | None, why: str) -> None:
+    made = spanax.plan(program(dtype), spanax.cluster(cluster), layout="fsdp", attention="auto")
+    assert made.schedule.context == "gathered" and why in made.why
+    with pytest.raises(SpanaxError, match="no attention of this program can be a kernel's") as told:
+        spanax.plan(program(dtype), spanax.cluster(cluster), layout="fsdp", attention="flash")
+    assert why in str(told.value)
+
+
+def test_a_train_step_of_ones_own_stays_as_it_is() -> None:
+    made = spanax.trace(
+        build=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+        optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+        train_step=lambda model, optimizer, x: {"loss": model(x).mean()},
+    )
+    told = spanax.plan(made, spanax.cluster("h100:8"), layout="data", attention="auto").why
+    assert told == "as asked; attention plain: the program has a train step of its own"
+
+
+def test_a_kernel_holds_no_scores_and_counts_what_it_computes() -> None:
+    one, two = (
+        spanax.search(program(seq_len=2048), spanax.cluster("v5p:2x2x2"), layout="fsdp", remat=("none",),
+                      microbatches=1, attention=asked)
+        for asked in ("plain", "flash")
+    )  # fmt: skip
+    plain, flash = one.best, two.best
+    assert plain is not None and flash is not None
+    scores = 4 * 2048**2  # of one example and head, in 32 bits
+    assert plain.memory["activations"] - flash.memory["activations"] > scores
+    assert flash.step_seconds < plain.step_seconds and one.model_flops == two.model_flops
+    # Behind a causal mask 10 of 16 blocks are met; on the way back the scores are made once more.
+    heads, width = 8 * 8, 16
+    assert plain.flops - flash.flops == pytest.approx((6 - 7 * 10 / 16) * 2 * 2048**2 * width * heads / 8, rel=1e-6)
+
+
+def test_a_search_says_it_in_a_line() -> None:
+    found = spanax.search(program(), spanax.cluster("h100:8"), layout="fsdp", attention="auto")
+    said = search_json(found, 1)
+    assert said["attention"] == ["cudnn for 512 x 512 causal"]
+    assert "  attention cudnn for 512 x 512 causal" in search_text(found, said, 1)
