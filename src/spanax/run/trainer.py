@@ -225,7 +225,14 @@ def _chosen(
     """
     schedule = wished(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
     try:
-        return make_plan(program, local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule)
+        return make_plan(
+            program,
+            local(devices),
+            layout=config.layout,
+            mesh=config.mesh,
+            schedule=schedule,
+            attention=config.attention,
+        )
     except SpanaxError as error:
         before = run_folder.recorded(folder) if config.resume else {}
         if not before or before.get("devices") == len(devices) or before.get("layout") != config.layout or config.mesh:

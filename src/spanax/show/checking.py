@@ -29,7 +29,7 @@ from spanax.show.parity import parity_text
 from spanax.show.requests import CheckCommand
 from spanax.show.source_text import source_text
 from spanax.show.tables import table_text
-from spanax.trace.policies import known_policy
+from spanax.trace.policies import known_attention, known_policy
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
@@ -49,6 +49,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     if not asked.on:
         raise SpanaxError("spanax check needs to know the devices.", fix=f"spanax check {asked.workload} --on v5e:4x4")
     machine = cluster(asked.on)
+    known_attention(asked.attention)
     # A workload's own file may make arrays, and with them JAX's devices.
     devices = simulate(DEFAULT_SIMULATED) if asked.parity else []
     given = Plan.load(asked.plan) if asked.plan is not None else None
@@ -56,7 +57,9 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     schedule = wished(
         remat=known_policy(asked.remat), microbatches=asked.microbatches, schedule=asked.schedule, chunks=asked.chunks
     )
-    made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=schedule)
+    made = given or plan(
+        program, machine, layout=asked.layout, mesh=asked.mesh, schedule=schedule, attention=asked.attention
+    )
     check_wished(asked.schedule, made)
     text = source_text(asked.workload)
     waived([], text, made.allow)  # a code that does not exist is told before anything is compiled

@@ -19,7 +19,7 @@ from spanax.show.page.document import write
 from spanax.show.page.ranked import ranked_page
 from spanax.show.plans import candidate_json, search_json, search_text
 from spanax.show.requests import PlanCommand
-from spanax.trace.policies import known_policy
+from spanax.trace.policies import known_attention, known_policy
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
 
@@ -69,6 +69,7 @@ def _check(asked: PlanCommand) -> None:
             "spanax plan needs to know the devices.", fix=f"spanax plan {asked.workload} --on a100-80gb:8"
         )
     known_policy(asked.remat)
+    known_attention(asked.attention)
     if asked.dtype is not None and asked.dtype not in DTYPES:
         raise SpanaxError(f"unknown dtype '{asked.dtype}'.", fix=nearest(asked.dtype, DTYPES))
     for name in ("top", "target_mfu", "tokens", "budget_hours", "save_seconds"):
@@ -96,6 +97,7 @@ def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster)
         pipeline=not machine.chip.shared if asked.pipeline is None else asked.pipeline,
         layout=asked.layout,
         mesh=None if asked.mesh is None else MeshShape.of(asked.mesh),
+        attention=asked.attention,
         # In enough parts any batch fits: the largest is that which goes through in one.
         microbatches=1 if asked.max == "batch" else None,
     )
