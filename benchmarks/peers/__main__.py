@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,13 @@ class Peer:
             self.process.kill()
 
 
-def measure(names: Sequence[str], shape_flags: Sequence[str], rounds: int) -> tuple[list[Peer], dict[str, str]]:
-    """All peers that can be had, with a step of each in every round, and why the others cannot."""
+def measure(
+    names: Sequence[str], shape_flags: Sequence[str], rounds: int, words: Mapping[str, Sequence[str]] = PEERS
+) -> tuple[list[Peer], dict[str, str]]:
+    """All peers that can be had, with a step of each in every round, and why the others cannot; `words` starts each."""
     peers, absent = [], {}
     for name in names:
-        made = Peer.start(name, PEERS[name], shape_flags)
+        made = Peer.start(name, words[name], shape_flags)
         if isinstance(made, str):
             absent[name] = made
         else:

@@ -12,7 +12,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT-2 with tied embeddings and AdamW, in float32, without dropout and without clipping."""
+    """A GPT-2 with tied embeddings and AdamW, without dropout and without clipping.
+
+    `dtype` is what is computed in; weights, moments, logits and their loss are in float32.
+    """
 
     num_layers: int = 6
     num_heads: int = 6
@@ -25,6 +28,7 @@ class Shape:
     beta2: float = 0.95
     epsilon: float = 1e-8
     weight_decay: float = 0.1
+    dtype: str = "float32"
 
     @property
     def head_dim(self) -> int:
@@ -72,9 +76,12 @@ def with_shape(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def shape_of(args: argparse.Namespace) -> Shape:
-    """The shape that was asked for."""
-    return Shape(**{field.name: getattr(args, field.name) for field in fields(Shape)})
+def shape_of(args: argparse.Namespace, *dtypes: str) -> Shape:
+    """The shape that was asked for, if it is in float32 or another dtype that the peer has."""
+    shape = Shape(**{field.name: getattr(args, field.name) for field in fields(Shape)})
+    if shape.dtype not in ("float32", *dtypes):
+        raise SystemExit(f"this peer does not compute in {shape.dtype}")
+    return shape
 
 
 def with_layout(parser: argparse.ArgumentParser, *layouts: str) -> argparse.ArgumentParser:
@@ -82,4 +89,5 @@ def with_layout(parser: argparse.ArgumentParser, *layouts: str) -> argparse.Argu
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--layout", choices=layouts or None, default="data")
     parser.add_argument("--scan", action="store_true")
+    parser.add_argument("--flash", action="store_true", help="attention by the platform's kernel, where there is one")
     return with_shape(parser)

@@ -86,10 +86,14 @@ def optimizer_of(shape: Shape, model: nn.Module) -> torch.optim.Optimizer:
     )  # fmt: skip
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def trainer(shape: Shape, mode: str, rank: int, num_ranks: int) -> Any:
     """What trains on this rank's rows of a batch and returns the loss of them all."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
-    model: Any = made(shape)
+    torch.set_float32_matmul_precision("high")  # what JAX does by itself: TF32 on a GPU, nothing else on a CPU
+    model: Any = made(shape).to(DEVICE)
     if mode == "compiled":
         model.compile()
     elif mode == "ddp":
@@ -104,8 +108,9 @@ def trainer(shape: Shape, mode: str, rank: int, num_ranks: int) -> Any:
     rows = shape.batch_size // num_ranks
 
     def take(tokens_BT: np.ndarray) -> float:
-        mine = torch.from_numpy(tokens_BT[rank * rows : (rank + 1) * rows]).long()
-        loss = model(mine[:, :-1], mine[:, 1:])
+        mine = torch.from_numpy(tokens_BT[rank * rows : (rank + 1) * rows]).long().to(DEVICE)
+        with torch.autocast(DEVICE, getattr(torch, shape.dtype), enabled=shape.dtype != "float32"):
+            loss = model(mine[:, :-1], mine[:, 1:])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -137,7 +142,7 @@ def main() -> None:
     parser.add_argument("--mode", choices=["eager", "compiled", "ddp", "fsdp2"], default="eager")
     parser.add_argument("--devices", type=int, default=1)
     args = parser.parse_args()
-    shape, num_ranks = shape_of(args), args.devices
+    shape, num_ranks = shape_of(args, "bfloat16"), args.devices
     is_group = args.mode in ("ddp", "fsdp2")
     others = []
     if is_group:
@@ -163,9 +168,16 @@ def main() -> None:
         return alone(tokens_BT)
 
     def work() -> float:
-        return torch_flops(trainer(shape, "eager", 0, 1), next(shape.batches()))
+        # Numbers and memory are of no use for it.
+        model, ids = (
+            GPT(shape).to("meta"),
+            torch.empty((shape.batch_size, shape.seq_len), dtype=torch.long, device="meta"),
+        )
+        return torch_flops(lambda: model(ids, ids).backward())
 
-    serve(shape, take, work, parameters=count, devices=num_ranks, versions={"torch": torch.__version__})
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
+    versions = {"torch": torch.__version__}
+    serve(shape, take, work, parameters=count, devices=num_ranks, versions=versions, device=name)
     if is_group:
         dist.broadcast(torch.zeros(1), 0)
         for other in others:
