@@ -1,0 +1,27 @@
+"""The page on scale says what the planner says."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "scale.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["llama3-8b v5p weak 16", "llama3.1-405b h100 weak 16"])
+def test_the_page_has_the_planners_rows(name: str) -> None:
+    import scale
+
+    (point,) = [one for one in scale.asked() if one.name == name]
+    assert scale.row(scale.planned(point, scale.searched(point))) in PAGE
+
+
+def test_the_page_has_every_point_and_the_curves() -> None:
+    import scale
+
+    points = list(scale.asked())
+    whole = PAGE.split(scale.BEGIN)[1].split(scale.END)[0]
+    rows = [line for line in whole.splitlines() if line.startswith(tuple(f"| {model} |" for model in scale.MODELS))]
+    told = [" ".join(cell.strip().replace(",", "") for cell in row.split("|")[1:5]) for row in rows]
+    assert told == [one.name for one in points]
+    assert (ROOT / "docs" / "scale.svg").read_text().count("<polyline") == 16
