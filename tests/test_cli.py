@@ -19,7 +19,7 @@ FLAGS = {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
-        "field", "track", "optimizer_state", "xla_flags", "attention",
+        "field", "track", "optimizer_state", "xla_flags", "attention", "steps_per_call",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {

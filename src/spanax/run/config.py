@@ -10,7 +10,7 @@ from tyro.conf import Positional
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.flags import NONE, flags_of
 from spanax.run.record.trackers import check_trackers
-from spanax.run.step.guard import POLICIES, Guard
+from spanax.run.step.guard import POLICIES, Guard, check_several
 from spanax.trace.policies import known_attention, known_policy
 
 
@@ -28,6 +28,8 @@ class TrainConfig:
       plan: a plan file to obey, instead of layout and mesh.
       devices: how many devices; simulated on a CPU where there is no accelerator (8 by default there).
       steps: how many steps to train in all, those before a resume included.
+      steps_per_call: how many steps the devices are given at once, for models so small that the host is the slower one;
+        every step is told of, and a call ends where a save or an evaluation is due.
       batch: examples in a global batch.
       seq: tokens in an example.
       data: a text file, a folder of them, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record, a folder or a
@@ -71,6 +73,7 @@ class TrainConfig:
     plan: str | None = None
     devices: int | None = None
     steps: int | None = None
+    steps_per_call: int = 1
     batch: int | None = None
     seq: int | None = None
     data: str | None = None
@@ -117,12 +120,12 @@ DTYPES = ("float32", "bfloat16")
 ON_BAD_STEP = (*POLICIES, "ignore")
 
 LEAST: dict[str, float] = {
-    "devices": 1, "steps": 1, "batch": 1, "seq": 1, "microbatches": 1, "chunks": 1, "lr": 0.0, "seed": 0,
-    "save_every": 0, "keep": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1,
+    "devices": 1, "steps": 1, "steps_per_call": 1, "batch": 1, "seq": 1, "microbatches": 1, "chunks": 1, "lr": 0.0,
+    "seed": 0, "save_every": 0, "keep": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1,
     "spike": 1.1, "patience": 0,
 }  # fmt: skip
 
-MOST: dict[str, float] = {"seq": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
+MOST: dict[str, float] = {"steps_per_call": 1024, "seq": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
 """What is beyond every use, and then fails somewhere inside; 10**12 of all others."""
 
 
@@ -168,6 +171,8 @@ def check(config: TrainConfig) -> TrainConfig:
     known_policy(config.remat)
     known_attention(config.attention)
     flags_of(config.xla_flags or NONE, ())
+    if config.guard is not None:
+        check_several(config.guard, config.steps_per_call)
     profiled_steps(config)
     check_trackers(config.track)
     if config.resume and config.out is None:

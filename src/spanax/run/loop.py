@@ -31,6 +31,23 @@ MAX_BIGRAM_TOKENS = 1 << 25
 """A bigram is fitted on so many tokens at most; more would take longer than the evaluation itself."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """Steps that the devices were given at once.
+
+    Attributes:
+      first: the number of the first.
+      batches: the index of the batch of each.
+      metrics: what they returned: stacked, where they are several.
+      is_new: whether the call waited for its program to be compiled.
+    """
+
+    first: int
+    batches: tuple[int, ...]
+    metrics: dict[str, Any]
+    is_new: bool
+
+
 @dataclass(eq=False)
 class Loop:
     """The steps of one run that are left.
@@ -40,7 +57,7 @@ class Loop:
       saves: its checkpoints.
       tell: takes every event.
       remedy: what is done about bad steps.
-      is_over: says behind a step whether to stop there, the same on every process.
+      is_over: says whether to stop, the same on every process, when asked for the first, second, ... time.
       pulse: gives the sign of life of this process.
       ledger: accounts for its wall time.
       profile: traces some of the steps.
@@ -58,6 +75,10 @@ class Loop:
     ledger: Ledger
     profile: Profile | None = None
     _seconds: list[float] = field(default_factory=list)
+    _compiling: list[float] = field(default_factory=list)
+    _ready: list[tuple[int, Any]] = field(default_factory=list)
+    _sizes: set[int] = field(default_factory=set)
+    _num_asked: int = 0
     _loss: float | None = None
     _evaluated: Event = field(default_factory=dict)
     _clock: float = 0.0
@@ -69,21 +90,13 @@ class Loop:
             self.profile.prepare(self.run)
         began = self._clock = time.perf_counter()
         waited = self.data.wait_seconds
-        # Metrics are fetched once the next step is under way, so that the devices never wait for them.
-        behind: deque[tuple[int, int, dict[str, Any]]] = deque()
+        # Metrics are fetched once the next call is under way, so that the devices never wait for them.
+        behind: deque[Call] = deque()
         while self.run.num_steps < steps:
             if self.profile is not None:
                 self.profile.before(self.run)
-            self._beat("step" if self._seconds else "compile")
-            batch = self._next_batch()
-            if self._seconds:
-                self.ledger.take(self.run.num_steps + 1)
-            else:
-                self.ledger.enter("compile")
-            with marked(STEP):
-                metrics = self.run.step(batch)
+            behind.append(self._call())
             step = self.run.num_steps
-            behind.append((step, self.data.last_index, metrics))
             evaluates, saves = (
                 _is_due(step, self.config.eval_every, steps),
                 _is_due(step, self.config.save_every, steps),
@@ -99,7 +112,7 @@ class Loop:
                 self._save()
             if evaluates or saves:
                 self._clock = time.perf_counter()
-            if self.run.num_steps < steps and self.is_over(self.run.num_steps):
+            if self.run.num_steps < steps and self._is_over():
                 # Where the last step turns out bad, the run is back at a checkpoint, and there is nothing to save.
                 self._reported(behind, 0)
                 return self._preempted()
@@ -107,54 +120,97 @@ class Loop:
             self._evaluate()
         self._finish_saving()
         spent, wait = time.perf_counter() - began, self.data.wait_seconds - waited
-        # The first step is mostly compiling.
-        median = statistics.median(self._seconds[1:] or self._seconds or [math.nan])
+        taken = self._seconds or self._compiling
+        median = statistics.median(taken or [math.nan])
         return {
             "event": "done",
             "steps": self.run.num_steps,
             "train_loss": self._loss,
             "val_loss": self._evaluated.get("val_loss"),
             "bigram_loss": self._evaluated.get("bigram_loss"),
-            "tokens_per_second": num_tokens(self.run.program) / median if self._seconds else None,
-            "step_seconds_median": median if self._seconds else None,
-            "data_wait_fraction": wait / spent if self._seconds else None,
+            "tokens_per_second": num_tokens(self.run.program) / median if taken else None,
+            "step_seconds_median": median if taken else None,
+            "data_wait_fraction": wait / spent if taken else None,
             "seconds": spent,
         }
 
-    def _next_batch(self) -> Any:
-        with self.ledger.within("data"), marked(INPUT):
-            batch = next(self.data, None)
-        if batch is None:
-            raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
-        return batch
+    def _call(self) -> Call:
+        """Give the devices the next steps: as many as go in one call before something falls due."""
+        first, count = self.run.num_steps + 1, self._num_ahead()
+        is_new = count not in self._sizes
+        self._beat("compile" if is_new else "step")
+        batches = self._next_batches(count)
+        if len(batches) < count:  # the data ends: what is left goes step by step
+            count, is_new = 1, 1 not in self._sizes
+            self._ready = batches[1:]
+        if is_new:
+            self.ledger.enter("compile")
+        else:
+            self.ledger.take(first)
+        self._sizes.add(count)
+        indices, arrays = zip(*batches[:count], strict=True)
+        with marked(STEP):
+            metrics = self.run.step(arrays[0]) if count == 1 else self.run.steps(arrays)
+        return Call(first, indices, metrics, is_new)
 
-    def _reported(self, behind: deque[tuple[int, int, dict[str, Any]]], num_left: int) -> bool:
-        """Report all but so many steps, and see to bad ones; whether the run went back, and the others are no more."""
+    def _is_over(self) -> bool:
+        """Whether to stop here: not with batches in hand that no step was taken on."""
+        # Processes meet at a number that none of them leaves out, so not at that of a step.
+        self._num_asked += not self._ready
+        return not self._ready and self.is_over(self._num_asked)
+
+    def _num_ahead(self) -> int:
+        """All that a call may take, where nothing is due before its end; else one step."""
+        step, count = self.run.num_steps, self.config.steps_per_call
+        due = [self.config.steps or 0]
+        due += [step - step % every + every for every in (self.config.eval_every, self.config.save_every) if every]
+        if self.profile is not None and step < self.profile.last:
+            due.append(max(step, self.profile.first - 1))  # traced steps go one by one
+        return count if step + count <= min(due) else 1
+
+    def _next_batches(self, count: int) -> list[tuple[int, Any]]:
+        """So many batches, each behind its index; less where the data ends, and at least one."""
+        batches, self._ready = self._ready[:count], self._ready[count:]
+        with self.ledger.within("data"), marked(INPUT):
+            while len(batches) < count and (batch := next(self.data, None)) is not None:
+                batches.append((self.data.last_index, batch))
+        if not batches:
+            raise DataError(f"the data ended before step {self.run.num_steps + 1}.", where=self.data.source)
+        return batches
+
+    def _reported(self, behind: deque[Call], num_left: int) -> bool:
+        """Report all but so many calls, and see to bad steps; whether the run went back, and the rest is no more."""
         while len(behind) > num_left:
-            step, batch, metrics = behind.popleft()
-            named, _ = jax.tree_util.tree_flatten_with_path(metrics)
-            values = {
-                jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(value).tolist()
-                for path, value in named
-            }
-            self._report(step, {name: value for name, value in values.items() if name != STEP_OK})
-            reason = self.run.judge(step, values)
-            if reason is None:
-                continue
-            self._beat("restore")
-            with self.ledger.within("restore"):
-                has_gone_back = self.remedy.treat(step, batch, values, reason)
-            if has_gone_back:
-                self._clock = time.perf_counter()
-                behind.clear()
-                return True
+            call = behind.popleft()
+            leaves, _ = jax.tree_util.tree_flatten_with_path(call.metrics)
+            arrays = {jax.tree_util.keystr(at, simple=True, separator="."): np.asarray(leaf) for at, leaf in leaves}
+            num_steps, now = len(call.batches), time.perf_counter()
+            seconds, self._clock = (now - self._clock) / num_steps, now
+            taken = self._compiling if call.is_new else self._seconds
+            for at, batch in enumerate(call.batches):
+                taken.append(seconds)
+                values = {name: (array[at] if num_steps > 1 else array).tolist() for name, array in arrays.items()}
+                if self._is_undone(call.first + at, batch, values, seconds):
+                    behind.clear()
+                    self._ready.clear()
+                    return True
         return False
 
-    def _report(self, step: int, values: Event) -> None:
-        """Tell of a step; it takes from the last one's metrics to its own."""
-        now = time.perf_counter()
-        seconds, self._clock = now - self._clock, now
-        self._seconds.append(seconds)
+    def _is_undone(self, step: int, batch: int, values: Event, seconds: float) -> bool:
+        """Report a step, and see to it if it is bad; whether the run went back."""
+        self._report(step, {name: value for name, value in values.items() if name != STEP_OK}, seconds)
+        reason = self.run.judge(step, values)
+        if reason is None:
+            return False
+        self._beat("restore")
+        with self.ledger.within("restore"):
+            has_gone_back = self.remedy.treat(step, batch, values, reason)
+        if has_gone_back:
+            self._clock = time.perf_counter()
+        return has_gone_back
+
+    def _report(self, step: int, values: Event, seconds: float) -> None:
+        """Tell of a step; it takes from the last call's metrics to its own, as long as each beside it."""
         self._loss = values.get("loss")
         if step % self.config.log_every == 0 or step == self.config.steps:
             rate = num_tokens(self.run.program) / seconds
@@ -203,8 +259,8 @@ class Loop:
     def _beat(self, phase: str) -> None:
         if not self.pulse.is_due(phase):
             return
-        # The median of the last steps is what a watcher measures the silence of a step by.
-        seconds = statistics.median(self._seconds[-16:]) if self._seconds else 0.0
+        # What a watcher measures a silence by: the median of the last steps, for as many as come without a beat.
+        seconds = self.config.steps_per_call * statistics.median((self._seconds or self._compiling or [0.0])[-16:])
         self.pulse.beat(phase, self.run.num_steps, step_seconds=seconds, seconds=self.ledger.seconds())
 
 

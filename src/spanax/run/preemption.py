@@ -13,7 +13,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def listening() -> Iterator[Callable[[int], bool]]:
-    """What says after each step whether to stop there, the same on every process, while this lasts.
+    """What says whether to stop, the same on every process, each time it is asked: the first, the second, ...
+
+    It does so while this lasts.
 
     SIGTERM and SIGINT ask for it; the second one ends the process at once. In a group the signal may reach any of
     the processes: JAX's preemption service takes SIGTERM, and lets all of them meet at one step.
@@ -28,7 +30,7 @@ def listening() -> Iterator[Callable[[int], bool]]:
     import jax
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda step: False  # Python hands signals to the main thread alone
+        yield lambda time: False  # Python hands signals to the main thread alone
         return
     asked = threading.Event()
     is_group = jax.process_count() > 1
@@ -44,13 +46,13 @@ def listening() -> Iterator[Callable[[int], bool]]:
     # In a group SIGTERM is JAX's own; a handler of ours would take it away.
     before = {number: signal.signal(number, ask) for number in (SIGNALS[1:] if is_group else SIGNALS)}
     try:
-        yield _meeting if is_group else lambda step: asked.is_set()
+        yield _meeting if is_group else lambda time: asked.is_set()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _meeting(step: int) -> bool:
+def _meeting(time: int) -> bool:
     from jax.experimental import multihost_utils
 
-    return bool(multihost_utils.reached_preemption_sync_point(step))
+    return bool(multihost_utils.reached_preemption_sync_point(time))

@@ -22,12 +22,14 @@ from spanax.plan.uses import uses
 from spanax.run.data.batches import Batches
 from spanax.run.options import check_accepted
 from spanax.run.state import born
-from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History
+from spanax.run.step.given import given
+from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
 from spanax.run.step.guarded import Guarded, unsound
 from spanax.run.step.padding import Padded
 from spanax.run.step.pipeline import in_stages
 from spanax.run.step.replay import Replay
 from spanax.run.step.rows import Rows, rows_of
+from spanax.run.step.several import several
 from spanax.run.store import checkpoint
 from spanax.run.weights import load
 from spanax.trace.program import Program
@@ -67,7 +69,8 @@ class Run:
     guard: Guard | None = None
     history: History = field(default_factory=History, repr=False)
     _compiled: dict[str, Any] = field(default_factory=dict, repr=False)
-    _returned: deque[tuple[int, dict[str, Any]]] = field(default_factory=deque, repr=False)
+    _returned: deque[tuple[int, Any, dict[str, Any]]] = field(default_factory=deque, repr=False)
+    _num_last: int = field(default=1, repr=False)
 
     def step(self, batch: Any) -> dict[str, Any]:
         """One train step: the state moves on, the metrics come back as arrays.
@@ -77,17 +80,44 @@ class Run:
         Raises:
           SpanaxError: the batch is not the one that the program was traced with.
         """
-        leaves = self._batch(batch)
+        leaves = given(self.program, self._batch_shardings, batch)
         function = self._compiled.get("step") or self._compile("step", self.program.step)
         self.state, metrics = function(self.state, leaves, *self._limits())
-        self.num_steps += 1
-        self._settle(metrics)
-        num_results = self.program.step.num_results
-        found = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
-        if len(metrics) > num_results:
-            found[STEP_OK] = metrics[num_results]
+        found = self._moved_on(1, metrics)
         if self.guard is not None:
-            self._returned.append((self.num_steps, found))
+            self._returned.append((self.num_steps, (), found))
+        return found
+
+    def steps(self, batches: Sequence[Any]) -> dict[str, Any]:
+        """So many train steps in one call of the devices, for steps that take them less time than the host.
+
+        The metrics come as those of `step`, with a first dim of steps. The numbers are those of `step`, too, as far as
+        the compiler rounds alike in a loop. A call of another length is another program to compile.
+
+        Raises:
+          SpanaxError: there is no batch, one is not as traced, or the guard's limits change from step to step.
+
+        Example:
+          >>> import optax, spanax
+          >>> program = spanax.trace(
+          ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+          ...     optimizer=optax.sgd(0.1),
+          ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+          ...     loss=lambda model, x: (model(x) ** 2).mean(),
+          ... )
+          >>> run = start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
+          >>> run.steps([np.ones((8, 16), "float32")] * 4)["loss"].shape, run.num_steps
+          ((4,), 4)
+        """
+        check_several(self.guard, len(batches))
+        leaves = [given(self.program, self._batch_shardings, batch) for batch in batches]
+        name = f"{len(batches)} steps"
+        function = self._compiled.get(name) or self._compile(name, self.program.step, len(batches))
+        self.state, metrics = function(self.state, leaves, *self._limits(len(batches)))
+        found = self._moved_on(len(batches), metrics)
+        if self.guard is not None:
+            first = self.num_steps - len(batches) + 1
+            self._returned.extend((first + at, at, found) for at in range(len(batches)))
         return found
 
     def judge(self, step: int, values: Mapping[str, Any]) -> str | None:
@@ -122,7 +152,7 @@ class Run:
                 "this program has no evaluation: it was traced from a train_step.",
                 fix="trace it with loss=..., or evaluate run.model() yourself",
             )
-        leaves = self._batch(batch)
+        leaves = given(self.program, self._batch_shardings, batch)
         function = self._compiled.get("evaluation") or self._compile("evaluation", evaluation)
         metrics = function(self.state, leaves)
         self._settle(metrics)
@@ -197,19 +227,33 @@ class Run:
     def _guarded(self) -> Guarded | None:
         return Guarded.of(self.guard, self.program, self._rows)
 
-    def _limits(self) -> tuple[np.ndarray, ...]:
-        """What the next step must keep below, for a step that looks itself."""
-        step = self.num_steps + 1
-        self._note(step - LATE)
-        if self.guard is None or self._guarded is None:
+    def _limits(self, num_steps: int = 1) -> tuple[np.ndarray, ...]:
+        """What the next steps must keep below, for a step that looks itself."""
+        # What the call before returned may still be under way: LATE steps, where a call is one step.
+        self._note(self.num_steps + 1 - max(LATE, self._num_last + 1))
+        guard, guarded = self.guard, self._guarded
+        if guard is None or guarded is None:
             return ()
-        return (np.array([self.guard.limit(self.history, step, name) for name in self._guarded.watched], np.float32),)
+        if max(num_steps, self._num_last) > 1:
+            return (np.full(len(guarded.watched), np.inf, np.float32),)  # whoever judges holds it to the limits
+        limits = [guard.limit(self.history, self.num_steps + 1, name) for name in guarded.watched]
+        return (np.array(limits, np.float32),)
+
+    def _moved_on(self, num_steps: int, metrics: list[Any]) -> dict[str, Any]:
+        """Count steps that were taken in one call, and name what they returned."""
+        self.num_steps, self._num_last = self.num_steps + num_steps, num_steps
+        self._settle(metrics)
+        num_results = self.program.step.num_results
+        found: dict[str, Any] = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
+        if len(metrics) > num_results:
+            found[STEP_OK] = metrics[num_results]
+        return found
 
     def _note(self, step: int) -> None:
         """Bring the history up to a step; the values of the last one may have to be waited for."""
         while self.guard is not None and self._returned and self._returned[0][0] <= step:
-            number, metrics = self._returned.popleft()
-            values = {name: np.asarray(metrics[name]).tolist() for name in (*WATCHED, STEP_OK) if name in metrics}
+            number, at, metrics = self._returned.popleft()
+            values = {name: np.asarray(metrics[name])[at].tolist() for name in (*WATCHED, STEP_OK) if name in metrics}
             self.history = self.guard.seen(self.history, number, values)
 
     @property
@@ -222,37 +266,17 @@ class Run:
         if self.is_simulated:
             jax.block_until_ready(metrics)
 
-    def _batch(self, batch: Any) -> list[Any]:
-        leaves, treedef = jax.tree.flatten(batch)
-        leaves = [array if hasattr(array, "shape") else np.asarray(array) for array in leaves]
-        expected = self.program.batch
-        if treedef != self.program.batch_treedef:
-            raise SpanaxError(
-                "the batch is built differently from the one that was traced.",
-                where=f"wanted {self.program.batch_treedef}, got {treedef}",
-            )
-        for leaf, array in zip(expected, leaves, strict=True):
-            if tuple(array.shape) != leaf.shape:
-                raise SpanaxError(
-                    f"batch leaf '{leaf.path}' has shape {tuple(array.shape)}, and was traced with {leaf.shape}.",
-                    fix="trace the program with a batch of this shape, or drop the incomplete batch",
-                )
-            if array.dtype != leaf.dtype and jax.dtypes.canonicalize_dtype(array.dtype) != leaf.dtype:
-                raise SpanaxError(
-                    f"batch leaf '{leaf.path}' is {array.dtype}, and was traced as {leaf.dtype}.",
-                    fix=f"batch['{leaf.path}'].astype('{leaf.dtype}')",
-                )
-        return [_placed(array, wanted) for array, wanted in zip(leaves, self._batch_shardings, strict=True)]
-
     @cached_property
     def _batch_shardings(self) -> list[jax.sharding.NamedSharding]:
         return [placement.sharding(self.mesh) for placement in self.plan.batch]
 
-    def _compile(self, name: str, traced: Traced) -> Any:
-        self._compiled[name] = self._jitted(traced, is_step=name == "step")
+    def _compile(self, name: str, traced: Traced, num_steps: int = 0) -> Any:
+        self._compiled[name] = self._jitted(traced, is_step=name != "evaluation", num_steps=num_steps)
         return self._compiled[name]
 
-    def _jitted(self, traced: Traced, *, is_step: bool, keep_unused: bool = False, inputs_only: bool = False) -> Any:
+    def _jitted(
+        self, traced: Traced, *, is_step: bool, keep_unused: bool = False, inputs_only: bool = False, num_steps: int = 0
+    ) -> Any:
         num_leaves, rows = len(self.program.leaves), self._rows
         padded = (
             Padded(traced, self.program.resized(rows.shapes), rows) if is_step and rows and rows.is_padded else None
@@ -284,8 +308,8 @@ class Run:
         platform = "" if isinstance(self.mesh, jax.sharding.AbstractMesh) else self.mesh.devices.flat[0].platform
         # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
         return jax.jit(
-            step,
-            in_shardings=(state, batch, *([whole] if guarded else [])),
+            several(step, state, batch) if num_steps else step,
+            in_shardings=(state, [batch] * num_steps or batch, *([whole] if guarded else [])),
             out_shardings=(state, metrics),
             donate_argnums=0,
             keep_unused=keep_unused,
@@ -379,11 +403,3 @@ def _abstract(
 ) -> list[jax.ShapeDtypeStruct]:
     pairs = zip(leaves, placements, strict=True)
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding(mesh)) for leaf, place in pairs]
-
-
-def _placed(array: Any, wanted: jax.sharding.NamedSharding) -> Any:
-    """A batch array where the plan wants it; one that is on the host goes there with the step itself."""
-    if not isinstance(array, jax.Array) or array.sharding == wanted:
-        return array
-    is_there = array.sharding.is_equivalent_to(wanted, array.ndim)
-    return array if is_there else jax.device_put(array, wanted)

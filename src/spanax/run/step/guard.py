@@ -132,6 +132,22 @@ class Guard:
         return History((*history.good, (step, kept))[-(self.window + LATE) :])
 
 
+def check_several(guard: Guard | None, num_steps: int) -> None:
+    """Whether so many steps can go in one call.
+
+    Raises:
+      SpanaxError: there are none, or each would need a limit that follows from the step before it.
+    """
+    if num_steps < 1:
+        raise SpanaxError("there is no batch to take a step on.")
+    if num_steps > 1 and guard is not None and guard.policy == SKIP and guard.spike is not None:
+        raise SpanaxError(
+            f"{num_steps} steps in one call cannot skip spikes: what counts as one follows from the steps before.",
+            where=f"policy {SKIP}, spike {guard.spike:g}",
+            fix=f"no spike (what is not finite is skipped all the same), policy {ROLLBACK}, or a step a call",
+        )
+
+
 @lru_cache(maxsize=16)
 def _limit(spike: float, known: tuple[float, ...]) -> float:
     """The limit after these values; each is asked for three times, before its step and behind it."""
