@@ -177,13 +177,11 @@ def _moved(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig) -> None:
-    from spanax.run.data.cache import cache_folder
     from spanax.run.hosts import Hosts, obey_supervisor
+    from spanax.run.kept_programs import keep_programs
 
-    if obey_supervisor():
-        # Another attempt will want the same programs, which are code: a run folder may come from a stranger, this may
-        # not. JAX reads it when it is imported.
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder() / "compiled"))
+    obey_supervisor()
+    keep_programs()
 
     from functools import partial
 

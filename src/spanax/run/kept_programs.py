@@ -1,0 +1,61 @@
+"""Kept programs: what JAX compiled for one run, for the next one to begin with.
+
+They are code: a run folder may come from a stranger, so they lie in the cache folder of who trains.
+"""
+
+import os
+from collections.abc import MutableMapping
+from contextlib import suppress
+from pathlib import Path
+
+from spanax.run.data.cache import cache_folder
+
+FOLDER = "JAX_COMPILATION_CACHE_DIR"
+"""The variable with which JAX is told where, when it is imported."""
+
+MOST_BYTES = 2 << 30
+
+
+def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have JAX keep what it compiles; to be called before it is imported.
+
+    Nothing is kept where the environment says something else of it, or where nothing can be written.
+
+    Example:
+      >>> import tempfile
+      >>> environ = {"XDG_CACHE_HOME": tempfile.mkdtemp()}
+      >>> keep_programs(environ)
+      >>> Path(environ["JAX_COMPILATION_CACHE_DIR"]).is_dir()
+      True
+    """
+    if FOLDER in environ:
+        return
+    home = environ.get("XDG_CACHE_HOME")
+    folder = cache_folder(None if home is None else Path(home) / "spanax") / "compiled"
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return
+    prune(folder, MOST_BYTES)
+    environ[FOLDER] = str(folder)
+    # The state is made by many programs that take less than JAX's threshold of a second each.
+    environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+def prune(folder: Path, most_bytes: int) -> None:
+    """Remove the files of a folder that were read or written longest ago, until the others take so many bytes at most.
+
+    JAX's own bound (jax_compilation_cache_max_size) ends, in 0.10.2, at the first file that was written without one.
+    """
+    found = []
+    for path in folder.iterdir():
+        with suppress(OSError):  # another run may remove it at the same time
+            stat = path.stat()
+            found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    left = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if left <= most_bytes:
+            return
+        with suppress(OSError):
+            path.unlink()
+        left -= size

@@ -1,0 +1,58 @@
+"""Programs kept from run to run: where, how many, and that a second run compiles nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from spanax.run.kept_programs import FOLDER, keep_programs, prune
+
+
+def test_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
+    for at, name in enumerate(("old", "read", "new")):
+        (tmp_path / name).write_bytes(bytes(100))
+        os.utime(tmp_path / name, (1000 + at, 1000 + at))
+    os.utime(tmp_path / "read", (2000, 1001))
+    prune(tmp_path, 300)
+    assert len(list(tmp_path.iterdir())) == 3
+    prune(tmp_path, 200)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "read"]
+    prune(tmp_path, 150)
+    assert [path.name for path in tmp_path.iterdir()] == ["read"]
+
+
+def test_a_place_that_is_said_stays(tmp_path: Path) -> None:
+    environ = {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)}
+    keep_programs(environ)
+    assert environ == {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)} and not list(tmp_path.iterdir())
+
+
+def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "spanax").write_text("a file where the folder would be")
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    keep_programs(environ)
+    assert environ == {"XDG_CACHE_HOME": str(tmp_path)}
+
+
+WORKLOAD = """
+import jax, spanax
+from flax import nnx
+
+batch = {"x": jax.ShapeDtypeStruct((4, 8), "float32")}
+rows = [{"x": [0.5] * 8}] * 64
+tiny = spanax.Workload(build=lambda rngs: nnx.Linear(8, 8, rngs=rngs), batch=batch, source=rows, validation=rows,
+                       loss=lambda model, batch: (model(batch["x"]) ** 2).mean(), num_steps=2)
+"""
+
+
+def test_the_second_run_compiles_nothing(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(WORKLOAD)
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_PERSISTENT", FOLDER))}
+    kept = []
+    for name in ("one", "two"):
+        subprocess.run(
+            [sys.executable, "-m", "spanax", "train", "tiny.py:tiny", "--devices", "2", "--out", name],
+            cwd=tmp_path, env=environ | {"XDG_CACHE_HOME": str(tmp_path)}, check=True, timeout=300,
+        )  # fmt: skip
+        kept.append({path.name for path in (tmp_path / "spanax" / "compiled").iterdir()})
+    assert len(kept[0]) > 4 and kept[1] == kept[0]
