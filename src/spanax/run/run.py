@@ -13,12 +13,8 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.hardware.flags import for_platform
-from spanax.plan.laid import Laid
-from spanax.plan.place import as_planned, resolver_of
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Placement, Plan
-from spanax.plan.stages import inside_stage
-from spanax.plan.unreduced import Unreduced, unreduced
-from spanax.plan.uses import uses
 from spanax.run.data.batches import Batches
 from spanax.run.options import check_accepted
 from spanax.run.state import born
@@ -26,8 +22,7 @@ from spanax.run.step.given import given
 from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
 from spanax.run.step.guarded import Guarded, unsound
 from spanax.run.step.padding import Padded
-from spanax.run.step.pipeline import in_stages
-from spanax.run.step.replay import Replay
+from spanax.run.step.replayed import replayed
 from spanax.run.step.rows import Rows, rows_of
 from spanax.run.step.several import several
 from spanax.run.store import checkpoint
@@ -81,7 +76,7 @@ class Run:
           SpanaxError: the batch is not the one that the program was traced with.
         """
         leaves = given(self.program, self._batch_shardings, batch)
-        function = self._compiled.get("step") or self._compile("step", self.program.step)
+        function = self._compiled.get("step") or self._stepping()
         self.state, metrics = function(self.state, leaves, *self._limits())
         found = self._moved_on(1, metrics)
         if self.guard is not None:
@@ -99,20 +94,16 @@ class Run:
 
         Example:
           >>> import optax, spanax
-          >>> program = spanax.trace(
-          ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
-          ...     optimizer=optax.sgd(0.1),
-          ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
-          ...     loss=lambda model, x: (model(x) ** 2).mean(),
-          ... )
+          >>> build, loss = lambda rngs: nnx.Linear(4, 8, rngs=rngs), lambda model, x: (model(x) ** 2).mean()
+          >>> batch = np.ones((8, 4), "float32")
+          >>> program = spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
           >>> run = start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
-          >>> run.steps([np.ones((8, 16), "float32")] * 4)["loss"].shape, run.num_steps
+          >>> run.steps([batch] * 4)["loss"].shape, run.num_steps
           ((4,), 4)
         """
         check_several(self.guard, len(batches))
         leaves = [given(self.program, self._batch_shardings, batch) for batch in batches]
-        name = f"{len(batches)} steps"
-        function = self._compiled.get(name) or self._compile(name, self.program.step, len(batches))
+        function = self._compiled.get(f"{len(batches)} steps") or self._stepping(len(batches))
         self.state, metrics = function(self.state, leaves, *self._limits(len(batches)))
         found = self._moved_on(len(batches), metrics)
         if self.guard is not None:
@@ -153,7 +144,9 @@ class Run:
                 fix="trace it with loss=..., or evaluate run.model() yourself",
             )
         leaves = given(self.program, self._batch_shardings, batch)
-        function = self._compiled.get("evaluation") or self._compile("evaluation", evaluation)
+        if "evaluation" not in self._compiled:
+            self._compiled["evaluation"] = self._jitted(evaluation, is_step=False)
+        function = self._compiled["evaluation"]
         metrics = function(self.state, leaves)
         self._settle(metrics)
         return jax.tree.unflatten(evaluation.result, metrics)
@@ -164,21 +157,20 @@ class Run:
         For a `platform` (`tpu`, `cuda`, `cpu`) the mesh may be one without devices, and every array of the state and
         the batch stays an argument, in their order. With `inputs_only` nothing between is pinned: no step that runs.
         """
-        state = _abstract(self.program.leaves, self.plan.leaves, self.mesh)
-        if self._rows is not None:
-            shapes = self._rows.shapes
-            pairs = zip(state, shapes, strict=True)
-            state = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for leaf, shape in pairs]
-        batch = _abstract(self.program.batch, self.plan.batch, self.mesh)
         keep_unused = platform is not None
         jitted = self._jitted(self.program.step, is_step=True, keep_unused=keep_unused, inputs_only=inputs_only)
-        traced = jitted.trace(state, batch, *self._limits())
+        traced = jitted.trace(*self._arguments())
         return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
     def compile(self) -> Any:
         """Compile the step that is to run, and return XLA's program: its text, its memory, its cost."""
         self._compiled["step"] = compiled = self.lower().compile()
         return compiled
+
+    def prepare(self, num_steps: int = 1) -> None:
+        """Compile what takes so many steps in one call; there need be no state yet."""
+        several = num_steps if num_steps > 1 else 0
+        self._stepping(several).lower(*self._arguments(several)).compile()
 
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
@@ -270,18 +262,38 @@ class Run:
     def _batch_shardings(self) -> list[jax.sharding.NamedSharding]:
         return [placement.sharding(self.mesh) for placement in self.plan.batch]
 
-    def _compile(self, name: str, traced: Traced, num_steps: int = 0) -> Any:
-        self._compiled[name] = self._jitted(traced, is_step=name != "evaluation", num_steps=num_steps)
+    def _stepping(self, several: int = 0) -> Any:
+        """What takes a step or, of a list of so many batches, `several`; it is compiled when it is first called."""
+        name = f"{several} steps" if several else "step"
+        if name not in self._compiled:
+            self._compiled[name] = self._jitted(self.program.step, is_step=True, several_steps=several)
         return self._compiled[name]
 
+    def _arguments(self, several: int = 0) -> tuple[Any, ...]:
+        """What it is called with, without numbers."""
+        state = _abstract(self.program.leaves, self.plan.leaves, self.mesh)
+        if self._rows is not None:
+            pairs = zip(state, self._rows.shapes, strict=True)
+            state = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for leaf, shape in pairs]
+        batch: list[Any] = _abstract(self.program.batch, self.plan.batch, self.mesh)
+        return state, [batch] * several or batch, *self._limits(max(1, several))
+
     def _jitted(
-        self, traced: Traced, *, is_step: bool, keep_unused: bool = False, inputs_only: bool = False, num_steps: int = 0
+        self,
+        traced: Traced,
+        *,
+        is_step: bool,
+        keep_unused: bool = False,
+        inputs_only: bool = False,
+        several_steps: int = 0,
     ) -> Any:
         num_leaves, rows = len(self.program.leaves), self._rows
         padded = (
             Padded(traced, self.program.resized(rows.shapes), rows) if is_step and rows and rows.is_padded else None
         )
-        replay = self._replay(traced, padded, is_step=is_step, inputs_only=inputs_only)
+        replay = replayed(
+            self.program, self.plan, self.mesh, rows, traced, padded, is_step=is_step, inputs_only=inputs_only
+        )
         function = partial(replay.body, replay.graph.body)
         dim_of = padded.dim if padded else partial(rows.dim, traced) if rows else lambda value: None
 
@@ -308,32 +320,13 @@ class Run:
         platform = "" if isinstance(self.mesh, jax.sharding.AbstractMesh) else self.mesh.devices.flat[0].platform
         # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
         return jax.jit(
-            several(step, state, batch) if num_steps else step,
-            in_shardings=(state, [batch] * num_steps or batch, *([whole] if guarded else [])),
+            several(step, state, batch) if several_steps else step,
+            in_shardings=(state, [batch] * several_steps or batch, *([whole] if guarded else [])),
             out_shardings=(state, metrics),
             donate_argnums=0,
             keep_unused=keep_unused,
             compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
         )
-
-    def _replay(self, traced: Traced, padded: Padded | None, *, is_step: bool, inputs_only: bool) -> Replay:
-        """How a function of the program runs on the mesh."""
-        rows = self._rows
-        # Evaluated are the layers without padding, which the stages cannot divide.
-        is_whole = not is_step and rows is not None and rows.is_padded
-        resolver = resolver_of(self.program, inside_stage(self.plan) if is_whole else self.plan)
-
-        def replay(traced: Traced) -> Replay:
-            constraints = resolver.constraints(traced)
-            if inputs_only:
-                return Replay(traced.graph, [None] * len(constraints), {}, self.mesh)
-            late = unreduced(Laid(resolver, traced), self.plan.schedule) if is_step else Unreduced()
-            return Replay(traced.graph, constraints, uses(resolver, traced, constraints), self.mesh, late)
-
-        if inputs_only or not is_step:
-            return replay(traced if padded is None else padded.step)
-        around = None if padded is None else (replay(padded.step), padded)
-        return in_stages(replay(traced), traced, self.plan.schedule, rows, around)
 
 
 def start(

@@ -6,6 +6,7 @@ Read this file first: it names every part of Spanax in the order in which a run 
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -19,8 +20,8 @@ from spanax.errors import DataError, SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.hardware.flags import default_flags, flags_of
 from spanax.plan.choose import plan as make_plan
+from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
-from spanax.plan.priced import priced
 from spanax.plan.stages import check_wished, wished
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches, batches
@@ -30,6 +31,7 @@ from spanax.run.data.opened import Reading, is_named, vocab_size
 from spanax.run.hosts import Hosts, from_first, is_first
 from spanax.run.loop import Event, Loop
 from spanax.run.preemption import listening
+from spanax.run.pricing import Pricing
 from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
 from spanax.run.record import account
@@ -80,22 +82,25 @@ def train(
             run_folder.check_same_run(folder, config.record())
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
-        plan = planned or _priced(program, _chosen(program, config, folder, devices, emit, events), devices, emit)
-        plan = _flagged(plan, config, devices)
+        plan = _flagged(planned or _chosen(program, config, folder, devices, emit, events), config, devices)
         check_wished(config.schedule, plan)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed,
             field=config.field,
         )  # fmt: skip
         data = stack.enter_context(closing(read(_source(config, workload))))
-        checkpoint.warm_up()
         pulse.beat("restore", 0, seconds=ledger.seconds())
         begin = partial(_begun, program, plan, folder=folder, devices=devices, emit=emit)
+        beside = stack.enter_context(ThreadPoolExecutor(1, "spanax-beside"))
+        run = Run(as_planned(program, plan), plan, plan.mesh.build(devices), [], guard=config.guard)
         with ledger.within("restore" if config.resume else ledger.bucket):
-            run = begin(config)
+            compiled = _compiled(run, config, beside)
+            run.go_back(partial(begin, config))
+            compiled.result()
         if run.position is not None:
             data.restore(run.position)
-        records = partial(run_folder.write_records, folder, config.record(), plan.to_json(), devices)
+        pricing = Pricing(program, plan, devices)
+        records = lambda: run_folder.write_records(folder, config.record(), pricing.plan.to_json(), devices)  # noqa: E731
         start_event = _start_event(run, config, folder, data)
         about = About(folder, config.record(), summary(run), run.num_steps, reached)
         tell = _telling(about, made(config.track), records, emit, events, stack) if is_leader else _unheard
@@ -106,6 +111,9 @@ def train(
         remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
         renew = partial(from_first, partial(_renewed, claim, records, tell), WriteError)
         saves = Saves(folder / run_folder.CHECKPOINTS, config, tell, renew, saved=run.num_steps)
+        if is_leader and planned is None:
+            warn = lambda line: tell({"event": "warning", "message": line})  # noqa: E731
+            beside.submit(pricing.find, partial(run_folder.write_plan, folder), warn)
         loop = Loop(run, data, held_out, config, saves, tell, remedy, is_over, pulse, ledger, profile)
         last = loop.run_to_end() | {"out": str(folder)}
         ledger.enter("idle")
@@ -258,15 +266,6 @@ def _flagged(plan: Plan, config: TrainConfig, devices: list[Any]) -> Plan:
     return replace(plan, xla_flags=flags_of(config.xla_flags, default_flags(local(devices[: plan.mesh.size]))))
 
 
-def _priced(program: Program, plan: Plan, devices: list[Any], emit: Callable[..., None]) -> Plan:
-    """The plan with what it is expected to take, which a report holds the run against; a run can do without."""
-    try:
-        return priced(program, plan, local(devices[: plan.mesh.size]))
-    except Exception as error:
-        emit({"event": "warning", "message": f"the plan has no price: {first_line(error)}"})
-        return plan
-
-
 def _replanned(program: Program, devices: list[Any]) -> Plan:
     """The planner's choice for these devices, or for as many of them as it finds a layout for."""
     for count in range(len(devices), 1, -1):
@@ -339,6 +338,14 @@ def _events(folder: Path, attempt: int) -> Callable[..., None]:
 
 def _unheard(*args: Any, **values: Any) -> None:
     """What takes the events of a process that does not lead."""
+
+
+def _compiled(run: Run, config: TrainConfig, beside: Executor) -> Future[None]:
+    """Its step compiles while its state is made, unless several processes must do all in one order."""
+    prepare = partial(run.prepare, min(config.steps_per_call, config.steps or 1))
+    compiled = beside.submit(prepare if jax.process_count() == 1 else lambda: None)
+    beside.submit(checkpoint.warm_up)
+    return compiled
 
 
 def _begun(

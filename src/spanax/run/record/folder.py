@@ -194,16 +194,22 @@ def changed_versions(folder: Path) -> list[str]:
 def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any]) -> None:
     """Write what the run is: its resolved configuration, its plan, and the environment it runs in."""
     lines = [f"{key} = {_toml(value)}" for key, value in config.items() if value is not None]
+    described = [found.metadata for found in distributions()]  # each asks for its file to be parsed
     environment = {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "devices": [str(device) for device in devices],
         "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))},
-        "packages": dict(sorted((d.metadata["Name"], d.version) for d in distributions() if d.metadata["Name"])),
+        "packages": dict(sorted((said["Name"], said["Version"]) for said in described if said["Name"])),
     }
     _replace(folder / CONFIG, ["\n".join(lines) + "\n"])
-    _replace(folder / PLAN, [plan_json])
+    write_plan(folder, plan_json)
     _replace(folder / ENV, [json.dumps(environment, indent=1) + "\n"])
+
+
+def write_plan(folder: Path, plan_json: str) -> None:
+    """Write the plan of the run."""
+    _replace(folder / PLAN, [plan_json])
 
 
 def open_metrics(folder: Path, last_step: int) -> Lines:

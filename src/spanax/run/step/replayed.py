@@ -1,0 +1,56 @@
+"""Replayed: how a function of a program runs on the mesh of a plan."""
+
+from jax.sharding import Mesh
+
+from spanax.plan.laid import Laid
+from spanax.plan.place import resolver_of
+from spanax.plan.plan import Plan
+from spanax.plan.stages import inside_stage
+from spanax.plan.unreduced import Unreduced, unreduced
+from spanax.plan.uses import uses
+from spanax.run.step.padding import Padded
+from spanax.run.step.pipeline import in_stages
+from spanax.run.step.replay import Replay
+from spanax.run.step.rows import Rows
+from spanax.trace.program import Program
+from spanax.trace.traced import Traced
+
+
+def replayed(
+    program: Program,
+    plan: Plan,
+    mesh: Mesh,
+    rows: Rows | None,
+    traced: Traced,
+    padded: Padded | None,
+    *,
+    is_step: bool,
+    inputs_only: bool,
+) -> Replay:
+    """The step of a program, or its evaluation, under the constraints of a plan.
+
+    Args:
+      program: what the plan was made for.
+      plan: the plan.
+      mesh: its devices.
+      rows: how the rows of stacked arrays are kept, where that is not the layers' order.
+      traced: the step or the evaluation.
+      padded: the step around a pipeline with rows of padding.
+      is_step: whether it is the step.
+      inputs_only: nothing between inputs and outputs is pinned.
+    """
+    # Evaluated are the layers without padding, which the stages cannot divide.
+    is_whole = not is_step and rows is not None and rows.is_padded
+    resolver = resolver_of(program, inside_stage(plan) if is_whole else plan)
+
+    def replay(traced: Traced) -> Replay:
+        constraints = resolver.constraints(traced)
+        if inputs_only:
+            return Replay(traced.graph, [None] * len(constraints), {}, mesh)
+        late = unreduced(Laid(resolver, traced), plan.schedule) if is_step else Unreduced()
+        return Replay(traced.graph, constraints, uses(resolver, traced, constraints), mesh, late)
+
+    if inputs_only or not is_step:
+        return replay(traced if padded is None else padded.step)
+    around = None if padded is None else (replay(padded.step), padded)
+    return in_stages(replay(traced), traced, plan.schedule, rows, around)
