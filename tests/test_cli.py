@@ -104,6 +104,11 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown attention": (["train", "--attention", "fast"], 2, "known: plain, auto, flash"),
     "a profile of no steps": (["train", "--profile", "20:10"], 2, "takes the first and the last step"),
     "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),
+    "calls that skip spikes": (
+        ["train", "--steps-per-call", "4", "--on-bad-step", "skip", "--spike", "5"],
+        2,
+        "cannot skip spikes",
+    ),  # fmt: skip
     "resume from nowhere": (["train", "--resume"], 2, "--resume needs the run folder"),
     "missing data": (["train", "--data", "nowhere.txt"], 65, "nowhere.txt"),
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),
