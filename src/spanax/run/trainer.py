@@ -96,6 +96,8 @@ def train(
         with ledger.within("restore" if config.resume else ledger.bucket):
             compiled = _compiled(run, config, beside)
             run.go_back(partial(begin, config))
+        pulse.beat("compile", run.num_steps, seconds=ledger.seconds())
+        with ledger.within("compile"):
             compiled.result()
         if run.position is not None:
             data.restore(run.position)
