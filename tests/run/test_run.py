@@ -12,8 +12,8 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.run import run as running
 from spanax.run.run import Run, assert_placed
+from spanax.run.step import replayed
 from spanax.trace.program import Program
 
 LAYOUTS = [
@@ -85,7 +85,7 @@ def test_arrays_that_lie_elsewhere_are_seen() -> None:
 
 def unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that only claims to obey: no constraint on any value, and no placement asked of what comes out."""
-    replay, jit = running.Replay, jax.jit
+    replay, jit = replayed.Replay, jax.jit
 
     def no_op(graph: Any, constraints: Any, uses: Any, mesh: Any, instead: Any) -> Any:
         return replay(graph, [None] * len(constraints), {}, mesh, instead)
@@ -93,7 +93,7 @@ def unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
     def unpinned(function: Any, **options: Any) -> Any:
         return jit(function, donate_argnums=options.get("donate_argnums", ()))
 
-    monkeypatch.setattr(running, "Replay", no_op)
+    monkeypatch.setattr(replayed, "Replay", no_op)
     monkeypatch.setattr(jax, "jit", unpinned)
 
 
