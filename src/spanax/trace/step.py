@@ -11,6 +11,7 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.trace.attended import attended
+from spanax.trace.chunked import chunked
 from spanax.trace.policies import RING
 from spanax.trace.remat import rematerialized
 from spanax.trace.variables import changed_variables
@@ -29,12 +30,13 @@ def train_step_of(
     clip_norm: float | None,
     remat: str | None,
     context: str = "gathered",
+    loss_chunks: int = 1,
 ) -> TrainStep:
     """An ordinary NNX train step: gradients over microbatches, clipping, one optimizer update.
 
     Parameters stay as the model made them; `compute_dtype` is what the loss sees of them and of the batch, and
-    `remat` is what its gradient keeps; where `context` is `ring` each attention is one operation. The step returns
-    `loss`, `grad_norm` (before clipping) and whatever the loss returned beside its value.
+    `remat` is what its gradient keeps; where `context` is `ring` each attention is one operation, and the logits come
+    in `loss_chunks`. The step returns `loss`, `grad_norm` (before clipping) and whatever the loss returned beside it.
     """
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def train_step_of(
             moved = _moved(forward, after, args, params)
             return scalar.astype(jnp.float32), (extra, _like(rest_after, rest), moved)
 
-        pure = attended(value) if context == RING else value
+        pure = chunked(attended(value) if context == RING else value, loss_chunks)
         gradient = jax.value_and_grad(rematerialized(pure, remat), has_aux=True)
         if microbatches == 1:
             (scalar, (extra, rest, moved)), grads = gradient(params, rest, batch)
