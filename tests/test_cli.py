@@ -19,13 +19,14 @@ FLAGS = {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
-        "field", "track", "optimizer_state", "xla_flags",
+        "field", "track", "optimizer_state", "xla_flags", "loss_chunks",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches",
         "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives",
         "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json", "optimizer_state",
+        "loss_chunks",
     },
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",
@@ -35,7 +36,7 @@ FLAGS = {
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
         "out", "html", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
-        "optimizer_state",
+        "optimizer_state", "loss_chunks",
     },
     "probe": {"out", "devices", "seconds"},
     "report": {"run", "out", "json"},
@@ -101,6 +102,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "a spike that is none": (["train", "--spike", "1"], 2, "--spike is 1.0; it takes a number from 1.1"),
     "no number of bad steps": (["train", "--patience", "-1"], 2, "--patience is -1"),
     "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
+    "loss chunks of no number": (["train", "--loss-chunks", "many"], 2, "it takes auto, or a number from 1"),
     "a profile of no steps": (["train", "--profile", "20:10"], 2, "takes the first and the last step"),
     "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),
     "resume from nowhere": (["train", "--resume"], 2, "--resume needs the run folder"),

@@ -11,7 +11,7 @@ from spanax.errors import SpanaxError, nearest
 from spanax.hardware.flags import NONE, flags_of
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard
-from spanax.trace.policies import known_policy
+from spanax.trace.policies import known_chunks, known_policy
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class TrainConfig:
       chunks: pieces of the model on each stage, for interleaved.
       remat: what the backward pass keeps: none forgets nothing, dots keeps matmul results, full only what enters a
         layer, offload is dots in host memory; left out: as the model has it.
+      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory; left out: whole.
       out: the run folder; runs/<workload>-<time> by default.
       init: a run folder or checkpoint that the parameters begin from, such as spanax import writes; all else is new.
       resume: go on from the newest good checkpoint in the run folder, on any mesh.
@@ -83,6 +84,7 @@ class TrainConfig:
     schedule: str | None = None
     chunks: int | None = None
     remat: str | None = None
+    loss_chunks: str | None = None
     out: str | None = None
     init: str | None = None
     resume: bool = False
@@ -165,15 +167,18 @@ def check(config: TrainConfig) -> TrainConfig:
         raise SpanaxError(what, fix=nearest(config.on_bad_step, ON_BAD_STEP))
     known_policy(config.remat)
     flags_of(config.xla_flags or NONE, ())
+    known_chunks(config.loss_chunks or 1)
     profiled_steps(config)
     check_trackers(config.track)
     if config.resume and config.out is None:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
     said = [
-        name for name in ("layout", "mesh", "microbatches", "schedule", "chunks") if getattr(config, name) is not None
+        name
+        for name in ("layout", "mesh", "microbatches", "schedule", "chunks", "loss_chunks")
+        if getattr(config, name) is not None
     ]
     if config.plan is not None and said:
-        flags = " and ".join(f"--{name}" for name in said)
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in said)
         raise SpanaxError(f"--plan already says {' and '.join(said)}.", fix=f"leave {flags} out")
     return config
 

@@ -56,7 +56,9 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     schedule = wished(
         remat=known_policy(asked.remat), microbatches=asked.microbatches, schedule=asked.schedule, chunks=asked.chunks
     )
-    made = given or plan(program, machine, layout=asked.layout, mesh=asked.mesh, schedule=schedule)
+    made = given or plan(
+        program, machine, layout=asked.layout, mesh=asked.mesh, schedule=schedule, loss_chunks=asked.loss_chunks
+    )
     check_wished(asked.schedule, made)
     text = source_text(asked.workload)
     waived([], text, made.allow)  # a code that does not exist is told before anything is compiled
