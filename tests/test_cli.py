@@ -19,13 +19,14 @@ FLAGS = {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
-        "field", "track", "optimizer_state", "xla_flags", "attention", "steps_per_call",
+        "field", "track", "optimizer_state", "xla_flags", "attention", "steps_per_call", "loss_chunks",
     },
     "axes": {"workload", "batch", "seq", "json"},
     "check": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches",
         "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives",
         "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json", "optimizer_state", "attention",
+        "loss_chunks",
     },
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",
@@ -35,7 +36,7 @@ FLAGS = {
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
         "out", "html", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
-        "optimizer_state", "attention",
+        "optimizer_state", "attention", "loss_chunks",
     },
     "probe": {"out", "devices", "seconds"},
     "report": {"run", "out", "json"},
@@ -102,6 +103,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "no number of bad steps": (["train", "--patience", "-1"], 2, "--patience is -1"),
     "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
     "unknown attention": (["train", "--attention", "fast"], 2, "known: plain, auto, flash"),
+    "loss chunks of no number": (["train", "--loss-chunks", "many"], 2, "it takes auto, or a number from 1"),
     "a profile of no steps": (["train", "--profile", "20:10"], 2, "takes the first and the last step"),
     "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),
     "calls that skip spikes": (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from machines import Device
@@ -17,6 +18,7 @@ from spanax.hardware.links import axis_link
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.probe import probe
 from spanax.models.images import Digits
+from spanax.trace.chunked import chunked
 from spanax.units import quantity
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
@@ -29,6 +31,11 @@ def misspelt() -> None:
 def without_scikit_learn() -> None:
     with mock.patch("importlib.util.find_spec", return_value=None):
         Digits()
+
+
+def in_two(loss: Callable[..., Any]) -> Any:
+    """A loss of a weight and a batch of nine tokens, in two chunks."""
+    return chunked(loss, 2)(np.ones((3, 5)), np.ones((9, 3)))
 
 
 TABLE = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "80 GiB", "memory_rate": "1 TB/s"}
@@ -75,6 +82,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "probe: no time": lambda: probe([], seconds=0),
     "probe: an unknown chip of unknown memory": lambda: probe([Device("Quantum 9", limit=None)]),
     "mesh: too few devices": lambda: MeshShape.of("data=4,model=2").build(devices=[0, 1, 2, 3]),
+    "chunks: no logits": lambda: in_two(lambda weight, batch: weight.sum() + batch.sum()),
+    "chunks: tokens that they do not divide": lambda: in_two(lambda weight, batch: (batch @ weight).sum()),
     "digits: no scikit-learn": without_scikit_learn,
     "digits: no such size": lambda: Digits(image_size=12),
 }

@@ -195,7 +195,7 @@ def _recorded(program: Program, plan: Plan) -> tuple[Plan, Program, Plan]:
 
 
 def _alone(program: Program, plan: Plan) -> Plan:
-    schedule = replace(plan.schedule, num_stages=1, num_chunks=1, context=GATHERED)
+    schedule = replace(plan.schedule, num_stages=1, num_chunks=1, context=GATHERED, loss_chunks=1)
     return make_plan(program, cluster("cpu:1"), layout="data", schedule=schedule)
 
 

@@ -191,6 +191,7 @@ def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = 
             num_chunks=candidate.num_chunks,
             pipeline=candidate.schedule,
             context=program.context,
+            loss_chunks=program.loss_chunks,
         ),
     )
     return replace(made, xla_flags=default_flags(found.cluster))

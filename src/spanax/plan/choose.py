@@ -13,12 +13,13 @@ from spanax.plan.attention import with_attention
 from spanax.plan.candidate import plan_of, shortfall
 from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
+from spanax.plan.logits import in_chunks
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.search import REMAT, TOO_LARGE, search
 from spanax.plan.stages import AXIS
-from spanax.trace.policies import AS_WRITTEN, RING
+from spanax.trace.policies import AS_WRITTEN, RING, known_chunks
 from spanax.trace.program import Program
 from spanax.units import bytes_text
 
@@ -37,6 +38,7 @@ def plan(
     forbid: Sequence[str] = (),
     schedule: Schedule | None = None,
     attention: str | None = None,
+    loss_chunks: int | str | None = None,
 ) -> Plan:
     """Say where every array of a program lives on a cluster. No device is touched.
 
@@ -56,6 +58,8 @@ def plan(
         suit the stages. A mesh without `pipe` is that of one stage.
       attention: `plain`, as the model wrote it, also if left out; `flash`, by the platform's kernel (splash on TPUs,
         cuDNN on NVIDIA GPUs); `auto`, by the kernel where it can be.
+      loss_chunks: the logits in so many chunks of tokens, one after the other and never there as a whole; `auto` takes
+        chunks where that saves a large part of the memory. Left out: as the program was traced, which is whole.
 
     Raises:
       SpanaxError: what was asked for cannot be laid over this program on this cluster.
@@ -75,6 +79,14 @@ def plan(
     cluster = cluster_of(cluster)
     pins = dict(pin or {}) | dict.fromkeys(forbid)
     program = with_attention(program, cluster, attention)
+    count = program.loss_chunks if loss_chunks is None else known_chunks(loss_chunks)
+    if not count:
+        make = partial(
+            plan, cluster=cluster, layout=layout, mesh=mesh, sequence_parallel=sequence_parallel, pin=pins,
+            schedule=schedule,
+        )  # fmt: skip
+        return in_chunks(program.with_loss_chunks(1), cluster, make)
+    program = program if count == program.loss_chunks else program.with_loss_chunks(count)
     if layout is None and mesh is None and schedule is None and cluster.chip.peak_flops:
         return _searched(program, cluster, pins)
     why, chosen, shape = _choose(program, cluster, layout, mesh, sequence_parallel)
@@ -93,9 +105,10 @@ def plan(
         schedule = replace(schedule or Schedule(), context=RING)
     if schedule is not None and schedule.context == RING:
         check_ring(chosen, shape)
+    schedule = replace(schedule or Schedule(), loss_chunks=count)
     made = placed(program, chosen, shape, pins=pins, why=why, schedule=schedule)
     made = replace(made, xla_flags=default_flags(cluster))
-    if schedule is not None and schedule.microbatches == 0:
+    if schedule.microbatches == 0:
         return replace(made, why=f"{why}; {made.schedule.microbatches} microbatches, as suits the stages")
     return made
 

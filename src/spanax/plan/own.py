@@ -12,6 +12,7 @@ from spanax.plan.place import check_made_for, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.stages import inside_stage
 from spanax.plan.tally import tally
+from spanax.plan.unreduced import put_off
 from spanax.trace.program import Program
 
 
@@ -38,7 +39,7 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
     """
     laid, grid = _laid(program, plan), _grid(program, plan)
     memory = _held(laid, grid, cluster, given or Assumptions())
-    costs = price(tally(laid, adds_first=cluster.adds_first), cluster, grid, given)
+    costs = price(tally(laid, adds_first=cluster.adds_first, late=put_off(laid)), cluster, grid, given)
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
     return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, laid.resolver.program, grid, costs, memory)
@@ -66,6 +67,8 @@ def _laid(program: Program, plan: Plan) -> Laid:
     variant = program if remat in (None, program.remat) else program.with_remat(remat)
     variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
     variant = variant if variant.context == plan.schedule.context else variant.with_context(plan.schedule.context)
+    chunks = plan.schedule.loss_chunks
+    variant = variant if variant.loss_chunks == chunks else variant.with_loss_chunks(chunks)
     return Laid(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
 
 

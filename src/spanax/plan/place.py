@@ -38,6 +38,8 @@ def placed(
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
     if schedule.context != program.context:
         program = program.with_context(schedule.context)
+    if schedule.loss_chunks != program.loss_chunks:
+        program = program.with_loss_chunks(schedule.loss_chunks)
     if schedule.context == RING:
         layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
@@ -99,6 +101,8 @@ def as_planned(program: Program, plan: Plan) -> Program:
         program = program.with_microbatches(schedule.microbatches)
     if schedule.context != program.context:
         program = program.with_context(schedule.context)
+    if schedule.loss_chunks != program.loss_chunks:
+        program = program.with_loss_chunks(schedule.loss_chunks)
     return program
 
 

@@ -83,7 +83,8 @@ class Schedule:
     the parameters are), `microbatches` over how many parts of the batch gradients are added up. With `num_stages` above
     1 the layers are divided into stages, each of `num_chunks` parts, which follow the order of the name `pipeline`.
     `context` is how queries meet keys of other devices where a sequence is split: `gathered`, or around a `ring`; or
-    `splash` or `cudnn`, the kernel that computes attention with keys gathered.
+    `splash` or `cudnn`, the kernel that computes attention with keys gathered. The loss takes its logits in
+    `loss_chunks`, one after the other.
 
     Example:
       >>> Schedule(remat="full", microbatches=4).num_stages
@@ -97,6 +98,7 @@ class Schedule:
     num_chunks: int = 1
     pipeline: str = "1f1b"
     context: str = GATHERED
+    loss_chunks: int = 1
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ class Plan:
             del data["price"]
         if self.schedule.context == GATHERED:
             del data["schedule"]["context"]
+        if self.schedule.loss_chunks == 1:
+            del data["schedule"]["loss_chunks"]
         return json.dumps(data, indent=1) + "\n"
 
     @staticmethod
@@ -302,7 +306,7 @@ def _possible(plan: Plan) -> Plan:
     ways, names = plan.mesh.ways, set(plan.mesh.names)
     schedule = plan.schedule
     counts = (schedule.microbatches, schedule.num_stages, schedule.num_chunks)
-    if plan.mesh.size > MAX_DEVICES or min(counts) < 1 or math.prod(counts) > MAX_TASKS:
+    if plan.mesh.size > MAX_DEVICES or min(*counts, schedule.loss_chunks) < 1 or math.prod(counts) > MAX_TASKS:
         raise ValueError(f"a mesh of {plan.mesh.size} devices, {' x '.join(map(str, counts))} tasks: no such plan")
     for leaf in (*plan.leaves, *plan.batch):
         by_dim = [axis for axes in leaf.spec for axis in axes]

@@ -23,6 +23,7 @@ from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
 from spanax.plan.tally import tally
 from spanax.plan.terms import Terms
+from spanax.plan.unreduced import put_off
 from spanax.trace.attention import FORWARD, attention_flops
 from spanax.trace.census import Phase, contraction_flops
 from spanax.trace.graph import CONTRACTIONS
@@ -210,7 +211,8 @@ def _price(
             if not several:
                 continue
             laid = Laid(family.resolver.of(program), program.step, known)
-            terms, level = tally(laid, adds_first=cluster.adds_first), walk(laid, is_tpu=cluster.is_torus)
+            late = put_off(laid)
+            terms, level = tally(laid, adds_first=cluster.adds_first, late=late), walk(laid, is_tpu=cluster.is_torus)
             for grid, at in several:
                 memory = held_on(state, level, grid, fused_attention=given.fused_attention)
                 costs = price(terms, cluster, grid, given, at)

@@ -116,7 +116,8 @@ class _Tally:
                         left = scattered(replace(shift, over=shift.over & ~mask), union(laid.masks(shift.value)))
                         self._move(runs if left.over else 0, kind.phase, kind.in_layers, [left])
             for value in set(kind.op.outputs).intersection(late.ends) if kind.op.bodies else ():
-                shift = Shift("all-reduce", value, laid.mask(late.ends[value]), union(laid.masks(value)), False)
+                lies = union(laid.masks(value))
+                shift = scattered(Shift("all-reduce", value, laid.mask(late.ends[value]), lies, False), lies)
                 in_layers = not self.traced.layer_labels.isdisjoint(self.traced.roles[value].labels)
                 self._move(self._of(value, kind.runs), kind.phase, in_layers, [shift])
 

@@ -70,6 +70,11 @@ def unreduced(laid: Laid, schedule: Schedule) -> Unreduced:
     return _found(laid, _handed(laid, schedule) if schedule.num_stages > 1 else ())
 
 
+def put_off(laid: Laid) -> Unreduced | None:
+    """What is put off in one microbatch of a step: only a loop over chunks of the loss has such sums."""
+    return _found(laid, ()) if laid.resolver.program.loss_chunks > 1 else None
+
+
 def _handed(laid: Laid, schedule: Schedule) -> set[int]:
     pieces = cut(laid.traced, schedule.microbatches)
     loops = (pieces.forward, pieces.backward)

@@ -11,7 +11,7 @@ from spanax.errors import SpanaxError, nearest
 from spanax.hardware.flags import NONE, flags_of
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard, check_several
-from spanax.trace.policies import known_attention, known_policy
+from spanax.trace.policies import known_attention, known_chunks, known_policy
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class TrainConfig:
       remat: what the backward pass keeps: none forgets nothing, dots keeps matmul results, full only what enters a
         layer, offload is dots in host memory; left out: as the model has it.
       attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be.
+      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory; left out: whole.
       out: the run folder; runs/<workload>-<time> by default.
       init: a run folder or checkpoint that the parameters begin from, such as spanax import writes; all else is new.
       resume: go on from the newest good checkpoint in the run folder, on any mesh.
@@ -88,6 +89,7 @@ class TrainConfig:
     chunks: int | None = None
     remat: str | None = None
     attention: str | None = None
+    loss_chunks: str | None = None
     out: str | None = None
     init: str | None = None
     resume: bool = False
@@ -171,6 +173,7 @@ def check(config: TrainConfig) -> TrainConfig:
     known_policy(config.remat)
     known_attention(config.attention)
     flags_of(config.xla_flags or NONE, ())
+    known_chunks(config.loss_chunks or 1)
     if config.guard is not None:
         check_several(config.guard, config.steps_per_call)
     profiled_steps(config)
@@ -179,11 +182,11 @@ def check(config: TrainConfig) -> TrainConfig:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
     said = [
         name
-        for name in ("layout", "mesh", "microbatches", "schedule", "chunks", "attention")
+        for name in ("layout", "mesh", "microbatches", "schedule", "chunks", "attention", "loss_chunks")
         if getattr(config, name) is not None
     ]
     if config.plan is not None and said:
-        flags = " and ".join(f"--{name}" for name in said)
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in said)
         raise SpanaxError(f"--plan already says {' and '.join(said)}.", fix=f"leave {flags} out")
     return config
 

@@ -58,7 +58,13 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
         remat=known_policy(asked.remat), microbatches=asked.microbatches, schedule=asked.schedule, chunks=asked.chunks
     )
     made = given or plan(
-        program, machine, layout=asked.layout, mesh=asked.mesh, schedule=schedule, attention=asked.attention
+        program,
+        machine,
+        layout=asked.layout,
+        mesh=asked.mesh,
+        schedule=schedule,
+        attention=asked.attention,
+        loss_chunks=asked.loss_chunks,
     )
     check_wished(asked.schedule, made)
     text = source_text(asked.workload)

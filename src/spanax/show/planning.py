@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from spanax.hardware.cluster import Cluster, cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Search, collectives_of, plan_of, shortfall
 from spanax.plan.guide import rule, warnings
+from spanax.plan.logits import found_in_chunks, saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan
 from spanax.plan.priced import priced
 from spanax.plan.search import REMAT, search
@@ -19,7 +21,8 @@ from spanax.show.page.document import write
 from spanax.show.page.ranked import ranked_page
 from spanax.show.plans import candidate_json, search_json, search_text
 from spanax.show.requests import PlanCommand
-from spanax.trace.policies import known_attention, known_policy
+from spanax.trace.policies import known_attention, known_chunks, known_policy
+from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
 
@@ -70,6 +73,7 @@ def _check(asked: PlanCommand) -> None:
         )
     known_policy(asked.remat)
     known_attention(asked.attention)
+    known_chunks(asked.loss_chunks or 1)
     if asked.dtype is not None and asked.dtype not in DTYPES:
         raise SpanaxError(f"unknown dtype '{asked.dtype}'.", fix=nearest(asked.dtype, DTYPES))
     for name in ("top", "target_mfu", "tokens", "budget_hours", "save_seconds"):
@@ -88,9 +92,9 @@ def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster)
     program = workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=dtype, optimizer_state=kept)
     wanted = REMAT if asked.remat is None else (asked.remat,)
     traced = time.perf_counter() - began
-    found = search(
-        program,
-        machine,
+    find = partial(
+        search,
+        cluster=machine,
         remat=wanted,
         top=max(asked.top, 1 if asked.html is None else ON_PAGE),
         each=asked.html is not None,
@@ -101,6 +105,8 @@ def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster)
         # In enough parts any batch fits: the largest is that which goes through in one.
         microbatches=1 if asked.max == "batch" else None,
     )
+    count = known_chunks(asked.loss_chunks or 1)
+    found = find(program.with_loss_chunks(count)) if count else found_in_chunks(find, program, machine)
     return replace(found, trace_seconds=traced + found.trace_seconds)
 
 
@@ -141,6 +147,9 @@ def _extras(
         if not any(size for kinds in moved.values() for size in kinds.values()):
             text.append("  nothing of it moves between devices")
         data["explained"] = asdict(leaf) | {"collectives": moved}
+    if asked.loss_chunks is not None:
+        line, data["logits"] = _logits(found.programs[best.remat], made, machine)
+        text.append(line)
     if asked.layout is not None or asked.mesh is not None:
         free = _search(load, replace(asked, layout=None, mesh=None), machine)
         lines = warnings(free, best)
@@ -156,6 +165,12 @@ def _extras(
             f"save every {whole.checkpoint_seconds / 60:.0f} minutes"
         )
     return text, data
+
+
+def _logits(program: Program, made: Plan, machine: Cluster) -> tuple[str, Data]:
+    count, saved = made.schedule.loss_chunks, saved_bytes(program, made, machine)
+    line = f"logits in {count} chunks of tokens: {bytes_text(saved)} a device less than whole"
+    return line if count > 1 else suiting_chunks(program, made, machine)[1], {"chunks": count, "saved_bytes": saved}
 
 
 def _max(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:

@@ -24,6 +24,7 @@ class PlanCommand:
       mesh: price this mesh only, that of one stage; see layout.
       remat: price this policy only: none, dots, full, offload.
       attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be.
+      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory; left out: whole.
       pipeline: whether layers may be divided into stages; left out: not on simulated devices.
       top: how many candidates to list.
       out: write the best plan to this file, for spanax train --plan.
@@ -51,6 +52,7 @@ class PlanCommand:
     mesh: str | None = None
     remat: str | None = None
     attention: str | None = None
+    loss_chunks: str | None = None
     pipeline: bool | None = None
     top: int = 10
     out: Path | None = None
@@ -83,6 +85,7 @@ class CheckCommand:
       mesh: axis sizes, slowest first.
       remat: what the backward pass keeps: none, dots, full, offload.
       attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be.
+      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory; left out: whole.
       microbatches: parts of the batch over which gradients are added up; a pipeline sends them through its stages.
       schedule: in which order the stages of a mesh with `pipe` work: gpipe, 1f1b, interleaved or zero-bubble.
       chunks: pieces of the model on each stage, for interleaved.
@@ -114,6 +117,7 @@ class CheckCommand:
     mesh: str | None = None
     remat: str | None = None
     attention: str | None = None
+    loss_chunks: str | None = None
     microbatches: int | None = None
     schedule: str | None = None
     chunks: int | None = None

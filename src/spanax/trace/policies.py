@@ -25,6 +25,24 @@ def known_policy(policy: str | None) -> str | None:
     return policy
 
 
+def known_chunks(asked: int | str) -> int:
+    """In how many chunks logits are asked for; 0 where that is left open.
+
+    Raises:
+      SpanaxError: it is neither `auto` nor a whole number from 1.
+
+    Example:
+      >>> known_chunks("auto"), known_chunks("8"), known_chunks(1)
+      (0, 8, 1)
+    """
+    text = str(asked)
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_CHUNKS):
+        raise SpanaxError(f"loss chunks are '{text[:20]}'; it takes auto, or a number from 1.", fix="auto")
+    return 0 if text == "auto" else int(text)
+
+
+MAX_CHUNKS = 1 << 16
+
 GATHERED, RING = "gathered", "ring"
 """How queries meet the keys of other devices where a sequence is split: all keys come to each, or go around."""
 

@@ -14,16 +14,17 @@ from flax import nnx
 from jax.extend import core
 
 from spanax.displays import display
-from spanax.errors import SpanaxError
 from spanax.trace.attended import attended
 from spanax.trace.axes import Axes, Axis, aligned, discover, table
+from spanax.trace.batch import abstract_batch
 from spanax.trace.census import label_key
+from spanax.trace.chunked import chunked
 from spanax.trace.gradients import recording
 from spanax.trace.graph import Graph, from_jaxpr
 from spanax.trace.grown import grown
-from spanax.trace.policies import AS_WRITTEN, GATHERED, KERNELS, known_context, known_policy
+from spanax.trace.policies import AS_WRITTEN, GATHERED, known_context
 from spanax.trace.resized import Shapes, resized_graph
-from spanax.trace.step import as_metrics, train_step_of, with_extra
+from spanax.trace.step import as_metrics, chosen_step, with_extra
 from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf, Variables, make, take_apart
 from spanax.units import count_text
@@ -36,6 +37,7 @@ class Program:
     `leaves` are the state's arrays, `batch` the batch's; both are in the order in which the step takes them.
     `remat` names what the backward pass keeps, `as written` where the model decides itself; `context` is `ring` where
     each attention is one operation that can go around a ring, or a platform's kernel; `attention` says what it took.
+    The loss takes its logits in `loss_chunks`.
 
     Example:
       >>> import optax
@@ -62,9 +64,10 @@ class Program:
     microbatches: int
     context: str
     attention: tuple[str, ...]
-    _retrace: Callable[[str | None, int, str], "Program"] = field(repr=False)
+    loss_chunks: int
+    _retrace: Callable[[str | None, int, str, int], "Program"] = field(repr=False)
     _recorded: Callable[..., "Program"] = field(repr=False)
-    _resized: Callable[[str | None, int, str, Shapes], Graph] = field(repr=False)
+    _resized: Callable[[str | None, int, str, int, Shapes], Graph] = field(repr=False)
 
     def __repr__(self) -> str:
         count = sum(math.prod(leaf.shape) for leaf in self.leaves if leaf.kind == "param")
@@ -151,7 +154,7 @@ class Program:
           >>> program.remat, program.with_remat("dots").remat, program.with_remat("dots").with_remat(None) is program
           ('as written', 'dots', True)
         """
-        return self._retrace(policy, self.microbatches, self.context)
+        return self._retrace(policy, self.microbatches, self.context, self.loss_chunks)
 
     def with_microbatches(self, microbatches: int) -> "Program":
         """The same program with gradients added up over so many parts of the batch; traced once for each number.
@@ -159,7 +162,7 @@ class Program:
         Raises:
           SpanaxError: they do not divide the batch, or the program has a train step of its own.
         """
-        return self._retrace(self._policy, microbatches, self.context)
+        return self._retrace(self._policy, microbatches, self.context, self.loss_chunks)
 
     def with_context(self, form: str) -> "Program":
         """The same program with attentions as operations (`ring`, a kernel), or as written (`gathered`); traced once.
@@ -168,14 +171,24 @@ class Program:
           SpanaxError: there is no such form, no attention, one that cannot go around a ring, or the program has a train
             step of its own.
         """
-        return self._retrace(self._policy, self.microbatches, known_context(form))
+        return self._retrace(self._policy, self.microbatches, known_context(form), self.loss_chunks)
+
+    def with_loss_chunks(self, count: int) -> "Program":
+        """The same program with its logits in so many chunks of tokens, never there as a whole; traced once for each.
+
+        Raises:
+          SpanaxError: the loss has no logits, some that cannot be taken so, tokens that the number does not divide, or
+            the program has a train step of its own.
+        """
+        return self._retrace(self._policy, self.microbatches, self.context, count)
 
     def with_gradients(self) -> "Program":
         """The same program with more state: the gradients that its optimizer was given in the last step.
 
         They are leaves of the optimizer; `gradients.PREFIX` and the parameter's path make up theirs.
         """
-        return self._recorded(remat=self._policy, microbatches=self.microbatches).with_context(self.context)
+        recorded = self._recorded(remat=self._policy, microbatches=self.microbatches)
+        return recorded.with_context(self.context).with_loss_chunks(self.loss_chunks)
 
     def resized(self, shapes: Shapes) -> Traced:
         """The step as it is where the state's leaves have other shapes: operation for operation the same, its axes too.
@@ -183,7 +196,11 @@ class Program:
         Raises:
           SpanaxError: it cannot be traced so, or is another step then.
         """
-        return replace(self.step, graph=self._resized(self._policy, self.microbatches, self.context, shapes))
+        return replace(self.step, graph=self._resized(*self._variant, shapes))
+
+    @property
+    def _variant(self) -> tuple[str | None, int, str, int]:
+        return self._policy, self.microbatches, self.context, self.loss_chunks
 
     @property
     def _policy(self) -> str | None:
@@ -233,18 +250,9 @@ def trace(
       >>> [(leaf.path, leaf.shape, leaf.kind) for leaf in program.leaves][:2]
       [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
     """
-    chosen = partial(_chosen_step, loss, train_step, compute_dtype, clip_norm)
-    chosen(remat, microbatches, GATHERED)  # a wrong request is told before anything is traced
-    try:
-        batch = jax.eval_shape(lambda tree: tree, batch)
-    except TypeError:
-        raise SpanaxError(
-            "the batch holds something that is not an array.",
-            where=", ".join(_no_arrays(batch)[:3]),
-            fix="a dict of numpy arrays or jax.ShapeDtypeStructs, examples along dim 0",
-        ) from None
-    batch_leaves, batch_treedef = _batch_leaves(batch)
-
+    chosen = partial(chosen_step, loss, train_step, compute_dtype, clip_norm)
+    chosen(remat, microbatches, GATHERED, 1)  # a wrong request is told before anything is traced
+    batch, batch_leaves, batch_treedef = abstract_batch(batch)
     variables, init = _initial(build, optimizer)
     state = variables.abstract()
 
@@ -252,15 +260,18 @@ def trace(
     recorded = partial(trace, build=build, optimizer=recording(optimizer), batch=batch, **given)
     run_loss = partial(_run_loss, variables, loss)
     evaluate = lambda context: run_loss if context == GATHERED else attended(run_loss, context)  # noqa: E731
-    trace_evaluation = cache(lambda context: _traced(evaluate(context), state, batch, variables, batch_leaves))
 
     @cache
-    def retrace(policy: str | None, microbatches: int, context: str) -> Program:
+    def trace_evaluation(context: str, loss_chunks: int) -> Traced:
+        return _traced(chunked(evaluate(context), loss_chunks), state, batch, variables, batch_leaves)
+
+    @cache
+    def retrace(policy: str | None, microbatches: int, context: str, loss_chunks: int) -> Program:
         told: list[str] = []
-        step = partial(_run_step, variables, chosen(policy, microbatches, context, told))
+        step = partial(_run_step, variables, chosen(policy, microbatches, context, loss_chunks, told))
         traced = _traced(step, state, batch, variables, batch_leaves)
         _say_unknown(traced.axes)
-        evaluation = None if loss is None else trace_evaluation(context)
+        evaluation = None if loss is None else trace_evaluation(context, loss_chunks)
         if evaluation is not None:
             axes = aligned(evaluation.axes, evaluation.graph.body.inputs, traced.axes, traced.graph.body.inputs)
             evaluation = replace(evaluation, axes=axes)
@@ -268,16 +279,17 @@ def trace(
         name = AS_WRITTEN if policy is None else policy
         return Program(
             *named, traced, evaluation, init, variables, batch_treedef, name, microbatches, context,
-            tuple(dict.fromkeys(told)), retrace, recorded, resized,
+            tuple(dict.fromkeys(told)), loss_chunks, retrace, recorded, resized,
         )  # fmt: skip
 
     @cache
-    def resized(policy: str | None, microbatches: int, context: str, shapes: Shapes) -> Graph:
-        other = variables.of_shapes(shapes)
-        step = partial(_run_step, other, chosen(policy, microbatches, context))
-        return resized_graph(retrace(policy, microbatches, context).step.graph, step, other.abstract(), batch)
+    def resized(policy: str | None, microbatches: int, context: str, loss_chunks: int, shapes: Shapes) -> Graph:
+        other, asked = variables.of_shapes(shapes), (policy, microbatches, context, loss_chunks)
+        return resized_graph(
+            retrace(*asked).step.graph, partial(_run_step, other, chosen(*asked)), other.abstract(), batch
+        )
 
-    return retrace(remat, microbatches, GATHERED)
+    return retrace(remat, microbatches, GATHERED, 1)
 
 
 def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -305,49 +317,6 @@ def _initial(build: Callable[..., nnx.Module], optimizer: Any) -> tuple[Variable
 
     jaxpr = jax.make_jaxpr(init)(jax.ShapeDtypeStruct((), "uint32"))
     return taken[0], jaxpr
-
-
-def _chosen_step(
-    loss: Any,
-    train_step: Any,
-    compute_dtype: Any,
-    clip_norm: float | None,
-    remat: str | None,
-    microbatches: int,
-    context: str,
-    told: list[str] | None = None,
-) -> Any:
-    if (loss is None) == (train_step is None):
-        raise SpanaxError(
-            "give either `loss` or `train_step`" + (", not both." if loss is not None else "."),
-            fix="loss=lambda model, batch: ..., and Spanax writes the step",
-        )
-    if loss is not None:
-        if microbatches < 1:
-            raise SpanaxError(f"microbatches={microbatches}; it takes a whole number from 1.", fix="microbatches=1")
-        return train_step_of(
-            loss,
-            microbatches=microbatches,
-            compute_dtype=compute_dtype,
-            clip_norm=clip_norm,
-            remat=known_policy(remat),
-            context=context,
-            told=told,
-        )
-    given = {
-        "microbatches": microbatches != 1,
-        "compute_dtype": compute_dtype is not None,
-        "clip_norm": clip_norm,
-        "remat": remat is not None,
-        "attention" if context in KERNELS else "layout='ring'": context != GATHERED,
-    }
-    for name, is_given in given.items():
-        if is_given:
-            raise SpanaxError(
-                f"`{name}` goes with `loss`: a `train_step` of your own decides that itself.",
-                fix=f"leave {name} out, or pass loss= instead of train_step=",
-            )
-    return train_step
 
 
 def _traced(
@@ -378,23 +347,3 @@ def _with_axes(
     values = step.graph.body.inputs
     named = [replace(leaf, axes=step.axes.of(value)) for leaf, value in zip((*leaves, *batch), values, strict=True)]
     return tuple(named[: len(leaves)]), tuple(named[len(leaves) :])
-
-
-def _no_arrays(batch: Any) -> list[str]:
-    """What in a batch JAX has no numbers for, by path."""
-    found = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        try:
-            jax.eval_shape(lambda array: array, leaf)
-        except TypeError:
-            kind = f" of {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
-            found.append(f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}{kind}")
-    return found
-
-
-def _batch_leaves(batch: Any) -> tuple[tuple[Leaf, ...], Any]:
-    found, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    if not found:
-        raise SpanaxError("the batch has no arrays.", fix="a dict of arrays, examples along dim 0 of each")
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") or "batch"  # noqa: E731
-    return tuple(Leaf(name(path), leaf.shape, leaf.dtype, "batch") for path, leaf in found), treedef

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from spanax.trace.chunked import CHUNKS
 from spanax.trace.origins import Origin, feeds
 from spanax.trace.primitives import ELEMENTWISE
 
@@ -42,7 +43,7 @@ def roles(graph: "Graph", axes: "Axes") -> list[Role]:
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
     ]
     feeding = feeds(graph, is_activation)
-    moved = _moved(graph)
+    moved, at_once = _moved(graph), _in_chunks(graph)
     found: list[Role] = []
     known: dict[Role, Role] = {}
     for value, labels in enumerate(axes.classes):
@@ -53,10 +54,21 @@ def roles(graph: "Graph", axes: "Axes") -> list[Role]:
             labels,
             graph.shape(value),
             int(origin),
-            is_activation[value] or goes_in,
+            is_activation[value] or goes_in or value in at_once,
             frozenset(whole.get(value, ())),
         )
         found.append(known.setdefault(role, role))
+    return found
+
+
+def _in_chunks(graph: "Graph") -> set[int]:
+    """What is in a loop over chunks of tokens, and goes in: weights lie there as they are used, gathered once."""
+    found = set[int]()
+    for op in graph.ops():
+        if op.name == "scan" and CHUNKS in str(op.eqn.source_info.name_stack):
+            found.update(op.inputs)
+            for body in op.bodies:
+                found.update(body.inputs, *(inner.outputs for inner in body.ops))
     return found
 
 

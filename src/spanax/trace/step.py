@@ -11,7 +11,8 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.trace.attended import attended
-from spanax.trace.policies import GATHERED
+from spanax.trace.chunked import chunked
+from spanax.trace.policies import GATHERED, KERNELS, known_policy
 from spanax.trace.remat import rematerialized
 from spanax.trace.variables import changed_variables
 from spanax.trace.written import written
@@ -19,6 +20,57 @@ from spanax.trace.written import written
 NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
+
+
+def chosen_step(
+    loss: Any,
+    train_step: Any,
+    compute_dtype: Any,
+    clip_norm: float | None,
+    remat: str | None,
+    microbatches: int,
+    context: str,
+    loss_chunks: int,
+    told: list[str] | None = None,
+) -> Any:
+    """The train step that is asked for: one made around a loss, or one's own.
+
+    Raises:
+      SpanaxError: neither or both are given, or something that a step of one's own decides itself.
+    """
+    if (loss is None) == (train_step is None):
+        raise SpanaxError(
+            "give either `loss` or `train_step`" + (", not both." if loss is not None else "."),
+            fix="loss=lambda model, batch: ..., and Spanax writes the step",
+        )
+    if loss is not None:
+        if microbatches < 1:
+            raise SpanaxError(f"microbatches={microbatches}; it takes a whole number from 1.", fix="microbatches=1")
+        return train_step_of(
+            loss,
+            microbatches=microbatches,
+            compute_dtype=compute_dtype,
+            clip_norm=clip_norm,
+            remat=known_policy(remat),
+            context=context,
+            told=told,
+            loss_chunks=loss_chunks,
+        )
+    given = {
+        "microbatches": microbatches != 1,
+        "compute_dtype": compute_dtype is not None,
+        "clip_norm": clip_norm,
+        "remat": remat is not None,
+        "attention" if context in KERNELS else "layout='ring'": context != GATHERED,
+        "loss_chunks": loss_chunks != 1,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise SpanaxError(
+                f"`{name}` goes with `loss`: a `train_step` of your own decides that itself.",
+                fix=f"leave {name} out, or pass loss= instead of train_step=",
+            )
+    return train_step
 
 
 def train_step_of(
@@ -29,14 +81,15 @@ def train_step_of(
     clip_norm: float | None,
     remat: str | None,
     context: str = GATHERED,
+    loss_chunks: int = 1,
     told: list[str] | None = None,
 ) -> TrainStep:
     """An ordinary NNX train step: gradients over microbatches, clipping, one optimizer update.
 
     Parameters stay as the model made them; `compute_dtype` is what the loss sees of them and of the batch, and
     `remat` is what its gradient keeps; where `context` is not `gathered` attentions are operations, and `told` is added
-    what became of each. The step returns
-    `loss`, `grad_norm` (before clipping) and whatever the loss returned beside its value.
+    what became of each; the logits come in `loss_chunks`. The step returns `loss`, `grad_norm` (before clipping) and
+    whatever the loss returned beside its value.
     """
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
@@ -54,7 +107,7 @@ def train_step_of(
             moved = _moved(forward, after, args, params)
             return scalar.astype(jnp.float32), (extra, _like(rest_after, rest), moved)
 
-        pure = value if context == GATHERED else attended(value, context, told)
+        pure = chunked(value if context == GATHERED else attended(value, context, told), loss_chunks)
         gradient = jax.value_and_grad(rematerialized(pure, remat), has_aux=True)
         if microbatches == 1:
             (scalar, (extra, rest, moved)), grads = gradient(params, rest, batch)

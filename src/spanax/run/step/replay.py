@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -159,6 +159,9 @@ class Replay:
         if axes == left:
             return array
         over = tuple(axis for axis in axes if axis not in left)
+        if constraint is not None:  # what is split over the same axes is scattered by the sum
+            spec = tuple(tuple(axis for axis in by if axis not in over) for by in constraint.spec)
+            constraint = replace(constraint, spec=spec)
         array = self.constrained(together(array, axes, left), constraint, (over, *left))
         return lax.reduce(array, np.zeros((), array.dtype), lax.add, [0])
 

@@ -1,0 +1,125 @@
+"""Logits: whether they are there as a whole or in chunks of tokens, and in how many."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from spanax.errors import SpanaxError, first_line
+from spanax.hardware.cluster import Cluster
+from spanax.plan.candidate import Search, plan_of
+from spanax.plan.own import memory_of
+from spanax.plan.plan import Plan
+from spanax.trace.program import Program
+from spanax.units import bytes_text
+
+TRIED = (8, 4, 2)
+"""Chunks by which it is found out how much the logits hold; the first that divides the tokens."""
+
+LARGE, SMALL = 0.1, 0.05
+"""Shares of the peak: logits below the first stay whole, and twice the chunks are to save the second."""
+
+MOST = 64
+"""Smaller chunks leave the matmul too few rows."""
+
+
+def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan]) -> Plan:
+    """The plan of a program with its logits in as many chunks as suit it; whole where chunks save little.
+
+    Args:
+      program: with its logits whole.
+      cluster: the devices.
+      make: plans a program.
+
+    Raises:
+      SpanaxError: there is no plan, in chunks or without.
+    """
+    try:
+        whole = make(program)
+    except SpanaxError:
+        divided = _divided(program)
+        if isinstance(divided, str):
+            raise
+        return make(divided)  # what does not fit whole may fit so
+    count, told = suiting_chunks(program, whole, cluster)
+    made = whole if count == 1 else make(program.with_loss_chunks(count))
+    return replace(made, why=f"{made.why}; {told}")
+
+
+def found_in_chunks(find: Callable[[Program], Search], program: Program, cluster: Cluster) -> Search:
+    """What a search finds of a program with its logits in as many chunks as suit the best of it."""
+    found = find(program)
+    ahead = next(iter((*found.candidates, *found.nearest)), None)
+    if ahead is None:
+        return found
+    count, _ = suiting_chunks(program, plan_of(found, ahead), cluster)
+    return found if count == 1 else find(program.with_loss_chunks(count))
+
+
+def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int, str]:
+    """In how many chunks of tokens the logits of a plan go best, and why.
+
+    The number is the smallest power of two of which the double saves little more: every chunk takes its time.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 4096, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch={"x": jax.ShapeDtypeStruct((4096, 16), "float32"), "y": jax.ShapeDtypeStruct((4096,), "int32")},
+      ...     loss=lambda model, batch: optax.softmax_cross_entropy_with_integer_labels(
+      ...         model(batch["x"]), batch["y"]
+      ...     ).mean(),
+      ... )
+      >>> machine = spanax.cluster("cpu:8")
+      >>> suiting_chunks(program, spanax.plan(program, machine, layout="data"), machine)[0]
+      16
+    """
+    divided = _divided(program)
+    if isinstance(divided, str):
+        return 1, f"logits whole: {divided}"
+    tried, before = divided.loss_chunks, _peak_bytes(program, plan, cluster, 1)
+    logits = (before - _peak_bytes(program, plan, cluster, tried)) * tried / (tried - 1)
+    if logits < LARGE * before:
+        return 1, f"logits whole: in chunks a device would hold {max(0.0, logits / before):.0%} less"
+    count, held = 1, before
+    while count < MOST and _divides(program, 2 * count):
+        after = _peak_bytes(program, plan, cluster, 2 * count)
+        if held - after < SMALL * before:
+            break
+        count, held = 2 * count, after
+    told = (
+        f"logits in {count} chunks: {bytes_text(before - held)} less"
+        if count > 1
+        else "logits whole: 2 chunks save little"
+    )
+    return count, told
+
+
+def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
+    """Bytes of one device at the fullest moment that a plan saves by having its logits in chunks."""
+    counts = (1, plan.schedule.loss_chunks)
+    before, after = (_peak_bytes(program, plan, cluster, count) for count in counts)
+    return round(before - after)
+
+
+def _peak_bytes(program: Program, plan: Plan, cluster: Cluster, count: int) -> float:
+    asked = replace(plan, schedule=replace(plan.schedule, loss_chunks=count))
+    return float(memory_of(program, asked, cluster).peak_bytes[0])
+
+
+def _divided(program: Program) -> Program | str:
+    """The program in some chunks; or why there can be none."""
+    why = ""
+    for count in TRIED:
+        try:
+            return program.with_loss_chunks(count)
+        except SpanaxError as error:
+            why = first_line(error)
+    return why
+
+
+def _divides(program: Program, count: int) -> bool:
+    try:
+        return program.with_loss_chunks(count).loss_chunks == count
+    except SpanaxError:
+        return False
