@@ -113,6 +113,16 @@ def test_the_numbers_on_the_page_are_those_of_the_run(written: dict[str, str]) -
     assert "spanax train --out" in text
 
 
+def test_where_nothing_is_a_sequence_examples_are_counted(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", a_plan())
+    rates = '"tokens_per_second": 512.0, "examples_per_second": {}'
+    for examples, kind in ((512.0, "examples"), (8.0, "tokens")):
+        step = '{"event": "step", "step": 1, "loss": 1.0, "step_seconds": 0.1, ' + rates.format(examples) + "}"
+        (folder / "metrics.jsonl").write_text(f"{step}\n{step.replace('1,', '2,', 1)}\n")
+        page = document(page_of(report(folder)))
+        assert f"512 {kind}/s" in page and f"{kind} a second" in page
+
+
 def test_the_numbers_on_the_page_are_those_of_the_check(written: dict[str, str]) -> None:
     text = Read(written["check"]).text
     assert "findings 3 1 errors, 1 warnings" in text and "SPX001" in text and "Fix: layout fsdp" in text

@@ -128,7 +128,7 @@ class Loop:
             "train_loss": self._loss,
             "val_loss": self._evaluated.get("val_loss"),
             "bigram_loss": self._evaluated.get("bigram_loss"),
-            "tokens_per_second": num_tokens(self.run.program) / median if taken else None,
+            **(self._rates(median) if taken else {"tokens_per_second": None, "examples_per_second": None}),
             "step_seconds_median": median if taken else None,
             "data_wait_fraction": wait / spent if taken else None,
             "seconds": spent,
@@ -213,9 +213,13 @@ class Loop:
         """Tell of a step; it takes from the last call's metrics to its own, as long as each beside it."""
         self._loss = values.get("loss")
         if step % self.config.log_every == 0 or step == self.config.steps:
-            rate = num_tokens(self.run.program) / seconds
             event: Event = {"event": "step", "step": step, **values, "step_seconds": seconds}
-            self.tell(event | {"tokens_per_second": rate, "data_wait_seconds": self.data.wait_seconds})
+            self.tell(event | self._rates(seconds) | {"data_wait_seconds": self.data.wait_seconds})
+
+    def _rates(self, seconds: float) -> Event:
+        """Both alike where nothing in a batch is a sequence."""
+        counts = num_tokens(self.run.program), num_examples(self.run.program)
+        return {"tokens_per_second": counts[0] / seconds, "examples_per_second": counts[1] / seconds}
 
     def _preempted(self) -> Event:
         """Save where the run was asked to stop, so that no step of it is lost."""
@@ -267,8 +271,13 @@ class Loop:
 def num_tokens(program: Program) -> int:
     """Tokens in a global batch: examples times sequence, or the examples where nothing is a sequence."""
     leaf = max(program.batch, key=lambda leaf: "seq" in leaf.axes)
-    by_name = dict(zip(leaf.axes, leaf.shape, strict=True))
-    return by_name.get("batch", leaf.shape[0] if leaf.shape else 1) * by_name.get("seq", 1)
+    return num_examples(program) * dict(zip(leaf.axes, leaf.shape, strict=True)).get("seq", 1)
+
+
+def num_examples(program: Program) -> int:
+    """Examples in a global batch."""
+    leaf = max(program.batch, key=lambda leaf: "seq" in leaf.axes)
+    return dict(zip(leaf.axes, leaf.shape, strict=True)).get("batch", leaf.shape[0] if leaf.shape else 1)
 
 
 def _is_due(step: int, every: int, last: int) -> bool:

@@ -52,7 +52,7 @@ def line(event: Event) -> str:
     if kind == "step":
         return (
             f"step {event['step']}  loss {event.get('loss', float('nan')):.4f}  "
-            f"{count_text(event['tokens_per_second'])} tokens/s  {event['step_seconds']:.3f} s"
+            f"{rate_text(event)}  {event['step_seconds']:.3f} s"
         )
     if kind == "eval":
         bigram = f" (a bigram: {event['bigram_loss']:.4f})" if "bigram_loss" in event else ""
@@ -79,6 +79,17 @@ def line(event: Event) -> str:
     return ""
 
 
+def rate_text(event: Event) -> str:
+    """Tokens a second; examples, where a token is one because nothing is a sequence.
+
+    Example:
+      >>> rate_text({"tokens_per_second": 512.0, "examples_per_second": 512.0})
+      '512 examples/s'
+    """
+    tokens = event["tokens_per_second"]
+    return f"{count_text(tokens)} {'examples' if tokens == event.get('examples_per_second') else 'tokens'}/s"
+
+
 def _data_line(share: Event) -> str:
     return (
         f"data: {100 * share['share']:.4g} % {share['source']}, {count_text(share['num_examples'])} examples, "
@@ -92,7 +103,7 @@ def _done_line(event: Event) -> str:
         if event.get(key) is not None:
             parts.append(f"{text} {event[key]:.4f}")
     if event.get("tokens_per_second") is not None:
-        parts.append(f"{count_text(event['tokens_per_second'])} tokens/s")
+        parts.append(rate_text(event))
         parts.append(f"data wait {100 * event['data_wait_fraction']:.1f} %")
     return ", ".join(parts) + f"\nto go on: --out {event['out']} --resume --steps N"
 

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ LAST = 4096
 
 @dataclass(frozen=True, eq=False)
 class Metrics:
-    """What the metrics of a run say, in as much memory as a picture of it takes."""
+    """What the metrics of a run say, in as much memory as a picture of it takes; `counted` is what speed is of."""
 
     loss: Points = field(default_factory=Points)
     held_out: Points = field(default_factory=Points)
     speed: Points = field(default_factory=Points)
+    counted: str = "tokens"
     seconds: deque[float] = field(default_factory=partial(deque, maxlen=LAST))
 
     @property
@@ -70,7 +71,7 @@ def recorded(report: Report) -> Recorded:
 
 def metrics(path: Path) -> Metrics:
     """The curves of a run, from the lines that it wrote."""
-    found, is_first = Metrics(), False
+    found, is_first, is_tokens = Metrics(), False, True
     for event in json_lines(path) if path.is_file() else ():  # a pipe would never end
         step, kind = _number(event, "step"), event.get("event")
         if kind == "start":
@@ -80,11 +81,12 @@ def metrics(path: Path) -> Metrics:
         elif kind == "step" and step is not None:
             _add(found.loss, step, event, "loss")
             _add(found.speed, step, event, "tokens_per_second")
+            is_tokens = event.get("tokens_per_second") != event.get("examples_per_second")
             seconds = _number(event, "step_seconds")
             if seconds is not None and not is_first:
                 found.seconds.append(seconds)
             is_first = False
-    return found
+    return found if is_tokens else replace(found, counted="examples")
 
 
 def _add(points: Points, step: float, event: Mapping[str, Any], key: str) -> None:

@@ -39,7 +39,7 @@ def _figures(told: Recorded) -> list[Figure]:
         beside = f"held out {held_out[-1][1]:.4g}" if held_out else f"at first {loss[0][1]:.4g}"
         found.append(Figure("loss", f"{loss[-1][1]:.4g}", beside))
     if step_seconds is not None:
-        rate = f"{count_text(speed[-1][1])} tokens/s" if speed else ""
+        rate = f"{count_text(speed[-1][1])} {told.metrics.counted}/s" if speed else ""
         found.append(Figure("a step", of_plan.seconds_text(step_seconds), rate))
     if made.faults:
         found.append(Figure("faults", str(len(made.faults)), f"ended: {made.attempts[-1].outcome}", is_bad=True))
@@ -52,7 +52,7 @@ def _blocks(told: Recorded) -> list[Block]:
     losses = [Curve("loss", metrics.loss.kept), Curve("held-out loss", metrics.held_out.kept, is_dotted=True)]
     curves = [chart("Loss", losses, lambda value: f"{value:.4g}")] if metrics.loss.kept else []
     if metrics.speed.kept:
-        speeds = [Curve("tokens a second", metrics.speed.kept)]
+        speeds = [Curve(f"{metrics.counted} a second", metrics.speed.kept)]
         curves.append(chart("Tokens a second", speeds, count_text, from_zero=True))
     if curves:
         found.append(Block("Curves", [el("div", *curves, class_="pair")]))
