@@ -123,7 +123,7 @@ def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[n
                 fix="return the model itself: def build(rngs): return MyModel(rngs=rngs)",
             )
         made = optimizer if _is_optax(optimizer) else optimizer(model)
-        if not (_is_optax(made) or isinstance(made, nnx.Optimizer)):
+        if not (_is_optax(made) or isinstance(made, nnx.Pytree | dict | list | tuple)):  # one may hold several
             raise SpanaxError(
                 f"`optimizer` returned a {type(made).__name__}, not an nnx.Optimizer.",
                 where=f"optimizer={getattr(optimizer, '__name__', optimizer)!r}",
