@@ -2,11 +2,14 @@
 
 One program for the whole state would hold it twice over while compiling and take a minute for a deep unrolled
 model. So keys, counts and other single numbers are computed first, and each array is then one small program of
-its own, compiled once for all arrays that are made alike (the same kernel of forty-eight blocks).
+its own, compiled once for all arrays that are made alike (the same kernel of forty-eight blocks). They are compiled
+side by side, and run one after the other.
 """
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,28 +38,30 @@ def born(
     producers = {value: op for op in graph.body.ops for value in op.outputs}
     made = graph.constants | _single_numbers(graph, np.uint32(seed))
     brought = {graph.body.outputs[number]: array for number, array in given.items()}
-    compiled: dict[Any, Callable[..., Any]] = {}
-    options = _options(mesh)
-    arrays = []
-    for number, (value, placement) in enumerate(zip(graph.body.outputs, placements, strict=True)):
-        sharding = placement.sharding(mesh)
-        if number in given:
-            arrays.append(given[number])
-            continue
-        known = made | brought if placement.kind == "optimizer" else made
+    options, programs = _options(mesh), dict[Any, Future[Any]]()
+
+    def make(value: int, known: dict[int, Any], sharding: jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
         if value in known and value in brought:
             # The step takes both away: a copy of a parameter has to have its own memory.
-            arrays.append(jax.jit(jnp.copy, out_shardings=sharding)(known[value]))
-            continue
+            return partial(jax.jit(jnp.copy, out_shardings=sharding), known[value])
         if value in known:
-            arrays.append(_placed(known[value], sharding))
-            continue
+            return partial(_placed, known[value], sharding)
         ops, inputs = _slice(value, producers, known)
-        key = (_signature(graph, ops, inputs, value), sharding)
-        if key not in compiled:
-            compiled[key] = jax.jit(_program(ops, inputs, value), out_shardings=sharding, compiler_options=options)
-        arrays.append(compiled[key](*(known[v] for v in inputs)))
-    return arrays
+        ins = [known[one] for one in inputs]
+        key = _signature(graph, ops, inputs, value), sharding, tuple(getattr(one, "sharding", None) for one in ins)
+        if key not in programs:
+            jitted = jax.jit(_program(ops, inputs, value), out_shardings=sharding, compiler_options=options)
+            programs[key] = pool.submit(lambda: jitted.lower(*ins).compile())
+        return lambda: programs[key].result()(*ins)
+
+    # Compilers of several processes may wait for each other, and then want all programs in the same order.
+    with ThreadPoolExecutor(1 if jax.process_count() > 1 else os.cpu_count()) as pool:
+        makes = []
+        for number, (value, placement) in enumerate(zip(graph.body.outputs, placements, strict=True)):
+            known = made | brought if placement.kind == "optimizer" else made
+            is_given = number in given
+            makes.append(partial(given.get, number) if is_given else make(value, known, placement.sharding(mesh)))
+        return [one() for one in makes]
 
 
 def _options(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
