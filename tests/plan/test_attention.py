@@ -52,6 +52,15 @@ def test_where_there_is_none_the_plan_says_why_and_flash_is_refused(cluster: str
     assert why in str(told.value)
 
 
+@pytest.mark.parametrize("chunks", [4, "auto"])
+@pytest.mark.parametrize(("cluster", "context"), [("cpu:8", "gathered"), ("h100:8", "cudnn")])
+def test_the_plan_says_so_of_logits_in_chunks_too(cluster: str, context: str, chunks: int | str) -> None:
+    made = spanax.plan(program(), cluster, layout="fsdp", attention="auto", loss_chunks=chunks)
+    told = "attention plain: there is no" if context == "gathered" else "attention cudnn for 512 x 512 causal"
+    assert made.schedule.context == context and told in made.why
+    assert made.schedule.loss_chunks == 4 or "logits" in made.why
+
+
 def test_a_train_step_of_ones_own_stays_as_it_is() -> None:
     made = spanax.trace(
         build=lambda rngs: nnx.Linear(8, 8, rngs=rngs),

@@ -78,15 +78,15 @@ def plan(
     """
     cluster = cluster_of(cluster)
     pins = dict(pin or {}) | dict.fromkeys(forbid)
-    program = with_attention(program, cluster, attention)
     count = program.loss_chunks if loss_chunks is None else known_chunks(loss_chunks)
     if not count:
         make = partial(
             plan, cluster=cluster, layout=layout, mesh=mesh, sequence_parallel=sequence_parallel, pin=pins,
-            schedule=schedule,
+            schedule=schedule, attention=attention,
         )  # fmt: skip
         return in_chunks(program.with_loss_chunks(1), cluster, make)
     program = program if count == program.loss_chunks else program.with_loss_chunks(count)
+    program = with_attention(program, cluster, attention)
     if layout is None and mesh is None and schedule is None and cluster.chip.peak_flops:
         return _searched(program, cluster, pins)
     why, chosen, shape = _choose(program, cluster, layout, mesh, sequence_parallel)

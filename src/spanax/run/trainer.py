@@ -234,16 +234,14 @@ def _chosen(
       SpanaxError: what was asked for cannot be had.
     """
     schedule = wished(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
+    place = partial(make_plan, program, attention=config.attention, loss_chunks=config.loss_chunks)
     try:
-        return make_plan(
-            program, local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule,
-            attention=config.attention, loss_chunks=config.loss_chunks,
-        )  # fmt: skip
+        return place(local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule)
     except SpanaxError as error:
         before = run_folder.recorded(folder) if config.resume else {}
         if not before or before.get("devices") == len(devices) or before.get("layout") != config.layout or config.mesh:
             raise
-        plan = _replanned(program, devices, config.loss_chunks)
+        plan = _replanned(place, devices)
         reason = str(error).splitlines()[0]
         idle = len(devices) - plan.mesh.size
         emit(
@@ -264,14 +262,14 @@ def _flagged(plan: Plan, config: TrainConfig, devices: list[Any]) -> Plan:
     return replace(plan, xla_flags=flags_of(config.xla_flags, default_flags(local(devices[: plan.mesh.size]))))
 
 
-def _replanned(program: Program, devices: list[Any], loss_chunks: str | None) -> Plan:
+def _replanned(place: Callable[..., Plan], devices: list[Any]) -> Plan:
     """The planner's choice for these devices, or for as many of them as it finds a layout for."""
     for count in range(len(devices), 1, -1):
         try:
-            return make_plan(program, local(devices[:count]), loss_chunks=loss_chunks)
+            return place(local(devices[:count]))
         except SpanaxError:
             continue
-    return make_plan(program, local(devices[:1]), loss_chunks=loss_chunks)
+    return place(local(devices[:1]))
 
 
 def _claimed(config: TrainConfig, stack: ExitStack) -> tuple[Path, run_folder.Claim | None]:
