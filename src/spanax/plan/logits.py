@@ -1,6 +1,6 @@
 """Logits: whether they are there as a whole or in chunks of tokens, and in how many."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spanax.errors import SpanaxError, first_line
@@ -82,7 +82,7 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     if logits < LARGE * before:
         return 1, f"logits whole: in chunks a device would hold {max(0.0, logits / before):.0%} less"
     count, held = 1, before
-    while count < MOST and _divides(program, 2 * count):
+    while count < MOST and not isinstance(_divided(program, [2 * count]), str):
         after = _peak_bytes(program, plan, cluster, 2 * count)
         if held - after < SMALL * before:
             break
@@ -107,19 +107,12 @@ def _peak_bytes(program: Program, plan: Plan, cluster: Cluster, count: int) -> f
     return float(memory_of(program, asked, cluster).peak_bytes[0])
 
 
-def _divided(program: Program) -> Program | str:
-    """The program in some chunks; or why there can be none."""
+def _divided(program: Program, counts: Sequence[int] = TRIED) -> Program | str:
+    """The program in the first of these numbers of chunks that can be; or why there can be none."""
     why = ""
-    for count in TRIED:
+    for count in counts:
         try:
             return program.with_loss_chunks(count)
         except SpanaxError as error:
             why = first_line(error)
     return why
-
-
-def _divides(program: Program, count: int) -> bool:
-    try:
-        return program.with_loss_chunks(count).loss_chunks == count
-    except SpanaxError:
-        return False
