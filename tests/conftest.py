@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # `none_such` stays: the tests left of the Plan also pass where JAX can start no backend.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's CPU collectives starve, and abort after 40 s, with fewer threads than waiting devices; NPROC sizes their pool.
-os.environ.setdefault("NPROC", "32")
+os.environ.setdefault("NPROC", "16")
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     flags = (os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8")
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))

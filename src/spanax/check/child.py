@@ -36,7 +36,6 @@ def main(folder: Path) -> None:
 def _environment(request: dict[str, Any]) -> None:
     """Before JAX is imported: no accelerator is started, and libtpu may be loaded beside another process."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["NPROC"] = "32"
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings of XLA's are read, whatever the caller wants to see
     if request["platform"] == "tpu":
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"

@@ -10,8 +10,9 @@ from packaging.specifiers import SpecifierSet
 
 from spanax.doctor.verdict import Verdict
 
-THREADS = 32
-"""What NPROC must be at least: with fewer threads XLA's CPU collectives wait for each other for ever (jax 0.10.2)."""
+THREADS = 16
+"""What NPROC must be at least for 8 simulated devices: with fewer threads XLA's CPU collectives wait for each other for
+ever (jax 0.10.2)."""
 
 SLOW = {
     "JAX_DISABLE_JIT": "nothing is compiled",

@@ -9,8 +9,12 @@ from spanax.run.hosts import Hosts
 
 DEFAULT_SIMULATED, MOST_SIMULATED = 8, 4096
 
-THREADS = 32
-"""XLA's CPU collectives wait for each other on one thread pool, and deadlock when it has fewer threads."""
+THREADS_PER_DEVICE = 2
+"""XLA's CPU collectives wait for each other on one thread pool. With a thread a device, which it has by itself, a step
+that is dispatched while another runs waits for ever; with two none did. More make each step slower.
+
+Source: docs/speed-log.md, 2, 4 and 8 devices on one core and two.
+"""
 
 
 def simulate(num_devices: int) -> list[Any]:
@@ -68,7 +72,10 @@ def _share(wanted: int, num_hosts: int) -> int:
 
 
 def _prepare(num_simulated: int) -> None:
-    os.environ.setdefault("NPROC", str(THREADS))
+    threads = THREADS_PER_DEVICE * num_simulated
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if threads > (cores or 1):  # as many as there are cores it has by itself
+        os.environ.setdefault("NPROC", str(threads))
     flags = os.environ.get("XLA_FLAGS", "")
     # JAX refuses its own setting beside the older flag.
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()

@@ -14,13 +14,14 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.resolve import Constraint
 from spanax.plan.unreduced import Unreduced
 from spanax.plan.uses import Use
 from spanax.run.step import kernels  # noqa: F401  (what a platform's kernel computes is lowered to it)
 from spanax.run.step.lookup import look_up, split_lookup
+from spanax.run.step.matmuls import as_one_sum
 from spanax.run.step.ring import attended_part
 from spanax.run.step.unreduced import behind, in_front, in_parts, lifted, together
 from spanax.trace.graph import BODIES, Body, Graph, Op, retraced, scan_counts
@@ -109,7 +110,7 @@ class Replay:
             part = None if around is None else attended_part(op, around, self.mesh, self.manual)
             outs = _shard_by_shard(op, use, self.mesh, ins, self.manual, part)
         else:
-            outs = op.bind(ins)
+            outs = self._product(op, ins, use) or op.bind(ins)
         if use is not None:
             outs = [self.constrained(array, wanted, late) for array, wanted in zip(outs, use.outputs, strict=True)]
         # Elementwise, with an operand of the result's shape and split: the compiler carries that over. Not over another
@@ -123,6 +124,17 @@ class Replay:
             known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
             found.append(out if known else self.constrained(out, wanted, late))
         return found
+
+    def _product(self, op: Op, ins: Sequence[Any], use: Use | None) -> list[Any] | None:
+        """A matmul as CPUs take it best; None for all else."""
+        if op.name != "dot_general" or isinstance(self.mesh, AbstractMesh):
+            return None
+        if self.mesh.devices.flat[0].platform != "cpu":
+            return None
+        known = [self.constraints[value] for value in op.inputs] if use is None else use.inputs
+        if self.mesh.size == 1:
+            known = [Constraint(((),) * array.ndim) for array in ins]
+        return as_one_sum(op, ins, known, self.manual)
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         """A loop, a branch or a remat, its bodies under the constraints."""

@@ -1,0 +1,53 @@
+"""Simulated devices: threads enough for each, and none for one device alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+LOOP = """
+import os, sys
+import jax, numpy as np
+from spanax.run.simulate import simulate
+count = int(sys.argv[1])
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+devices = simulate(count)
+mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+
+def step(x):
+    for _ in range(4):
+        x = jax.lax.with_sharding_constraint(x - 0.1 * x.mean(0), row) + 1e-3 * x.sum(1, keepdims=True)
+    return x
+
+step = jax.jit(step, in_shardings=row, out_shardings=row)
+x = jax.device_put(np.ones((count * 8, 64), np.float32), row)
+for _ in range(300):  # dispatched without waiting for any
+    x = step(x)
+x.block_until_ready()
+print(len(devices), os.environ.get("NPROC", "none"))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="only Linux lends a process a part of its cores")
+@pytest.mark.parametrize(("count", "threads"), [(1, "2"), (2, "4"), (8, "16")])
+def test_two_threads_a_device_and_none_waits_for_ever(count: int, threads: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=20"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LOOP, str(count)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert done.stdout.split() == [str(count), threads]
+
+
+def test_a_number_of_threads_that_is_said_stays() -> None:
+    environ = os.environ | {"NPROC": "5", "XLA_FLAGS": ""}
+    code = "import os; from spanax.run.simulate import simulate; simulate(8); print(os.environ['NPROC'])"
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["5"], done.stderr[-1000:]
