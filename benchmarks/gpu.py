@@ -84,8 +84,8 @@ def rows_of(size: str, shape: Shape, peers: Sequence[Peer], peak_flops: float | 
     return rows
 
 
-def other_work(facts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """In what peers did not do the same work as the first of them."""
+def other_work(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """In what peers did not do the same work as the first of them, by their names."""
     return differences(facts, loss_tolerance=LOSS_TOLERANCE)
 
 
@@ -126,7 +126,7 @@ def main() -> None:
         if not peers or peers[0].name != HAND:
             sys.exit(f"{HAND} did not run: {absent}")
         if found := other_work({one.name: one.facts | {"losses": one.losses} for one in peers}):
-            sys.exit("they did not do the same work:\n" + "\n".join(found))
+            sys.exit("they did not do the same work:\n" + "\n".join(f"{name}: {what}" for name, what in found.items()))
         all_rows += rows_of(size, shape, peers, peak_of(kind))
     print(table(all_rows, absent))
     print(f"\n{kind or platform.processor() or 'cpu'}, {args.rounds} rounds, {all_rows[0]['versions']}")

@@ -4,6 +4,7 @@ Shape suffixes: L layers, B batch, T positions, V vocab, D embed, F mlp, H heads
 """
 
 import argparse
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -40,6 +41,7 @@ class Shape:
         """Tokens in a step."""
         return self.batch_size * self.seq_len
 
+    @functools.cache  # noqa: B019  (a peer asks for them an array at a time, and has one shape)
     def weights(self) -> dict[str, np.ndarray]:
         """What every peer starts from, by name; the arrays of the blocks have a first dim of L."""
         rng = np.random.default_rng(0)

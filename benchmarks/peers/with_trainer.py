@@ -107,7 +107,9 @@ def main() -> None:
         def work() -> float:
             ids = torch.from_numpy(next(shape.batches())).long()
             ids, next_ids = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-            return torch_flops(lambda: model(ids, shift_labels=next_ids, labels=ids).loss.backward())
+            flops = torch_flops(lambda: model(ids, shift_labels=next_ids, labels=ids).loss.backward())
+            model.zero_grad()  # the Trainer does so behind its steps, and would add to these
+            return flops
 
         serve(shape, take, work, parameters=count, devices=1, versions=versions)
         # Its loop waits for a batch that never comes.
