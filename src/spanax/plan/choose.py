@@ -13,7 +13,7 @@ from spanax.plan.attention import with_attention
 from spanax.plan.candidate import plan_of, shortfall
 from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
-from spanax.plan.logits import in_chunks
+from spanax.plan.logits import chunks_to_try, in_chunks
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import check_ring, default_mesh, layout_for, layout_named
@@ -128,10 +128,11 @@ def _searched(program: Program, cluster: Cluster, pins: Pins) -> Plan:
     if program.remat == AS_WRITTEN and TOO_LARGE in found.rejected:
         found = find(remat=REMAT)  # where all fits, to compute anything again only takes longer
     if found.best is None:
+        chunks = chunks_to_try(found)
         raise SpanaxError(
             "no layout fits into the memory.",
             where=shortfall(found),
-            fix="more devices or smaller microbatches; spanax plan prices both",
+            fix=f"{f'{chunks}; or ' if chunks else ''}more devices or smaller microbatches; spanax plan prices both",
         )
     return replace(plan_of(found, found.best), why=rule(found, found.best))
 

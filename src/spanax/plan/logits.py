@@ -95,6 +95,15 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     return count, told
 
 
+def chunks_to_try(found: Search) -> str:
+    """What chunks would spare the leanest of what does not fit, for a user to ask for; empty where that is little."""
+    program = next(iter(found.programs.values()))
+    if found.best or not found.nearest or program.loss_chunks > 1:
+        return ""
+    count, told = suiting_chunks(program, plan_of(found, found.nearest[0]), found.cluster)
+    return f"--loss-chunks {count}: {told}" if count > 1 else ""
+
+
 def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
     """Bytes of one device at the fullest moment that a plan saves by having its logits in chunks."""
     counts = (1, plan.schedule.loss_chunks)

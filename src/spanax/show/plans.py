@@ -6,6 +6,7 @@ from rich.table import Table
 
 from spanax.plan.candidate import RESERVE, Candidate, Search, collectives_of, plan_of, shortfall
 from spanax.plan.guide import rule
+from spanax.plan.logits import chunks_to_try
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
@@ -77,6 +78,7 @@ def search_text(found: Search, said: dict[str, Any], top: int) -> str:
     best = found.best
     if best is None:
         lines.append(f"nothing fits on {found.cluster}: {shortfall(found)}.")
+        lines += [f"to try: {chunks}" for chunks in [chunks_to_try(found)] if chunks]
     else:
         lines += _best_lines(found, best, said["best"])
     rows = found.candidates[:top] or found.nearest

@@ -1,5 +1,6 @@
 """Logits in chunks, run: the numbers are those of one device with its logits whole, and the logits are not there."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -14,12 +15,13 @@ import hlo_bytes
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models.stack import Stack
-from spanax.plan.logits import saved_bytes, suiting_chunks
+from spanax.plan.logits import chunks_to_try, saved_bytes, suiting_chunks
 from spanax.plan.own import memory_of
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.priced import priced
 from spanax.run.run import Run
+from spanax.show.plans import search_json, search_text
 from spanax.trace.program import Program
 
 ROWS, LENGTH, WIDTH, VOCAB = 16, 32, 16, 512
@@ -133,6 +135,23 @@ def test_auto_takes_chunks_where_they_save_much() -> None:
     assert plan.schedule.loss_chunks > 1 and "logits in" in plan.why
     assert Plan.from_json(plan.to_json()) == plan
     assert "loss_chunks" not in planned("data", "data=4", 1).to_json()
+
+
+def test_where_nothing_fits_chunks_are_named_if_they_save_much() -> None:
+    # A row a device: no microbatch makes its logits smaller.
+    batch = {name: jax.ShapeDtypeStruct((4, 512), "int32") for name in BATCH}
+    traced = spanax.trace(build=lambda rngs: Net(rngs), optimizer=optax.sgd(0.3), batch=batch, loss=loss)
+    roomy = dataclasses.replace(spanax.cluster("cpu:4"), memory_bytes=1 << 40)
+    find = functools.partial(spanax.search, pipeline=False, mesh="data=4")
+    found = find(traced, roomy)
+    assert found.best is not None and chunks_to_try(found) == ""
+    tight = dataclasses.replace(roomy, memory_bytes=4 * 512 * VOCAB)
+    found = find(traced, tight)
+    assert found.best is None and chunks_to_try(found).startswith("--loss-chunks ")
+    assert "to try: --loss-chunks" in search_text(found, search_json(found, 5), 5)
+    assert chunks_to_try(find(traced.with_loss_chunks(4), tight)) == ""
+    with pytest.raises(SpanaxError, match=r"fix: --loss-chunks \d+: logits in \d+ chunks: .* less; or more devices"):
+        spanax.plan(traced, dataclasses.replace(roomy, memory_bytes=2 * 512 * VOCAB))
 
 
 def test_auto_leaves_small_logits_whole() -> None:
