@@ -99,6 +99,13 @@ def test_what_is_not_kept_is_computed_again_and_only_that(remat: bool) -> None:
     }
 
 
+def test_none_of_a_model_without_remat_is_the_same_step_traced_once() -> None:
+    program = scanned(False)
+    same = program.with_remat("none")
+    assert same.remat == "none" and same.step is program.step and same.with_remat(None) is program
+    assert same.with_microbatches(2).remat == "none" and scanned(True).with_remat("none").step is not scanned(True).step
+
+
 def test_none_takes_the_models_own_remat_out() -> None:
     for program in (scanned(True), unrolled()):
         assert remats(program.step.graph) > 0

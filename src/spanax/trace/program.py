@@ -20,7 +20,7 @@ from spanax.trace.batch import abstract_batch
 from spanax.trace.census import label_key
 from spanax.trace.chunked import chunked
 from spanax.trace.gradients import recording
-from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.graph import REMAT, Graph, from_jaxpr
 from spanax.trace.grown import grown
 from spanax.trace.policies import AS_WRITTEN, GATHERED, known_context
 from spanax.trace.resized import Shapes, resized_graph
@@ -154,6 +154,8 @@ class Program:
           >>> program.remat, program.with_remat("dots").remat, program.with_remat("dots").with_remat(None) is program
           ('as written', 'dots', True)
         """
+        if policy == "none" and self._forgets_nothing:
+            return replace(self, remat="none")  # operation for operation what it is already
         return self._retrace(policy, self.microbatches, self.context, self.loss_chunks)
 
     def with_microbatches(self, microbatches: int) -> "Program":
@@ -201,6 +203,11 @@ class Program:
     @property
     def _variant(self) -> tuple[str | None, int, str, int]:
         return self._policy, self.microbatches, self.context, self.loss_chunks
+
+    @cached_property
+    def _forgets_nothing(self) -> bool:
+        is_written = self.remat == AS_WRITTEN and self.evaluation is not None
+        return is_written and not any(op.name in REMAT for op in self.step.graph.ops())
 
     @property
     def _policy(self) -> str | None:
