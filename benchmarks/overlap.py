@@ -1,0 +1,140 @@
+"""What of a layer's gathers and reduce-scatters the chips' own compilers run beside matmuls, read from the schedule.
+
+Needs libtpu (`pip install -e '.[tpu]'`) and no chip; some seconds a line. Nothing is timed: a gather that is started
+before a matmul and awaited behind it can be hidden, one that is one instruction is waited for.
+
+Usage:
+  python benchmarks/overlap.py [--layers 4] [--on v5e:4x4 v5p:2x2x4 v6e:4x4]
+"""
+
+import argparse
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import spanax  # noqa: E402
+from spanax.check.compile import compile_for  # noqa: E402
+from spanax.check.module import Computation, Instruction, Module, read_module  # noqa: E402
+from spanax.check.program import lower  # noqa: E402
+from spanax.check.target import target_of  # noqa: E402
+from spanax.check.wire import fields, messages, number, numbers, raw  # noqa: E402
+from spanax.hardware.flags import for_platform  # noqa: E402
+from spanax.models.workloads import load  # noqa: E402
+
+LARGE_BYTES = 1 << 20
+"""A norm's scale is no weight to hide."""
+
+MATMULS, GATHERS = ("convolution", "dot"), ("all-gather", "all-gather-start")
+WINDOWED = re.compile("windowed_dot_general_body_(ag|rs)")
+
+SPARSE_CORES = (
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather=False",
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather=True",
+    "xla_tpu_enable_all_gather_offload_tracing=True",
+    "xla_tpu_use_tc_device_shape_on_sc=True",
+    "xla_sc_disable_megacore_partitioning=True",
+)
+"""Source: MaxText, benchmarks/xla_flags_library.py @05d3525, ENABLE_SPARSECORE_OFFLOADING_FOR_1D_ALL_GATHER."""
+
+
+def in_schedule(module: Module, data: bytes) -> Iterator[tuple[Computation, list[Instruction]]]:
+    """Every computation that has one, with its instructions in the order in which they run."""
+    message = fields(data)
+    message = message if 6 in message else fields(raw(message, 1))
+    for entry in messages(fields(raw(message, 7)), 1):
+        found = fields(entry)
+        computation = module.computations[number(found, 1)]
+        order = numbers(fields(raw(found, 2)), 1)
+        yield computation, [computation.instructions[one] for one in order if one in computation.instructions]
+
+
+def contains(module: Module, one: Instruction, opcodes: tuple[str, ...]) -> Instruction | None:
+    """The first instruction of these kinds that it is, or that what it calls holds."""
+    if one.opcode in opcodes:
+        return one
+    inner = (module.computations[called].instructions.values() for called in one.called if one.opcode != "while")
+    return next((found for ones in inner for each in ones if (found := contains(module, each, opcodes))), None)
+
+
+def tally(module: Module, order: list[Instruction]) -> Counter[str]:
+    """What becomes of the large gathers of a loop's body, and how many products are scattered as they are made."""
+    found: Counter[str] = Counter()
+    waiting: dict[int, bool] = {}
+    by_id = {one.id: one for one in order}
+    for one in order:
+        if one.opcode == "while" and any(WINDOWED.search(module.computations[body].name) for body in one.called):
+            found["products scattered in loops of permutes"] += 1
+        gather = contains(module, one, GATHERS)
+        starts = one.opcode.endswith("-start") or one.name.startswith("async-collective-start")
+        ends = one.opcode.endswith("-done") or one.name.startswith("async-collective-done")
+        if gather is not None and starts and gather.shape.num_bytes >= LARGE_BYTES:
+            waiting[one.id] = False
+        elif ends and (begun := _begun(one, by_id, waiting)) is not None:
+            found["beside a matmul" if waiting.pop(begun) else "beside something else"] += 1
+        elif one.opcode == "all-gather" and one.shape.num_bytes >= LARGE_BYTES:
+            found["waited for"] += 1
+        if contains(module, one, MATMULS) is not None:
+            waiting = dict.fromkeys(waiting, True)
+            found["matmuls"] += 1
+    return found
+
+
+def _begun(one: Instruction, by_id: dict[int, Instruction], waiting: dict[int, bool]) -> int | None:
+    """Which of the begun gathers an instruction awaits, through what hands it on."""
+    seen, ahead = set(), [*one.operands]
+    while ahead:
+        at = ahead.pop()
+        if at in waiting:
+            return at
+        if (
+            at in by_id
+            and at not in seen
+            and by_id[at].opcode in ("get-tuple-element", "async-update", "fusion", "tuple")
+        ):
+            seen.add(at)
+            ahead += by_id[at].operands
+    return None
+
+
+def measure(on: str, num_layers: int, flags: tuple[str, ...]) -> list[tuple[str, Counter[str]]]:
+    """The loops over layers of a Llama 3 8B step under `fsdp`, one behind the other: forward, backward."""
+    machine = spanax.cluster(on)
+    workload = load("llama3-8b", batch_size=2 * machine.num_devices, seq_len=4096, num_layers=num_layers)
+    program = workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype="bfloat16", remat="full")
+    plan = spanax.plan(program, machine, layout="fsdp")
+    target = target_of(machine)
+    asked = for_platform((*plan.xla_flags, *flags), target.platform)
+    data = compile_for(target, lower(program, plan, target.platform), plan.mesh, flags=asked).module
+    module = read_module(data)
+    loops = {called for one in module.instructions() if one.opcode == "while" for called in one.called}
+    found = []
+    for computation, order in in_schedule(module, data):
+        if computation.id in loops and not WINDOWED.search(computation.name):
+            counted = tally(module, order)
+            if counted["matmuls"]:
+                found.append((computation.name, counted))
+    return sorted(found, key=lambda pair: pair[1]["matmuls"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--on", nargs="*", default=["v5e:4x4", "v5p:2x2x4", "v6e:4x4"])
+    args = parser.parse_args()
+    kinds = ("beside a matmul", "beside something else", "waited for", "products scattered in loops of permutes")
+    print("| chips | options | loop | " + " | ".join(kinds) + " |\n" + "|---" * (3 + len(kinds)) + "|")
+    for on in args.on:
+        for name, flags in (("as libtpu has them", ()), ("gathers by the SparseCores", SPARSE_CORES)):
+            if flags and on.startswith("v5e"):
+                continue  # it has no SparseCores
+            for loop, (_, counted) in zip(("forward", "backward"), measure(on, args.layers, flags), strict=False):
+                print(
+                    f"| {on} | {name} | {loop} | " + " | ".join(str(counted[kind]) for kind in kinds) + " |", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()
