@@ -1,0 +1,43 @@
+"""The benchmark that reads schedules: what is begun before a matmul and awaited behind it, and what is waited for."""
+
+from jaxlib import _hlo
+
+from overlap import in_schedule, tally
+from spanax.check.module import read_module
+
+PROGRAM = """
+HloModule program, is_scheduled=true
+
+doubled {
+  x = f32[512,512] parameter(0)
+  ROOT sum = f32[512,512] add(x, x)
+}
+
+ENTRY main {
+  a = f32[256,1024] parameter(0)
+  b = f32[256,1024] parameter(1)
+  c = f32[512,512] parameter(2)
+  begun = (f32[256,1024], f32[512,1024]) all-gather-start(a), replica_groups={{0,1}}, dimensions={0}
+  twice = f32[512,512] fusion(c), kind=kLoop, calls=doubled
+  ORDER
+  waited = f32[512,1024] all-gather(b), replica_groups={{0,1}}, dimensions={0}
+  small = f32[8] parameter(3)
+  scale = f32[16] all-gather(small), replica_groups={{0,1}}, dimensions={0}
+  ROOT out = (f32[512,1024], f32[512,512], f32[512,1024], f32[16]) tuple(gathered, product, waited, scale)
+}
+"""
+PRODUCT = "product = f32[512,512] dot(twice, c), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+DONE = "gathered = f32[512,1024] all-gather-done(begun)"
+
+
+def counted(*order: str) -> dict[str, int]:
+    program = PROGRAM.replace("ORDER", "\n  ".join(order))
+    data = _hlo.hlo_module_from_text(program).as_serialized_hlo_module_proto()
+    module = read_module(data)
+    instructions = next(order for computation, order in in_schedule(module, data) if computation is module.entry)
+    return dict(tally(module, instructions))
+
+
+def test_a_gather_around_a_matmul_is_beside_it_and_a_whole_one_is_waited_for() -> None:
+    assert counted(PRODUCT, DONE) == {"matmuls": 1, "beside a matmul": 1, "waited for": 1}
+    assert counted(DONE, PRODUCT) == {"matmuls": 1, "beside something else": 1, "waited for": 1}
