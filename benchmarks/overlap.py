@@ -9,7 +9,6 @@ Usage:
 
 import argparse
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -17,7 +16,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import spanax  # noqa: E402
 from spanax.check.compile import compile_for  # noqa: E402
-from spanax.check.module import Computation, Instruction, Module, read_module  # noqa: E402
+from spanax.check.hlo import WINDOWED  # noqa: E402
+from spanax.check.module import Computation, Instruction, Module, program_of, read_module  # noqa: E402
 from spanax.check.program import lower  # noqa: E402
 from spanax.check.target import target_of  # noqa: E402
 from spanax.check.wire import fields, messages, number, numbers, raw  # noqa: E402
@@ -27,8 +27,10 @@ from spanax.models.workloads import load  # noqa: E402
 LARGE_BYTES = 1 << 20
 """A norm's scale is no weight to hide."""
 
+HANDED_ON = ("get-tuple-element", "tuple", "async-update", "fusion")
+"""What lies between the beginning of a gather and its end."""
+
 MATMULS, GATHERS = ("convolution", "dot"), ("all-gather", "all-gather-start")
-WINDOWED = re.compile("windowed_dot_general_body_(ag|rs)")
 
 SPARSE_CORES = (
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather=False",
@@ -42,9 +44,7 @@ SPARSE_CORES = (
 
 def in_schedule(module: Module, data: bytes) -> Iterator[tuple[Computation, list[Instruction]]]:
     """Every computation that has one, with its instructions in the order in which they run."""
-    message = fields(data)
-    message = message if 6 in message else fields(raw(message, 1))
-    for entry in messages(fields(raw(message, 7)), 1):
+    for entry in messages(fields(raw(program_of(data), 7)), 1):
         found = fields(entry)
         computation = module.computations[number(found, 1)]
         order = numbers(fields(raw(found, 2)), 1)
@@ -55,7 +55,9 @@ def contains(module: Module, one: Instruction, opcodes: tuple[str, ...]) -> Inst
     """The first instruction of these kinds that it is, or that what it calls holds."""
     if one.opcode in opcodes:
         return one
-    inner = (module.computations[called].instructions.values() for called in one.called if one.opcode != "while")
+    if one.opcode == "while":
+        return None
+    inner = (module.computations[called].instructions.values() for called in one.called)
     return next((found for ones in inner for each in ones if (found := contains(module, each, opcodes))), None)
 
 
@@ -84,22 +86,19 @@ def tally(module: Module, order: list[Instruction]) -> Counter[str]:
 
 def _begun(one: Instruction, by_id: dict[int, Instruction], waiting: dict[int, bool]) -> int | None:
     """Which of the begun gathers an instruction awaits, through what hands it on."""
-    seen, ahead = set(), [*one.operands]
+    seen: set[int] = set()
+    ahead = [*one.operands]
     while ahead:
         at = ahead.pop()
         if at in waiting:
             return at
-        if (
-            at in by_id
-            and at not in seen
-            and by_id[at].opcode in ("get-tuple-element", "async-update", "fusion", "tuple")
-        ):
+        if at not in seen and at in by_id and by_id[at].opcode in HANDED_ON:
             seen.add(at)
             ahead += by_id[at].operands
     return None
 
 
-def measure(on: str, num_layers: int, flags: tuple[str, ...]) -> list[tuple[str, Counter[str]]]:
+def measure(on: str, num_layers: int, flags: tuple[str, ...]) -> list[Counter[str]]:
     """The loops over layers of a Llama 3 8B step under `fsdp`, one behind the other: forward, backward."""
     machine = spanax.cluster(on)
     workload = load("llama3-8b", batch_size=2 * machine.num_devices, seq_len=4096, num_layers=num_layers)
@@ -115,8 +114,8 @@ def measure(on: str, num_layers: int, flags: tuple[str, ...]) -> list[tuple[str,
         if computation.id in loops and not WINDOWED.search(computation.name):
             counted = tally(module, order)
             if counted["matmuls"]:
-                found.append((computation.name, counted))
-    return sorted(found, key=lambda pair: pair[1]["matmuls"])
+                found.append(counted)
+    return sorted(found, key=lambda counted: counted["matmuls"])
 
 
 def main() -> None:
@@ -130,10 +129,9 @@ def main() -> None:
         for name, flags in (("as libtpu has them", ()), ("gathers by the SparseCores", SPARSE_CORES)):
             if flags and on.startswith("v5e"):
                 continue  # it has no SparseCores
-            for loop, (_, counted) in zip(("forward", "backward"), measure(on, args.layers, flags), strict=False):
-                print(
-                    f"| {on} | {name} | {loop} | " + " | ".join(str(counted[kind]) for kind in kinds) + " |", flush=True
-                )
+            for loop, counted in zip(("forward", "backward"), measure(on, args.layers, flags), strict=True):
+                counts = " | ".join(str(counted[kind]) for kind in kinds)
+                print(f"| {on} | {name} | {loop} | {counts} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Simulated devices: threads enough for each, and none for one device alone."""
+"""Simulated devices: two threads for each, unless a number is said."""
 
 import os
 import subprocess

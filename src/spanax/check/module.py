@@ -162,11 +162,17 @@ def read_module(data: bytes) -> Module:
     Raises:
       DataError: the bytes are neither.
     """
-    message = fields(data)
-    if 6 not in message and 1 in message:  # no entry: a program with its buffers around it
-        message = fields(raw(message, 1))
+    message = program_of(data)
     computations = {one.id: one for one in map(_computation, messages(message, 3))}
     return Module(text(message, 1), computations[number(message, 6)], computations, _frames(raw(message, 17)))
+
+
+def program_of(data: bytes) -> Fields:
+    """The fields of an HloModuleProto, or of the one in an HloProto."""
+    message = fields(data)
+    if 6 not in message and 1 in message:  # no entry: a program with its buffers around it
+        return fields(raw(message, 1))
+    return message
 
 
 def read_text(program: str) -> Module:

@@ -128,11 +128,11 @@ def _searched(program: Program, cluster: Cluster, pins: Pins) -> Plan:
     if program.remat == AS_WRITTEN and TOO_LARGE in found.rejected:
         found = find(remat=REMAT)  # where all fits, to compute anything again only takes longer
     if found.best is None:
-        chunks = chunks_to_try(found)
+        more = "more devices or smaller microbatches; spanax plan prices both"
         raise SpanaxError(
             "no layout fits into the memory.",
             where=shortfall(found),
-            fix=f"{f'{chunks}; or ' if chunks else ''}more devices or smaller microbatches; spanax plan prices both",
+            fix="; or ".join(filter(None, (chunks_to_try(found), more))),
         )
     return replace(plan_of(found, found.best), why=rule(found, found.best))
 

@@ -5,6 +5,7 @@ import jax
 from spanax.errors import SpanaxError
 from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
+from spanax.run.step.platform import platform_of
 
 
 def check_accepted(plan: Plan, mesh: jax.sharding.Mesh) -> None:
@@ -13,7 +14,7 @@ def check_accepted(plan: Plan, mesh: jax.sharding.Mesh) -> None:
     Raises:
       SpanaxError: it does not know one of them, or not that value of it.
     """
-    options = for_platform(plan.xla_flags, mesh.devices.flat[0].platform)
+    options = for_platform(plan.xla_flags, platform_of(mesh))
     if not options:
         return
     try:

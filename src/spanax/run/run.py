@@ -22,6 +22,7 @@ from spanax.run.step.given import given
 from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
 from spanax.run.step.guarded import Guarded, unsound
 from spanax.run.step.padding import Padded
+from spanax.run.step.platform import platform_of
 from spanax.run.step.replayed import replayed
 from spanax.run.step.rows import Rows, rows_of
 from spanax.run.step.several import several
@@ -251,7 +252,7 @@ class Run:
     @property
     def is_simulated(self) -> bool:
         """Whether the mesh is several devices on one CPU; then every step is waited for."""
-        return self.mesh.size > 1 and self.mesh.devices.flat[0].platform == "cpu"
+        return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
 
     def _settle(self, metrics: list[Any]) -> None:
         # XLA's CPU collectives deadlock and abort when steps on simulated devices pile up (jax 0.10.2).
@@ -317,7 +318,7 @@ class Run:
         metrics = [whole] * (traced.num_results + bool(guarded))
         if not is_step:
             return jax.jit(evaluate, in_shardings=(state, batch), out_shardings=metrics)
-        platform = "" if isinstance(self.mesh, jax.sharding.AbstractMesh) else self.mesh.devices.flat[0].platform
+        platform = platform_of(self.mesh)
         # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
         return jax.jit(
             several(step, state, batch) if several_steps else step,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spanax.plan.plan import Placement
+from spanax.run.step.platform import platform_of
 from spanax.trace.graph import Graph, Op, from_jaxpr
 from spanax.trace.program import Program
 
@@ -67,8 +68,7 @@ def born(
 def _options(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
     """On a CPU these programs, which run once, compile in 0.4 of the time at LLVM's first level, and run as fast."""
     level = "xla_backend_optimization_level"
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    return {level: 1} if is_cpu and level not in os.environ.get("XLA_FLAGS", "") else None
+    return {level: 1} if platform_of(mesh) == "cpu" and level not in os.environ.get("XLA_FLAGS", "") else None
 
 
 def _placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:

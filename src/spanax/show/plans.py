@@ -78,7 +78,8 @@ def search_text(found: Search, said: dict[str, Any], top: int) -> str:
     best = found.best
     if best is None:
         lines.append(f"nothing fits on {found.cluster}: {shortfall(found)}.")
-        lines += [f"to try: {chunks}" for chunks in [chunks_to_try(found)] if chunks]
+        if chunks := chunks_to_try(found):
+            lines.append(f"to try: {chunks}")
     else:
         lines += _best_lines(found, best, said["best"])
     rows = found.candidates[:top] or found.nearest

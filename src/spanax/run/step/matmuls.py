@@ -4,9 +4,10 @@ A weight's gradient sums over batch and positions. Given two dims, that compiler
 and what computes it is computed again for that; given one, it reads the operand as it lies.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any
+
+from jax import lax
 
 from spanax.plan.resolve import Constraint
 from spanax.trace.graph import Op
@@ -25,16 +26,10 @@ def as_one_sum(
     for dims, constraint in zip(summed, constraints, strict=True):
         if constraint is None or constraint.is_open or any(set(constraint.spec[dim]) - manual for dim in dims[1:]):
             return None
-    merged = [_merged(array, dims) for array, dims in zip(ins, summed, strict=True)]
+    merged = [lax.collapse(array, dims[0], dims[-1] + 1) for array, dims in zip(ins, summed, strict=True)]
     numbers = (tuple((dims[0],) for dims in summed), ((), ()))
     return op.bind(merged, op.params | {"dimension_numbers": numbers})
 
 
 def _side_by_side(dims: Sequence[int]) -> bool:
     return list(dims) == list(range(dims[0], dims[0] + len(dims)))
-
-
-def _merged(array: Any, dims: Sequence[int]) -> Any:
-    first, behind = dims[0], dims[-1] + 1
-    size = math.prod(array.shape[first:behind])
-    return array.reshape(*array.shape[:first], size, *array.shape[behind:])

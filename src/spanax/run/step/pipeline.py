@@ -12,12 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from spanax.plan.plan import Schedule
 from spanax.plan.stages import AXIS
 from spanax.plan.ticks import Ticks, ticks_of
 from spanax.run.step.padding import Padded
+from spanax.run.step.platform import platform_of
 from spanax.run.step.replay import Replay
 from spanax.run.step.rows import Rows, check_alike
 from spanax.run.step.stage import Stage, Values, converted
@@ -89,8 +90,7 @@ def in_stages(
         instead |= both.masked(outer, pieces, other)
         outside = Outside(replace(outer, instead=instead), other.loop.op, other.prepared_ops, rows, both.dim)
     # Each permutation inside of a task waits for all simulated devices, those of other stages too.
-    device = next(iter(replay.mesh.devices.flat), None) if isinstance(replay.mesh, Mesh) else None
-    meets = device is not None and device.platform == "cpu" and replay.mesh.size > schedule.num_stages
+    meets = platform_of(replay.mesh) == "cpu" and replay.mesh.size > schedule.num_stages
     run = pipelined(replay, pieces, table, outside, meets=meets)
     return replace(outside.replay, instead={**instead, outside.loop: run})
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.resolve import Constraint
 from spanax.plan.unreduced import Unreduced
@@ -22,6 +22,7 @@ from spanax.plan.uses import Use
 from spanax.run.step import kernels  # noqa: F401  (what a platform's kernel computes is lowered to it)
 from spanax.run.step.lookup import look_up, split_lookup
 from spanax.run.step.matmuls import as_one_sum
+from spanax.run.step.platform import platform_of
 from spanax.run.step.ring import attended_part
 from spanax.run.step.unreduced import behind, in_front, in_parts, lifted, together
 from spanax.trace.graph import BODIES, Body, Graph, Op, retraced, scan_counts
@@ -127,13 +128,13 @@ class Replay:
 
     def _product(self, op: Op, ins: Sequence[Any], use: Use | None) -> list[Any] | None:
         """A matmul as CPUs take it best; None for all else."""
-        if op.name != "dot_general" or isinstance(self.mesh, AbstractMesh):
+        if op.name != "dot_general" or platform_of(self.mesh) != "cpu":
             return None
-        if self.mesh.devices.flat[0].platform != "cpu":
-            return None
-        known = [self.constraints[value] for value in op.inputs] if use is None else use.inputs
+        known: Sequence[Constraint | None]
         if self.mesh.size == 1:
             known = [Constraint(((),) * array.ndim) for array in ins]
+        else:
+            known = [self.constraints[value] for value in op.inputs] if use is None else use.inputs
         return as_one_sum(op, ins, known, self.manual)
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
