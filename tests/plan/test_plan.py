@@ -228,6 +228,24 @@ def test_experts_split_their_weights_and_not_the_router_into_pieces() -> None:
     assert plan["embed.embedding"].spec == ((), ())
 
 
+@pytest.mark.parametrize(("batch_size", "is_split"), [(16, True), (64, False)])
+def test_classes_beside_a_tensor_axis_are_split_where_their_weights_are_more(batch_size: int, is_split: bool) -> None:
+    class Classifier(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+            self.head = nnx.Linear(32, 48, rngs=rngs)  # with its bias 33 numbers a class
+
+    def loss(model: Classifier, batch: dict[str, jax.Array]) -> jax.Array:
+        logits = model.head(model.down(nnx.relu(model.up(batch["x"]))))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    batch = {"x": jax.ShapeDtypeStruct((batch_size, 32), "float32"), "y": jax.ShapeDtypeStruct((batch_size,), "int32")}
+    found = spanax.trace(build=lambda rngs: Classifier(rngs), optimizer=optax.sgd(0.1), batch=batch, loss=loss)
+    plan = spanax.plan(found, spanax.cluster("cpu:8"), layout="data+tensor")
+    assert plan["up.kernel"].spec == ((), ("model",))
+    assert plan["head.kernel"].spec == ((), ("model",) if is_split else ())
+
+
 def test_sequence_parallel_is_an_option_or_a_suffix() -> None:
     options = {"mesh": "fsdp=4,model=2", "layout": "fsdp+tensor", "sequence_parallel": True}
     by_option = spanax.plan(program(), spanax.cluster("cpu:8"), **options)

@@ -83,9 +83,10 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
             continue
         accepted: dict[int, int] = {}
         for rank, name in enumerate(names):
-            if accepted and name in LAST_RESORT_AXES and not pins.get(name):
-                continue
+            is_last_resort = bool(accepted) and name in LAST_RESORT_AXES and not pins.get(name)
             for label in divided_layers(program) if name == "layers" else labels.get(name, ()):
+                if is_last_resort and label not in program.heavy:
+                    continue
                 ways = taken.get(label, 1) * size
                 in_parts = axis == PIPE and name == "layers" and ways == size <= axes.ways[label]
                 if in_parts:
