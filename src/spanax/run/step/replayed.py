@@ -48,7 +48,12 @@ def replayed(
         if inputs_only:
             return Replay(traced.graph, [None] * len(constraints), {}, mesh)
         late = unreduced(Laid(resolver, traced), plan.schedule) if is_step else Unreduced()
-        return Replay(traced.graph, constraints, uses(resolver, traced, constraints), mesh, late)
+        taken = uses(resolver, traced, constraints)
+        # One number all over is made as an operation asks for it: said to lie otherwise before, it would be gathered.
+        asked = {value for op, use in taken.items() for value, by in zip(op.inputs, use.inputs, strict=True) if by}
+        free = asked & traced.uniform
+        told = [None if value in free else constraint for value, constraint in enumerate(constraints)]
+        return Replay(traced.graph, told, taken, mesh, late)
 
     if inputs_only or not is_step:
         return replay(traced if padded is None else padded.step)
