@@ -56,7 +56,7 @@ def our_step(workload: expert.Workload, layout: str, preset: Preset) -> jax.stag
         batch=jax.eval_shape(lambda: workload.case.batch(workload.batch_size)),
         train_step=train_step,
     )
-    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=preset.sizes)
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout.partition("/")[0], mesh=preset.sizes)
     return Run(program, plan, plan.mesh.build(), state=[]).lower()
 
 

@@ -55,7 +55,7 @@ def preset(sizes: dict[str, int], **means: str) -> Preset:
     return Preset(sizes, {name: tuple(axes.split()) for name, axes in means.items()})
 
 
-PRESETS = {
+PRESETS = {  # a name before a slash is that of a layout
     "data": preset({"data": 8}, batch="data", rows="data"),
     "fsdp": preset({"fsdp": 8}, batch="fsdp", rows="fsdp", stored="fsdp"),
     "hsdp": preset({"data": 2, "fsdp": 4}, batch="data fsdp", rows="data fsdp", stored="fsdp"),
@@ -63,6 +63,7 @@ PRESETS = {
     "tensor+seq": preset({"model": 8}, split="model", seq="model"),
     "context": preset({"data": 4, "context": 2}, batch="data", rows="data", seq="context", queries="context"),
     "expert": preset({"data": 4, "expert": 2}, batch="data expert", rows="data", experts="expert"),
+    "expert/8": preset({"data": 1, "expert": 8}, batch="data expert", rows="data", experts="expert"),
     "data+tensor": preset({"data": 4, "model": 2}, batch="data", rows="data", split="model"),
     "fsdp+tensor": preset({"fsdp": 4, "model": 2}, batch="fsdp", rows="fsdp", stored="fsdp", split="model"),
     "fsdp+tensor+seq": preset(
@@ -72,7 +73,7 @@ PRESETS = {
 
 DENSE = ("data", "fsdp", "hsdp", "tensor", "data+tensor", "fsdp+tensor")
 SEQUENCES = (*DENSE, "tensor+seq", "fsdp+tensor+seq", "context")
-EXPERTS = (*DENSE, "expert")
+EXPERTS = (*DENSE, "expert", "expert/8")
 """Presets that a model has the dims for."""
 
 

@@ -99,6 +99,21 @@ def test_batch_dims_stay_split() -> None:
     assert moves == [] and split.result == (DATA, MODEL, 0, 0)
 
 
+def test_what_is_split_along_a_batch_dim_is_exchanged_behind_it() -> None:
+    """Tokens on their way to experts: put together where they are, and then sent."""
+    moves, split = einsum("bte,btd->bed", (DATA, 0, 0), (DATA, 0, 0), (0, DATA, 0))
+    assert moves == [("all-to-all", "out", DATA, 0)]
+    assert split.work == DATA and split.result == (DATA, 0, 0)
+
+
+@pytest.mark.parametrize(("spec", "out"), [("bte,ebd->btd", (DATA, 0, 0)), ("btd,ebd->bte", (DATA, 0, 0))])
+def test_what_is_split_otherwise_takes_its_part_of_a_batch_dim(spec: str, out: Masks) -> None:
+    """Tokens on their way back from experts: sent, and then taken apart; in the gradient of places too."""
+    moves, split = einsum(spec, (DATA, 0, 0), (DATA, 0, 0), out)
+    assert moves == [("all-to-all", "w", DATA, 0)]
+    assert split.operands == ((DATA, 0, 0), (0, DATA, 0)) and split.work == DATA
+
+
 def test_an_operand_whole_along_a_batch_dim_takes_its_part_for_nothing() -> None:
     moves, split = einsum("bij,bjk->bik", (DATA, 0, 0), (0, 0, 0), (DATA, 0, 0))
     assert moves == [] and split.work == DATA

@@ -80,7 +80,7 @@ def test_a_member_resolves_as_the_resolver_it_is_priced_with(place: tuple[str, s
         assert active & ~sum(BITS[axis] for axis, size in shared.mesh.axes if size > 1) == 0
         for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
             labels = program.step.axes.classes[value]
-            mine, theirs = (as_masks(one.computed(labels, leaf.shape), BITS) for one in (own, shared))
+            mine, theirs = (as_masks(one.used(labels, leaf.shape), BITS) for one in (own, shared))
             assert mine == tuple(mask & active for mask in theirs), (leaf.path, own.mesh, shared.mesh)
             mine, theirs = (union(as_masks(one.placed(leaf, labels)[0], BITS)) for one in (own, shared))
             assert mine == theirs & active, (leaf.path, own.mesh, shared.mesh)

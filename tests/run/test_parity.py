@@ -41,7 +41,7 @@ SEQUENCE = [
     ("ring", "data=2,context=4"),
     ("ring", "fsdp=2,context=2,model=2"),
 ]
-EXPERT = [("expert", "data=4,expert=2"), ("expert", "expert=8")]
+EXPERT = [("expert", "expert=8"), ("expert", "data=4,expert=2")]
 
 FEW = [("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")]
 

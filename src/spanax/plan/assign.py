@@ -13,6 +13,10 @@ from spanax.trace.program import Program
 Pins = Mapping[str, str | Sequence[str] | None]
 
 
+SENT_TO = -1
+"""The rank of experts that tokens are sent to: what only says which are chosen is split along the batch instead."""
+
+
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """For each mesh axis, the classes it splits and their rank (lowest first where a value has several).
@@ -108,7 +112,22 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
         ranks[layout.sequence_axis] |= {
             label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (taken.get(label, 1) * size) == 0
         }
-    return Assignment(ranks, reasons, parts)
+    return Assignment(_with_experts(program, ranks, mesh), reasons, parts)
+
+
+def _with_experts(program: Program, ranks: Mapping[str, dict[int, int]], mesh: MeshShape) -> dict[str, dict[int, int]]:
+    """The ranks, of experts `SENT_TO` where that moves less than gathering the batch for them."""
+    step, found = program.step, dict(ranks)
+    batch_axes = [axis for axis, accepted in ranks.items() if not step.batch_labels.isdisjoint(accepted)]
+    for axis in batch_axes:
+        others = mesh.ways([one for one in batch_axes if one != axis])
+        sent = [
+            label
+            for label, routing in step.routings.items()
+            if label in ranks[axis] and routing.is_sent(mesh.ways([axis]), others)
+        ]
+        found[axis] = ranks[axis] | dict.fromkeys(sent, SENT_TO)
+    return found
 
 
 def divided_layers(program: Program) -> list[int]:

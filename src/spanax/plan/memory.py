@@ -77,7 +77,7 @@ def state_of(resolver: Resolver) -> State:
         is_stacked = not program.step.layer_labels.isdisjoint(labels)
         rows[leaf.kind, union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
         if leaf.kind == "param":
-            spec = resolver.stored(resolver.computed(labels, leaf.shape), labels, leaf.shape, "gradient")
+            spec = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
             rows["gradient", union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
     kinds, splits, stacked = zip(*rows, strict=True)
     return State(kinds, np.asarray([*rows.values()], float), np.asarray(splits, int), np.asarray(stacked, bool))

@@ -115,7 +115,9 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> S
         sums = [dim is not None and dim in pairs[side] for side, dim in enumerate(at)]
         ends = [None if dim is None else goes[side].get(dim) for side, dim in enumerate(at)]
         gathered: set[int] = set()
-        for side in (0, 1):
+        # Split along a dim that both have, they meet as they lie, and what comes of it is exchanged.
+        is_shared = ends[0] is not None and ends[0] == ends[1]
+        for side in () if is_shared else (0, 1):
             other = 1 - side
             if at[side] is None or sums[side]:
                 # A summed dim gives way only to a free dim of the other side that the result wants split.
@@ -131,8 +133,12 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> S
                 gathered.add(side)
         for side in gathered:
             kept = union(operands[side]) & ~axis
-            shifts.append(Shift("all-gather", op.inputs[side], axis, kept, True))
             operands[side][at[side]] &= ~axis  # type: ignore[index]
+            # Of a dim that both have, it needs what the other has of it alone.
+            meets = None if 1 - side in gathered else _dim_to(goes[side], ends[1 - side])
+            shifts.append(Shift("all-gather" if meets is None else "all-to-all", op.inputs[side], axis, kept, True))
+            if meets is not None:
+                operands[side][meets] |= axis
         left = [side for side in (0, 1) if at[side] is not None and side not in gathered]
         if any(sums[side] for side in left):
             work |= axis
@@ -145,6 +151,11 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> S
             result[target] |= axis
     shifts = _merged(shifts) + _finished(op.outputs[0], partial, tuple(result), wanted, is_eager=True)
     return Split(work, tuple(tuple(masks) for masks in operands), tuple(result), tuple(shifts))
+
+
+def _dim_to(goes: Mapping[int, int], end: int | None) -> int | None:
+    """The dim of an operand that goes to a dim of the result."""
+    return next((dim for dim, out in goes.items() if out == end), None)
 
 
 def _slice_partner(
@@ -232,13 +243,13 @@ def _finished(
 
 
 def _merged(shifts: Sequence[Shift]) -> list[Shift]:
-    """Gathers of one operand over several axes are one gather."""
-    found: dict[int, Shift] = {}
+    """Gathers of one operand over several axes are one gather, and so are exchanges."""
+    found: dict[tuple[str, int], Shift] = {}
     for shift in shifts:
-        old = found.get(shift.value)
+        old = found.get((shift.kind, shift.value))
         over = shift.over | (old.over if old else 0)
         kept = (shift.kept & old.kept if old else shift.kept) & ~over
-        found[shift.value] = Shift("all-gather", shift.value, over, kept, True)
+        found[shift.kind, shift.value] = Shift(shift.kind, shift.value, over, kept, True)
     return list(found.values())
 
 

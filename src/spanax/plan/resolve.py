@@ -9,12 +9,13 @@ from typing import overload
 
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.assign import Assignment, Pins, assign, pinned
+from spanax.plan.assign import SENT_TO, Assignment, Pins, assign, pinned
 from spanax.plan.layout import Layout
 from spanax.trace.census import label_key
 from spanax.trace.origins import Origin
 from spanax.trace.program import Program
 from spanax.trace.roles import Role
+from spanax.trace.routing import is_routed
 from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
 
@@ -57,17 +58,26 @@ class Resolver:
             return self
         return replace(self, program=program, assignment=assign(program, self.layout, self.mesh, {}))
 
-    def computed(self, labels: Labels, shape: Sequence[int], whole: frozenset[int] = frozenset()) -> Spec:
+    def computed(
+        self, labels: Labels, shape: Sequence[int], whole: frozenset[int] = frozenset(), *, is_routed: bool
+    ) -> Spec:
         """The spec of a value while it is computed with: each mesh axis on the first dim of its list."""
         split: list[tuple[str, ...]] = [()] * len(shape)
         for axis, ranks in self.assignment.ranks.items():
             candidates = [(ranks[at], dim) for dim, at in enumerate(labels) if at is not None and at in ranks]
+            if is_routed:
+                candidates = [(rank, dim) for rank, dim in candidates if rank != SENT_TO]
             for _, dim in sorted(candidates):
                 size = self.assignment.kept(labels[dim], shape[dim])
                 if dim not in whole and size % self.mesh.ways((*split[dim], axis)) == 0:
                     split[dim] = (*split[dim], axis)
                     break
         return tuple(split)
+
+    def used(self, labels: Labels, shape: Sequence[int]) -> Spec:
+        """The spec of an array of the state or the batch where it is computed with."""
+        step = self.program.step
+        return self.computed(labels, shape, is_routed=is_routed(labels, step.routings, step.axes))
 
     def stored(self, used: Spec, labels: Labels, shape: Sequence[int], kind: str) -> Spec:
         """The spec of an array where it is kept.
@@ -116,7 +126,7 @@ class Resolver:
         written = annotated(leaf, self.mesh)
         if written is not None:
             return written, "as the model's author annotated it"
-        used, kind = self.computed(labels, leaf.shape), self.kind(leaf, labels)
+        used, kind = self.used(labels, leaf.shape), self.kind(leaf, labels)
         if kind == "batch":
             return used, ""
         spec, axes = self.stored(used, labels, leaf.shape, kind), self._stored_axes(used, kind)
@@ -133,10 +143,11 @@ class Resolver:
         """How every value of one role is split while the step runs; None: left to the compiler."""
         labels, shape, origin = role.labels, role.shape, role.origin
         if role.whole:
-            return Constraint(self.computed(labels, shape, role.whole))
+            return Constraint(self.computed(labels, shape, role.whole, is_routed=role.is_routed))
         if not any(label is not None for label in labels):
             return None
-        is_weight, used = label_key(labels) in self.program.param_keys, self.computed(labels, shape)
+        is_weight = label_key(labels) in self.program.param_keys
+        used = self.computed(labels, shape, is_routed=role.is_routed)
         if role.is_computed and (is_weight or origin & Origin.BATCH):
             return Constraint(used)
         if is_weight:

@@ -217,7 +217,7 @@ def _storable(resolver: Resolver, sizes: np.ndarray) -> np.ndarray:
         labels = classes[value]
         if not leaf.shape or (labels, leaf.shape) in rows:
             continue
-        spec = resolver.computed(labels, leaf.shape)
+        spec = resolver.used(labels, leaf.shape)
         ways = [stored * np.prod([sizes[at[axis]] for axis in axes], axis=0, initial=1) for axes in spec]
         by_dim = [size % way == 0 for size, way in zip(leaf.shape, ways, strict=True)]
         order = [resolver.reluctance(label) for label in labels]

@@ -1,11 +1,13 @@
 """Roles: what every value of a traced function is, as far as its place depends on it. No layout is known yet."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spanax.trace.chunked import CHUNKS
 from spanax.trace.origins import Origin, feeds
 from spanax.trace.primitives import ELEMENTWISE
+from spanax.trace.routing import Routing, is_routed
 
 if TYPE_CHECKING:
     from spanax.trace.axes import Axes
@@ -25,6 +27,7 @@ class Role:
       origin: what it was computed from (`Origin`).
       is_computed: it is an activation, or goes into one where it is: not kept, but computed with.
       whole: dims along which the operation that makes it works, so that it is not free to split.
+      is_routed: it has a dim of experts, and is nothing that experts keep or compute: it says which are chosen.
     """
 
     labels: tuple[int | None, ...]
@@ -32,9 +35,10 @@ class Role:
     origin: int
     is_computed: bool
     whole: frozenset[int]
+    is_routed: bool
 
 
-def roles(graph: "Graph", axes: "Axes") -> list[Role]:
+def roles(graph: "Graph", axes: "Axes", routings: Mapping[int, Routing]) -> list[Role]:
     """The role of every value, by its number; equal roles are one object."""
     whole: dict[int, set[int]] = {}
     for value, dim in axes.kept_whole:
@@ -44,6 +48,7 @@ def roles(graph: "Graph", axes: "Axes") -> list[Role]:
     ]
     feeding = feeds(graph, is_activation)
     moved, at_once = _moved(graph), _in_chunks(graph)
+    routed = {labels: is_routed(labels, routings, axes) for labels in {*axes.classes}}
     found: list[Role] = []
     known: dict[Role, Role] = {}
     for value, labels in enumerate(axes.classes):
@@ -56,6 +61,7 @@ def roles(graph: "Graph", axes: "Axes") -> list[Role]:
             int(origin),
             is_activation[value] or goes_in or value in at_once,
             frozenset(whole.get(value, ())),
+            routed[labels],
         )
         found.append(known.setdefault(role, role))
     return found
