@@ -51,7 +51,7 @@ MATRIX = dict.fromkeys(zoo.ZOO, FEW) | {
     "cnn": DATA + TENSOR,
     "gpt": DATA + TENSOR + SEQUENCE,
     "gqa": DATA + TENSOR + SEQUENCE,
-    "moe": DATA + TENSOR + SEQUENCE + EXPERT,
+    "moe": DATA + TENSOR + [one for one in SEQUENCE if one[0] != "ring"] + EXPERT,  # it has no attention
     "llama": FEW + SEQUENCE,
     "mixtral": FEW + EXPERT,
     "qwen": FEW + SEQUENCE,
