@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from spanax.run.kept_programs import FOLDER, keep_programs, prune
+from spanax.run.kept_programs import FOLDER, THRESHOLD, keep_programs, prune
 
 
 def test_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
@@ -21,10 +21,12 @@ def test_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["read"]
 
 
-def test_a_place_that_is_said_stays(tmp_path: Path) -> None:
-    environ = {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)}
-    keep_programs(environ)
-    assert environ == {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)} and not list(tmp_path.iterdir())
+def test_a_place_and_a_threshold_that_are_said_stay(tmp_path: Path) -> None:
+    said = {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)}
+    for threshold, kept in (({}, "0"), ({THRESHOLD: "2"}, "2")):
+        environ = said | threshold
+        keep_programs(environ)
+        assert environ == said | {THRESHOLD: kept} and not list(tmp_path.iterdir())
 
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:

@@ -13,13 +13,16 @@ from spanax.run.data.cache import cache_folder
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
 """The variable with which JAX is told where, when it is imported."""
 
+THRESHOLD = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+"""The variable that says what compiles too fast to be kept: JAX's own second leaves out most of what makes a state."""
+
 MOST_BYTES = 2 << 30
 
 
 def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     """Have JAX keep what it compiles; to be called before it is imported.
 
-    Nothing is kept where the environment says something else of it, or where nothing can be written.
+    A place and a threshold that the environment names stay; nothing is kept where nothing can be written.
 
     Example:
       >>> import tempfile
@@ -28,7 +31,8 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
       >>> Path(environ["JAX_COMPILATION_CACHE_DIR"]).is_dir()
       True
     """
-    if FOLDER in environ:
+    if FOLDER in environ:  # its owner prunes it
+        environ.setdefault(THRESHOLD, "0")
         return
     home = environ.get("XDG_CACHE_HOME")
     folder = cache_folder(None if home is None else Path(home) / "spanax") / "compiled"
@@ -38,8 +42,7 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
         return
     prune(folder, MOST_BYTES)
     environ[FOLDER] = str(folder)
-    # The state is made by many programs that take less than JAX's threshold of a second each.
-    environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    environ.setdefault(THRESHOLD, "0")
 
 
 def prune(folder: Path, most_bytes: int) -> None:
