@@ -6,7 +6,7 @@ from dataclasses import replace
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Search, plan_of
-from spanax.plan.own import memory_of
+from spanax.plan.own import candidate_of, memory_of
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 from spanax.units import bytes_text
@@ -17,8 +17,12 @@ TRIED = (8, 4, 2)
 LARGE, SMALL = 0.1, 0.05
 """Shares of the peak: logits below the first stay whole, and twice the chunks are to save the second."""
 
+SLOWER = 0.05
+"""What fits as it is takes no more chunks than those with which a step is to take so much longer: each adds to the
+gradient of the head, and its matmuls have fewer rows."""
+
 MOST = 64
-"""Smaller chunks leave the matmul too few rows."""
+"""No more chunks are tried."""
 
 
 def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan]) -> Plan:
@@ -57,7 +61,7 @@ def found_in_chunks(find: Callable[[Program], Search], program: Program, cluster
 def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int, str]:
     """In how many chunks of tokens the logits of a plan go best, and why.
 
-    The number is the smallest power of two of which the double saves little more: every chunk takes its time.
+    The number is the smallest power of two of which the double saves little more, or takes long, by its price.
 
     Example:
       >>> import jax, optax, spanax
@@ -72,7 +76,7 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
       ... )
       >>> machine = spanax.cluster("cpu:8")
       >>> suiting_chunks(program, spanax.plan(program, machine, layout="data"), machine)[0]
-      16
+      2
     """
     divided = _divided(program)
     if isinstance(divided, str):
@@ -81,18 +85,17 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     logits = (before - _peak_bytes(program, plan, cluster, tried)) * tried / (tried - 1)
     if logits < LARGE * before:
         return 1, f"logits whole: in chunks a device would hold {max(0.0, logits / before):.0%} less"
-    count, held = 1, before
+    count, held, slower, seconds = 1, before, 0.0, _step_seconds(program, plan, cluster, 1)
     while count < MOST and not isinstance(_divided(program, [2 * count]), str):
         after = _peak_bytes(program, plan, cluster, 2 * count)
-        if held - after < SMALL * before:
+        slower = _step_seconds(program, plan, cluster, 2 * count) / seconds - 1
+        fits = cluster.memory_bytes is None or held <= cluster.memory_bytes
+        if held - after < SMALL * before or (fits and slower > SLOWER):
             break
         count, held = 2 * count, after
-    told = (
-        f"logits in {count} chunks: {bytes_text(before - held)} less"
-        if count > 1
-        else "logits whole: 2 chunks save little"
-    )
-    return count, told
+    if count > 1:
+        return count, f"logits in {count} chunks: {bytes_text(before - held)} less"
+    return 1, f"logits whole: 2 chunks {f'take {slower:.0%} longer' if slower > SLOWER else 'save little'}"
 
 
 def chunks_to_try(found: Search) -> str:
@@ -112,8 +115,18 @@ def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
 
 
 def _peak_bytes(program: Program, plan: Plan, cluster: Cluster, count: int) -> float:
-    asked = replace(plan, schedule=replace(plan.schedule, loss_chunks=count))
-    return float(memory_of(program, asked, cluster).peak_bytes[0])
+    return float(memory_of(program, _asked(plan, count), cluster).peak_bytes[0])
+
+
+def _step_seconds(program: Program, plan: Plan, cluster: Cluster, count: int) -> float:
+    """What a step is to take in so many chunks; the same for any where nobody knows how fast the chip is."""
+    if not cluster.chip.peak_flops:
+        return 1.0
+    return candidate_of(program, _asked(plan, count), cluster).step_seconds
+
+
+def _asked(plan: Plan, count: int) -> Plan:
+    return replace(plan, schedule=replace(plan.schedule, loss_chunks=count))
 
 
 def _divided(program: Program, counts: Sequence[int] = TRIED) -> Program | str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -14,9 +15,10 @@ from flax import nnx
 import hlo_bytes
 import spanax
 from spanax.errors import SpanaxError
+from spanax.models import gpt
 from spanax.models.stack import Stack
 from spanax.plan.logits import chunks_to_try, saved_bytes, suiting_chunks
-from spanax.plan.own import memory_of
+from spanax.plan.own import candidate_of, memory_of
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.priced import priced
@@ -130,11 +132,30 @@ def test_nothing_more_is_moved_and_the_logits_are_not_there(layout: str, mesh: s
     assert saved_bytes(program(), plans[1], machine) == round(told[0] - told[1])
 
 
-def test_auto_takes_chunks_where_they_save_much() -> None:
-    plan = planned("data", "data=4", "auto")
-    assert plan.schedule.loss_chunks > 1 and "logits in" in plan.why
+def test_auto_takes_chunks_where_they_save_much_and_take_little() -> None:
+    config = gpt.GPTConfig(vocab_size=50257, seq_len=256, num_layers=2, num_heads=4, embed_dim=256)
+    build = lambda rngs: gpt.GPT(config, rngs)  # noqa: E731
+    batch = gpt.example_batch(64, 256)  # 4,096 tokens a device
+    traced = spanax.trace(build=build, optimizer=optax.adamw(1e-3), batch=batch, loss=gpt.loss)
+    machine = spanax.cluster("cpu:4")
+    plan = spanax.plan(traced, machine, layout="data", loss_chunks="auto")
+    count = plan.schedule.loss_chunks
+    assert count > 1 and "logits in" in plan.why
     assert Plan.from_json(plan.to_json()) == plan
     assert "loss_chunks" not in planned("data", "data=4", 1).to_json()
+    made = {many: spanax.plan(traced, machine, layout="data", loss_chunks=many) for many in (1, count, 2 * count)}
+    priced_as = {many: candidate_of(traced.with_loss_chunks(many), plan, machine) for many, plan in made.items()}
+    first, then, twice = (priced_as[many].step_seconds for many in made)
+    assert then <= 1.05 * first < twice
+    # What does not fit so is taken in more, whatever it takes.
+    tight = dataclasses.replace(machine, memory_bytes=0.9 * priced_as[count].peak_bytes)
+    assert suiting_chunks(traced, made[1], tight)[0] > count
+
+
+def test_auto_leaves_logits_whole_where_chunks_have_few_tokens() -> None:
+    plan = planned("data", "data=4", "auto")  # 64 tokens a device
+    assert plan.schedule.loss_chunks == 1
+    assert re.search(r"; logits whole: 2 chunks take \d+% longer$", plan.why)
 
 
 def test_where_nothing_fits_chunks_are_named_if_they_save_much() -> None:
