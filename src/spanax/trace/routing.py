@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spanax.trace.census import label_key
+from spanax.trace.census import contraction_dims, label_key
 from spanax.trace.origins import Origin
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ def _routing(
         tokens = [value for value in batched if label not in keys[value]]
         # What says whose place a token has is met by nothing else: a product of both alone is a weight's gradient.
         if theirs and tokens and any(label in keys[value] and value not in theirs for value in batched):
+            passed, classes = contraction_dims(op)[1], axes.classes[op.inputs[0]]
+            by_example = any(lhs >= 0 and rhs >= 0 and classes[lhs] in batch for lhs, rhs, _ in passed)
             for value in (*tokens, *theirs):
-                counts[0 if value in tokens else 1 if value in batched else 2] += math.prod(graph.shape(value))
+                counts[0 if value in tokens else 1 if by_example else 2] += math.prod(graph.shape(value))
     weights = {_key(axes.classes[value], layers) for value in graph.body.inputs if axes.origins[value] == Origin.PARAM}
     has_experts = any(label in key for key in weights - scoring)
     return Routing(has_experts, frozenset(scoring), frozenset(inside - scoring), *counts)
