@@ -160,6 +160,36 @@ class MoEBlock(nnx.Module):
         return x_BTD + jnp.einsum("btec,ebcd->btd", combine_BTEC, h_EBCD)
 
 
+class IndexedMoEBlock(nnx.Module):
+    """The same, each token written into its place by number and read out of it: no product with one-hots."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.1)
+        self.norm = nnx.LayerNorm(32, rngs=rngs)
+        self.router = nnx.Linear(32, 8, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(init(rngs.params(), (8, 32, 64)))
+        self.down = nnx.Param(init(rngs.params(), (8, 64, 32)))
+
+    def __call__(self, x_BTD):
+        h_BTD, capacity = self.norm(x_BTD), 2 * x_BTD.shape[1] // 8 + 2
+        gates_BT2, chosen_BT2 = jax.lax.top_k(jax.nn.softmax(self.router(h_BTD)), 2)
+        chosen_BS = chosen_BT2.reshape(x_BTD.shape[0], -1)
+        flat_BSE = jax.nn.one_hot(chosen_BS, 8, dtype=jnp.int32)
+        place_BS = ((jnp.cumsum(flat_BSE, axis=1) - 1) * flat_BSE).sum(-1)
+
+        def write(h_SD, chosen_S, place_S):
+            return jnp.zeros((8, capacity, 32)).at[chosen_S, place_S].add(h_SD, mode="drop")
+
+        def read(h_ECD, chosen_S, place_S):
+            return h_ECD.at[chosen_S, place_S].get(mode="fill", fill_value=0.0)
+
+        h_BECD = jax.vmap(write)(jnp.repeat(h_BTD, 2, axis=1), chosen_BS, place_BS)
+        h_BECF = jax.nn.gelu(jnp.einsum("becd,edf->becf", h_BECD, self.up[...]))
+        h_BECD = jnp.einsum("becf,efd->becd", h_BECF, self.down[...])
+        y_BSD = jax.vmap(read)(h_BECD, chosen_BS, place_BS)
+        return x_BTD + (y_BSD.reshape(*gates_BT2.shape, -1) * gates_BT2[..., None]).sum(2)
+
+
 class Decoder(nnx.Module):
     """Embedding, some blocks, a head."""
 
@@ -390,6 +420,7 @@ ZOO = {
     "dropout": Case(lambda rngs: MLP(rngs, rate=0.3), squared_error, VECTORS),
     "gqa": Case(lambda rngs: Decoder(rngs, [LlamaBlock] * 2, 64), cross_entropy, TEXT),
     "moe": Case(lambda rngs: Decoder(rngs, [MoEBlock] * 2, 32), cross_entropy, TEXT),
+    "indexed-moe": Case(lambda rngs: Decoder(rngs, [IndexedMoEBlock], 32), cross_entropy, TEXT),
     "rnn": Case(rnn, cross_entropy, SERIES),
     "vit": Case(ViT, cross_entropy, IMAGES),
     "unet": Case(UNet, squared_error, batches(x=floats(16, 16, 3), y=floats(16, 16, 3))),

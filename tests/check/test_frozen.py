@@ -41,24 +41,26 @@ SEQUENCE = [
     ("context", "data=4,context=2"),
     ("ring", "data=2,context=4"),
 ]
-EXPERT = [("expert", "data=4,expert=2"), ("expert", "expert=8")]
+EXPERT = [("expert", "expert=8"), ("expert", "data=4,expert=2")]
 
 MATRIX = {
     "gpt": COMMON + SEQUENCE,
     "llama": COMMON[-3:] + SEQUENCE,
     "vit-scan": COMMON,
     "moe": COMMON + EXPERT,
-    "mixtral": COMMON[-1:] + EXPERT[:1],
+    "mixtral": COMMON[-1:] + EXPERT[1:],
     "resnet": [COMMON[0], *COMMON[3:]],
     "ddpm": [COMMON[0], COMMON[3], COMMON[-1]],
     "gqa": SEQUENCE[-1:],
-    "dropless": EXPERT[:1],
+    "dropless": EXPERT[1:],
+    "indexed-moe": EXPERT[:1],
 }
 
 QUICK = {
     "gpt": {"zero1", "fsdp+tensor+seq"},
     "gqa": {"ring"},
     "moe": {"data+tensor", "expert"},
+    "indexed-moe": {"expert"},
     "resnet": {"fsdp"},
     "ddpm": {"fsdp+tensor"},
 }

@@ -23,6 +23,7 @@ CASES = {
     ),
     "cnn": zoo.ZOO["cnn"],
     "moe": zoo.ZOO["moe"],
+    "indexed-moe": zoo.ZOO["indexed-moe"],
 }
 CELLS = [
     ("gpt", "fsdp", "fsdp=8"),
@@ -31,6 +32,8 @@ CELLS = [
     ("gpt", "context", "data=2,context=4"),
     ("cnn", "hsdp", "data=2,fsdp=4"),
     ("moe", "expert", "data=4,expert=2"),
+    ("moe", "expert", "expert=8"),
+    ("indexed-moe", "expert", "data=2,expert=4"),
     ("moe", "tensor", "model=8"),
 ]
 MERGED_BYTES, MERGED_SHARE = 128, 2e-3

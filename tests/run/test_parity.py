@@ -52,6 +52,7 @@ MATRIX = dict.fromkeys(zoo.ZOO, FEW) | {
     "gpt": DATA + TENSOR + SEQUENCE,
     "gqa": DATA + TENSOR + SEQUENCE,
     "moe": DATA + TENSOR + [one for one in SEQUENCE if one[0] != "ring"] + EXPERT,  # it has no attention
+    "indexed-moe": FEW + EXPERT,
     "llama": FEW + SEQUENCE,
     "mixtral": FEW + EXPERT,
     "qwen": FEW + SEQUENCE,
@@ -67,6 +68,7 @@ QUICK = {
     "gpt": {"zero1", "fsdp+tensor+seq"},
     "gqa": {"context", "ring", "fsdp+tensor"},
     "moe": {"expert", "data+tensor"},
+    "indexed-moe": {"expert"},
     "dropless": {"expert"},
     "ddpm": {"fsdp+tensor"},
 } | dict.fromkeys(

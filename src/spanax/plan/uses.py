@@ -294,6 +294,14 @@ def _ways_to_look_up(
     known: list[tuple[Spec, Spec, float]] = [(used, computed, tables + sums)]
     if not traced.batch_labels.intersection(classes[found.table]):
         known.append((((),) * len(used), result.spec, 2 * table_size))
+    else:  # a table for each example, exchanged for one that lies as its rows do, or gathered
+        left = _without(used, _axes(result.spec) | summed)
+        asked = dict(zip(classes[found.rows], result.spec, strict=True))
+        own = tuple(
+            () if dim in found.looked_up else asked[label] if label in traced.batch_labels & asked.keys() else by
+            for dim, (label, by) in enumerate(zip(classes[found.table], left, strict=True))
+        )
+        known.append((own, result.spec, table_size / ways([*_axes(own)])))
     by_label = dict(zip(classes[found.table], lies.spec, strict=True))
     columns = {dim: by_label.get(classes[found.rows][dim], ()) for dim in found.columns}
     parts = {axis for by in columns.values() for axis in by}

@@ -1,5 +1,7 @@
 """Replayed: how a function of a program runs on the mesh of a plan."""
 
+from collections.abc import Mapping
+
 from jax.sharding import Mesh
 
 from spanax.plan.laid import Laid
@@ -7,11 +9,12 @@ from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.stages import inside_stage
 from spanax.plan.unreduced import Unreduced, unreduced
-from spanax.plan.uses import uses
+from spanax.plan.uses import Use, uses
 from spanax.run.step.padding import Padded
 from spanax.run.step.pipeline import in_stages
 from spanax.run.step.replay import Replay
 from spanax.run.step.rows import Rows
+from spanax.trace.graph import Op
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 
@@ -49,9 +52,7 @@ def replayed(
             return Replay(traced.graph, [None] * len(constraints), {}, mesh)
         late = unreduced(Laid(resolver, traced), plan.schedule) if is_step else Unreduced()
         taken = uses(resolver, traced, constraints)
-        # One number all over is made as an operation asks for it: said to lie otherwise before, it would be gathered.
-        asked = {value for op, use in taken.items() for value, by in zip(op.inputs, use.inputs, strict=True) if by}
-        free = asked & traced.uniform
+        free = _free(traced, taken)
         told = [None if value in free else constraint for value, constraint in enumerate(constraints)]
         return Replay(traced.graph, told, taken, mesh, late)
 
@@ -59,3 +60,18 @@ def replayed(
         return replay(traced if padded is None else padded.step)
     around = None if padded is None else (replay(padded.step), padded)
     return in_stages(replay(traced), traced, plan.schedule, rows, around)
+
+
+def _free(traced: Traced, taken: Mapping[Op, Use]) -> set[int]:
+    """One number all over that an operation asks for in its own way, and what nothing but that is made of.
+
+    It is made as it is asked for: said to lie otherwise before, it would be gathered.
+    """
+    asked = {value for op, use in taken.items() for value, by in zip(op.inputs, use.inputs, strict=True) if by}
+    free, pinned = asked & traced.uniform, {*traced.graph.body.outputs} - asked
+    for op in reversed([*traced.graph.ops()]) if free else ():
+        if op.outputs and free.issuperset(op.outputs) and pinned.isdisjoint(op.outputs):
+            free |= traced.uniform.intersection(op.inputs)
+        else:
+            pinned.update({*op.inputs, *(value for body in op.bodies for value in body.outputs)} - asked)
+    return free - pinned
