@@ -1,10 +1,10 @@
 """What of a layer's gathers and reduce-scatters the chips' own compilers run beside matmuls, read from the schedule.
 
-Needs libtpu (`pip install -e '.[tpu]'`) and no chip; some seconds a line. Nothing is timed: a gather that is started
-before a matmul and awaited behind it can be hidden, one that is one instruction is waited for.
+Needs libtpu (`pip install -e '.[tpu]'`), or for GPUs `.[cuda12]`, and no chip; some seconds a line. Nothing is timed: a
+gather that is started before a matmul and awaited behind it can be hidden, one that is one instruction is waited for.
 
 Usage:
-  python benchmarks/overlap.py [--layers 4] [--on v5e:4x4 v5p:2x2x4 v6e:4x4]
+  python benchmarks/overlap.py [--layers 4] [--on v5e:4x4 v5p:2x2x4 v6e:4x4 h100:8]
 """
 
 import argparse
@@ -30,7 +30,7 @@ LARGE_BYTES = 1 << 20
 HANDED_ON = ("get-tuple-element", "tuple", "async-update", "fusion")
 """What lies between the beginning of a gather and its end."""
 
-MATMULS, GATHERS = ("convolution", "dot"), ("all-gather", "all-gather-start")
+MATMULS, GATHERS, SUMS = ("convolution", "dot"), ("all-gather", "all-gather-start"), ("reduce-scatter", "all-reduce")
 
 SPARSE_CORES = (
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather=False",
@@ -65,6 +65,7 @@ def tally(module: Module, order: list[Instruction]) -> Counter[str]:
     """What becomes of the large gathers of a loop's body, and how many products are scattered as they are made."""
     found: Counter[str] = Counter()
     waiting: dict[int, bool] = {}
+    names: dict[int, str] = {}
     by_id = {one.id: one for one in order}
     for one in order:
         if one.opcode == "while" and any(WINDOWED.search(module.computations[body].name) for body in one.called):
@@ -72,12 +73,15 @@ def tally(module: Module, order: list[Instruction]) -> Counter[str]:
         gather = contains(module, one, GATHERS)
         starts = one.opcode.endswith("-start") or one.name.startswith("async-collective-start")
         ends = one.opcode.endswith("-done") or one.name.startswith("async-collective-done")
-        if gather is not None and starts and gather.shape.num_bytes >= LARGE_BYTES:
+        total = contains(module, one, SUMS)
+        moves = gather or total
+        if moves is not None and starts and moves.shape.num_bytes >= LARGE_BYTES:
             waiting[one.id] = False
+            names[one.id] = "" if gather is not None else "sums "
         elif ends and (begun := _begun(one, by_id, waiting)) is not None:
-            found["beside a matmul" if waiting.pop(begun) else "beside something else"] += 1
-        elif one.opcode == "all-gather" and one.shape.num_bytes >= LARGE_BYTES:
-            found["waited for"] += 1
+            found[names[begun] + ("beside a matmul" if waiting.pop(begun) else "beside something else")] += 1
+        elif one.opcode in ("all-gather", *SUMS) and one.shape.num_bytes >= LARGE_BYTES:
+            found["waited for" if one.opcode == "all-gather" else "sums waited for"] += 1
         if contains(module, one, MATMULS) is not None:
             waiting = dict.fromkeys(waiting, True)
             found["matmuls"] += 1
@@ -123,11 +127,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--on", nargs="*", default=["v5e:4x4", "v5p:2x2x4", "v6e:4x4"])
     args = parser.parse_args()
-    kinds = ("beside a matmul", "beside something else", "waited for", "products scattered in loops of permutes")
+    told = ("beside a matmul", "beside something else", "waited for")
+    kinds = (*told, *(f"sums {one}" for one in told), "products scattered in loops of permutes")
     print("| chips | options | loop | " + " | ".join(kinds) + " |\n" + "|---" * (3 + len(kinds)) + "|")
     for on in args.on:
-        for name, flags in (("as libtpu has them", ()), ("gathers by the SparseCores", SPARSE_CORES)):
-            if flags and on.startswith("v5e"):
+        for name, flags in (("none", ()), ("gathers by the SparseCores", SPARSE_CORES)):
+            if flags and not on.startswith(("v5p", "v6e")):
                 continue  # it has no SparseCores
             for loop, counted in zip(("forward", "backward"), measure(on, args.layers, flags), strict=True):
                 counts = " | ".join(str(counted[kind]) for kind in kinds)
