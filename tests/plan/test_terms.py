@@ -23,6 +23,7 @@ CASES = {
     ),
     "cnn": zoo.ZOO["cnn"],
     "moe": zoo.ZOO["moe"],
+    "mixtral": zoo.ZOO["mixtral"],
     "indexed-moe": zoo.ZOO["indexed-moe"],
 }
 CELLS = [
@@ -33,6 +34,8 @@ CELLS = [
     ("cnn", "hsdp", "data=2,fsdp=4"),
     ("moe", "expert", "data=4,expert=2"),
     ("moe", "expert", "expert=8"),
+    ("mixtral", "", "expert=4,context=2"),
+    ("moe", "", "expert=4,model=2"),
     ("indexed-moe", "expert", "data=2,expert=4"),
     ("moe", "tensor", "model=8"),
 ]
@@ -44,7 +47,7 @@ MERGED_BYTES, MERGED_SHARE = 128, 2e-3
 def planned(model: str, layout: str, mesh: str) -> tuple[spanax.Program, spanax.Plan]:
     case = CASES[model]
     program = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss)
-    return program, spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
+    return program, spanax.plan(program, spanax.cluster("cpu:8"), layout=layout or None, mesh=mesh)
 
 
 def predicted(model: str, layout: str, mesh: str) -> dict[tuple[str, str], float]:

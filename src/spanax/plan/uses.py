@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spanax.plan.around import Around, around
-from spanax.plan.partition import as_masks, partition, union
+from spanax.plan.partition import Masks, as_masks, partition, union
 from spanax.plan.resolve import Constraint, Resolver, Spec
 from spanax.trace.graph import CONTRACTIONS, Op
 from spanax.trace.primitives import independent_dims, reshape_groups
@@ -36,6 +36,7 @@ class Use:
 
     Attributes:
       inputs: the constraint each operand is brought to for it; None: as it lies.
+      first: the constraint by way of which; none for any if empty.
       outputs: the constraint each result is in right after it; None: its own.
       is_local: whether it runs shard by shard, each device on its part of what `inputs` split.
       summed: the mesh axes over which the results of shards are then added up.
@@ -45,6 +46,7 @@ class Use:
 
     inputs: tuple[Constraint | None, ...]
     outputs: tuple[Constraint | None, ...]
+    first: tuple[Constraint | None, ...] = ()
     is_local: bool = False
     summed: tuple[str, ...] = ()
     parts: int = 1
@@ -148,13 +150,13 @@ def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequenc
     Of operands that one mesh axis splits along dims that do not meet, one is gathered, and where a dim that is summed
     is split on one side, the other takes its part: left to itself, XLA may gather the larger, or both. A sum over an
     axis that is to split a dim together with others comes before the split: asked for both at once, XLA gathers the
-    others.
+    others. So does a result that is exchanged: asked for it as it is wanted, XLA may gather an operand.
     """
     use = _gathered(op, constraints) or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
     values = (*op.inputs[:2], op.outputs[0])
     lies = [one or constraints[value] for one, value in zip((*use.inputs[:2], use.outputs[0]), values, strict=True)]
     specs = [one.spec if one else ((),) * len(traced.graph.shape(at)) for one, at in zip(lies, values, strict=True)]
-    taken, given = list(use.inputs), list(use.outputs)
+    taken, given, first = list(use.inputs), list(use.outputs), list[Constraint | None]([None] * len(op.inputs))
     if _axes(specs[0]) & _axes(specs[1]) or any(len(by) > 1 for by in specs[2]):
         bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
         masks = [as_masks(spec, bits) for spec in specs]
@@ -166,10 +168,22 @@ def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequenc
                 # The channels of a convolution's group are fewer than those that it meets, and may not divide.
                 if all(size % resolver.mesh.ways(by) == 0 for size, by in sizes):
                     taken[side] = Constraint(spec)
+                    first[side] = _exchanged(specs[side], masks[side], split.operands[side], bits)
         summed = _named(union([shift.over for shift in split.shifts if shift.kind == "reduce-scatter"]), bits)
         if any(len(by) > 1 and summed.intersection(by) for by in specs[2]):
             given[0] = Constraint(_without(specs[2], summed))
-    return Use(tuple(taken), tuple(given)) if any((*taken, *given)) else None
+        elif exchanged := union([one.over for one in split.shifts if one.kind == "all-to-all" and not one.is_operand]):
+            before = [was & exchanged | to & ~exchanged for was, to in zip(split.result, masks[2], strict=True)]
+            given[0] = Constraint(_taken(specs[2], before, bits))
+    return Use(tuple(taken), tuple(given), tuple(first) if any(first) else ()) if any((*taken, *given)) else None
+
+
+def _exchanged(spec: Spec, before: Masks, after: Masks, bits: Mapping[str, int]) -> Constraint | None:
+    """Where something is to be exchanged and gathered: exchanged alone, as XLA gathers first and exchanges more."""
+    gathered = union(before) & ~union(after)
+    if not gathered or not any(old & union(after) & ~new for old, new in zip(before, after, strict=True)):
+        return None
+    return Constraint(_taken(spec, [old & gathered | new for old, new in zip(before, after, strict=True)], bits))
 
 
 def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
