@@ -160,15 +160,8 @@ class MoEBlock(nnx.Module):
         return x_BTD + jnp.einsum("btec,ebcd->btd", combine_BTEC, h_EBCD)
 
 
-class IndexedMoEBlock(nnx.Module):
+class IndexedMoEBlock(MoEBlock):
     """The same, each token written into its place by number and read out of it: no product with one-hots."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.1)
-        self.norm = nnx.LayerNorm(32, rngs=rngs)
-        self.router = nnx.Linear(32, 8, use_bias=False, rngs=rngs)
-        self.up = nnx.Param(init(rngs.params(), (8, 32, 64)))
-        self.down = nnx.Param(init(rngs.params(), (8, 64, 32)))
 
     def __call__(self, x_BTD):
         h_BTD, capacity = self.norm(x_BTD), 2 * x_BTD.shape[1] // 8 + 2

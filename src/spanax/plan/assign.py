@@ -1,6 +1,5 @@
 """Assignment: which classes of dims each mesh axis splits in one program, and why the others stay whole."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -133,9 +132,7 @@ def _with_experts(program: Program, ranks: Mapping[str, dict[int, int]], mesh: M
 def divided_layers(program: Program) -> list[int]:
     """The class of the layers that a pipeline divides, if there are any: of several, those with the most parameters."""
     labels = program.step.labels_by_name.get("layers", ())
-    sizes = {leaf.path: math.prod(leaf.shape) for leaf in program.leaves}
-    held = {label: sum(sizes[path] for path, _ in program.params_by_class.get(label, ())) for label in labels}
-    return [max(held, key=lambda label: held[label])] if held else []
+    return [max(labels, key=lambda label: program.size_by_class.get(label, 0))] if labels else []
 
 
 def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:

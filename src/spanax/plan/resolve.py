@@ -15,7 +15,6 @@ from spanax.trace.census import label_key
 from spanax.trace.origins import Origin
 from spanax.trace.program import Program
 from spanax.trace.roles import Role
-from spanax.trace.routing import is_routed
 from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
 
@@ -64,10 +63,8 @@ class Resolver:
         """The spec of a value while it is computed with: each mesh axis on the first dim of its list."""
         split: list[tuple[str, ...]] = [()] * len(shape)
         for axis, ranks in self.assignment.ranks.items():
-            candidates = [(ranks[at], dim) for dim, at in enumerate(labels) if at is not None and at in ranks]
-            if is_routed:
-                candidates = [(rank, dim) for rank, dim in candidates if rank != SENT_TO]
-            for _, dim in sorted(candidates):
+            known = [(ranks[at], dim) for dim, at in enumerate(labels) if at is not None and at in ranks]
+            for _, dim in sorted(one for one in known if not is_routed or one[0] != SENT_TO):
                 size = self.assignment.kept(labels[dim], shape[dim])
                 if dim not in whole and size % self.mesh.ways((*split[dim], axis)) == 0:
                     split[dim] = (*split[dim], axis)
@@ -76,8 +73,7 @@ class Resolver:
 
     def used(self, labels: Labels, shape: Sequence[int]) -> Spec:
         """The spec of an array of the state or the batch where it is computed with."""
-        step = self.program.step
-        return self.computed(labels, shape, is_routed=is_routed(labels, step.routings, step.axes))
+        return self.computed(labels, shape, is_routed=labels in self.program.step.routed)
 
     def stored(self, used: Spec, labels: Labels, shape: Sequence[int], kind: str) -> Spec:
         """The spec of an array where it is kept.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spanax.plan.around import Around, around
-from spanax.plan.partition import Masks, as_masks, partition, union
+from spanax.plan.partition import Split, as_masks, partition, union
 from spanax.plan.resolve import Constraint, Resolver, Spec
 from spanax.trace.graph import CONTRACTIONS, Op
 from spanax.trace.primitives import independent_dims, reshape_groups
@@ -168,22 +168,22 @@ def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequenc
                 # The channels of a convolution's group are fewer than those that it meets, and may not divide.
                 if all(size % resolver.mesh.ways(by) == 0 for size, by in sizes):
                     taken[side] = Constraint(spec)
-                    first[side] = _exchanged(specs[side], masks[side], split.operands[side], bits)
-        summed = _named(union([shift.over for shift in split.shifts if shift.kind == "reduce-scatter"]), bits)
+                    gathered = _over(split, "all-gather", op.inputs[side])
+                    if gathered and _over(split, "all-to-all", op.inputs[side]):  # XLA gathers first, exchanging more
+                        by_way = zip(masks[side], split.operands[side], strict=True)
+                        first[side] = Constraint(_taken(specs[side], [was & gathered | to for was, to in by_way], bits))
+        summed = _named(_over(split, "reduce-scatter", op.outputs[0]), bits)
         if any(len(by) > 1 and summed.intersection(by) for by in specs[2]):
             given[0] = Constraint(_without(specs[2], summed))
-        elif exchanged := union([one.over for one in split.shifts if one.kind == "all-to-all" and not one.is_operand]):
+        elif exchanged := _over(split, "all-to-all", op.outputs[0]):
             before = [was & exchanged | to & ~exchanged for was, to in zip(split.result, masks[2], strict=True)]
             given[0] = Constraint(_taken(specs[2], before, bits))
     return Use(tuple(taken), tuple(given), tuple(first) if any(first) else ()) if any((*taken, *given)) else None
 
 
-def _exchanged(spec: Spec, before: Masks, after: Masks, bits: Mapping[str, int]) -> Constraint | None:
-    """Where something is to be exchanged and gathered: exchanged alone, as XLA gathers first and exchanges more."""
-    gathered = union(before) & ~union(after)
-    if not gathered or not any(old & union(after) & ~new for old, new in zip(before, after, strict=True)):
-        return None
-    return Constraint(_taken(spec, [old & gathered | new for old, new in zip(before, after, strict=True)], bits))
+def _over(split: Split, kind: str, value: int) -> int:
+    """The mesh axes over which a value moves so."""
+    return union([shift.over for shift in split.shifts if shift.kind == kind and shift.value == value])
 
 
 def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:

@@ -102,16 +102,21 @@ class Program:
         return found
 
     @cached_property
+    def size_by_class(self) -> dict[int, int]:
+        """For every class how many numbers the weights of `params_by_class` hold."""
+        sizes = {leaf.path: math.prod(leaf.shape) for leaf in self.leaves}
+        return {label: sum(sizes[path] for path, _ in rows) for label, rows in self.params_by_class.items()}
+
+    @cached_property
     def heavy(self) -> frozenset[int]:
         """The classes whose weights are more numbers than any one value of the batch that has them."""
-        step, sizes = self.step, {leaf.path: math.prod(leaf.shape) for leaf in self.leaves}
+        step = self.step
         of_batch: dict[int | None, int] = {}
         for value, labels in enumerate(step.axes.classes):
             if step.batch_labels.intersection(labels):
                 size = math.prod(step.graph.shape(value))
                 of_batch |= {label: max(size, of_batch.get(label, 0)) for label in labels}
-        held = {label: sum(sizes[path] for path, _ in rows) for label, rows in self.params_by_class.items()}
-        return frozenset(label for label, size in held.items() if size > of_batch.get(label, 0))
+        return frozenset(label for label, size in self.size_by_class.items() if size > of_batch.get(label, 0))
 
     @cached_property
     def param_keys(self) -> frozenset[tuple[int, ...]]:

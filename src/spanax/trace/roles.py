@@ -1,13 +1,13 @@
 """Roles: what every value of a traced function is, as far as its place depends on it. No layout is known yet."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spanax.trace.chunked import CHUNKS
 from spanax.trace.origins import Origin, feeds
 from spanax.trace.primitives import ELEMENTWISE
-from spanax.trace.routing import Routing, is_routed
+from spanax.trace.routing import Labels
 
 if TYPE_CHECKING:
     from spanax.trace.axes import Axes
@@ -38,7 +38,7 @@ class Role:
     is_routed: bool
 
 
-def roles(graph: "Graph", axes: "Axes", routings: Mapping[int, Routing]) -> list[Role]:
+def roles(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> list[Role]:
     """The role of every value, by its number; equal roles are one object."""
     whole: dict[int, set[int]] = {}
     for value, dim in axes.kept_whole:
@@ -48,7 +48,6 @@ def roles(graph: "Graph", axes: "Axes", routings: Mapping[int, Routing]) -> list
     ]
     feeding = feeds(graph, is_activation)
     moved, at_once = _moved(graph), _in_chunks(graph)
-    routed = {labels: is_routed(labels, routings, axes) for labels in {*axes.classes}}
     found: list[Role] = []
     known: dict[Role, Role] = {}
     for value, labels in enumerate(axes.classes):
@@ -61,7 +60,7 @@ def roles(graph: "Graph", axes: "Axes", routings: Mapping[int, Routing]) -> list
             int(origin),
             is_activation[value] or goes_in or value in at_once,
             frozenset(whole.get(value, ())),
-            routed[labels],
+            labels in routed,
         )
         found.append(known.setdefault(role, role))
     return found

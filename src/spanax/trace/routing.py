@@ -1,7 +1,7 @@
 """Routing: how the tokens of a batch come to the experts that are chosen for them, and what of it experts compute."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,9 +9,10 @@ from spanax.trace.census import contraction_dims, label_key
 from spanax.trace.origins import Origin
 
 if TYPE_CHECKING:
-    from spanax.trace.axes import Axes
-    from spanax.trace.graph import Graph, Op
+    from spanax.trace.graph import Op
+    from spanax.trace.traced import Traced
 
+Labels = tuple[int | None, ...]
 Key = tuple[int, ...]
 
 
@@ -48,31 +49,29 @@ class Routing:
         return 0 < sent < self.num_tokens / num_batch_ways
 
 
-def routings(graph: "Graph", axes: "Axes") -> dict[int, Routing]:
+def routings(traced: "Traced") -> dict[int, Routing]:
     """The routing to each class of experts of a traced function."""
-    named: dict[str, set[int]] = {}
-    for label, name in axes.names.items():
-        named.setdefault(name, set()).add(label)
-    dots = [op for op in graph.ops() if op.name == "dot_general"]
-    layers, batch = named.get("layers", set()), named.get("batch", set())
-    return {label: _routing(dots, graph, axes, label, layers, batch) for label in named.get("experts", ())}
+    dots = [op for op in traced.graph.ops() if op.name == "dot_general"]
+    return {label: _routing(dots, traced, label) for label in traced.labels_by_name.get("experts", ())}
 
 
-def is_routed(labels: tuple[int | None, ...], routings: Mapping[int, Routing], axes: "Axes") -> bool:
-    """Whether a value says which experts are chosen, or is what says so, and is nothing of theirs."""
-    of_experts = [routings[label] for label in labels if label is not None and label in routings]
+def routed(traced: "Traced") -> frozenset[Labels]:
+    """The classes of values that say which experts are chosen, or are what says so, and are nothing of theirs."""
+    return frozenset(labels for labels in {*traced.axes.classes} if _is_routed(labels, traced))
+
+
+def _is_routed(labels: Labels, traced: "Traced") -> bool:
+    of_experts = [traced.routings[label] for label in labels if label is not None and label in traced.routings]
     if not of_experts:
         return False
-    key = _key(labels, [label for label, name in axes.names.items() if name == "layers"])
-    is_batched = any(axes.names.get(label) == "batch" for label in labels if label is not None)
-    is_number = len(key) == 1
+    key = _key(labels, traced)
+    is_number, is_batched = len(key) == 1, not traced.batch_labels.isdisjoint(labels)
     return any(is_number or key in one.scoring or (is_batched and key not in one.inside) for one in of_experts)
 
 
-def _routing(
-    dots: list["Op"], graph: "Graph", axes: "Axes", label: int, layers: Collection[int], batch: Collection[int]
-) -> Routing:
-    keys = {value: _key(axes.classes[value], layers) for op in dots for value in (*op.inputs[:2], op.outputs[0])}
+def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
+    graph, axes, batch = traced.graph, traced.axes, traced.batch_labels
+    keys = {value: _key(axes.classes[value], traced) for op in dots for value in (*op.inputs[:2], op.outputs[0])}
     scoring, inside = set[Key](), set[Key]()
     for op in dots:
         for weight, other in (op.inputs[:2], op.inputs[1::-1]):
@@ -88,7 +87,7 @@ def _routing(
     counts = [0, 0, 0]
     for op in dots:
         values = (*op.inputs[:2], op.outputs[0])
-        batched = {value for value in values if not {*batch}.isdisjoint(keys[value])}
+        batched = {value for value in values if not batch.isdisjoint(keys[value])}
         theirs = [value for value in values if keys[value] in inside]
         tokens = [value for value in batched if label not in keys[value]]
         # What says whose place a token has is met by nothing else: a product of both alone is a weight's gradient.
@@ -97,10 +96,10 @@ def _routing(
             by_example = any(lhs >= 0 and rhs >= 0 and classes[lhs] in batch for lhs, rhs, _ in passed)
             for value in (*tokens, *theirs):
                 counts[0 if value in tokens else 1 if by_example else 2] += math.prod(graph.shape(value))
-    weights = {_key(axes.classes[value], layers) for value in graph.body.inputs if axes.origins[value] == Origin.PARAM}
+    weights = {_key(axes.classes[value], traced) for value in graph.body.inputs if axes.origins[value] == Origin.PARAM}
     has_experts = any(label in key for key in weights - scoring)
     return Routing(has_experts, frozenset(scoring), frozenset(inside - scoring), *counts)
 
 
-def _key(labels: tuple[int | None, ...], layers: Collection[int]) -> Key:
-    return label_key([label for label in labels if label not in layers])
+def _key(labels: Labels, traced: "Traced") -> Key:
+    return label_key([label for label in labels if label not in traced.layer_labels])

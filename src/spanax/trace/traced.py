@@ -15,7 +15,7 @@ from spanax.trace.order import order
 from spanax.trace.origins import Origin
 from spanax.trace.primitives import ELEMENTWISE
 from spanax.trace.roles import MOVEMENT, Role, roles
-from spanax.trace.routing import Routing, routings
+from spanax.trace.routing import Labels, Routing, routed, routings
 from spanax.trace.versions import next_versions
 
 SPREADING = ELEMENTWISE | MOVEMENT
@@ -36,12 +36,17 @@ class Traced:
     @cached_property
     def roles(self) -> list[Role]:
         """What every value is, as far as its place depends on it, by its number."""
-        return roles(self.graph, self.axes, self.routings)
+        return roles(self.graph, self.axes, self.routed)
 
     @cached_property
     def routings(self) -> dict[int, Routing]:
         """For each class of experts, how tokens come to them."""
-        return routings(self.graph, self.axes)
+        return routings(self)
+
+    @cached_property
+    def routed(self) -> frozenset[Labels]:
+        """The classes of values that say which experts are chosen."""
+        return routed(self)
 
     @cached_property
     def census(self) -> list[Kind]:

@@ -101,7 +101,7 @@ class Replay:
         if split is not None:
             return look_up(self.graph, op, split, ins, self.mesh, self.manual)
         if use is not None:
-            for brought in (use.first, use.inputs) if use.first else (use.inputs,):
+            for brought in filter(None, (use.first, use.inputs)):
                 ins = [self.constrained(array, wanted) for array, wanted in zip(ins, brought, strict=True)]
         if op.name in DROPPED:
             outs = list(ins[:1])
