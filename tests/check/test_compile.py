@@ -1,14 +1,16 @@
 """What compilers leave behind: how their memory is assigned, their report when it does not suffice, their programs."""
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 from jaxlib import _hlo
 
 import hlo_programs
+from spanax.check.child import POLL_SECONDS, Answer, until
 from spanax.check.compile import _answered, _assigned, _buffers
-from spanax.check.module import read_module
+from spanax.check.module import read_module, read_text
 from spanax.check.target import simulated
 from spanax.errors import CompilerError
 
@@ -76,3 +78,34 @@ def test_a_program_is_found_with_its_buffers_around_it_or_without() -> None:
     length = bytes([size & 127 | 128, size >> 7]) if size >= 128 else bytes([size])
     around = b"\x0a" + length + module + b"\x1a\x00"
     assert read_module(around).entry.name == read_module(module).entry.name
+
+
+def test_a_program_of_one_computation_is_read() -> None:
+    text = "HloModule one\n\nENTRY %main (x: f32[4]) -> f32[4] {\n  ROOT %x = f32[4] parameter(0)\n}\n"
+    assert list(read_text(text).entry.parameters) == [0]
+
+
+def test_the_program_is_taken_where_it_is_whole(tmp_path: Path) -> None:
+    whole = _hlo.hlo_module_from_text(hlo_programs.VARIADIC).as_serialized_hlo_module_proto()
+    (tmp_path / "step.pb").write_bytes(whole[:-1])
+    done = threading.Event()
+
+    def compiled() -> Answer:
+        assert not done.wait(4 * POLL_SECONDS)
+        (tmp_path / "step.pb").write_bytes(whole)
+        done.wait()
+        return {}, b"late"
+
+    assert until(tmp_path, "*.pb", compiled) == ({"memory": {}}, whole)
+    done.set()
+    assert until(tmp_path, "*.pb", lambda: ({"error": "no"}, b"")) == ({"error": "no"}, b"")
+    assert until(tmp_path, "*.none", lambda: ({"memory": {"code": 1}}, b"made")) == ({"memory": {"code": 1}}, b"made")
+    assert not (tmp_path / "compiled.pb").exists(), "one thread writes the answer, or another may cut it short"
+
+
+def test_what_a_compilation_raises_is_raised(tmp_path: Path) -> None:
+    def compiled() -> Answer:
+        raise OSError("no room")
+
+    with pytest.raises(OSError, match="no room"):
+        until(tmp_path, "*.pb", compiled)

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spanax.check.wire import fields
+from spanax.errors import DataError
+
 PASS = "spmd-partitioning"
 EARLY = {
     "cpu": f"*after_{PASS}*.hlo.pb",
@@ -22,12 +25,16 @@ EARLY = {
 
 POLL_SECONDS = 0.2
 
+Answer = tuple[dict[str, Any], bytes]
+"""What is said of a program, and the program as XLA serializes it: empty where none was made."""
+
 
 def main(folder: Path) -> None:
     """Compile what lies in a folder, and leave the answer there."""
     request = json.loads((folder / "request.json").read_text())
     _environment(request)
-    answer = _compiled(folder, request)
+    answer, program = _compiled(folder, request)
+    (folder / "compiled.pb").write_bytes(program)
     (folder / "answer.json").write_text(json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)  # the compiler may still be at work in its thread, and is not waited for
@@ -47,7 +54,7 @@ def _environment(request: dict[str, Any]) -> None:
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 
-def _compiled(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
+def _compiled(folder: Path, request: dict[str, Any]) -> Answer:
     import jax
     from jax._src import compiler
     from jax._src.interpreters import mlir
@@ -71,7 +78,7 @@ def _compiled(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
         env_options_overrides=flags,
     )
 
-    def compiled() -> dict[str, Any]:
+    def compiled() -> Answer:
         with mlir.make_ir_context():
             module = ir.Module.parse((folder / "program.mlirbc").read_bytes())
             there = xla_client.DeviceList(tuple(devices.flat))
@@ -79,20 +86,22 @@ def _compiled(folder: Path, request: dict[str, Any]) -> dict[str, Any]:
                 client = devices.flat[0].client
                 executable = compiler.backend_compile_and_load(client, module, there, options, [])
             except jax.errors.JaxRuntimeError as error:
-                return {"error": str(error)}
-        (folder / "compiled.pb").write_bytes(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
-        return {"memory": _memory(executable.get_compiled_memory_stats())}
+                return told | {"error": str(error)}, b""
+        program = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
+        return told | {"memory": _memory(executable.get_compiled_memory_stats())}, program
 
-    early = None if request["is_whole"] else EARLY[request["platform"]]
-    return told | (compiled() if early is None else _until(folder, early, compiled))
+    if request["is_whole"]:
+        return compiled()
+    answer, program = until(folder / "dump", EARLY[request["platform"]], compiled)
+    return told | answer, program
 
 
-def _until(folder: Path, early: str, compiled: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def until(folder: Path, early: str, compiled: Callable[[], Answer]) -> Answer:
     """What a compilation says, or the program as it is before machine code is made of it: whichever is first there.
 
     Of the time that TPU programs take, 95 % go into machine code, which nobody is going to run.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Answer] = []
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -103,20 +112,27 @@ def _until(folder: Path, early: str, compiled: Callable[[], dict[str, Any]]) -> 
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    size = -1
-    while thread.is_alive() and not found and not failed:
+    program = b""
+    while thread.is_alive():
         thread.join(POLL_SECONDS)
-        dumped = next((folder / "dump").glob(early), None)
-        before, size = size, dumped.stat().st_size if dumped else -1
-        if dumped and size == before > 0:
-            (folder / "compiled.pb").write_bytes(dumped.read_bytes())
-            return {"memory": {}}
+        before, program = program, _dumped(folder, early)
+        if program and program == before:  # seen twice: what is dumped beside it is there too
+            return {"memory": {}}, program
     if failed:
         raise failed[0]
-    if "error" not in found[0] and (dumped := next((folder / "dump").glob(early), None)):
-        (folder / "compiled.pb").write_bytes(dumped.read_bytes())
-        return {"memory": {}}
-    return found[0]
+    answer, program = found[0]
+    return (answer, program) if "error" in answer else (answer, _dumped(folder, early) or program)
+
+
+def _dumped(folder: Path, early: str) -> bytes:
+    """The program that a compiler has dumped; empty while there is none, or only the beginning of one."""
+    for path in folder.glob(early):
+        data = path.read_bytes()
+        try:
+            return data if fields(data) else b""
+        except DataError:
+            return b""
+    return b""
 
 
 def _memory(stats: Any) -> dict[str, int]:

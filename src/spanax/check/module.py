@@ -170,7 +170,7 @@ def read_module(data: bytes) -> Module:
 def program_of(data: bytes) -> Fields:
     """The fields of an HloModuleProto, or of the one in an HloProto."""
     message = fields(data)
-    if 6 not in message and 1 in message:  # no entry: a program with its buffers around it
+    if 2 not in message and 1 in message:  # its entry has no name: a program with its buffers around it
         return fields(raw(message, 1))
     return message
 
