@@ -178,6 +178,32 @@ def test_arrays_made_alike_are_compiled_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(compiled) < sum(bool(leaf.shape) for leaf in made.leaves) / 3
 
 
+class Filled(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (16, 8)))
+        self.half_8 = nnx.Param(jnp.full((8,), 0.5, jnp.bfloat16))
+        self.ones_88 = nnx.Param(jnp.ones((64,), jnp.int8).reshape(8, 8).astype(jnp.float32))
+        self.large = nnx.Param(jnp.full((1025, 1024), 3.0))
+
+
+def test_small_arrays_of_one_number_take_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = spanax.trace(
+        build=Filled,
+        optimizer=optax.sgd(0.1, momentum=0.9),
+        batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+        loss=lambda model, x: jnp.mean((x @ model.kernel @ model.ones_88 * model.half_8) ** 2) + model.large.sum(),
+    )
+    watched = Watched(monkeypatch)
+    run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:8"), layout="fsdp"))
+    # The kernel, what is converted once it was filled, and the large parameter and its momentum, which are made alike.
+    assert len(watched.programs) == 3, [program.output_size_in_bytes for program in watched.programs]
+    params = run.params()
+    assert params["half_8"].dtype == jnp.bfloat16 and host(params["half_8"]).tolist() == [0.5] * 8
+    assert (host(params["ones_88"]) == 1).all() and (host(params["large"]) == 3).all()
+    for leaf, array in zip(run.plan.leaves, run.state, strict=True):
+        assert array.sharding == leaf.sharding(run.mesh), leaf.path
+
+
 @pytest.mark.parametrize("kind", ["orthogonal", "scan", "cond"])
 def test_births_that_take_more_than_draws(kind: str) -> None:
     """Decompositions and loops in an initializer run as they were traced."""

@@ -21,6 +21,11 @@ from spanax.run.step.platform import platform_of
 from spanax.trace.graph import Graph, Op, from_jaxpr
 from spanax.trace.program import Program
 
+REPEATING = ("broadcast_in_dim", "reshape")
+
+FILLED_BYTES = 4 << 20
+"""An array that size is copied to a device in a millisecond or two; to read its program takes ten, to make it more."""
+
 
 def born(
     program: Program,
@@ -48,6 +53,8 @@ def born(
         if value in known:
             return partial(_placed, known[value], sharding)
         ops, inputs = _slice(value, producers, known)
+        if _is_filled(graph, ops, inputs, value):
+            return partial(_filled, known[inputs[0]], graph.avals[value], sharding)
         ins = [known[one] for one in inputs]
         key = _signature(graph, ops, inputs, value), sharding, tuple(getattr(one, "sharding", None) for one in ins)
         if key not in programs:
@@ -69,6 +76,19 @@ def _options(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
     """On a CPU these programs, which run once, compile in 0.4 of the time at LLVM's first level, and run as fast."""
     level = "xla_backend_optimization_level"
     return {level: 1} if platform_of(mesh) == "cpu" and level not in os.environ.get("XLA_FLAGS", "") else None
+
+
+def _is_filled(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], value: int) -> bool:
+    """Whether an array is small and one number all over: to copy it is faster than to have a program for it."""
+    aval = graph.avals[value]
+    is_one = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(op.name in REPEATING for op in ops)
+    if not is_one or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+        return False
+    return bool(aval.size * aval.dtype.itemsize <= FILLED_BYTES)
+
+
+def _filled(number: Any, aval: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    return _placed(np.full(aval.shape, number, aval.dtype), sharding)
 
 
 def _placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:

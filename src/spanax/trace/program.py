@@ -173,7 +173,7 @@ class Program:
         """
         if policy == "none" and self._forgets_nothing:
             return replace(self, remat="none")  # operation for operation what it is already
-        return self._retrace(policy, self.microbatches, self.context, self.loss_chunks)
+        return self._varied(policy, self.microbatches, self.context, self.loss_chunks)
 
     def with_microbatches(self, microbatches: int) -> "Program":
         """The same program with gradients added up over so many parts of the batch; traced once for each number.
@@ -181,7 +181,7 @@ class Program:
         Raises:
           SpanaxError: they do not divide the batch, or the program has a train step of its own.
         """
-        return self._retrace(self._policy, microbatches, self.context, self.loss_chunks)
+        return self._varied(self._policy, microbatches, self.context, self.loss_chunks)
 
     def with_context(self, form: str) -> "Program":
         """The same program with attentions as operations (`ring`, a kernel), or as written (`gathered`); traced once.
@@ -190,7 +190,7 @@ class Program:
           SpanaxError: there is no such form, no attention, one that cannot go around a ring, or the program has a train
             step of its own.
         """
-        return self._retrace(self._policy, self.microbatches, known_context(form), self.loss_chunks)
+        return self._varied(self._policy, self.microbatches, known_context(form), self.loss_chunks)
 
     def with_loss_chunks(self, count: int) -> "Program":
         """The same program with its logits in so many chunks of tokens, never there as a whole; traced once for each.
@@ -199,7 +199,7 @@ class Program:
           SpanaxError: the loss has no logits, some that cannot be taken so, tokens that the number does not divide, or
             the program has a train step of its own.
         """
-        return self._retrace(self._policy, self.microbatches, self.context, count)
+        return self._varied(self._policy, self.microbatches, self.context, count)
 
     def with_gradients(self) -> "Program":
         """The same program with more state: the gradients that its optimizer was given in the last step.
@@ -216,6 +216,10 @@ class Program:
           SpanaxError: it cannot be traced so, or is another step then.
         """
         return replace(self.step, graph=self._resized(*self._variant, shapes))
+
+    def _varied(self, *variant: Any) -> "Program":
+        """This program, or the one that was or is now traced for another variant."""
+        return self if variant == self._variant else self._retrace(*variant)
 
     @property
     def _variant(self) -> tuple[str | None, int, str, int]:
