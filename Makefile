@@ -48,6 +48,7 @@ check: lint types
 golden: $(STAMP)
 	SPANAX_GOLDEN=update $(PYTEST) $(shell grep -rl --include='test_*.py' SPANAX_GOLDEN tests) $(ARGS)
 	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/check/test_frozen.py
+	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/byo -k every_preset
 
 slow: $(STAMP)
 	$(PYTEST) -m slow -o faulthandler_timeout=0 $(ARGS)

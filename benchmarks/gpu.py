@@ -3,8 +3,8 @@
 GPTs of 124M, 350M and 1B parameters (the last as deep and wide as Llama 3.2 1B, its heads too), bf16 over float32
 weights, AdamW, attention by cuDNN in JAX and by PyTorch's own choice. MFU counts 6 N + 12 L d S FLOPs a token (PaLM,
 appendix B: N parameters that multiply, the tied embedding once; attention in full) over the GPU's dense bf16 peak.
-Needs a GPU, JAX for CUDA, and PyTorch for CUDA in .venv-peers; without a GPU it ends with 1. Peers that did other work
-are not compared.
+Needs a GPU, JAX for CUDA, and PyTorch for CUDA in .venv-peers; without a GPU it ends with 1. A peer that did other work
+gets no ratio, and the whole ends with 1.
 
     python benchmarks/gpu.py [--sizes gpt2 gpt2-medium 1b] [--rounds 20] [--json FILE]
     python benchmarks/gpu.py --tiny       # anywhere: that it runs, nothing to be learnt of speed
@@ -25,7 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
-from peers.__main__ import Peer, measure  # noqa: E402
+from peers.__main__ import Peer, measure, ratios, rounds  # noqa: E402
 from peers.alike import differences  # noqa: E402
 from peers.shape import Shape  # noqa: E402
 
@@ -71,8 +71,7 @@ def rows_of(size: str, shape: Shape, peers: Sequence[Peer], peak_flops: float | 
     """One line a peer; ratios are medians over rounds to the hand-written step of the same round."""
     rows = []
     for one in peers:
-        ratios = [mine / theirs for mine, theirs in zip(one.seconds, peers[0].seconds, strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
+        low, median, high = ratios(one, peers[0])
         seconds = statistics.median(one.seconds)
         rows.append({
             "size": size, "peer": one.name, "ratio": median, "low": low, "high": high, "step_seconds": seconds,
@@ -105,7 +104,7 @@ def main() -> None:
     """Measure each size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="*", default=["gpt2", "gpt2-medium", "1b"], choices=[*SIZES])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=rounds, default=20)
     parser.add_argument("--only", nargs="*", default=[], help="parts of names, beside the hand-written one")
     parser.add_argument("--tiny", action="store_true", help="a toy, on whatever is here")
     parser.add_argument("--json", type=Path)
@@ -116,7 +115,7 @@ def main() -> None:
     # Several peers share the GPU: none may take all of its memory at once.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     names = [name for name in PEERS if not args.only or name == HAND or any(part in name for part in args.only)]
-    all_rows, absent = [], dict[str, str]()
+    all_rows, all_absent, differ = [], dict[str, str](), list[str]()
     for size in ["tiny"] if args.tiny else args.sizes:
         shape = SIZES[size]
         flags = [word for name, value in asdict(shape).items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -125,13 +124,17 @@ def main() -> None:
             one.end()
         if not peers or peers[0].name != HAND:
             sys.exit(f"{HAND} did not run: {absent}")
-        if found := other_work({one.name: one.facts | {"losses": one.losses} for one in peers}):
-            sys.exit("they did not do the same work:\n" + "\n".join(f"{name}: {what}" for name, what in found.items()))
-        all_rows += rows_of(size, shape, peers, peak_of(kind))
-    print(table(all_rows, absent))
+        others = other_work({one.name: one.facts | {"losses": one.losses} for one in peers})
+        absent |= {name: f"other work: {what}" for name, what in others.items()}
+        all_absent |= {f"{size}, {name}": why for name, why in absent.items()}
+        differ += [f"{size}, {name}" for name in others]
+        all_rows += rows_of(size, shape, [one for one in peers if one.name not in others], peak_of(kind))
+    print(table(all_rows, all_absent))
     print(f"\n{kind or platform.processor() or 'cpu'}, {args.rounds} rounds, {all_rows[0]['versions']}")
     if args.json:
-        args.json.write_text(json.dumps({"rows": all_rows, "absent": absent}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"rows": all_rows, "absent": all_absent}, indent=1) + "\n")
+    if differ:
+        sys.exit(f"not the same work as {HAND}: {'; '.join(differ)}")
 
 
 def peak_of(kind: str | None) -> float | None:

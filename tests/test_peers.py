@@ -1,13 +1,21 @@
 """Peers of a benchmark that did other work are not compared."""
 
+import argparse
+import importlib
+import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 import gpu
+import gpu_programs
+import start
 from peers import __main__ as peers_main
 from peers.__main__ import Peer
 from peers.alike import differences
@@ -61,23 +69,66 @@ def test_the_toy_runs_here() -> None:
     assert told.returncode == 0 and "| tiny | spanax, scanned |" in told.stdout, told.stderr
 
 
+def made(*names: str) -> list[Peer]:
+    """Peers that were measured; the last of them has other parameters."""
+    own = {"to_first_step_seconds": 1.0, "first_step_seconds": 1.0, "peak_bytes": 1, "devices": 1, "versions": {}}
+    peers = [Peer(name, cast(Any, None), {**DONE, **own}, [0.1, 0.2], [3.0, 2.5]) for name in names]
+    peers[-1].facts["parameters"] = 7
+    return peers
+
+
 def test_a_peer_that_does_other_work_gets_no_ratio_and_the_end_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    facts = DONE | {
-        "to_first_step_seconds": 1.0,
-        "first_step_seconds": 1.0,
-        "peak_bytes": 1,
-        "devices": 1,
-        "versions": {},
-    }
-    names = (peers_main.REFERENCE, "alike", "another")
-    made = [Peer(name, cast(Any, None), {**facts}, [0.1, 0.2], [3.0, 2.5]) for name in names]
-    made[2].facts["parameters"] = 7
+    peers = made(peers_main.REFERENCE, "alike", "another")
     monkeypatch.setattr(Peer, "end", lambda _: None)
-    monkeypatch.setattr(peers_main, "measure", lambda *_: (made, {}))
+    monkeypatch.setattr(peers_main, "measure", lambda *_: (peers, {}))
     monkeypatch.setattr("sys.argv", ["peers"])
     with pytest.raises(SystemExit, match="not the same work as hand-written JAX, 1 device: another"):
         peers_main.main()
     told = capsys.readouterr().out
     assert "| alike | 1.000" in told and "| another | other work: 7 parameters, not 1,000 |" in told
+
+
+def test_so_does_one_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(Peer, "end", lambda _: None)
+    monkeypatch.setattr(gpu, "accelerator", lambda: "NVIDIA H200")
+    monkeypatch.setattr(gpu, "measure", lambda *_: (made(gpu.HAND, gpu.OURS, gpu.TORCH), {}))
+    monkeypatch.setattr("sys.argv", ["gpu.py", "--sizes", "gpt2", "--json", str(tmp_path / "rows.json")])
+    with pytest.raises(SystemExit, match="not the same work as hand-written JAX: gpt2, PyTorch compiled"):
+        gpu.main()
+    told = capsys.readouterr().out
+    assert "| gpt2 | spanax | 1.000" in told and "gpt2, PyTorch compiled | other work: 7 parameters" in told
+    assert [one["peer"] for one in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [gpu.HAND, gpu.OURS]
+
+
+def test_one_round_is_its_own_median_and_none_is_refused() -> None:
+    (one,) = made("a")
+    one.seconds = [0.3]
+    assert peers_main.ratios(one, replace(one, seconds=[0.1])) == pytest.approx([3.0] * 3)
+    assert peers_main.rounds("1") == 1
+    with pytest.raises(argparse.ArgumentTypeError, match="0 rounds measure nothing"):
+        peers_main.rounds("0")
+
+
+def test_a_start_is_compared_with_starts_of_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"seconds": 1.5, "parameters": 7, "tokens": 64}
+    monkeypatch.setattr(start, "PEERS", {start.REFERENCE: lambda caches: took, "b": lambda caches: took})
+    assert start.measure(2)["b"] == {"cold": [1.5, 1.5], "warm": [1.5, 1.5]}
+    monkeypatch.setitem(start.PEERS, "b", lambda caches: took | {"tokens": 32})
+    with pytest.raises(SystemExit, match="not the same work"):
+        start.measure(1)
+
+
+def test_programs_for_a_gpu_that_multiply_otherwise_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.import_module("spanax.check.target"), "missing", lambda platform: "")
+    monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", lambda *_, **__: SimpleNamespace(devices=[1]))
+    monkeypatch.setattr("jax.sharding.Mesh", lambda *_, **__: None)
+    monkeypatch.setattr(gpu_programs, "lowered_by_hand", lambda *_: 1.0)
+    monkeypatch.setattr(gpu_programs, "lowered_by_spanax", lambda *_: 2.0)
+    monkeypatch.setattr(gpu_programs, "facts", lambda flops: {"flops": flops})
+    monkeypatch.setattr("sys.argv", ["gpu_programs.py", "--sizes", "tiny"])
+    with pytest.raises(SystemExit, match="tiny: not the same work, 2 FLOPs and by hand 1"):
+        gpu_programs.main()

@@ -139,10 +139,15 @@ def measure(
     return peers, absent
 
 
+def ratios(peer: Peer, reference: Peer) -> list[float]:
+    """The quartiles of one peer's step time over the reference's in the same round."""
+    found = [mine / theirs for mine, theirs in zip(peer.seconds, reference.seconds, strict=True)]
+    return statistics.quantiles(found * 2 if len(found) == 1 else found, n=4)
+
+
 def row(peer: Peer, reference: Peer) -> dict[str, Any]:
     """One line of the table."""
-    ratios = [mine / theirs for mine, theirs in zip(peer.seconds, reference.seconds, strict=True)]
-    low, median, high = statistics.quantiles(ratios, n=4)
+    low, median, high = ratios(peer, reference)
     seconds = statistics.median(peer.seconds)
     return {
         "peer": peer.name, "ratio": median, "low": low, "high": high, "step_seconds": seconds,
@@ -165,13 +170,20 @@ def table(rows: Sequence[dict[str, Any]], absent: dict[str, str]) -> str:
     return "\n".join([*lines, *(f"| {name} | {why} | | | | | |" for name, why in absent.items())])
 
 
+def rounds(word: str) -> int:
+    """A number of rounds, as a command takes it."""
+    if (count := int(word)) < 1:
+        raise argparse.ArgumentTypeError(f"{count} rounds measure nothing; it takes 1 or more")
+    return count
+
+
 def main() -> None:
     """Measure them all."""
     described = argparse.ArgumentParser(
         prog="python benchmarks/peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser = with_shape(described)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=rounds, default=20)
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

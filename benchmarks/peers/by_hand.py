@@ -98,13 +98,29 @@ def specs_of(layout: str, weights: dict[str, Any], num_devices: int) -> dict[str
     return {name: spec(name, array.shape) for name, array in weights.items()}
 
 
+def step_of(shape: Shape, tx: Any, placed: Any, is_scanned: bool, is_flash: bool = False) -> Any:
+    """The step of a shape: (weights, moments) and tokens (B, T + 1) in, the new ones and the loss out."""
+    import jax
+    import optax
+
+    def step(state: Any, tokens_BT: Any) -> Any:
+        weights, moments = state
+        of_loss = partial(loss_of, is_scanned, dtype=shape.dtype, is_flash=is_flash)
+        loss, gradients = jax.value_and_grad(of_loss)(weights, tokens_BT)
+        # Summed where they are stored, and not everywhere first.
+        gradients = jax.lax.with_sharding_constraint(gradients, placed)
+        updates, moments = tx.update(gradients, moments, weights)
+        return (optax.apply_updates(weights, updates), moments), loss
+
+    return step
+
+
 def main() -> None:
     """Train by hand."""
     args = with_layout(argparse.ArgumentParser(description=__doc__), "data", "fsdp").parse_args()
     shape = shape_of(args, "bfloat16")
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
     import jax
-    import optax
     from jax.sharding import NamedSharding, PartitionSpec
 
     mesh = jax.make_mesh((args.devices,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -115,19 +131,11 @@ def main() -> None:
     state = (weights, jax.jit(tx.init, out_shardings=_like(tx, weights, placed, mesh))(weights))
     pinned, rows = (placed, _like(tx, weights, placed, mesh)), NamedSharding(mesh, PartitionSpec("data"))
 
-    def step(is_flash: bool, state: Any, tokens_BT: Any) -> Any:
-        weights, moments = state
-        of_loss = partial(loss_of, args.scan, dtype=shape.dtype, is_flash=is_flash)
-        loss, gradients = jax.value_and_grad(of_loss)(weights, tokens_BT)
-        # Summed where they are stored, and not everywhere first.
-        gradients = jax.lax.with_sharding_constraint(gradients, placed)
-        updates, moments = tx.update(gradients, moments, weights)
-        return (optax.apply_updates(weights, updates), moments), loss
-
     whole = NamedSharding(mesh, PartitionSpec())
     jit = partial(jax.jit, donate_argnums=0, in_shardings=(pinned, rows), out_shardings=(pinned, whole))
-    plain = jit(partial(step, False))
-    jitted = jit(partial(step, True)) if args.flash and jax.default_backend() == "gpu" else plain
+    step = partial(step_of, shape, tx, placed, args.scan)
+    plain = jit(step())
+    jitted = jit(step(is_flash=True)) if args.flash and jax.default_backend() == "gpu" else plain
     held = [state]
 
     def take(tokens_BT: Any) -> float:
