@@ -1,10 +1,10 @@
 """One GPU: Spanax beside hand-written JAX and compiled PyTorch (as nanoGPT has it), steps taken in turn in one run.
 
 GPTs of 124M, 350M and 1B parameters (the last as deep and wide as Llama 3.2 1B, its heads too), bf16 over float32
-weights, AdamW, attention by cuDNN in JAX and by PyTorch's own choice. MFU counts 6 N + 12 L d S FLOPs a token (PaLM,
-appendix B: N parameters that multiply, the tied embedding once; attention in full) over the GPU's dense bf16 peak.
-Needs a GPU, JAX for CUDA, and PyTorch for CUDA in .venv-peers; without a GPU it ends with 1. A peer that did other work
-gets no ratio, and the whole ends with 1.
+weights, AdamW, attention by cuDNN in JAX and by PyTorch's own choice; layers in a list, and scanned beside by hand
+scanned. MFU counts 6 N + 12 L d S FLOPs a token (PaLM, appendix B: N parameters that multiply, the tied embedding once;
+attention in full) over the GPU's dense bf16 peak. Needs a GPU, JAX for CUDA, and PyTorch for CUDA here or in
+.venv-peers; without a GPU it ends with 1. A peer that did other work gets no ratio, and the whole ends with 1.
 
     python benchmarks/gpu.py [--sizes gpt2 gpt2-medium 1b] [--rounds 20] [--json FILE]
     python benchmarks/gpu.py --tiny       # anywhere: that it runs, nothing to be learnt of speed
@@ -30,13 +30,18 @@ from peers.alike import differences  # noqa: E402
 from peers.shape import Shape  # noqa: E402
 
 HAND, OURS, TORCH = "hand-written JAX", "spanax", "PyTorch compiled"
-PEERS: dict[str, tuple[str, ...]] = {
-    HAND: ("by_hand.py", "--flash"),
-    OURS: ("with_spanax.py", "--flash"),
-    f"{HAND}, scanned": ("by_hand.py", "--flash", "--scan"),
-    f"{OURS}, scanned": ("with_spanax.py", "--flash", "--scan"),
-    TORCH: ("with_torch.py", "--mode", "compiled"),
-}
+GROUPS: tuple[dict[str, tuple[str, ...]], ...] = (
+    {
+        HAND: ("by_hand.py", "--flash"),
+        OURS: ("with_spanax.py", "--flash"),
+        TORCH: ("with_torch.py", "--mode", "compiled"),
+    },
+    {
+        f"{HAND}, scanned": ("by_hand.py", "--flash", "--scan"),
+        f"{OURS}, scanned": ("with_spanax.py", "--flash", "--scan"),
+    },
+)
+"""Peers that take their steps in turn, the first of each the reference: five models of 1B do not fit on one GPU."""
 
 SIZES = {
     "gpt2": Shape(12, 12, 768, 1024, 50304, 32, dtype="bfloat16"),
@@ -68,7 +73,7 @@ def accelerator() -> str | None:
 
 
 def rows_of(size: str, shape: Shape, peers: Sequence[Peer], peak_flops: float | None) -> list[dict[str, Any]]:
-    """One line a peer; ratios are medians over rounds to the hand-written step of the same round."""
+    """One line a peer; ratios are medians over rounds to the first one's step in the same round."""
     rows = []
     for one in peers:
         low, median, high = ratios(one, peers[0])
@@ -100,6 +105,13 @@ def table(rows: Sequence[Mapping[str, Any]], absent: Mapping[str, str]) -> str:
     return "\n".join([*lines, *(f"| | {name} | {why} | | | |" for name, why in absent.items())])
 
 
+def chosen(group: Mapping[str, tuple[str, ...]], only: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Those of a group whose names have one of these parts, beside their reference; nothing where none has."""
+    reference, *others = group
+    wanted = [name for name in others if not only or any(part in name for part in only)]
+    return {name: group[name] for name in (reference, *wanted) if wanted}
+
+
 def main() -> None:
     """Measure each size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,21 +126,30 @@ def main() -> None:
         sys.exit("no GPU is here; --tiny runs anywhere")
     # Several peers share the GPU: none may take all of its memory at once.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    names = [name for name in PEERS if not args.only or name == HAND or any(part in name for part in args.only)]
+    groups = [chosen(group, args.only) for group in GROUPS]
     all_rows, all_absent, differ = [], dict[str, str](), list[str]()
     for size in ["tiny"] if args.tiny else args.sizes:
         shape = SIZES[size]
         flags = [word for name, value in asdict(shape).items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        peers, absent = measure(names, flags, args.rounds, PEERS)
-        for one in peers:
-            one.end()
-        if not peers or peers[0].name != HAND:
-            sys.exit(f"{HAND} did not run: {absent}")
-        others = other_work({one.name: one.facts | {"losses": one.losses} for one in peers})
+        measured, absent = list[list[Peer]](), dict[str, str]()
+        for group in filter(None, groups):
+            peers, without = measure([*group], flags, args.rounds, group)
+            for one in peers:
+                one.end()
+            if not peers or peers[0].name != next(iter(group)):
+                sys.exit(f"{next(iter(group))} did not run: {without}")
+            measured.append(peers)
+            absent |= without
+        others = other_work({one.name: one.facts | {"losses": one.losses} for peers in measured for one in peers})
         absent |= {name: f"other work: {what}" for name, what in others.items()}
-        all_absent |= {f"{size}, {name}": why for name, why in absent.items()}
         differ += [f"{size}, {name}" for name in others]
-        all_rows += rows_of(size, shape, [one for one in peers if one.name not in others], peak_of(kind))
+        for reference, *peers in measured:
+            if reference.name in others:
+                absent |= {one.name: f"nothing to hold it beside: {reference.name} did other work" for one in peers}
+            else:
+                alike = [one for one in peers if one.name not in others]
+                all_rows += rows_of(size, shape, [reference, *alike], peak_of(kind))
+        all_absent |= {f"{size}, {name}": why for name, why in absent.items()}
     print(table(all_rows, all_absent))
     print(f"\n{kind or platform.processor() or 'cpu'}, {args.rounds} rounds, {all_rows[0]['versions']}")
     if args.json:

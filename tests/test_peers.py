@@ -95,13 +95,24 @@ def test_so_does_one_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(Peer, "end", lambda _: None)
     monkeypatch.setattr(gpu, "accelerator", lambda: "NVIDIA H200")
-    monkeypatch.setattr(gpu, "measure", lambda *_: (made(gpu.HAND, gpu.OURS, gpu.TORCH), {}))
+    first = made(gpu.HAND, gpu.OURS, gpu.TORCH)
+    scanned = made("hand-written JAX, scanned", "another")[::-1]  # another reference: nothing is held beside it
+    scanned[0].name, scanned[1].name = "hand-written JAX, scanned", "spanax, scanned"
+    left = [first, scanned]
+    monkeypatch.setattr(gpu, "measure", lambda *_: (left.pop(0), {}))
     monkeypatch.setattr("sys.argv", ["gpu.py", "--sizes", "gpt2", "--json", str(tmp_path / "rows.json")])
-    with pytest.raises(SystemExit, match="not the same work as hand-written JAX: gpt2, PyTorch compiled"):
+    with pytest.raises(SystemExit, match="hand-written JAX: gpt2, PyTorch compiled; gpt2, hand-written JAX, scanned"):
         gpu.main()
     told = capsys.readouterr().out
     assert "| gpt2 | spanax | 1.000" in told and "gpt2, PyTorch compiled | other work: 7 parameters" in told
+    assert "gpt2, spanax, scanned | nothing to hold it beside" in told
     assert [one["peer"] for one in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [gpu.HAND, gpu.OURS]
+
+
+def test_who_is_asked_for_is_measured_beside_its_reference() -> None:
+    first, scanned = gpu.GROUPS
+    assert [*gpu.chosen(first, [])] == [*first] and [*gpu.chosen(first, ["Torch"])] == [gpu.HAND, gpu.TORCH]
+    assert gpu.chosen(scanned, ["Torch"]) == {} and [*gpu.chosen(scanned, ["spanax"])] == [*scanned]
 
 
 def test_one_round_is_its_own_median_and_none_is_refused() -> None:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from shape import Shape, shape_of, with_shape
 
 HERE = Path(__file__).resolve().parent
 TORCH_PYTHON = HERE.parents[1] / ".venv-peers" / "bin" / "python"
-"""Made by `make bench-peers`: PyTorch and transformers, in an environment of their own."""
+"""Made by `make bench-peers`: PyTorch and transformers, in an environment of their own; else this one's are taken."""
 
 REFERENCE = "hand-written JAX, 1 device"
 OWN_FACTS = ("to_first_step_seconds", "first_step_seconds", "peak_bytes", "devices", "versions")
@@ -73,9 +74,9 @@ class Peer:
     def start(name: str, words: Sequence[str], shape_flags: Sequence[str]) -> "Peer | str":
         """A peer that has taken its first step, or why there is none."""
         needs_torch = words[0] in ("with_torch.py", "with_trainer.py")
-        if needs_torch and not TORCH_PYTHON.exists():
+        python = str(TORCH_PYTHON) if needs_torch and TORCH_PYTHON.exists() else sys.executable
+        if needs_torch and python == sys.executable and not find_spec("torch"):
             return "not installed: make bench-peers"
-        python = str(TORCH_PYTHON) if needs_torch else sys.executable
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PEER_BEGAN": str(time.time())}
         environment["PYTHONPATH"] = str(HERE.parents[1] / "src")
         process = subprocess.Popen(
