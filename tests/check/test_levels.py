@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -151,6 +152,20 @@ def test_the_program_hash_is_that_of_the_program_and_not_of_its_lines() -> None:
     assert first.digest == lower(program, plan, "cpu").digest
     assert first.digest != lower(*planned("data", "data=8"), "cpu").digest
     assert b"gpt.py" in first.code
+
+
+def products(text: str) -> list[str]:
+    """The types of a program's matmuls, as StableHLO prints them."""
+    return re.findall(r"dot_general .* : (.*)$", text, flags=re.MULTILINE)
+
+
+def test_what_is_checked_for_a_cpu_is_what_runs_on_it() -> None:
+    program, plan = planned("fsdp", "fsdp=8")
+    running = spanax.start(program, plan).lower().compiler_ir().operation.get_asm(enable_debug_info=False)
+    checked = {on: lower(program, plan, "cpu", devices=on).module.operation.get_asm() for on in ("cpu", "tpu", "gpu")}
+    assert products(checked["cpu"]) == products(running)
+    # On a CPU a gradient's sum over batch and positions is one over both.
+    assert products(checked["tpu"]) == products(checked["gpu"]) != products(running)
 
 
 @pytest.mark.parametrize("level", [-1, 4])

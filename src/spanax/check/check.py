@@ -108,7 +108,7 @@ def check(
     report = _static(program, plan, cluster, chosen)
     report = replace(report, flags=dict(flags or {}), is_whole=codegen, inputs_only=inputs_only)
     if chosen == 1:
-        report = _by_passes(program, plan, report)
+        report = _by_passes(program, plan, cluster, report)
     elif chosen in (2, 3):
         return _by_compiler(program, plan, cluster, report, timeout, cache, began)
     elif chosen != 0:
@@ -155,11 +155,11 @@ def _padded(leaf: Placement, platform: str) -> int:
     return padded_bytes(leaf.local_shape, np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype)).itemsize, platform)
 
 
-def _by_passes(program: Program, plan: Plan, report: Report) -> Report:
+def _by_passes(program: Program, plan: Plan, cluster: Cluster, report: Report) -> Report:
     """Level 1: what the partitioner's passes make of the step, in this process."""
     if not is_possible():
         raise SpanaxError("this jaxlib does not have the partitioner's passes.", where="level 1", fix="level 2 or 3")
-    lowered = lower(program, plan, "cpu", inputs_only=report.inputs_only)
+    lowered = lower(program, plan, "cpu", devices=cluster.platform, inputs_only=report.inputs_only)
     found = with_tensors(abstract_collectives(lowered.module, plan.mesh), plan)
     figures = replace(report.compiled, collectives=totals(found))
     return replace(report, program_hash=lowered.digest, compiled=figures, collectives=found)
@@ -172,7 +172,7 @@ def _by_compiler(
     target = _target(cluster, report.level)
     if line := missing(target.platform):
         raise SpanaxError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=line)
-    lowered = lower(program, plan, target.platform, inputs_only=report.inputs_only)
+    lowered = lower(program, plan, target.platform, devices=cluster.platform, inputs_only=report.inputs_only)
     report = replace(report, program_hash=lowered.digest)
     report = replace(report, flags=for_platform(plan.xla_flags, target.platform) | dict(report.flags))
     said = {"flags": report.flags, "is_whole": report.is_whole, "versions": report.versions}

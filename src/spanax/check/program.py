@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.place import as_planned
@@ -27,27 +27,35 @@ class Lowered:
     digest: str
 
 
-def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """A mesh without devices, of any size.
+def abstract_mesh(shape: MeshShape, platform: str) -> AbstractMesh:
+    """A mesh of any size, without devices: no more is known of them than what JAX calls their platform.
 
     Example:
-      >>> abstract_mesh(MeshShape.of("data=512,model=8")).size
+      >>> abstract_mesh(MeshShape.of("data=512,model=8"), "tpu").size
       4096
     """
     kinds = (AxisType.Auto,) * len(shape.axes)
-    return AbstractMesh(tuple(size for _, size in shape.axes), shape.names, axis_types=kinds)
+    device = AbstractDevice(platform, None, platform)
+    sizes = tuple(size for _, size in shape.axes)
+    return AbstractMesh(sizes, shape.names, axis_types=kinds, abstract_device=device)
 
 
-def lower(program: Program, plan: Plan, platform: str, *, inputs_only: bool = False) -> Lowered:
+def lower(program: Program, plan: Plan, platform: str, *, devices: str = "", inputs_only: bool = False) -> Lowered:
     """The train step that a plan runs, lowered for `tpu`, `cuda` or `cpu`. Nothing is allocated, no device is asked.
 
-    With `inputs_only` nothing but the state and the batch has a sharding in it.
+    Args:
+      program: what is trained.
+      plan: how.
+      platform: what it is lowered for.
+      devices: what it is to run on, `tpu`, `gpu` or `cpu`, where another platform's compiler stands in for them.
+      inputs_only: nothing but the state and the batch has a sharding in it.
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
     """
     planned = as_planned(program, plan)
-    run = Run(planned, plan, abstract_mesh(plan.mesh), state=[])  # type: ignore[arg-type]
+    mesh = abstract_mesh(plan.mesh, devices or ("gpu" if platform == "cuda" else platform))
+    run = Run(planned, plan, mesh, state=[])  # type: ignore[arg-type]
     module = run.lower(platform, inputs_only=inputs_only).compiler_ir()
     code = io.BytesIO()
     module.operation.write_bytecode(code)

@@ -55,6 +55,11 @@ class Cluster:
         return self.chip.inside is not None and self.chip.inside.kind == "torus"
 
     @property
+    def platform(self) -> str:
+        """What JAX calls devices of its kind: `cpu`, `tpu` or `gpu`."""
+        return "cpu" if self.chip.shared else "tpu" if self.is_torus else "gpu"
+
+    @property
     def devices_per_node(self) -> int:
         """How many devices the link inside joins: those of a node, or of a slice."""
         if self.is_torus:

@@ -67,9 +67,10 @@ def default_flags(cluster: Cluster) -> tuple[str, ...]:
       >>> default_flags(cluster("h100:8")), default_flags(cluster("cpu:8"))
       (('xla_gpu_enable_latency_hiding_scheduler=True',), ())
     """
-    platform = "cpu" if cluster.chip.shared else "tpu" if cluster.is_torus else "gpu"
     counts = {"devices": cluster.num_devices, "slices": cluster.num_slices}
-    return tuple(f"{one.name}={one.value}" for one in FLAGS if one.platform == platform and counts[one.needs] > 1)
+    return tuple(
+        f"{one.name}={one.value}" for one in FLAGS if one.platform == cluster.platform and counts[one.needs] > 1
+    )
 
 
 def flags_of(said: str, default: tuple[str, ...]) -> tuple[str, ...]:
