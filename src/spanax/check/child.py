@@ -86,13 +86,12 @@ def _compiled(folder: Path, request: dict[str, Any]) -> Answer:
                 client = devices.flat[0].client
                 executable = compiler.backend_compile_and_load(client, module, there, options, [])
             except jax.errors.JaxRuntimeError as error:
-                return told | {"error": str(error)}, b""
+                return {"error": str(error)}, b""
         program = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
-        return told | {"memory": _memory(executable.get_compiled_memory_stats())}, program
+        return {"memory": _memory(executable.get_compiled_memory_stats())}, program
 
-    if request["is_whole"]:
-        return compiled()
-    answer, program = until(folder / "dump", EARLY[request["platform"]], compiled)
+    early = EARLY[request["platform"]]
+    answer, program = compiled() if request["is_whole"] else until(folder / "dump", early, compiled)
     return told | answer, program
 
 
