@@ -30,7 +30,8 @@ LARGE_BYTES = 1 << 20
 HANDED_ON = ("get-tuple-element", "tuple", "async-update", "fusion")
 """What lies between the beginning of a gather and its end."""
 
-MATMULS, GATHERS, SUMS = ("convolution", "dot"), ("all-gather", "all-gather-start"), ("reduce-scatter", "all-reduce")
+MATMULS, GATHERS = ("convolution", "dot"), ("all-gather", "all-gather-start")
+SUMS = ("reduce-scatter", "all-reduce", "all-reduce-start")
 
 SPARSE_CORES = (
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather=False",

@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE / "peers"))
+
+from peers.__main__ import rounds  # noqa: E402
+
 SHAPE = "--num-layers 4 --num-heads 4 --embed-dim 128 --seq-len 64 --vocab-size 256 --batch-size 32".split()
 REFERENCE = "hand-written JAX"
 
@@ -70,14 +74,14 @@ PEERS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(count: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of every peer, cold and warm, one a round.
 
     Raises:
       SystemExit: one has other parameters or tokens than the others.
     """
     taken: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in PEERS}
-    for turn in range(-1, rounds):  # the first round leaves bytecode
+    for turn in range(-1, count):  # the first round leaves bytecode
         with tempfile.TemporaryDirectory() as caches:
             for when in ("cold", "warm"):
                 found = {name: start(caches=Path(caches) / name) for name, start in PEERS.items()}
@@ -92,7 +96,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=rounds, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     taken = measure(args.rounds)

@@ -1,5 +1,6 @@
 """The machine the tests run on: 8 simulated CPU devices, set up before JAX is imported."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -39,6 +40,8 @@ if version("jaxlib").startswith("0.10.") and "xla_cpu_use_fusion_emitters" not i
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+# What was traced stays for the session: to go through it for cycles as often as by default is a twentieth of the time.
+gc.set_threshold(50_000, 10, 10)
 # Subprocesses the tests start see the same source, installed or not.
 paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -41,3 +41,40 @@ def counted(*order: str) -> dict[str, int]:
 def test_a_gather_around_a_matmul_is_beside_it_and_a_whole_one_is_waited_for() -> None:
     assert counted(PRODUCT, DONE) == {"matmuls": 1, "beside a matmul": 1, "waited for": 1}
     assert counted(DONE, PRODUCT) == {"matmuls": 1, "beside something else": 1, "waited for": 1}
+
+
+SUMMING = """
+HloModule program, is_scheduled=true
+
+added {
+  x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  ROOT sum = f32[] add(x, y)
+}
+
+scattered {
+  whole = f32[1024,1024] parameter(0)
+  ROOT part = f32[512,1024] reduce-scatter(whole), replica_groups={{0,1}}, dimensions={0}, to_apply=added
+}
+
+ENTRY main {
+  gradient = f32[1024,1024] parameter(0)
+  a = f32[512,512] parameter(1)
+  other = f32[512,1024] parameter(2)
+  begun = ((f32[1024,1024]), f32[512,1024]) async-start(gradient), calls=scattered
+  product = f32[512,512] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  mine = f32[512,1024] async-done(begun)
+  all = f32[512,1024] all-reduce-start(other), replica_groups={{0,1}}, to_apply=added
+  everyones = f32[512,1024] all-reduce-done(all)
+  waited = f32[512,1024] all-reduce(mine), replica_groups={{0,1}}, to_apply=added
+  ROOT out = (f32[512,512], f32[512,1024], f32[512,1024]) tuple(product, everyones, waited)
+}
+"""
+
+
+def test_sums_are_counted_apart_from_gathers() -> None:
+    data = _hlo.hlo_module_from_text(SUMMING).as_serialized_hlo_module_proto()
+    module = read_module(data)
+    instructions = next(order for computation, order in in_schedule(module, data) if computation is module.entry)
+    wanted = {"matmuls": 1, "sums beside a matmul": 1, "sums beside something else": 1, "sums waited for": 1}
+    assert tally(module, instructions) == wanted
