@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import json
 import math
 import subprocess
@@ -50,7 +51,9 @@ def test_a_gpu_is_asked_for_unless_a_toy_is_wanted(monkeypatch: pytest.MonkeyPat
 
 def test_mfu_is_that_of_the_convention_and_the_catalogues_peak() -> None:
     shape = gpu.SIZES["gpt2"]
-    peer = Peer("a", cast(Any, None), {"versions": {}, "to_first_step_seconds": 1.0}, [0.1, 0.2, 0.3], [3.0])
+    peer = Peer(
+        "a", cast(Any, None), io.StringIO(), {"versions": {}, "to_first_step_seconds": 1.0}, [0.1, 0.2, 0.3], [3.0]
+    )
     (row,) = gpu.rows_of("gpt2", shape, [peer], gpu.peak_of("NVIDIA H200"))
     # 123.6M weights that multiply, and 12 x 12 x 768 x 1024 of attention, for each of 32 x 1024 tokens.
     assert row["mfu"] == pytest.approx(32 * 1024 * (6 * 123_568_128 + 113_246_208) / 0.2 / 989e12)
@@ -72,7 +75,7 @@ def test_the_toy_runs_here() -> None:
 def made(*names: str) -> list[Peer]:
     """Peers that were measured; the last of them has other parameters."""
     own = {"to_first_step_seconds": 1.0, "first_step_seconds": 1.0, "peak_bytes": 1, "devices": 1, "versions": {}}
-    peers = [Peer(name, cast(Any, None), {**DONE, **own}, [0.1, 0.2], [3.0, 2.5]) for name in names]
+    peers = [Peer(name, cast(Any, None), io.StringIO(), {**DONE, **own}, [0.1, 0.2], [3.0, 2.5]) for name in names]
     peers[-1].facts["parameters"] = 7
     return peers
 
@@ -143,3 +146,29 @@ def test_programs_for_a_gpu_that_multiply_otherwise_are_not_compared(monkeypatch
     monkeypatch.setattr("sys.argv", ["gpu_programs.py", "--sizes", "tiny"])
     with pytest.raises(SystemExit, match="tiny: not the same work, 2 FLOPs and by hand 1"):
         gpu_programs.main()
+
+
+PEER = """
+import sys
+print('{"loss": 1.0}', flush=True)
+for line in sys.stdin:
+    if line.strip() == "work":
+        print('{"flops": 2.0}', flush=True)
+    else:
+        STEP
+"""
+STEP = """print('{"loss": 1.0, "seconds": 0.5, "peak_bytes": 1}', flush=True)"""
+
+
+def test_a_peer_that_dies_costs_its_row(tmp_path: Path) -> None:
+    words = {name: (str(tmp_path / f"{name}.py"),) for name in ("first", "dies", "last")}
+    for name, (path,) in words.items():
+        Path(path).write_text(PEER.replace("STEP", "sys.exit('out of memory')" if name == "dies" else STEP))
+    peers, absent = peers_main.measure([*words], [], 3, words)
+    assert [(one.name, one.seconds, one.facts["flops"]) for one in peers] == [
+        ("first", [0.5] * 3, 2.0),
+        ("last", [0.5] * 3, 2.0),
+    ]
+    assert absent == {"dies": "failed: out of memory"}
+    for one in peers:
+        one.end()

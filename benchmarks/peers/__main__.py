@@ -15,12 +15,13 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from alike import differences
 from shape import Shape, shape_of, with_shape
@@ -52,6 +53,10 @@ PEERS: dict[str, tuple[str, ...]] = {
 }
 
 
+class PeerDied(Exception):
+    """A peer ended before it was told to; its last words."""
+
+
 @dataclass
 class Peer:
     """One peer that runs, waiting for its next step.
@@ -59,6 +64,7 @@ class Peer:
     Attributes:
       name: its name in the table.
       process: what trains.
+      log: what it writes beside its answers.
       facts: what it said of itself.
       seconds: its steps, one a round.
       losses: of its steps, the first one among them.
@@ -66,6 +72,7 @@ class Peer:
 
     name: str
     process: subprocess.Popen[str]
+    log: IO[str]
     facts: dict[str, Any] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -79,26 +86,41 @@ class Peer:
             return "not installed: make bench-peers"
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PEER_BEGAN": str(time.time())}
         environment["PYTHONPATH"] = str(HERE.parents[1] / "src")
+        log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop who writes much
         process = subprocess.Popen(
             [python, str(HERE / words[0]), *words[1:], *shape_flags],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
         )  # fmt: skip
-        peer = Peer(name, process)
-        first = process.stdout.readline() if process.stdout else ""
-        if not first:
-            assert process.stderr is not None
-            said = process.stderr.read().strip().splitlines()
-            return f"failed: {said[-1][:160] if said else process.wait()}"
-        peer.facts = json.loads(first)
+        peer = Peer(name, process, log)
+        try:
+            peer.facts = peer.heard()
+        except PeerDied as error:
+            return str(error)
         peer.losses.append(peer.facts["loss"])
         return peer
 
     def ask(self, word: str) -> dict[str, Any]:
         """What it answers."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(word + "\n")
+            self.process.stdin.flush()
+        return self.heard()
+
+    def heard(self) -> dict[str, Any]:
+        """The next line that it says.
+
+        Raises:
+          PeerDied: there is none.
+        """
+        assert self.process.stdout is not None
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        code = self.process.wait()
+        self.log.seek(0)
+        said = self.log.read().strip().splitlines()
+        self.end()
+        raise PeerDied(f"failed: {said[-1][:160] if said else code}")
 
     def step(self, *, counts: bool) -> None:
         """Take one step."""
@@ -110,13 +132,16 @@ class Peer:
 
     def end(self) -> None:
         """Let it go."""
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         try:
             self.process.wait(20)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.log.close()
 
 
 def measure(
@@ -131,12 +156,17 @@ def measure(
         else:
             peers.append(made)
         print(f"{name}: {made if isinstance(made, str) else 'ready'}", file=sys.stderr, flush=True)
-    for peer in peers:
-        peer.facts["flops"] = peer.ask("work")["flops"]
-    for turn in range(-2, rounds):
-        # Each goes first in turn; two rounds are for caches.
-        for place in range(len(peers)):
-            peers[(turn + place) % len(peers)].step(counts=turn >= 0)
+    for turn in range(-3, rounds):
+        # Each goes first in turn; once they count what a step computes, and two rounds are for caches.
+        for peer in [peers[(turn + place) % len(peers)] for place in range(len(peers))]:
+            try:
+                if turn == -3:
+                    peer.facts["flops"] = peer.ask("work")["flops"]
+                else:
+                    peer.step(counts=turn >= 0)
+            except PeerDied as error:
+                absent[peer.name] = str(error)
+                peers.remove(peer)
     return peers, absent
 
 
