@@ -277,6 +277,7 @@ def test_a_program_knows_its_policy_and_takes_another() -> None:
     assert program.with_microbatches(1) is program and full.with_context(full.context) is full
     unforgetful = program.with_remat("none")
     assert unforgetful.with_microbatches(1) is unforgetful  # no trace where nothing changes
+    assert program.with_remat("none") is unforgetful
 
 
 def test_names_of_axes_stay_with_the_program() -> None:

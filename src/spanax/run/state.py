@@ -20,8 +20,7 @@ from spanax.plan.plan import Placement
 from spanax.run.step.platform import platform_of
 from spanax.trace.graph import Graph, Op, from_jaxpr
 from spanax.trace.program import Program
-
-REPEATING = ("broadcast_in_dim", "reshape")
+from spanax.trace.roles import MOVEMENT
 
 FILLED_BYTES = 4 << 20
 """An array that size is copied to a device in a millisecond or two; to read its program takes ten, to make it more."""
@@ -81,7 +80,7 @@ def _options(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
 def _is_filled(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], value: int) -> bool:
     """Whether an array is small and one number all over: to copy it is faster than to have a program for it."""
     aval = graph.avals[value]
-    is_one = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(op.name in REPEATING for op in ops)
+    is_one = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(op.name in MOVEMENT for op in ops)
     if not is_one or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return False
     return bool(aval.size * aval.dtype.itemsize <= FILLED_BYTES)

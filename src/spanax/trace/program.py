@@ -172,7 +172,7 @@ class Program:
           ('as written', 'dots', True)
         """
         if policy == "none" and self._forgets_nothing:
-            return replace(self, remat="none")  # operation for operation what it is already
+            return self._with_nothing_forgotten
         return self._varied(policy, self.microbatches, self.context, self.loss_chunks)
 
     def with_microbatches(self, microbatches: int) -> "Program":
@@ -229,6 +229,11 @@ class Program:
     def _forgets_nothing(self) -> bool:
         is_written = self.remat == AS_WRITTEN and self.evaluation is not None
         return is_written and not any(op.name in REMAT for op in self.step.graph.ops())
+
+    @cached_property
+    def _with_nothing_forgotten(self) -> "Program":
+        """Operation for operation what it is already, and what is known of it is found once."""
+        return replace(self, remat="none")
 
     @property
     def _policy(self) -> str | None:
