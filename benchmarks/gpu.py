@@ -25,7 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
-from peers.__main__ import Peer, measure, ratios, rounds  # noqa: E402
+from peers.__main__ import Peer, measure, quartiles, rounds  # noqa: E402
 from peers.alike import differences  # noqa: E402
 from peers.shape import Shape  # noqa: E402
 
@@ -76,7 +76,7 @@ def rows_of(size: str, shape: Shape, peers: Sequence[Peer], peak_flops: float | 
     """One line a peer; ratios are medians over rounds to the first one's step in the same round."""
     rows = []
     for one in peers:
-        low, median, high = ratios(one, peers[0])
+        low, median, high = quartiles(one, peers[0])
         seconds = statistics.median(one.seconds)
         rows.append({
             "size": size, "peer": one.name, "ratio": median, "low": low, "high": high, "step_seconds": seconds,

@@ -24,23 +24,26 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
 
-from peers.__main__ import rounds  # noqa: E402
+from peers.__main__ import Peer, rounds  # noqa: E402
 
 SHAPE = "--num-layers 4 --num-heads 4 --embed-dim 128 --seq-len 64 --vocab-size 256 --batch-size 32".split()
 REFERENCE = "hand-written JAX"
+WORK = ("parameters", "tokens")
+"""What is equal of all."""
+
+
+AS_INSTALLED = {"PYTHONDONTWRITEBYTECODE": ""}
+"""Bytecode is kept: installed packages have theirs, this one where it lies may not."""
 
 
 def peer(script: str, *words: str, caches: Path) -> dict[str, Any]:
-    """The first line that a peer says, once its first step is done."""
-    variables = {
-        "JAX_COMPILATION_CACHE_DIR": str(caches),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PEER_BEGAN": str(time.time()),
-    }
-    command = [sys.executable, str(HERE / "peers" / script), *words, *SHAPE]
-    said = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment(variables))
-    first = json.loads(said.stdout.splitlines()[0])
-    return {"seconds": first["to_first_step_seconds"], "parameters": first["parameters"], "tokens": first["tokens"]}
+    """What a peer says once its first step is done."""
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(caches), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    made = Peer.start(script, (script, *words), SHAPE, AS_INSTALLED | kept)
+    if isinstance(made, str):
+        raise SystemExit(f"{script}: {made}")
+    made.end()
+    return {"seconds": made.facts["to_first_step_seconds"], **{name: made.facts[name] for name in WORK}}
 
 
 def trained(caches: Path) -> dict[str, Any]:
@@ -48,23 +51,20 @@ def trained(caches: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as out:
         began = time.time()
         command = [sys.executable, "-m", "spanax", "train", "gpt-nano", "--devices", "1", "--steps", "1", "--json"]
+        variables = {"XDG_CACHE_HOME": str(caches), "PYTHONPATH": str(HERE.parent / "src")}
         with subprocess.Popen(
-            [*command, "--out", f"{out}/run"], stdout=subprocess.PIPE, env=environment({"XDG_CACHE_HOME": str(caches)})
+            [*command, "--out", f"{out}/run"], stdout=subprocess.PIPE, env={**os.environ, **AS_INSTALLED, **variables}
         ) as process:
             assert process.stdout is not None
             seen: dict[str, Any] = {}
             for line in process.stdout:
                 event = json.loads(line)
                 seen.setdefault(event["event"], event | {"seconds": time.time() - began})
+        if process.returncode:
+            raise SystemExit(f"spanax train ended with {process.returncode}")
     step = seen["step"]
     tokens = round(step["tokens_per_second"] * step["step_seconds"])
     return {"seconds": step["seconds"], "parameters": seen["start"]["parameters"], "tokens": tokens}
-
-
-def environment(variables: dict[str, str]) -> dict[str, str]:
-    """This one with variables, for a process that keeps bytecode as installed packages have it."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return kept | {"PYTHONPATH": str(HERE.parent / "src")} | variables
 
 
 PEERS: dict[str, Callable[..., dict[str, Any]]] = {
@@ -85,9 +85,9 @@ def measure(count: int) -> dict[str, dict[str, list[float]]]:
         with tempfile.TemporaryDirectory() as caches:
             for when in ("cold", "warm"):
                 found = {name: start(caches=Path(caches) / name) for name, start in PEERS.items()}
-                work = {name: (one["parameters"], one["tokens"]) for name, one in found.items()}
+                work = {name: tuple(one[what] for what in WORK) for name, one in found.items()}
                 if len(set(work.values())) > 1:
-                    raise SystemExit(f"not the same work (parameters, tokens a step): {work}")
+                    raise SystemExit(f"not the same work ({', '.join(WORK)}): {work}")
                 for name, one in found.items():
                     if turn >= 0:
                         taken[name][when].append(one["seconds"])

@@ -121,7 +121,7 @@ def test_who_is_asked_for_is_measured_beside_its_reference() -> None:
 def test_one_round_is_its_own_median_and_none_is_refused() -> None:
     (one,) = made("a")
     one.seconds = [0.3]
-    assert peers_main.ratios(one, replace(one, seconds=[0.1])) == pytest.approx([3.0] * 3)
+    assert peers_main.quartiles(one, replace(one, seconds=[0.1])) == pytest.approx([3.0] * 3)
     assert peers_main.rounds("1") == 1
     with pytest.raises(argparse.ArgumentTypeError, match="0 rounds measure nothing"):
         peers_main.rounds("0")

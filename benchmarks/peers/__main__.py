@@ -17,10 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from alike import differences
@@ -53,6 +55,9 @@ PEERS: dict[str, tuple[str, ...]] = {
 }
 
 
+NONE: Mapping[str, str] = MappingProxyType({})
+
+
 class PeerDied(Exception):
     """A peer ended before it was told to; its last words."""
 
@@ -78,13 +83,15 @@ class Peer:
     losses: list[float] = field(default_factory=list)
 
     @staticmethod
-    def start(name: str, words: Sequence[str], shape_flags: Sequence[str]) -> "Peer | str":
-        """A peer that has taken its first step, or why there is none."""
+    def start(
+        name: str, words: Sequence[str], shape_flags: Sequence[str], variables: Mapping[str, str] = NONE
+    ) -> "Peer | str":
+        """A peer that has taken its first step, with variables of its own; or why there is none."""
         needs_torch = words[0] in ("with_torch.py", "with_trainer.py")
         python = str(TORCH_PYTHON) if needs_torch and TORCH_PYTHON.exists() else sys.executable
         if needs_torch and python == sys.executable and not find_spec("torch"):
             return "not installed: make bench-peers"
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "PEER_BEGAN": str(time.time())}
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", **variables, "PEER_BEGAN": str(time.time())}
         environment["PYTHONPATH"] = str(HERE.parents[1] / "src")
         log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop who writes much
         process = subprocess.Popen(
@@ -122,6 +129,10 @@ class Peer:
         self.end()
         raise PeerDied(f"failed: {said[-1][:160] if said else code}")
 
+    def count_work(self) -> None:
+        """Have it count what a step computes."""
+        self.facts["flops"] = self.ask("work")["flops"]
+
     def step(self, *, counts: bool) -> None:
         """Take one step."""
         answer = self.ask("step")
@@ -156,29 +167,32 @@ def measure(
         else:
             peers.append(made)
         print(f"{name}: {made if isinstance(made, str) else 'ready'}", file=sys.stderr, flush=True)
-    for turn in range(-3, rounds):
-        # Each goes first in turn; once they count what a step computes, and two rounds are for caches.
-        for peer in [peers[(turn + place) % len(peers)] for place in range(len(peers))]:
-            try:
-                if turn == -3:
-                    peer.facts["flops"] = peer.ask("work")["flops"]
-                else:
-                    peer.step(counts=turn >= 0)
-            except PeerDied as error:
-                absent[peer.name] = str(error)
-                peers.remove(peer)
+    turns(peers, absent, Peer.count_work)
+    for turn in range(-2, rounds):
+        # Each goes first in turn; two rounds are for caches.
+        turns(peers, absent, partial(Peer.step, counts=turn >= 0), turn)
     return peers, absent
 
 
-def ratios(peer: Peer, reference: Peer) -> list[float]:
-    """The quartiles of one peer's step time over the reference's in the same round."""
+def turns(peers: list[Peer], absent: dict[str, str], act: Callable[[Peer], None], first: int = 0) -> None:
+    """Have each peer act, some other one first each time; those that die are taken out, and are absent."""
+    for peer in [peers[(first + place) % len(peers)] for place in range(len(peers))]:
+        try:
+            act(peer)
+        except PeerDied as error:
+            absent[peer.name] = str(error)
+            peers.remove(peer)
+
+
+def quartiles(peer: Peer, reference: Peer) -> list[float]:
+    """Those of one peer's step time over the reference's in the same round."""
     found = [mine / theirs for mine, theirs in zip(peer.seconds, reference.seconds, strict=True)]
     return statistics.quantiles(found * 2 if len(found) == 1 else found, n=4)
 
 
 def row(peer: Peer, reference: Peer) -> dict[str, Any]:
     """One line of the table."""
-    low, median, high = ratios(peer, reference)
+    low, median, high = quartiles(peer, reference)
     seconds = statistics.median(peer.seconds)
     return {
         "peer": peer.name, "ratio": median, "low": low, "high": high, "step_seconds": seconds,
