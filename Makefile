@@ -6,9 +6,10 @@ ARGS ?=
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -q
 STAMP := $(VENV)/.installed
-# Also installs the extra of this name, with the pinned versions.
-EXTRA = $(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[$@]' \
-  -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
+# Silent if it succeeds; everything pip printed if it fails: with -q, pip leaves out the reason of a conflict.
+INSTALL = install() { $(BIN)/python -m pip install --disable-pip-version-check "$$@" >$(VENV)/pip.log 2>&1 || \
+  { cat $(VENV)/pip.log; exit 1; }; }; install
+PINNED = -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
 # The tests left of the Plan: they must pass on a machine where JAX can start no backend.
 PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/test_dist.py tests/trace tests/hardware)
 
@@ -31,8 +32,7 @@ $(STAMP): pyproject.toml constraints/py311.txt constraints/py312.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Spanax needs Python 3.11 or newer: make PYTHON=...")'
 	@echo "installing into $(VENV) with $$($(PYTHON) --version); once, a minute or two"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]' \
-	  -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.version_info < (3, 12) else "py312")').txt
+	@$(INSTALL) -e '.[dev]' $(PINNED)
 	@touch $@
 
 train: $(STAMP)
@@ -59,11 +59,11 @@ bench: $(STAMP)
 # In an environment of their own: no test needs them. PyTorch offers builds for CPUs to the newest Pythons last.
 bench-peers:
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install -q --disable-pip-version-check -r benchmarks/peers/requirements.txt
+	.venv-peers/bin/python -m pip install --disable-pip-version-check -r benchmarks/peers/requirements.txt
 
 browser: $(STAMP)
 	@command -v chromium >/dev/null || echo 'there is no Chromium: apt-get install chromium, and these tests run instead of being left out'
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check 'playwright>=1.49'
+	@$(INSTALL) 'playwright>=1.49'
 	$(PYTEST) tests/show/test_browser.py $(ARGS)
 
 lint: $(STAMP)
@@ -78,11 +78,11 @@ doctest: $(STAMP)
 	$(PYTEST) --doctest-modules src/spanax tests/conftest.py
 
 docs: $(STAMP)
-	@$(EXTRA)
+	@$(INSTALL) -e '.[$@]' $(PINNED)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
 dist: $(STAMP)
-	@$(EXTRA)
+	@$(INSTALL) -e '.[$@]' $(PINNED)
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 	SPANAX_DIST=dist $(PYTEST) -m slow tests/test_dist.py

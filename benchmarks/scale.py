@@ -25,8 +25,7 @@ from spanax.plan.candidate import Search, collectives_of, plan_of, shortfall  # 
 from spanax.show.plans import candidate_json  # noqa: E402
 from spanax.units import bytes_text  # noqa: E402
 
-MODELS = {"gpt2-xl": "gpt2-xl", "llama3-8b": "llama3-8b", "llama3-70b": "llama3-70b", "llama3.1-405b": "llama3-405b"}
-"""As they are called here, and the workload."""
+MODELS = ("gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b")
 
 CHIPS = ("h100", "v5p")
 DEVICES = (16, 64, 256, 1024, 4096)
@@ -71,7 +70,7 @@ class Point:
 
 def asked() -> Iterator[Point]:
     """Every point, not yet planned; a batch is whole sequences, one at least."""
-    lengths = {model: load(name, batch_size=1).batch["inputs"].shape[1] for model, name in MODELS.items()}
+    lengths = {model: load(model, batch_size=1).batch["inputs"].shape[1] for model in MODELS}
     for model, length in lengths.items():
         for chip in CHIPS:
             for scaling, tokens in TOKENS.items():
@@ -82,7 +81,7 @@ def asked() -> Iterator[Point]:
 
 def searched(point: Point) -> Search:
     """Every layout of a point, priced."""
-    workload = load(MODELS[point.model], batch_size=point.batch)
+    workload = load(point.model, batch_size=point.batch)
     program = workload.trace(learning_rate=1e-4, num_steps=10, compute_dtype="bfloat16")
     return spanax.search(program, spanax.cluster(point.chip, point.devices), attention="auto", top=1)
 
@@ -193,7 +192,7 @@ def compiled(point: Point) -> dict[str, Any]:
     if found.best is None:
         return asdict(planned(point, found))
     program = next(iter(found.programs.values()))
-    plan = plan_of(found, found.best, compute_dtype="bfloat16")
+    plan = plan_of(found, found.best)
     report = spanax.check(program, plan, found.cluster, level=3, timeout=3600.0)
     told = {"fits": report.fits, "compile_seconds": report.seconds, "compiled_peak_bytes": report.compiled.peak_bytes}
     return asdict(planned(point, found)) | told

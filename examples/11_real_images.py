@@ -47,9 +47,9 @@ for name in args.models:
     for layout in layouts if args.every else layouts[:1]:
         plan = spanax.plan(program, spanax.local(), layout=layout)
         run = spanax.start(program, plan)
-        for _, batch in zip(range(args.steps), spanax.batches(digits, plan)):
+        for _, batch in zip(range(args.steps), spanax.batches(digits, plan, epochs=None)):
             run.step(batch)
-        found = [run.evaluate(batch) for batch in spanax.batches(held_out, plan, repeat=False)]
+        found = [run.evaluate(batch) for batch in spanax.batches(held_out, plan)]
         judged = {key: np.mean([float(metrics[key]) for metrics in found]) for key in found[0]}
         said = ", ".join(f"{key} {value:.3f}" for key, value in sorted(judged.items()))
         print(f"{name} under {layout}, {args.steps} steps; held out: {said}")

@@ -45,7 +45,7 @@ for name in args.models:
     for layout in layouts if args.every else layouts[:1]:
         plan = spanax.plan(program, spanax.local(), layout=layout)
         run = spanax.start(program, plan)
-        for _, batch in zip(range(args.steps), spanax.batches("python", plan)):
+        for _, batch in zip(range(args.steps), spanax.batches("python", plan, epochs=None)):
             run.step(batch)
         held_out = spanax.batches("python", plan, split="validation", shuffle=False)
         found = np.mean([float(run.evaluate(batch)["loss"]) for _, batch in zip(range(4), held_out)])

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 import traceback
 import zlib
 from collections.abc import Callable
@@ -607,11 +606,11 @@ def watched(command: list[str]) -> dict[str, Any]:
     before, said = peak_bytes(), io.StringIO()
 
     def over(*_: Any) -> None:
-        raise TimeoutError("it took more than 20 s")
+        raise TimeoutError("it took more than 240 s")
 
     signal.signal(signal.SIGALRM, over)
-    signal.alarm(20)
-    began, code = time.process_time(), 0
+    signal.alarm(240)
+    code = 0
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             cli.main(command)
@@ -622,11 +621,10 @@ def watched(command: list[str]) -> dict[str, Any]:
             traceback.print_exc()
         finally:
             signal.alarm(0)
-    seconds = time.process_time() - began
     peak = peak_bytes()
     text = said.getvalue()
     return {
-        "code": code, "seconds": round(seconds, 2), "peak_mb": peak >> 20, "more_mb": (peak - before) >> 20,
+        "code": code, "peak_mb": peak >> 20, "more_mb": (peak - before) >> 20,
         "said": text[:2000], "is_clean": not {"\x1b", "\x07"} & set(text), "jax": "jax" in sys.modules,
     }  # fmt: skip
 

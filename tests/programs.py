@@ -32,7 +32,14 @@ class Net(nnx.Module):
 def workload(name: str, batch_size: int = 32, num_layers: int | None = None, remat: str | None = None) -> Program:
     """A named workload under AdamW."""
     found = load(name, batch_size=batch_size, num_layers=num_layers)
-    return spanax.trace(build=found.build, optimizer=optax.adamw(1e-3), batch=found.batch, loss=found.loss, remat=remat)
+    return spanax.trace(
+        build=found.build,
+        optimizer=optax.adamw(1e-3),
+        batch=found.batch,
+        loss=found.loss,
+        remat=remat,
+        accumulate=found.accumulate,
+    )
 
 
 @functools.cache

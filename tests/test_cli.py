@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from spanax import cli
+from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig
+from spanax.run.store import manifest
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 
@@ -19,31 +21,33 @@ FLAGS = {
         "workload", "layout", "mesh", "plan", "devices", "steps", "batch", "seq", "data", "tokenizer", "lr", "seed",
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
-        "field", "track", "optimizer_state", "xla_flags", "attention", "steps_per_call", "loss_chunks",
+        "field", "track", "optimizer_state", "xla_flags", "accumulate", "attention", "steps_per_call", "loss_chunks",
+        "init_partial", "traceback",
     },
-    "axes": {"workload", "batch", "seq", "json"},
+    "axes": {"workload", "batch", "seq", "json", "traceback"},
     "check": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "microbatches",
         "schedule", "chunks", "plan", "level", "timeout", "codegen", "inputs_only", "cache", "collectives",
-        "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json", "optimizer_state", "attention",
-        "loss_chunks",
+        "explain_collective", "profiled", "parity", "steps", "fail_on", "out", "json", "optimizer_state", "accumulate",
+        "attention", "loss_chunks", "traceback",
     },
     "compare": {
         "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",
+        "traceback",
     },
-    "inspect": {"path", "leaf", "svg", "schedule", "hlo", "workload", "json"},
+    "inspect": {"path", "leaf", "svg", "schedule", "hlo", "workload", "json", "traceback"},
     "checkpoint": {"action", "directory", "json"},
     "plan": {
         "workload", "on", "batch", "seq", "layers", "embed", "dtype", "layout", "mesh", "remat", "pipeline", "top",
         "out", "html", "explain", "diff", "max", "min", "target_mfu", "tokens", "budget_hours", "save_seconds", "json",
-        "optimizer_state", "attention", "loss_chunks",
+        "optimizer_state", "accumulate", "attention", "loss_chunks", "traceback",
     },
     "probe": {"out", "devices", "seconds"},
     "report": {"run", "out", "json"},
     "doctor": {"out", "hosts", "timeout", "json"},
     "import": {"source", "kind", "out", "dtype", "json"},
-    "export": {"checkpoint", "kind", "out", "dtype", "workload", "file_size", "json"},
-    "export-rules": {"workload", "mesh", "layout", "batch", "seq", "json"},
+    "export": {"checkpoint", "kind", "out", "dtype", "workload", "file_size", "json", "traceback"},
+    "export-rules": {"workload", "mesh", "layout", "batch", "seq", "json", "traceback"},
 }  # fmt: skip
 
 
@@ -112,6 +116,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
         "cannot skip spikes",
     ),  # fmt: skip
     "resume from nowhere": (["train", "--resume"], 2, "--resume needs the run folder"),
+    "resume to an earlier step": (["train", "--out", "ended", "--resume", "--steps", "5"], 2, "step 8 already"),
     "missing data": (["train", "--data", "nowhere.txt"], 65, "nowhere.txt"),
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),
     "data that is not text": (["train", "--data", "latin.txt"], 65, "UTF-8"),
@@ -127,7 +132,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "plan and mesh": (["train", "--plan", "bad.json", "--mesh", "data=8"], 2, "--plan already says"),
     "missing config": (["train", "--config", "nowhere.toml"], 65, "cannot read the configuration"),
     "unknown key": (["train", "--config", "bad.toml"], 2, "did you mean 'steps'"),
-    "wrong type": (["train", "--config", "type.toml"], 2, "it takes a int"),
+    "wrong type": (["train", "--config", "type.toml"], 2, "it must be an integer"),
     "not toml": (["train", "--config", "latin.txt"], 65, "cannot read the configuration"),
     "out is a file": (["train", "--out", "empty.txt"], 73, "cannot write to the run folder"),
     "out has a run": (["train", "--out", "old"], 73, "already holds a run"),
@@ -156,7 +161,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "inspecting what is no run": (["inspect", "old"], 65, "neither plan nor checkpoint"),
     "reporting nothing": (["report", "nowhere"], 65, "there is no folder 'nowhere'"),
     "reporting what is neither": (["report", "bad.json", "-o", "x.html"], 65, "neither a plan nor a check"),
-    "reporting what is no run": (["report", "old"], 65, "no run told of itself in 'old'"),
+    "reporting what is no run": (["report", "old"], 65, "'old' is not a run folder"),
     "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is no address"),
     "importing nothing": (["import", "nowhere", "--as", "gpt2", "--out", "new"], 65, "no file or folder 'nowhere'"),
     "importing as what is unknown": (["import", "old", "--as", "gpt3", "--out", "new"], 2, "did you mean 'gpt2'"),
@@ -199,6 +204,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "odd" / "model.json").write_text('{"model": "gpt2", "shape": {"vocab_size": 8}}')
     (tmp_path / "table.jsonl").write_text('{"id": 1, "content": "to be"}\n')
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
+    for step in ("4", "8"):
+        (tmp_path / "ended" / "checkpoints" / step).mkdir(parents=True)
+        manifest.write(tmp_path / "ended" / "checkpoints" / step)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -230,6 +238,16 @@ def test_the_answers_are_the_golden_ones(said: dict[str, str]) -> None:
     if os.environ.get("SPANAX_GOLDEN") == "update":
         GOLDEN.write_text(found)
     assert found == GOLDEN.read_text(), "a message changed: `make golden`, then read the diff"
+
+
+def test_a_run_can_be_resumed_at_its_last_step(folder: Path) -> None:
+    """As a supervisor does with a run that ended while it was saving."""
+    from spanax.run.record.folder import check_steps
+
+    check_steps(folder / "ended", 8)
+    check_steps(folder / "old", 1)
+    with pytest.raises(SpanaxError, match="step 8 already"):
+        check_steps(folder / "ended", 7)
 
 
 def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
+import reading
+import spanax
 from machines import Device
+from programs import array
 from spanax.errors import DataError, NumbersError, SpanaxError, WriteError, nearest
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import chip_named, read_chip
@@ -18,7 +27,19 @@ from spanax.hardware.links import axis_link
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.probe import probe
 from spanax.models.images import Digits
+from spanax.plan.choose import plan
+from spanax.plan.plan import Schedule
+from spanax.run.config import TrainConfig, check
+from spanax.run.data.batches import batches
+from spanax.run.data.source import Loader
+from spanax.run.hosts import Hosts
+from spanax.run.run import start
+from spanax.run.simulate import simulate
 from spanax.trace.chunked import chunked
+from spanax.trace.initial import Eager
+from spanax.trace.program import Program
+from spanax.trace.pure_loss import with_extra
+from spanax.trace.tracing import trace
 from spanax.units import quantity
 
 GOLDEN = Path(__file__).parent / "golden" / "errors.txt"
@@ -36,6 +57,58 @@ def without_scikit_learn() -> None:
 def in_two(loss: Callable[..., Any]) -> Any:
     """A loss of a weight and a batch of nine tokens, in two chunks."""
     return chunked(loss, 2)(np.ones((3, 5)), np.ones((9, 3)))
+
+
+def named() -> nnx.Module:
+    """A model with an array of text."""
+    model = nnx.Module()
+    model.names = np.array(["cat", "dog"])  # type: ignore[attr-defined]
+    return model
+
+
+def closed(rngs: nnx.Rngs) -> nnx.Module:
+    """A model with an array in a closure."""
+    model, scale = nnx.Sequential(nnx.Linear(4, 2, rngs=rngs)), jnp.ones(2)
+    model.layers.append(lambda x: x * scale)
+    return model
+
+
+def traced(build: Callable[..., Any]) -> Any:
+    """A workload around a build."""
+    squares = lambda model, x: (model(x) ** 2).mean()  # noqa: E731
+    return trace(build=build, optimizer=optax.sgd(0.1), batch=np.ones((8, 4), "float32"), loss=squares)
+
+
+def under_explicit_axes(loss: Callable[..., Any]) -> Any:
+    """A workload that is traced under a mesh with Explicit axes."""
+    kinds = (AxisType.Explicit,) * 2
+    with jax.sharding.use_abstract_mesh(AbstractMesh((4, 2), ("data", "model"), axis_types=kinds)):
+        batch, optimizer = jax.ShapeDtypeStruct((8, 4), "float32"), optax.sgd(0.1)
+        return trace(build=lambda rngs: nnx.Linear(4, 4, rngs=rngs), optimizer=optimizer, batch=batch, loss=loss)
+
+
+def constrained(model: Any, x: Any) -> Any:
+    """A loss that asserts a sharding that its batch does not have."""
+    return (model(jax.lax.with_sharding_constraint(x, P("data"))) ** 2).mean()
+
+
+def mapped(model: Any, x: Any) -> Any:
+    """A loss that is mapped over eight devices."""
+    by = P(("data", "model"))
+    return (jax.shard_map(lambda x: x * 2, in_specs=by, out_specs=by)(jax.sharding.reshard(model(x), by)) ** 2).mean()
+
+
+def built_on_no_cpu() -> None:
+    with mock.patch("jax.local_devices", side_effect=RuntimeError), mock.patch.dict("os.environ", JAX_PLATFORMS="cuda"):
+        Eager(reading.build).model()
+
+
+def linear(**options: Any) -> Program:
+    """One layer under SGD."""
+    return spanax.trace(
+        build=lambda rngs: nnx.Linear(8, 8, rngs=rngs), optimizer=optax.sgd(0.1), batch=array(8, 8),
+        loss=lambda model, x: (model(x) ** 2).mean(), **options,
+    )  # fmt: skip
 
 
 TABLE = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "80 GiB", "memory_rate": "1 TB/s"}
@@ -65,6 +138,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "chip file: no count": lambda: read_chip("mine", {**TABLE, "devices_per_host": 0}, "mine.toml", {}),
     "chip file: no shape": lambda: read_chip("mine", {**TABLE, "inside": {"shape": 8, "rate": "1 GB/s"}}, "m.toml", {}),
     "chip file: more usable than there is": lambda: read_chip("m", {**TABLE, "usable_memory": "81 GiB"}, "m.toml", {}),
+    "hosts: no coordinator": lambda: Hosts.of({"SPANAX_NUM_HOSTS": "2"}),
+    "hosts: joined too late": lambda: jax.devices() and Hosts(2, 1, coordinator="127.0.0.1:9911").join(),
     "cluster: an unknown chip": lambda: cluster("h1000:8"),
     "cluster: no devices": lambda: cluster("h100:0"),
     "cluster: no file": lambda: cluster("no-such.toml:8"),
@@ -84,6 +159,27 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "mesh: too few devices": lambda: MeshShape.of("data=4,model=2").build(devices=[0, 1, 2, 3]),
     "chunks: no logits": lambda: in_two(lambda weight, batch: weight.sum() + batch.sum()),
     "chunks: tokens that they do not divide": lambda: in_two(lambda weight, batch: (batch @ weight).sum()),
+    "batches: no epoch": lambda: batches([], None, epochs=0),  # type: ignore[arg-type]
+    "batches: an iterator, twice": lambda: Loader(iter([{"x": 1}]), epochs=2),
+    "loss: an integer": lambda: with_extra((np.int32(3), {"correct": np.int32(3)})),
+    "init: partial without weights": lambda: start(None, None, partial=True),  # type: ignore[arg-type]
+    "simulate: no devices": lambda: simulate(0),
+    "simulate: after JAX has started": lambda: (jax.devices(), simulate(16)),
+    "build: reads the value of a parameter": lambda: traced(reading.build),
+    "build: an array in a closure": lambda: traced(closed),
+    "build: eager without a CPU": built_on_no_cpu,
+    "mesh: a batch without the sharding that the loss asserts": lambda: under_explicit_axes(constrained),
+    "mesh: a shard_map over other devices": lambda: plan(under_explicit_axes(mapped), cluster("cpu:4"), layout="data"),
+    "build: an array of text": lambda: traced(named),
+    "plan: flash in a ring": lambda: spanax.plan(linear(), "h100:8", layout="ring", attention="flash"),
+    "plan: a sequence to shard without a layout": lambda: spanax.plan(linear(), "cpu:8", sequence_parallel=True),
+    "plan: another compute dtype": lambda: spanax.start(
+        linear(compute_dtype="float32"),
+        spanax.plan(linear(), "cpu:8", layout="data", schedule=Schedule(compute_dtype="bfloat16")),
+    ),
+    "search: mesh axes in another order": lambda: spanax.search(linear(), "a100:2x4", mesh="model=4,fsdp=2"),
+    "search: a policy without layers": lambda: spanax.search(linear(), "cpu:8", remat=("full",)),
+    "train: a plan and a dtype": lambda: check(TrainConfig(plan="p.json", dtype="bfloat16", remat="full")),
     "digits: no scikit-learn": without_scikit_learn,
     "digits: no such size": lambda: Digits(image_size=12),
 }

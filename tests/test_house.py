@@ -9,30 +9,34 @@ import sys
 import tokenize
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "spanax"
 
 # Who may import whom, from the bottom up; `spanax` stands for the public names. A new place needs a line here.
-FOUNDATION = {"errors", "units", "documents", "usage", "displays"}
+FOUNDATION = {"errors", "frames", "units", "documents", "usage", "displays"}
 DECIDE = FOUNDATION | {"trace", "hardware", "plan"}
 RUN = {"run", "run.data", "run.step", "run.store", "run.record", "run.hosts"}
 OBEY = DECIDE | RUN | {"check", "doctor", "show"}
 PUBLIC = FOUNDATION | {"spanax", "models"}
 MAY_IMPORT = {
     "errors": set(),
+    "frames": set(),
     "units": {"errors"},
     "documents": set(),
     "usage": set(),
     "displays": set(),
     "trace": FOUNDATION,
-    "hardware": FOUNDATION,
+    "hardware": FOUNDATION | {"run.hosts"},
     "plan": DECIDE,
     "run.hosts": FOUNDATION,
-    "run.data": FOUNDATION | {"plan"},
+    "run.data": FOUNDATION | {"plan", "run.hosts"},
     "run.step": DECIDE,
     "run.store": FOUNDATION | {"run.hosts"},
     "run.record": FOUNDATION | {"run.store"},
@@ -42,11 +46,10 @@ MAY_IMPORT = {
     "show": OBEY,
     "models": PUBLIC,
     "interop": PUBLIC | RUN,  # it writes checkpoints a few arrays at a time, and reads them so
-    "workloads": PUBLIC,
     "launch": FOUNDATION | RUN,
-    "cli": OBEY | PUBLIC | {"interop", "workloads", "launch"},
+    "cli": OBEY | PUBLIC | {"interop", "launch"},
     "__main__": {"cli"},
-    "spanax": OBEY | PUBLIC | {"interop", "workloads", "launch"},
+    "spanax": OBEY | PUBLIC | {"interop", "launch"},
 }
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_COMMENTS_PER_100 = 400, 60, 12
@@ -206,6 +209,112 @@ def left_undone(root: Path) -> list[str]:
     return problems
 
 
+BROAD = {"SpanaxError", "Exception", "BaseException"}
+READS_TEXT = {"startswith", "endswith", "find", "index", "match", "search", "fullmatch"}
+TEXT_OF_ERROR = re.compile(r"(str|first_line)\(\w*error\w*\)(\.lower\(\))?")
+
+
+def swallowed(root: Path) -> list[str]:
+    """Broad errors that are dropped, and decisions by the text of an error, where no comment says why."""
+    problems = []
+    for path, text, tree in sources(root):
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        commented = {token.start[0] for token in tokens if token.type == tokenize.COMMENT}
+        for node in ast.walk(tree):
+            what = dropped(node) or by_text(node)
+            end = getattr(node, "end_lineno", 0) if isinstance(node, ast.ExceptHandler) else getattr(node, "lineno", 0)
+            if what and commented.isdisjoint(range(getattr(node, "lineno", 0), end + 1)):
+                problems.append(f"{path}:{getattr(node, 'lineno', 0)}: {what}")
+    return problems
+
+
+def dropped(node: ast.AST) -> str:
+    """What a `suppress` or a handler swallows of BROAD; empty where it raises, or uses the error."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "suppress":
+        return ", ".join(sorted(BROAD & set(map(ast.unparse, node.args)))) and "suppresses a broad error"
+    if not isinstance(node, ast.ExceptHandler):
+        return ""
+    kinds = [node.type] if not isinstance(node.type, ast.Tuple) else node.type.elts
+    if not BROAD & {"BaseException" if kind is None else ast.unparse(kind) for kind in kinds}:
+        return ""
+    inside = [child for statement in node.body for child in ast.walk(statement)]
+    uses = any(
+        isinstance(child, ast.Raise) or (isinstance(child, ast.Name) and child.id == node.name) for child in inside
+    )
+    return "" if uses else "drops a broad error"
+
+
+def by_text(node: ast.AST) -> str:
+    """How a condition reads the text of an error: `x in str(error)`, `str(error).startswith(x)`, `re.match`."""
+    read: list[ast.AST] = []
+    if isinstance(node, ast.Compare) and any(isinstance(op, ast.In | ast.NotIn | ast.Eq) for op in node.ops):
+        read = [node.left, *node.comparators]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in READS_TEXT:
+        read = [node.func.value, *node.args]
+    shown = [ast.unparse(part) for part in read]
+    return "decides by the text of an error" if any(TEXT_OF_ERROR.fullmatch(one) for one in shown) else ""
+
+
+CLOCKS = {"time.time", "time.monotonic", "time.perf_counter", "time.process_time", "time.thread_time"}
+CLOCKS |= {f"{clock}_ns" for clock in CLOCKS}
+CPU_TIMES = {"ru_utime", "ru_stime"}
+WAITS = {"run", "communicate", "wait", "join", "alarm"}
+MIN_HANG_SECONDS = 120
+
+
+def reads_a_clock(node: ast.AST) -> bool:
+    """Whether an expression contains a reading of a clock."""
+    inner = list(ast.walk(node))
+    calls = {ast.unparse(each.func) for each in inner if isinstance(each, ast.Call)}
+    return bool(calls & CLOCKS) or any(isinstance(each, ast.Attribute) and each.attr in CPU_TIMES for each in inner)
+
+
+def is_elapsed(node: ast.AST, names: set[str]) -> bool:
+    """Whether an expression contains elapsed time: a difference from a clock, or a name that was assigned one."""
+    return any(
+        isinstance(each, ast.BinOp) and isinstance(each.op, ast.Sub) and reads_a_clock(each)
+        or isinstance(each, ast.Name) and each.id in names
+        or isinstance(each, ast.Attribute) and each.attr in CPU_TIMES
+        for each in ast.walk(node)
+    )  # fmt: skip
+
+
+def elapsed_names(function: ast.AST) -> set[str]:
+    """Names that a function assigns elapsed time to, and lists that it appends some to."""
+    names: set[str] = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and is_elapsed(node.value, names):
+            names |= {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "append":
+            if any(is_elapsed(value, names) for value in node.args) and isinstance(node.func.value, ast.Name):
+                names.add(node.func.value.id)
+    return names
+
+
+def asserted_times(root: Path) -> list[str]:
+    """Limits on elapsed time, which a busy machine exceeds: comparisons with a number, and waits that end too soon."""
+    problems = set()
+    for path, _, tree in sources(root):
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
+                continue
+            names = elapsed_names(function) if not isinstance(function, ast.Module) else set()
+            for node in ast.walk(function):
+                if isinstance(node, ast.Compare):
+                    sides = [node.left, *node.comparators]
+                    limits = [side for side in sides if not any(isinstance(each, ast.Call) for each in ast.walk(side))]
+                    limits = [side for side in limits if re.fullmatch(r"[A-Z0-9_e.+*/ -]+", ast.unparse(side))]
+                    if limits and any(is_elapsed(side, names) for side in sides):
+                        problems.add(f"{path}:{node.lineno}: {ast.unparse(node)} limits elapsed time")
+                elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in WAITS:
+                    values = [*(k.value for k in node.keywords if k.arg == "timeout"), *node.args[:1]]
+                    for value in values:
+                        if isinstance(value, ast.Constant) and type(value.value) in (int, float):
+                            if 0 < value.value < MIN_HANG_SECONDS:
+                                problems.add(f"{path}:{node.lineno}: {ast.unparse(node.func)} waits {value.value} s")
+    return sorted(problems)
+
+
 RULES: list[Callable[[Path], list[str]]] = [
     wrong_way,
     import_cycles,
@@ -214,7 +323,9 @@ RULES: list[Callable[[Path], list[str]]] = [
     unsafe_calls,
     too_many_comments,
     left_undone,
+    swallowed,
 ]
+TEST_RULES: list[Callable[[Path], list[str]]] = [asserted_times]
 
 # rule, a file that breaks it, its text, what is reported
 BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
@@ -244,7 +355,22 @@ BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (unsafe_calls, "a.py", "yaml.load(f)\n", "a.py:1: yaml.load"),
     (unsafe_calls, "a.py", "numpy.load(f, allow_pickle=True)\n", "a.py:1: allow_pickle"),
     (too_many_comments, "a.py", "x = 1  # one\n" * 4 + "x = 1\n" * 21, "4 comments in 25 lines"),
+    (swallowed, "a.py", "with suppress(SpanaxError):\n    f()\n", "a.py:1: suppresses a broad error"),
+    (swallowed, "a.py", "with contextlib.suppress(OSError, Exception):\n    f()\n", "a.py:1: suppresses"),
+    (swallowed, "a.py", "try:\n    f()\nexcept Exception:\n    x = 1\n", "a.py:3: drops a broad error"),
+    (swallowed, "a.py", "try:\n    f()\nexcept:\n    pass\n", "a.py:3: drops a broad error"),
+    (swallowed, "a.py", "try:\n    f()\nexcept (OSError, SpanaxError) as error:\n    x = 1\n", "a.py:3: drops"),
+    (swallowed, "a.py", "x = 'full' in str(error)\n", "a.py:1: decides by the text"),
+    (swallowed, "a.py", "x = str(error).startswith('no')\n", "a.py:1: decides by the text"),
+    (swallowed, "a.py", "x = re.search('no', str(error))\n", "a.py:1: decides by the text"),
     (left_undone, "a.py", "x = 1  # TO" + "DO: two\n", "a.py:1: TODO"),
+    (asserted_times, "a.py", "assert time.process_time() - began < 3 and x == 1\n", "began < 3 limits elapsed time"),
+    (asserted_times, "a.py", "def f():\n    spent = time.time() - t\n    assert spent <= MAX_S\n", "a.py:3: spent <="),
+    (asserted_times, "a.py", "assert (perf() - t) / 9 < 1 or 0 < (time.perf_counter() - t) / 9 < 1e-4\n", "0.0001"),
+    (asserted_times, "a.py", "def f():\n    x.append(time.time() - t)\n    assert min(x) < 1.0\n", "min(x) < 1.0"),
+    (asserted_times, "a.py", "assert usage.ru_utime < 0.4\n", "usage.ru_utime < 0.4"),
+    (asserted_times, "a.py", "child.communicate(timeout=30)\n", "child.communicate waits 30 s"),
+    (asserted_times, "a.py", "thread.join(5.0)\n", "thread.join waits 5.0 s"),
 ]
 
 
@@ -252,6 +378,18 @@ BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
 def test_the_package_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
     problems = rule(PACKAGE)
     assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("rule", TEST_RULES, ids=lambda rule: rule.__name__)
+def test_the_tests_keep_the_rule(rule: Callable[[Path], list[str]]) -> None:
+    problems = rule(ROOT / "tests")
+    assert not problems, "\n".join(problems)
+
+
+def test_polls_and_hang_guards_may_read_a_clock(tmp_path: Path) -> None:
+    text = "while time.monotonic() < deadline:\n    assert time.time() - began >= before\nchild.wait(timeout=120)\n"
+    (tmp_path / "a.py").write_text(text)
+    assert asserted_times(tmp_path) == []
 
 
 @pytest.mark.parametrize("rule, path, text, reported", BROKEN, ids=lambda x: getattr(x, "__name__", None))
@@ -264,8 +402,16 @@ def test_a_broken_rule_is_reported(
     assert len(problems) == 1 and reported in problems[0]
 
 
+def test_an_error_may_be_dropped_with_a_reason(tmp_path: Path) -> None:
+    kept = (
+        "try:\n    f()\nexcept SpanaxError:\n    pass  # the answer: there is none\nx = 'a' in str(error)  # C++ text\n"
+    )
+    (tmp_path / "a.py").write_text(kept + "try:\n    f()\nexcept Exception as error:\n    g(error)\n")
+    assert swallowed(tmp_path) == []
+
+
 def test_every_rule_was_seen_failing() -> None:
-    assert {rule for rule, *_ in BROKEN} == set(RULES)
+    assert {rule for rule, *_ in BROKEN} == {*RULES, *TEST_RULES}
 
 
 def test_a_cycle_counts_only_what_is_imported_at_once(tmp_path: Path) -> None:
@@ -325,6 +471,57 @@ def test_everything_required_is_pinned(constraints: Path, tmp_path: Path) -> Non
     bad = tmp_path / "bad.txt"
     bad.write_text("jax>=0.10\nOrbax_Checkpoint==1.0\n")
     assert unpinned(bad, ["orbax-checkpoint>=0.1", "rich"]) == ["not a pin: jax>=0.10", "no pin: rich"]
+
+
+def too_new(constraints: Path, python: str) -> list[str]:
+    """Pins of installed packages that do not support the Python that the file is for."""
+    problems = []
+    for line in constraints.read_text().splitlines():
+        name, _, pinned = line.partition("==")
+        with suppress(PackageNotFoundError):
+            requires = metadata(name).get("Requires-Python") or ""
+            if version(name) == pinned and python not in SpecifierSet(requires):
+                problems.append(f"{line} requires Python {requires}")
+    return problems
+
+
+@pytest.mark.parametrize("constraints, python", list(zip(CONSTRAINTS, ["3.11", "3.12"], strict=True)))
+def test_every_pin_supports_the_python_of_its_file(constraints: Path, python: str) -> None:
+    problems = too_new(constraints, python)
+    assert not problems, "\n".join(problems)
+
+
+def test_a_pin_that_is_too_new_is_reported(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.txt"
+    bad.write_text(f"jax=={version('jax')}\nnot-installed-here==1.0\n")
+    assert too_new(bad, "3.12") == []
+    assert len(too_new(bad, "3.6")) == 1
+
+
+# Python of an environment in which pip fails, and explains why unless -q is passed.
+FAILS = """#!/bin/sh
+case "$*" in *"pip install"*)
+  case "$*" in *" -q"*) ;; *) echo "The conflict is caused by: two pins" ;; esac
+  echo "ERROR: ResolutionImpossible" >&2
+  exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("target", ["install", "docs", "dist", "browser", "bench-peers"])
+def test_make_shows_why_pip_failed(target: str, tmp_path: Path) -> None:
+    venvs = [tmp_path / "venv", tmp_path / ".venv-peers"]
+    for venv in venvs:
+        (venv / "bin").mkdir(parents=True)
+        (venv / "bin" / "python").write_text(FAILS)
+        (venv / "bin" / "python").chmod(0o755)
+        if target != "install":
+            (venv / ".installed").touch()
+    for name in ("Makefile", "pyproject.toml", "constraints"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    argv = ["make", target, "VENV=venv", f"PYTHON={venvs[0] / 'bin' / 'python'}"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and "The conflict is caused by: two pins" in done.stdout + done.stderr, done.stderr
 
 
 # ---- what importing starts

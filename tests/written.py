@@ -23,18 +23,19 @@ from spanax.run.config import check
 
 
 class Block(NamedTuple):
-    """A block of a page that is no prose: its kind, its text, and the line of the page that it begins at."""
+    """A block of code or output of a page: its kind, its text, the line it begins at, and the language of its fence."""
 
     kind: str
     text: str
     line: int
+    info: str = ""
 
 
 def blocks(page: str) -> list[Block]:
     """Every block of code of a page in Markdown, fenced or indented."""
     tokens = MarkdownIt("commonmark").enable("table").parse(page)
     found = [one for one in tokens if one.type in ("fence", "code_block") and one.map]
-    return [Block(_kind(one.info.strip(), one.content), one.content, one.map[0] + 1) for one in found]
+    return [Block(_kind(info := one.info.strip(), one.content), one.content, one.map[0] + 1, info) for one in found]
 
 
 def _kind(info: str, text: str) -> str:
@@ -43,18 +44,24 @@ def _kind(info: str, text: str) -> str:
         return info
     if first.startswith(">>> "):
         return "doctest"
+    if info == "python":
+        return "python"
     if any(re.match(r"(\w+=\S+ )*(spanax|pip|make|python) ", line) for line in text.splitlines()):
         return "commands"
-    return "python" if info == "python" or _is_python(text) else "text"
+    return "python" if _is_python(text) else "text"
 
 
 def _is_python(text: str) -> bool:
     try:
         ast.parse(text)
     except SyntaxError:
-        # Said to be Python by what is in it, and none: to be found when it is run.
-        return bool(re.search(r"^(import |from \S+ import|.*\bspanax\.\w+\()", text, re.MULTILINE))
+        return looks_like_python(text)
     return True
+
+
+def looks_like_python(text: str) -> bool:
+    """Whether a line imports or calls Spanax; the text may still be invalid, which running it shows."""
+    return bool(re.search(r"^(import \w|from \S+ import |.*\bspanax\.\w+\()", text, re.MULTILINE))
 
 
 def commands(text: str) -> Iterator[str]:

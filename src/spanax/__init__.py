@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from spanax.run.step.guard import Guard
     from spanax.run.tracking import track
     from spanax.trace.primitives import rule
-    from spanax.trace.program import Program, trace
+    from spanax.trace.program import Program
+    from spanax.trace.rates import logged
+    from spanax.trace.tracing import trace
     from spanax.trace.variables import Leaf
     from spanax.trace.workload import Workload
 
@@ -60,6 +62,7 @@ _HOME = {
     "check": "check.check",
     "cluster": "hardware.cluster",
     "local": "hardware.cluster",
+    "logged": "trace.rates",
     "mixture": "run.data.mixture",
     "plan": "plan.choose",
     "restore": "run.restore",
@@ -68,7 +71,7 @@ _HOME = {
     "simulate": "run.simulate",
     "stack": "models.lists",
     "start": "run.run",
-    "trace": "trace.program",
+    "trace": "trace.tracing",
     "track": "run.tracking",
 }
 
@@ -97,6 +100,7 @@ __all__ = [
     "check",
     "cluster",
     "local",
+    "logged",
     "mixture",
     "plan",
     "restore",

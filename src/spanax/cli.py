@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +14,12 @@ import tyro
 from tyro.conf import Positional
 
 from spanax.errors import PREEMPTED, SpanaxError, WriteError
+from spanax.frames import user_frames
 from spanax.interop.commands import INTEROP, carry_out
 from spanax.launch.commands import KINDS, SAYS, launch
-from spanax.run.config import TrainConfig, check, with_settings
+from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
 from spanax.run.record.folder import CONFIG, read_config
+from spanax.show.mistakes import explained
 from spanax.show.requests import (
     CheckCommand,
     CompareCommand,
@@ -39,12 +40,14 @@ class AxesCommand:
       batch: examples in a batch.
       seq: tokens in an example.
       json: print one JSON object, with every leaf.
+      traceback: show the full traceback of an error.
     """
 
     workload: Positional[str]
     batch: int | None = None
     seq: int | None = None
     json: bool = False
+    traceback: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +100,37 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, 2 for a wrong request, 65, 70 or 73 as in `errors`, 130 after Ctrl-C."""
+    """Run the command line and exit: 0, 2 for a wrong request, the codes in `errors`, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if args is None else args)
     tyro._experimental_options["ansi_codes"] = wants_colours(sys.stdout, sys.stderr)
     try:
         _run(argv)
-    except SpanaxError as error:
-        print(f"spanax: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read us has enough; nothing more is to be flushed there
     except KeyboardInterrupt:
         print("spanax: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_of_stdout(error):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing more is to be flushed there
+            return
+        sys.exit(_print_error(error, full="--traceback" in argv))
+
+
+def _print_error(error: Exception, *, full: bool) -> int:
+    """The exit code of an error, after printing it."""
+    text, code = explained(error, full=full)
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
+def _is_of_stdout(error: BrokenPipeError) -> bool:
+    """Whether the reader of standard output has closed it, rather than one of a pipe of the user's code."""
+    if not user_frames(error):
+        return True
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _run(argv: list[str]) -> None:
@@ -172,7 +193,9 @@ def _moved(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     """The settings of a run that is resumed elsewhere: a new place is said whole, so the old one goes with it."""
     is_said = any(value is not None for value in (config.layout, config.mesh, config.plan))
     is_resized = config.devices is not None and config.devices != settings.get("devices")
-    dropped = ("layout", "mesh", "plan") if is_said else ("mesh", "plan") if is_resized else ()
+    dropped: tuple[str, ...] = ("layout", "mesh", "plan") if is_said else ("mesh", "plan") if is_resized else ()
+    if config.plan is not None:
+        dropped = (*dropped, *OF_PLAN)  # the new plan contains them
     return {key: value for key, value in settings.items() if key not in dropped}
 
 
@@ -191,7 +214,7 @@ def _train(config: TrainConfig) -> None:
     from spanax.show.events import reporter
 
     stream = _clean_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout
-    with _leaving_no_one_waiting(), reporter(as_json=config.json, stream=stream) as emit:
+    with _leaving_no_one_waiting(config.traceback), reporter(as_json=config.json, stream=stream) as emit:
         done = train(partial(load, config.workload), config, devices(config.devices), emit)
         if config.profile is not None:
             from spanax.show.profiling import profile_event
@@ -202,7 +225,7 @@ def _train(config: TrainConfig) -> None:
 
 
 @contextmanager
-def _leaving_no_one_waiting() -> Iterator[None]:
+def _leaving_no_one_waiting(full: bool) -> Iterator[None]:
     """In a group, end at an error at once: at its ordinary end JAX would wait for the others, and they for this one."""
     try:
         yield
@@ -212,12 +235,7 @@ def _leaving_no_one_waiting() -> Iterator[None]:
         # Also a group that JAX found by itself.
         if not jax.distributed.is_initialized():
             raise
-        if isinstance(error, SpanaxError):
-            print(f"spanax: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(error.exit_code if isinstance(error, SpanaxError) else 70)
+        os._exit(_print_error(error, full=full))
 
 
 def _plan(command: PlanCommand) -> None:

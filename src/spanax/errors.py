@@ -1,14 +1,19 @@
 """Every error Spanax raises, and the one place its text is built.
 
     SpanaxError            exit code 2: something asked for cannot be done
+    ├── SizeError          2: a workload has no such size to change
+    ├── NoLayoutError      2: no layout can be laid over a program on these devices
+    ├── ResizeError        2: a step cannot be traced with arrays of other sizes
     ├── DataError          65: what was read is not what it should be
     ├── CompilerError      70: a compiler died or took too long
     ├── HostsError         70: the processes of a run did not come together
     ├── NumbersError       70: the numbers of a run went wrong
     ├── WriteError         73: the place to write to cannot be written
+    │   └── DiskFullError  73: there is no space left on its device
     └── ConfigError        78: a run is to go on as another run than it was
 
-A run that was asked to stop, and can go on, ends with `PREEMPTED`.
+A run that was asked to stop, and can go on, ends with `PREEMPTED`. Where the user's own code raises, the command line
+ends with `MISTAKE`.
 
 A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
 """
@@ -19,6 +24,12 @@ from collections.abc import Iterable
 
 PREEMPTED = 75
 """The exit code of a run that was stopped where it was asked to, all saved: EX_TEMPFAIL of sysexits.h."""
+
+MISTAKE = 3
+"""The exit code of a command in which the user's own code raised: the model, the loss, the loader."""
+
+INTERNAL = 70
+"""The exit code of an error of Spanax itself: EX_SOFTWARE of sysexits.h."""
 
 
 class SpanaxError(ValueError):
@@ -41,6 +52,33 @@ class SpanaxError(ValueError):
     def __init__(self, what: str, *, where: str = "", fix: str = ""):
         lines = [what, f"  where: {where}" if where else "", f"  fix: {fix}" if fix else ""]
         super().__init__(plain("\n".join(line for line in lines if line)))
+
+
+class SizeError(SpanaxError):
+    """A workload does not have the size that a request changes; exit code 2.
+
+    Example:
+      >>> SizeError("'resnet50' has no sequence length to change.").exit_code
+      2
+    """
+
+
+class NoLayoutError(SpanaxError):
+    """No layout shards a program evenly over the devices; exit code 2.
+
+    Example:
+      >>> NoLayoutError("no layout divides a batch of 7 among 8 devices.", fix="a batch of 8").exit_code
+      2
+    """
+
+
+class ResizeError(SpanaxError):
+    """A step cannot be traced with arrays of other sizes than those it was written for; exit code 2.
+
+    Example:
+      >>> ResizeError("the step depends on the number of layers.").exit_code
+      2
+    """
 
 
 class DataError(SpanaxError):
@@ -98,6 +136,15 @@ class WriteError(SpanaxError):
     """
 
     exit_code = 73
+
+
+class DiskFullError(WriteError):
+    """There is no space left on the device of a run folder; exit code 73.
+
+    Example:
+      >>> DiskFullError("step 7 was not saved: no space left on the device.").exit_code
+      73
+    """
 
 
 class ConfigError(SpanaxError):

@@ -7,7 +7,7 @@ from typing import TextIO
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "": (
         "spanax train gpt-nano                            # 8 simulated devices, no download",
-        "spanax plan llama3-8b --on h100:8                # every layout priced, no device",
+        "spanax plan llama3-8b --on h100:8                # layouts ranked by estimated step time, no device",
         "spanax launch local --hosts 2 -- train gpt-nano  # many processes, watched over",
     ),
     "train": (

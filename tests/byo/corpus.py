@@ -1,13 +1,14 @@
 """The corpus: every other file of this folder is a model as people write them, and nothing of Spanax in it.
 
 A file has `build`, `batch(size)` and a `loss(model, batch)`, or a `train_step` of its own; it may have an `optimizer`
-(an optax transformation), `optimizers` (a function from the model), `wrt` (what is trained), a `tolerance` for all that
-is compared, and `looser` for single arrays by the end of their path. The small models of tests/zoo.py belong to the
-corpus, too.
+(an optax transformation), `optimizers` (a function from the model), `wrt` (what is trained), `mesh` (a function that
+returns the mesh that it is written for), a `tolerance` for all that is compared, and `looser` for single arrays by the
+end of their path. The small models of tests/zoo.py belong to the corpus, too.
 """
 
 import functools
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,14 @@ def program(name: str, count: int = 1) -> Program:
     """A model of the corpus, traced."""
     case = model(name)
     step = {"train_step": case.train_step} if hasattr(case, "train_step") else {"loss": case.loss}
-    return spanax.trace(build=case.build, optimizer=optimizer(name), batch=case.batch(SIZE), microbatches=count, **step)
+    arguments = {"build": case.build, "optimizer": optimizer(name), "batch": case.batch(SIZE)}
+    with under_its_mesh(case):
+        return spanax.trace(**arguments, microbatches=count, **step)
+
+
+def under_its_mesh(case: Any) -> AbstractContextManager[Any]:
+    """The mesh that a model is written for, if it is written for one."""
+    return jax.set_mesh(case.mesh()) if hasattr(case, "mesh") else nullcontext()
 
 
 def planned(name: str, preset: str) -> Plan:
@@ -100,7 +108,8 @@ def trained_without_spanax(name: str, born: list[jax.Array]) -> dict[str, np.nda
         state.update(module, grads)
         return value
 
-    losses = [float(step(module, state, batch(name, index))) for index in range(STEPS)]
+    with under_its_mesh(case):
+        losses = [float(step(module, state, batch(name, index))) for index in range(STEPS)]
     nnx.pop(module, nnx.Intermediate)
     arrays = jax.tree.leaves(nnx.split((module, state))[1])
     found = {leaf.path: numbers(array) for leaf, array in zip(made.leaves, arrays, strict=True)}

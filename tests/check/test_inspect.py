@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import spanax
 from programs import zoo_program
@@ -75,6 +77,31 @@ def test_a_checkpoint_says_how_it_really_was_saved(saved: Path) -> None:
     assert found.origin == "checkpoint 0" and found.plan == plan and found.elsewhere == ()
     text = saved / "checkpoints" / "0" / "arrays" / "state" / "_sharding"
     assert text.is_file(), "the newest Orbax writes down elsewhere how arrays lay"
+
+
+class Keyed(nnx.Module):
+    """Random keys as scalars and, one per layer, as an array."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.dropout = nnx.Linear(8, 8, rngs=rngs), nnx.Dropout(0.2, rngs=rngs)
+        self.layers = nnx.vmap(lambda rngs: nnx.Dropout(0.2, rngs=rngs))(rngs.split(4))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dropout(self.linear(x))
+
+
+def test_a_run_with_random_keys_is_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = spanax.trace(
+        build=Keyed, optimizer=optax.sgd(1e-2), batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    plan = spanax.plan(program, spanax.cluster("cpu", 8), layout="fsdp")
+    assert {leaf.shape for leaf in plan.leaves if leaf.is_key} == {(), (4,)}
+    spanax.start(program, plan).save(tmp_path / "checkpoints").wait()
+    found = placed(tmp_path)
+    assert found.origin == "checkpoint 0" and found.plan == plan and found.elsewhere == ()
+    cli.main(["inspect", str(tmp_path)])
+    assert "fsdp on 8 devices" in capsys.readouterr().out
 
 
 def test_what_was_saved_otherwise_than_planned_is_said(

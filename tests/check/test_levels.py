@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
 import programs
 import spanax
@@ -22,6 +25,18 @@ from spanax.check.report import Report
 from spanax.check.target import missing, simulated, target_of
 from spanax.errors import CompilerError, DataError, SpanaxError
 from spanax.plan.candidate import plan_of
+
+
+class Depthwise(nnx.Module):
+    """A grouped convolution, which runs shard by shard on a mesh with more axes than the batch's."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.stem = nnx.Conv(8, 64, (3, 3), rngs=rngs)
+        self.depthwise = nnx.Conv(64, 64, (3, 3), feature_group_count=64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.depthwise(jax.nn.relu(self.stem(x)))
+
 
 MACHINE = spanax.cluster("cpu:8")
 
@@ -52,6 +67,24 @@ def test_the_partitioner_agrees_with_the_plan(layout: str, mesh: str) -> None:
         small = sum(found.compiled.collectives[axes].values()) < 4096
         assert small or error == pytest.approx(0, abs=0.05), (axes, found.compiled.collectives)
     assert found.compiled.peak_bytes is None, "a CPU's temporaries are no chip's memory"
+
+
+@pytest.mark.skipif(not is_possible(), reason="this jaxlib does not have the partitioner's passes")
+def test_the_passes_read_the_collectives_of_a_shard_map() -> None:
+    """On more devices than level 2 simulates, too."""
+    program = spanax.trace(
+        build=Depthwise, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((1024, 8, 8, 8), "float32"),
+        loss=lambda model, x: jnp.square(model(x)).mean(),
+    )  # fmt: skip
+    plan = spanax.plan(program, MACHINE, mesh="data=4,model=2")
+    first, second = (spanax.check(program, plan, MACHINE, level=level, cache=False).compiled for level in (1, 2))
+    assert first is not None and second is not None
+    sizes = [figures.collectives["data"]["all-reduce"] for figures in (first, second)]
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.01) and sizes[0] > 4 * 9 * 64 / 2
+    many = spanax.cluster("h100:256x8")
+    large = spanax.check(program, spanax.plan(program, many, mesh="data=1024,model=2"), many, level=1, cache=False)
+    assert large.compiled is not None  # an H100 computes in bfloat16
+    assert large.compiled.collectives["data"]["all-reduce"] == sizes[0] // 2
 
 
 @pytest.mark.skipif(not is_possible(), reason="this jaxlib does not have the partitioner's passes")

@@ -1,5 +1,6 @@
 """Networks that the doctor must object to: ports that are taken, hosts that are silent, clocks that differ."""
 
+import re
 import socket
 import threading
 import time
@@ -100,13 +101,13 @@ def test_a_host_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "'nowhere' has no address" in network.reach("nowhere:80").what
 
 
-def met(num_hosts: int, coming: dict[int, float], timeout: float = 5.0) -> dict[int, Verdict]:
-    """What each host of a group finds; they come with clocks that are so far ahead."""
+def met(num_hosts: int, coming: dict[int, float], timeout: float = 240.0) -> dict[int, Verdict]:
+    """What each host of a group finds; their clocks stand still, so far ahead."""
     found: dict[int, Verdict] = {}
     environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{free_port()}", "SPANAX_NUM_HOSTS": str(num_hosts)}
 
     def come(rank: int, ahead: float) -> None:
-        verdict = network.group(environ | {"SPANAX_HOST": str(rank)}, timeout, lambda: time.time() + ahead)
+        verdict = network.group(environ | {"SPANAX_HOST": str(rank)}, timeout, lambda: 1e9 + ahead)
         assert verdict is not None
         found[rank] = verdict
 
@@ -114,21 +115,21 @@ def met(num_hosts: int, coming: dict[int, float], timeout: float = 5.0) -> dict[
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     return found
 
 
 def test_a_group_that_meets() -> None:
     found = met(4, {0: 0.0, 1: 0.0, 2: -7.0, 3: 7.0})
     assert found[0].state == "ok" and "all 4 hosts came" in found[0].what
-    assert found[1].state == "ok" and abs(float(found[1].what.split("clock is ")[1].split(" s")[0])) < 0.5
+    assert found[1].state == "ok" and re.search(r"its clock is [+-]0\.000 s from ours", found[1].what)
     assert found[2].state == "warning" and "+7.0" in found[2].what and "timedatectl" in found[2].fix
     assert found[3].state == "warning" and "-7.0" in found[3].what
 
 
 def test_a_host_of_a_group_that_does_not_come() -> None:
-    found = met(3, {0: 0.0, 2: 0.0}, timeout=1.0)
-    assert found[0].state == "problem" and "host 1 did not come within 1 s" in found[0].what
+    found = met(3, {0: 0.0, 2: 0.0}, timeout=3.0)
+    assert found[0].state == "problem" and "host 1 did not come within 3 s" in found[0].what
     found = met(2, {1: 0.0}, timeout=0.3)
     assert found[1].state == "problem" and "host 0 was not met" in found[1].what and "firewall" in found[1].fix
 
@@ -162,9 +163,9 @@ def test_a_stranger_does_not_stop_the_group() -> None:
     """Whoever connects and says nonsense, or nothing, is no host."""
     environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{free_port()}", "SPANAX_NUM_HOSTS": "2"}
     port, found = int(environ["SPANAX_COORDINATOR"].split(":")[1]), []
-    leader = threading.Thread(target=lambda: found.append(network.group(environ, 5.0)))
+    leader = threading.Thread(target=lambda: found.append(network.group(environ, 240.0)))
     leader.start()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         try:
             with socket.create_connection(("127.0.0.1", port)) as stranger:
@@ -172,8 +173,8 @@ def test_a_stranger_does_not_stop_the_group() -> None:
             break
         except ConnectionRefusedError:
             time.sleep(0.01)
-    assert network.group(environ | {"SPANAX_HOST": "1"}, 5.0).state == "ok"  # type: ignore[union-attr]
-    leader.join(10)
+    assert network.group(environ | {"SPANAX_HOST": "1"}, 240.0).state == "ok"  # type: ignore[union-attr]
+    leader.join(300)
     assert found[0].state == "ok"
 
 

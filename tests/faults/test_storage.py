@@ -213,7 +213,7 @@ def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def slow(folder: Path) -> None:
         at_once.append(len(manifest.unfinished(folder.parent)))
-        assert go_on.wait(60)
+        assert go_on.wait(240)
         write(folder)
 
     monkeypatch.setattr(manifest, "write", slow)
@@ -261,7 +261,7 @@ def test_a_lock_that_a_child_inherited_is_told(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path / "run", "", "x"], stdout=subprocess.PIPE)
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
-    assert holder.wait(60) == 0
+    assert holder.wait(240) == 0
     with pytest.raises(WriteError, match=f"process {holder.pid} on .*, which has ended: a process that it started"):
         claimed(tmp_path / "run", resume=False).__enter__()
     holder.stdout.close()

@@ -107,7 +107,7 @@ def slurm_cluster(num_nodes: int) -> Iterator[Slurm]:
         for daemon in reversed(daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(daemons):
-            daemon.wait(20)
+            daemon.wait(240)
         shutil.rmtree(folder, ignore_errors=True)
 
 

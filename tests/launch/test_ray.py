@@ -112,7 +112,7 @@ def test_a_cluster_without_room_is_told(cluster: str, tmp_path: Path) -> None:
 def test_an_interpreter_that_is_not_on_the_nodes_is_told(cluster: str, tmp_path: Path) -> None:
     flags = ("--address", cluster, "--device", "cpu", "--python", "/nowhere/python")
     words = [sys.executable, "-m", "spanax", "launch", "ray", *flags, "--", "train", "--out", str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "/nowhere/python" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

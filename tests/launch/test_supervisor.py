@@ -26,7 +26,7 @@ pulse = Pulse(folder, rank, attempt)
 def beat(phase, step): pulse._beaten = -9; pulse.beat(phase, step)
 """
 
-QUICK = Limits(stuck_seconds=0.6, quiet_seconds=5, stop_seconds=2, restarts=4, backoff_seconds=0.01)
+QUICK = Limits(stuck_seconds=240, quiet_seconds=240, stop_seconds=2, restarts=4, backoff_seconds=0.01)
 
 
 def supervised(folder: Path, code: str, num_hosts: int = 1, limits: Limits = QUICK) -> tuple[Supervisor, list[str]]:
@@ -64,12 +64,12 @@ if attempt == 0 and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if attempt == 0:
     (folder / "alive").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
+    (folder / "left alone").touch()
 """
     watched, said = supervised(tmp_path, code, num_hosts=2)
-    began = time.monotonic()
-    assert watched.watch() == 0
-    assert time.monotonic() - began < 15 and told(tmp_path) == ["died", "restart", "end"]
+    assert watched.watch() == 0 and not (tmp_path / "left alone").exists()
+    assert told(tmp_path) == ["died", "restart", "end"]
     assert said == ["rank 1 was killed by SIGKILL. Starting again in 0.01 s (1 of 4)."]
     left = tmp_path / "alive"
     assert not left.exists() or not Path(f"/proc/{left.read_text()}").exists()
@@ -118,7 +118,7 @@ def test_the_wait_before_a_restart_doubles_while_nothing_is_gained(tmp_path: Pat
 HANGS = """
 import faulthandler
 faulthandler.register(signal.SIGUSR1, 2)
-def in_a_loader(): time.sleep(60)
+def in_a_loader(): time.sleep(600)
 beat("step", 5 + rank + attempt)
 {what}
 """
@@ -131,8 +131,7 @@ def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: P
         hang = "if attempt == 0: rank or os.kill(os.getpid(), signal.SIGSTOP); in_a_loader()"
     limits = Limits(stuck_seconds=2, backoff_seconds=0.01)
     watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2, limits=limits)
-    began = time.monotonic()
-    assert watched.watch() == 0 and time.monotonic() - began < 20
+    assert watched.watch() == 0
     assert told(tmp_path) == ["stuck", "restart", "end"]
     stuck = events.read(tmp_path)[0]
     assert stuck["rank"] == 0 and stuck["step"] == 5 and stuck["stopped"] == ([0] if what == "is stopped" else [])
@@ -228,6 +227,7 @@ def test_one_signal_to_one_process_is_a_preemption_too(tmp_path: Path) -> None:
 
 def test_of_several_ends_the_cause_is_told() -> None:
     assert ending_of([-6, 1]).rank == 1 and ending_of([-6, -9]).rank == 1 and ending_of([1, 65]).code == 65
+    assert ending_of([-6, 3]).code == 3 and ending_of([-6, 1]).code == 70
     assert ending_of([-6, None]).what == "rank 0 was killed by SIGABRT." and ending_of([75, None, 0]).code == 75
 
 
@@ -249,7 +249,7 @@ def test_it_is_a_process_without_jax() -> None:
     code = (
         "import sys, spanax.cli, spanax.launch.commands; sys.exit(any(m.split('.')[0] == 'jax' for m in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 def _below(folder: Path) -> Path:

@@ -9,6 +9,7 @@ import programs
 from lint.made import (
     Make,
     compiled,
+    learner,
     model,
     named,
     own_layout,
@@ -127,6 +128,11 @@ NEAR: dict[str, Near] = {
     "batch and experts on one axis, one after the other": Near(
         "SPX020", planned(model, "moe-nano", on="h100:8", mesh="data=1,expert=8", layout="expert")
     ),
+    "a loss and its accuracy": Near("SPX021", learner("ordinary", on="a100:8")),
+    "a head frozen by `wrt`": Near("SPX022", learner("frozen head", on="a100:8")),
+    "a loss of the batch and of fixed inputs": Near("SPX023", learner("both inputs", on="a100:8")),
+    "fixed random features": Near("SPX024", learner("fixed features", on="a100:8")),
+    "an unused head outside `wrt`": Near("SPX025", learner("frozen head", on="a100:8")),
     "batch and weights on axes of their own": Near(
         "SPX020", planned(model, "gpt2-medium", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor")
     ),

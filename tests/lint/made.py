@@ -84,6 +84,48 @@ def traced(build: Any, batch: Any, dtype: Any = jnp.bfloat16) -> Program:
     )  # fmt: skip
 
 
+class Pair(nnx.Module):
+    """A layer and a head."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.head = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x_BD: jax.Array) -> jax.Array:
+        return self.head(nnx.relu(self.up(x_BD)))
+
+
+def mean_square(y_BD: jax.Array) -> jax.Array:
+    return jnp.square(y_BD).mean()
+
+
+LOSSES: dict[str, Callable[[Any, jax.Array], Any]] = {
+    "ordinary": lambda model, x: (mean_square(model(x)), {"accuracy": (model(x).argmax(-1) == 0).mean()}),
+    "accuracy": lambda model, x: (model(x).argmax(-1) == 0).mean(),
+    "constant": lambda model, x: jnp.float32(1.0) + 0.0 * x.mean(),
+    "cut": lambda model, x: mean_square(model.head(jax.lax.stop_gradient(model.up(x)))),
+    "fixed inputs": lambda model, x: mean_square(model(jnp.ones((8, 64)))),
+    "both inputs": lambda model, x: mean_square(model(x)) + mean_square(model(jnp.ones((8, 64)))),
+    "fixed mask": lambda model, x: mean_square(nnx.Dropout(0.5, rngs=nnx.Rngs(0))(model(x))),
+    "fixed features": lambda model, x: mean_square(model(x) @ jax.random.normal(jax.random.key(0), (64, 8))),
+    "unused head": lambda model, x: mean_square(model.up(x)),
+    "frozen head": lambda model, x: mean_square(model.up(x)),
+}
+
+
+def learner(loss: str, *, on: str) -> Make:
+    """A small model under one of the losses; `frozen head` trains the other layer alone."""
+
+    def optimizer(model: nnx.Module) -> nnx.Optimizer:
+        wrt = nnx.All(nnx.Param, nnx.PathContains("up")) if loss == "frozen head" else nnx.Param
+        return nnx.Optimizer(model, optax.adamw(1e-3), wrt=wrt)
+
+    def found() -> list[Finding]:
+        program = spanax.trace(build=Pair, optimizer=optimizer, batch=programs.array(256, 64), loss=LOSSES[loss])
+        return case(program, on, layout="data").found()
+
+    return found
+
+
 @functools.cache
 def wide(width: int = 1024, odd: int = 1024, batch: int = 4096, dtype: Any = jnp.bfloat16) -> Program:
     return traced(functools.partial(Wide, width=width, odd=odd), programs.array(batch, width), dtype)

@@ -6,6 +6,7 @@ import programs
 from lint.made import (
     Make,
     compiled,
+    learner,
     listed_gpt,
     model,
     named,
@@ -67,6 +68,13 @@ MISTAKES: dict[str, Mistake] = {
     "attention computed twice by the compiler": Mistake(
         "SPX003", "2.00 times", told(wide, on="v5p:2x2x2", layout="data", flops=2.0)
     ),
+    # Losses that do not train
+    "an accuracy for a loss": Mistake("SPX021", "nothing is trained", learner("accuracy", on="a100:8")),
+    "a constant for a loss": Mistake("SPX021", "all 4 parameters", learner("constant", on="a100:8")),
+    "a stop_gradient before the head": Mistake("SPX022", "up.bias", learner("cut", on="a100:8")),
+    "a loss of fixed inputs": Mistake("SPX023", "batch", learner("fixed inputs", on="a100:8")),
+    "nnx.Rngs(0) in the loss": Mistake("SPX024", "same random numbers", learner("fixed mask", on="a100:8")),
+    "a head that the loss leaves out": Mistake("SPX025", "head.bias", learner("unused head", on="a100:8")),
     # ZeRO that is none
     "moments made whole by jit(tx.init)": Mistake(
         "SPX004", "mu.embed", planned(model, "gpt2", on="h100:8", mesh="x=8", layout=own_layout(optimizer=()))
@@ -217,10 +225,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # Precision
     "float32 on matrix units": Mistake(
-        "SPX017", "float32", planned(wide, 1024, 1024, 4096, None, on="h100:8", layout="data")
+        "SPX017", "float32", planned(wide, 1024, 1024, 4096, "float32", on="h100:8", layout="data")
     ),
     "convolutions in float32": Mistake(
-        "SPX017", "float32", planned(model, "resnet-nano", 64, None, on="a100:8", layout="data")
+        "SPX017", "float32", planned(model, "resnet-nano", 64, "float32", on="a100:8", layout="data")
     ),
     # What the devices wait for
     "metrics fetched after every little step": Mistake("SPX018", "host", watched(host=0.3, idle=0.05)),

@@ -274,7 +274,7 @@ plan = spanax.plan(program, spanax.cluster("cpu:8"), mesh="fsdp=8")
 said = []
 for policy in ("skip", "rollback"):
     guard = spanax.Guard(policy, spike=20.0)
-    run, data = spanax.start(program, plan, guard=guard), spanax.batches(source, plan)
+    run, data = spanax.start(program, plan, guard=guard), spanax.batches(source, plan, epochs=None)
     for _ in range(22):
         metrics = run.step(next(data))
         reason = run.judge(run.num_steps, {name: np.asarray(value).tolist() for name, value in metrics.items()})
@@ -309,3 +309,19 @@ def test_two_processes_see_it_in_the_same_step(tmp_path: Path) -> None:
     for told in ("('skip', 5, 4, 'loss is nan')", "('rollback', 5, 4, 'loss is nan')", "('skip', 22, [], [])"):
         assert told in first[0], first
     assert first[0].count("over its limit") == 2 and "[], [4, 20])" in first[0], first
+
+
+@pytest.mark.parametrize("per_call", [1, 3])
+def test_a_run_that_skips_every_step_raises(tmp_path: Path, per_call: int) -> None:
+    source = batches(dict.fromkeys(range(4), NAN))
+    settings = config(tmp_path / "run", "skip", steps=3, patience=3, steps_per_call=per_call)
+    with pytest.raises(NumbersError, match="all 3 steps went wrong") as caught:
+        trained(source, settings)
+    assert caught.value.exit_code == 70 and "fix: " in str(caught.value)
+
+
+def test_a_run_that_ends_on_a_skipped_step_reports_the_last_good_loss(tmp_path: Path) -> None:
+    told: list[dict[str, Any]] = []
+    trained(batches({2: NAN}), config(tmp_path / "run", "skip", steps=3), told.append)
+    losses = {event["step"]: event["loss"] for event in told if event["event"] == "step"}
+    assert math.isnan(losses[3]) and told[-1]["train_loss"] == losses[2]

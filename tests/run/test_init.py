@@ -17,6 +17,7 @@ from spanax.errors import DataError
 from spanax.run import weights
 from spanax.run.config import TrainConfig
 from spanax.run.trainer import train
+from spanax.show.events import line
 
 BATCH = jax.ShapeDtypeStruct((8, 16), "float32")
 
@@ -51,6 +52,7 @@ def program(stacked: bool = False, dtype: Any = "float32", optimizer: Any = None
         optimizer=optimizer or optax.adam(0.1),
         batch=BATCH,
         loss=lambda model, x: (model(x) ** 2).mean(),
+        accumulate="mean",  # the model has batch norm
     )
 
 
@@ -149,6 +151,85 @@ def test_weights_of_another_model_are_refused(trained: tuple[spanax.Run, Path], 
     assert float(spanax.start(of, plan(of), init=tmp_path).params()["kernel"].min()) == 1
 
 
+class Grown(Model):
+    """The model with an adapter and a head of another width."""
+
+    def __init__(self, stacked: bool, rngs: nnx.Rngs):
+        super().__init__(stacked, "float32", rngs)
+        self.head = nnx.LoRALinear(16, 8, lora_rank=2, rngs=rngs)
+        self.value = nnx.Linear(8, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.value(super().__call__(x))
+
+
+def grown(stacked: bool = False, build: Any = None) -> spanax.Program:
+    return spanax.trace(
+        build=build or (lambda rngs: Grown(stacked, rngs)), optimizer=optax.adam(0.1), batch=BATCH,
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_model_with_more_weights_begins_from_those_it_shares(trained: tuple[spanax.Run, Path], stacked: bool) -> None:
+    before, folder = trained
+    of = grown(stacked)
+    run, fresh = (spanax.start(of, plan(of, "fsdp=4"), init=init, partial=init is not None) for init in (folder, None))
+    assert run.loaded is not None and fresh.loaded is None
+    new = ("head.lora_a", "head.lora_b", "value.bias", "value.kernel")
+    assert [path for path in run.loaded.missing if "." in path] == sorted(
+        leaf.path for leaf in of.leaves if leaf.path.startswith(("head.lora", "value."))
+    )
+    assert len(run.loaded.missing) == len(new)
+    assert run.loaded.unexpected == ("norm.bias",) and run.loaded.mismatched == ()
+    arrays, old, untouched = run.arrays(), before.arrays(), fresh.arrays()
+    for path in run.loaded.loaded:
+        saved = stacked_of(old, path) if stacked and path.startswith("blocks.") else old[path]
+        np.testing.assert_array_equal(arrays[path], saved, err_msg=path)
+    for path in run.loaded.missing:
+        np.testing.assert_array_equal(arrays[path], untouched[path], err_msg=path)
+    weights_of = {leaf.path for leaf in of.leaves if weights.is_weight(leaf)}
+    assert {*run.loaded.loaded, *run.loaded.missing} == weights_of
+    text = str(run.loaded)
+    assert "norm.bias" in text and "value.kernel" in text
+    run.step(np.ones((8, 16), "float32"))
+
+
+def test_a_head_of_another_shape_is_listed_and_not_loaded(trained: tuple[spanax.Run, Path]) -> None:
+    _, folder = trained
+
+    def build(rngs: nnx.Rngs) -> Model:
+        model = Model(False, "float32", rngs)
+        model.head = nnx.Linear(16, 3, rngs=rngs)
+        return model
+
+    of = grown(build=build)
+    loaded = spanax.start(of, plan(of, "fsdp=4"), init=folder, partial=True).loaded
+    assert loaded is not None and loaded.missing == () and loaded.unexpected == ()
+    assert loaded.mismatched == (
+        "head.bias: model float32[3], checkpoint float32[8]",
+        "head.kernel: model float32[16,3], checkpoint float32[16,8]",
+    )
+
+
+def test_partial_is_advised_where_weights_match_and_needs_them(trained: tuple[spanax.Run, Path]) -> None:
+    _, folder = trained
+    of = grown()
+    with pytest.raises(DataError, match="of another model") as caught:
+        spanax.start(of, plan(of), init=folder)
+    assert "partial=True" in str(caught.value) and "--init-partial" in str(caught.value)
+    assert "holds weights alone" not in str(caught.value)
+    with pytest.raises(spanax.SpanaxError, match="`partial` needs `init`"):
+        spanax.start(of, plan(of), partial=True)
+    other = grown(build=lambda rngs: nnx.Linear(16, 8, rngs=rngs))
+    with pytest.raises(DataError, match="none of the 2 weights") as caught:
+        spanax.start(other, plan(other), init=folder, partial=True)
+    with pytest.raises(DataError, match="of another model") as caught:
+        spanax.start(other, plan(other), init=folder)
+    assert "partial=True" not in str(caught.value)
+
+
 def test_layers_of_several_dtypes_are_refused(tmp_path: Path) -> None:
     parts = {
         f"blocks.{number}.kernel": weights.Part((2,), np.dtype(dtype), lambda dtype=dtype: np.ones(2, dtype))
@@ -201,5 +282,28 @@ def test_the_trainer_begins_from_weights_once(tmp_path: Path) -> None:
     assert np.abs(kernel("third") - kernel("first")).max() > 0
     started = run("third", seed=2, init=str(tmp_path / "first"), resume=True)
     assert "init" not in started and started["step"] == 2
+    with pytest.raises(spanax.SpanaxError, match="needs `init`"):
+        run("fourth", init_partial=True)
     recorded = json.loads((tmp_path / "second" / "metrics.jsonl").read_text().splitlines()[0])
     assert recorded["init"] == str(tmp_path / "first")
+
+
+def test_the_trainer_lists_what_a_partial_init_loaded(tmp_path: Path) -> None:
+    def begun(out: str, build: Any, **settings: Any) -> list[dict[str, Any]]:
+        made = spanax.Workload(
+            build=build, batch={"x": BATCH}, loss=lambda model, batch: (model(batch["x"]) ** 2).mean(),
+            optimizer=optax.sgd(0.1), source=[{"x": np.ones(16, "float32")}] * 8,
+        )  # fmt: skip
+        told: list[dict[str, Any]] = []
+        config = TrainConfig(workload="mine", layout="data", steps=1, out=str(tmp_path / out), **settings)
+        train(lambda **_: made, config, jax.devices()[:2], told.append)
+        return told
+
+    begun("base", lambda rngs: nnx.Linear(16, 4, rngs=rngs))
+    told = begun(
+        "tuned", lambda rngs: nnx.LoRALinear(16, 4, lora_rank=2, rngs=rngs), init=str(tmp_path / "base"),
+        init_partial=True,
+    )  # fmt: skip
+    (event,) = [event for event in told if event["event"] == "init"]
+    assert event["loaded"] == ("bias", "kernel") and len(event["missing"]) == 2 and event["unexpected"] == ()
+    assert "2 of 4 weights" in line(event) and "lora_a" in line(event)

@@ -35,6 +35,19 @@ def test_each_chip_gets_its_own_and_a_cpu_nothing() -> None:
     assert all(one.reason and one.source and checked(f"{one.name}={one.value}") for one in FLAGS)
 
 
+@pytest.mark.parametrize("how", [{"layout": "expert"}, {"layout": "fsdp"}, {}], ids=["expert", "fsdp", "chosen"])
+def test_expert_weights_turn_latency_hiding_off(how: dict[str, str]) -> None:
+    case = zoo.ZOO["moe"]
+    program = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss)
+    off = "xla_gpu_enable_latency_hiding_scheduler=False"
+    plan = spanax.plan(program, spanax.cluster("h100:8"), **how)
+    assert plan.xla_flags == (off,)
+    assert f"{off} (expert weights: " in str(plan) and Plan.from_json(plan.to_json()) == plan
+    dense = replace(planned("h100:8")[1], xla_flags=(off,))
+    assert off in str(dense) and "expert weights" not in str(dense)
+    assert spanax.plan(program, spanax.cluster("cpu:8"), **how).xla_flags == ()
+
+
 def test_the_page_lists_them() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "training.md").read_text()
     assert {f"{one.name}={one.value}" for one in FLAGS} == set(

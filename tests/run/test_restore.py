@@ -33,7 +33,7 @@ def plan_on(program: spanax.Program, mesh: str) -> spanax.Plan:
 def saved(program: spanax.Program, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("saved")
     plan = plan_on(program, "data=4,model=2")
-    run, data = spanax.start(program, plan, seed=3), spanax.batches(examples(), plan, seed=3)
+    run, data = spanax.start(program, plan, seed=3), spanax.batches(examples(), plan, seed=3, epochs=None)
     for _ in range(3):
         run.step(next(data))
     run.save(folder, data=data).wait()
@@ -58,7 +58,7 @@ def test_another_mesh_has_the_same_bits_and_the_next_example(
     for leaf, array in zip(plan.leaves, run.state, strict=True):
         np.testing.assert_array_equal(host(array), saved["state"][leaf.path], err_msg=leaf.path)
         assert array.sharding.shard_shape(array.shape) == leaf.local_shape
-    data = spanax.batches(examples(), plan, seed=3, position=run.position)
+    data = spanax.batches(examples(), plan, seed=3, position=run.position, epochs=None)
     for key, value in next(data).items():
         np.testing.assert_array_equal(np.asarray(value), saved["following"][key])
     data.close()
@@ -71,12 +71,12 @@ def test_going_on_equals_never_having_stopped(program: spanax.Program, tmp_path:
         for _ in range(count):
             run.step(next(data))
 
-    whole, data = spanax.start(program, plan), spanax.batches(examples(), plan)
+    whole, data = spanax.start(program, plan), spanax.batches(examples(), plan, epochs=None)
     steps(whole, data, 2)
     whole.save(tmp_path, data=data).wait()
     steps(whole, data, 3)
     resumed = spanax.restore(program, plan, tmp_path)
-    steps(resumed, spanax.batches(examples(), plan, position=resumed.position), 3)
+    steps(resumed, spanax.batches(examples(), plan, position=resumed.position, epochs=None), 3)
     for path, array in resumed.arrays().items():
         np.testing.assert_array_equal(host(array), host(whole.arrays()[path]), err_msg=path)
     moved = spanax.restore(program, plan, tmp_path)

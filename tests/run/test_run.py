@@ -12,7 +12,8 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.run.run import Run, assert_placed
+from spanax.run.placement import assert_placed
+from spanax.run.run import Run
 from spanax.run.step import replayed
 from spanax.trace.program import Program
 
@@ -296,7 +297,12 @@ def test_half_precision_compute_is_close_and_not_equal() -> None:
 
 def test_statistics_move_with_every_microbatch() -> None:
     made = spanax.trace(
-        build=zoo.CNN, optimizer=optax.sgd(0.0), batch=batch("cnn"), loss=zoo.cross_entropy, microbatches=2
+        build=zoo.CNN,
+        optimizer=optax.sgd(0.0),
+        batch=batch("cnn"),
+        loss=zoo.cross_entropy,
+        microbatches=2,
+        accumulate="mean",
     )
     run = spanax.start(made, plan(made, "data", "data=2"))
     run.step(batch("cnn"))

@@ -3,8 +3,14 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
+import jax
 import pytest
+
+from spanax.errors import SpanaxError
+from spanax.run.simulate import simulate
 
 LOOP = """
 import os, sys
@@ -51,3 +57,18 @@ def test_a_number_of_threads_that_is_said_stays() -> None:
     code = "import os; from spanax.run.simulate import simulate; simulate(8); print(os.environ['NPROC'])"
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["5"], done.stderr[-1000:]
+
+
+def test_after_jax_has_started_the_error_names_the_call_and_its_place() -> None:
+    jax.devices()
+    with pytest.raises(SpanaxError, match=r"JAX has already started, with 8 cpu devices") as caught:
+        simulate(16)
+    assert "spanax.simulate(16)" in str(caught.value) and "--devices" not in str(caught.value)
+    assert len(simulate(4)) == 4
+
+
+def test_after_jax_has_started_on_an_accelerator_nothing_is_simulated() -> None:
+    accelerators = [SimpleNamespace(platform="gpu")] * 8
+    with mock.patch.object(jax, "devices", lambda: accelerators):
+        with pytest.raises(SpanaxError, match="with 8 gpu devices"):
+            simulate(8)

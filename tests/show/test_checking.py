@@ -135,11 +135,11 @@ def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
 
 def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
     plan = spanax.plan(
-        load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=100),
+        load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=100, compute_dtype="float32"),
         spanax.cluster("h100:8"),
         layout="data",
     )
-    ask_planned = partial(ask, on="h100:8", level=0, dtype="float32", layout=None, plan=tmp_path / "p.json")
+    ask_planned = partial(ask, on="h100:8", level=0, layout=None, plan=tmp_path / "p.json")
     for allow, is_said in ((), True), (("SPX017",), False), (("SPX017 embed",), True):
         dataclasses.replace(plan, allow=allow).save(tmp_path / "p.json")
         assert ("SPX017" in [one["code"] for one in ask_planned()[1]["findings"]]) == is_said

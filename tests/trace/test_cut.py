@@ -18,10 +18,10 @@ from spanax.trace.program import Program
 CONFIG = gpt.GPTConfig(32, seq_len=8, num_layers=4, num_heads=2, embed_dim=16, dropout=0.1)
 
 
-def traced(compute_dtype: str | None = None, remat: str | None = None) -> Program:
+def traced(compute_dtype: str | None = None, remat: str | None = None, accumulate: str = "exact") -> Program:
     return spanax.trace(
         build=lambda rngs: gpt.GPT(CONFIG, rngs), optimizer=optax.adamw(1e-3), batch=gpt.example_batch(8, 8),
-        loss=gpt.loss, microbatches=4, compute_dtype=compute_dtype, remat=remat,
+        loss=gpt.loss, microbatches=4, compute_dtype=compute_dtype, remat=remat, accumulate=accumulate,
     )  # fmt: skip
 
 
@@ -55,7 +55,12 @@ def test_a_tied_embedding_is_added_up_at_both_ends_and_layers_where_they_are(pie
     assert len(shapes["layers",]) == 12 and len(shapes["head",]) == 2
 
 
-def test_counts_move_on_with_their_layers_or_in_front(pieces: Cut) -> None:
+def test_counts_of_draws_stay_with_their_layers(pieces: Cut) -> None:
+    assert len(pieces.layer_states) == 2 and not pieces.states
+
+
+def test_counts_move_on_with_their_layers_or_in_front() -> None:
+    pieces = cut(traced(accumulate="mean").step, 4)
     assert len(pieces.layer_states) == 2 and len(pieces.states) == pieces.num_front_states == 1
     # Its value before is what the end makes the same mask from.
     assert pieces.ridden == (pieces.states[0].before,)
@@ -100,6 +105,7 @@ class Watched(nnx.Module):
 def test_what_reads_all_layers_weights_at_once_is_computed_before_the_loop() -> None:
     program = spanax.trace(
         build=Watched, optimizer=optax.sgd(0.1), microbatches=4, batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+        accumulate="mean",
         loss=lambda model, x: (model(x) ** 2).mean() + 1e-2 * jnp.square(model.blocks.kernel[...]).sum(),
     )  # fmt: skip
     found = cut(program.step, 4)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from spanax.errors import SpanaxError
-from spanax.trace.attended import attended
+from spanax.trace.attended import Attended, attended
 from spanax.trace.attention import FORWARD
 from spanax.trace.graph import from_jaxpr
 from spanax.trace.kernels import Kernel
@@ -18,9 +18,11 @@ def shape(*sizes: int, dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def kernels_in(function: Any, operands: Any, name: str) -> tuple[list[Kernel], list[str]]:
-    told: list[str] = []
-    jaxpr = jax.make_jaxpr(attended(function, name, told))(*operands)
-    return [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD], told
+    outcomes: list[Attended] = []
+    jaxpr = jax.make_jaxpr(attended(function, name, outcomes))(*operands)
+    return [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD], [
+        str(each) for each in outcomes
+    ]
 
 
 def causal(q: Any, k: Any, v: Any) -> Any:
@@ -60,9 +62,9 @@ def exact(q: Any, k: Any, v: Any) -> Any:
 def test_limits_of_the_kernels(
     function: Any, kernel: str, length: int, width: int, dtype: str, why: str | None
 ) -> None:
-    found, told = kernels_in(function, [shape(2, length, 2, width, dtype=dtype)] * 3, kernel)
+    found, outcomes = kernels_in(function, [shape(2, length, 2, width, dtype=dtype)] * 3, kernel)
     assert len(found) == (why is None)
-    assert (why or kernel) in told[0]
+    assert (why or kernel) in outcomes[0]
 
 
 def test_a_long_mask_is_known_at_once() -> None:

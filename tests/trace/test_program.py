@@ -187,7 +187,12 @@ def test_microbatches_keep_the_axes_and_scan_over_them() -> None:
 
 def test_microbatches_carry_statistics() -> None:
     program = spanax.trace(
-        build=zoo.CNN, optimizer=optax.sgd(0.1), batch=zoo.IMAGES(16), loss=zoo.cross_entropy, microbatches=2
+        build=zoo.CNN,
+        optimizer=optax.sgd(0.1),
+        batch=zoo.IMAGES(16),
+        loss=zoo.cross_entropy,
+        microbatches=2,
+        accumulate="mean",
     )
     assert {"stem_norm.mean", "depthwise_norm.var"} <= written_anew(program)
 
@@ -210,6 +215,7 @@ def test_a_compute_dtype_leaves_statistics_alone() -> None:
         loss=zoo.cross_entropy,
         compute_dtype=jnp.bfloat16,
         microbatches=2,
+        accumulate="mean",
     )
     assert {str(leaf.dtype) for leaf in program.leaves if leaf.kind == "other"} == {"float32"}
 
@@ -288,6 +294,21 @@ def test_microbatches_that_do_not_divide() -> None:
 
 def test_a_loss_that_is_no_scalar() -> None:
     assert ".mean()" in refused("not a scalar", loss=lambda model, batch: model(batch["x"]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"),
+    [
+        (lambda model, batch: (model(batch["x"]) > 0).sum(), "int32"),
+        (lambda model, batch: (model(batch["x"]) > 0).any(), "bool"),
+        (lambda model, batch: (model(batch["x"]) + 1j).sum(), "complex64"),
+        (lambda model, batch: ((model(batch["x"]) > 0).sum(), {"accuracy": 1.0}), "int32"),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_without_a_gradient_dtype_is_refused(loss: Any, dtype: str, microbatches: int) -> None:
+    text = refused(f"`loss` returned {dtype}", loss=loss, microbatches=microbatches)
+    assert "floating" in text and "fix: " in text
 
 
 def test_a_build_that_makes_no_module() -> None:

@@ -326,3 +326,32 @@ def test_refused_later() -> None:
 def test_a_workload_passes_the_policy_on() -> None:
     workload = spanax.Workload(build=zoo.MLP, batch=zoo.VECTORS(B), loss=zoo.squared_error)
     assert workload.trace(learning_rate=0.1, num_steps=2, remat="dots").remat == "dots"
+
+
+# What JAX is about to call it
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="an older jax_remat3 keeps no matmuls")
+@pytest.mark.parametrize("name", ["scanned", "unrolled"])
+def test_the_coming_remat_is_the_same(name: str) -> None:
+    """Under every policy, as many matmuls as with today's primitive; the step trains to the same numbers."""
+
+    def traced_with(is_new: bool) -> list[Program]:
+        jax.config.update("jax_remat3", is_new)
+        try:
+            written = scanned.__wrapped__(True) if name == "scanned" else unrolled.__wrapped__()
+            return [written, *(written.with_remat(policy) for policy in ("none", "dots", "full"))]
+        finally:
+            jax.config.update("jax_remat3", False)
+
+    today, coming = traced_with(False), traced_with(True)
+    assert not coming[0].step.axes.unknown
+    matmuls = [[count(program.step.graph, "dot_general") for program in group] for group in (today, coming)]
+    assert matmuls[0] == matmuls[1] and matmuls[0][1] < matmuls[0][3]
+    assert [program.remat for program in coming] == [program.remat for program in today]
+    batch = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), zoo.GPT_TEXT(B))
+    losses = []
+    for program in (today[0], coming[0]):
+        run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:2"), layout="fsdp"))
+        losses.append([float(run.step(batch)["loss"]) for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -5,13 +5,16 @@ not all that XLA does: gathers that it merges or moves out of loops are here as 
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from spanax.check.groups import Groups, axes_of
 from spanax.check.hlo import Collective
 from spanax.check.source import user_line
-from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 
 PASSES = (
@@ -30,8 +33,16 @@ NAMES = {
 }
 """Shardy's operations -> kinds, and the attribute with their mesh axes."""
 
-MANUAL = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.all_to_all", "stablehlo.reduce_scatter")
+MANUAL = {
+    "stablehlo.all_gather": "all-gather",
+    "stablehlo.all_reduce": "all-reduce",
+    "stablehlo.all_to_all": "all-to-all",
+    "stablehlo.collective_permute": "collective-permute",
+    "stablehlo.reduce_scatter": "reduce-scatter",
+}
+"""Collectives inside of a `shard_map`, where shapes are those of one device -> kinds."""
 
+_AXIS_REFERENCE = re.compile(r'axis_ref<name = "(\w+)">')
 _AXIS = re.compile(r'"(\w+)"(?::\((\d+)\)(\d+))?')
 _LINE = re.compile(r'"([^"]+)":(\d+):')
 _BITS = re.compile(r"\d+")
@@ -53,11 +64,7 @@ def is_possible() -> bool:
 
 
 def abstract_collectives(module: Any, mesh: MeshShape) -> tuple[Collective, ...]:
-    """The collectives of a lowered step, the largest first; the module is changed on the way.
-
-    Raises:
-      SpanaxError: the program has collectives of its own (`shard_map`), which these passes do not see.
-    """
+    """The collectives of a lowered step, the largest first; the module is changed on the way."""
     from jaxlib.mlir import passmanager
 
     with module.context:
@@ -85,9 +92,7 @@ class _Walk:
                     seen.add(key)
                     yield from self._one(op, name, runs, is_counted)
             elif name in MANUAL:
-                raise SpanaxError(
-                    "level 1 cannot read the collectives that a shard_map has of its own.", fix="level 2 or 3"
-                )
+                yield from self._manual(op, MANUAL[name], runs, is_counted)
             elif name == "func.call":
                 called = self.functions[op.attributes["callee"].value]
                 yield from self.of(called.regions[0].blocks[0], runs, is_counted)
@@ -113,7 +118,7 @@ class _Walk:
             return
         is_partial = any(one[1] for one in over)
         dtype, dims = _type(result.type)
-        num_bytes = -(-_size(dims) * int((_BITS.search(dtype) or ["8"])[0]) // 8)
+        num_bytes = _num_bytes(dtype, dims)
         ways = _ways(kept, self.mesh)
         yield Collective(
             kind=kind,
@@ -125,10 +130,52 @@ class _Walk:
             group_size=_ways(over, self.mesh),
             name=name,
             op_name=_op_name(str(op.location)),
-            source=user_line([(file, int(line)) for file, line in _LINE.findall(str(op.location))]),
+            source=_source(op),
             written="all-reduce and a slice" if sliced == over and over else "",
             is_counted=is_counted,
         )
+
+    def _manual(self, op: Any, kind: str, runs: int, is_counted: bool) -> Iterator[Collective]:
+        """A collective of a `shard_map`, each of whose results is one device's."""
+        groups = _groups(op, self.mesh)
+        names = axes_of(groups, dict(self.mesh.axes))
+        for result in op.results if names else ():
+            dtype, dims = _type(result.type)
+            yield Collective(
+                kind=kind,
+                axes=names,
+                dtype=dtype,
+                shapes=f"{dtype}{list(dims)}",
+                bytes_once=_num_bytes(dtype, dims),
+                runs=runs,
+                group_size=len(groups[0]),
+                name=_name(op),
+                op_name=_op_name(str(op.location)),
+                source=_source(op),
+                is_counted=is_counted,
+            )
+
+
+def _groups(op: Any, mesh: MeshShape) -> Groups:
+    """Places in the mesh that communicate: listed, or (from jax 0.11 on) as mesh axes; of a permute pairs."""
+    permuted = "source_target_pairs" in op.attributes
+    groups = op.attributes["source_target_pairs" if permuted else "replica_groups"]
+    places = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
+    if _AXIS_REFERENCE.search(str(groups)):
+        over = [mesh.names.index(name) for name in _AXIS_REFERENCE.findall(str(groups))]
+        last = range(places.ndim - len(over), places.ndim)
+        rows = np.moveaxis(places, over, last).reshape(-1, math.prod(places.shape[axis] for axis in over))
+    else:
+        rows = np.asarray(groups)
+    return tuple(map(tuple, rows.tolist()))
+
+
+def _source(op: Any) -> str:
+    return user_line([(file, int(line)) for file, line in _LINE.findall(str(op.location))])
+
+
+def _num_bytes(dtype: str, dims: Sequence[int]) -> int:
+    return -(-math.prod(dims) * int((_BITS.search(dtype) or ["8"])[0]) // 8)
 
 
 def _name(op: Any) -> str:
@@ -163,13 +210,6 @@ def _type(tensor: Any) -> tuple[str, tuple[int, ...]]:
     dtype = str(tensor.element_type)
     short = {"i1": "pred8", "i8": "s8", "i32": "s32", "ui32": "u32", "i64": "s64"}
     return short.get(dtype, dtype), tuple(tensor.shape)
-
-
-def _size(dims: Sequence[int]) -> int:
-    size = 1
-    for dim in dims:
-        size *= dim
-    return size
 
 
 def _trips(loop: Any) -> int | None:

@@ -11,7 +11,7 @@ from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig, with_settings
 from spanax.run.record.folder import CONFIG, read_config
 from spanax.run.run import Run
-from spanax.run.trainer import traced
+from spanax.run.traced_workload import traced
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 

@@ -149,7 +149,7 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Repor
 
 
 def _padded(leaf: Placement, platform: str) -> int:
-    if leaf.dtype.startswith("key<"):  # a random key is some words of four bytes
+    if leaf.is_key:  # a random key is some words of four bytes
         words = leaf.local_bytes // math.prod(leaf.local_shape) // WORD_BYTES
         return padded_bytes((*leaf.local_shape, words), WORD_BYTES, platform)
     return padded_bytes(leaf.local_shape, np.dtype(jax.dtypes.canonicalize_dtype(leaf.dtype)).itemsize, platform)

@@ -6,13 +6,15 @@ from typing import Any
 
 from spanax.check.report import Report
 from spanax.displays import display
-from spanax.errors import SpanaxError
+from spanax.errors import NoLayoutError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
 from spanax.plan.own import candidate_of
 from spanax.plan.place import resolver_of
 from spanax.plan.plan import Plan
+from spanax.plan.resolve import Resolver
 from spanax.plan.search import search
+from spanax.trace.learning import Problem, flaws
 from spanax.trace.program import Program
 
 
@@ -29,6 +31,11 @@ class Checked:
         return display(self)
 
     @cached_property
+    def flaws(self) -> list[Problem]:
+        """What keeps the program's parameters from learning."""
+        return flaws(self.program)
+
+    @cached_property
     def own(self) -> Candidate:
         """The plan's own price."""
         return candidate_of(self.program, self.plan, self.cluster)
@@ -41,8 +48,8 @@ class Checked:
                 self.program, self.cluster, remat=(self.own.remat,), top=100_000, pipeline=False,
                 pins={name: to or None for name, to in self.plan.pins},
             )  # fmt: skip
-        except SpanaxError:  # none of the layouts with names keeps the pins, or divides the batch
-            return ()
+        except NoLayoutError:
+            return ()  # the answer: the plan, of the user's own axes or pins, has nothing to be compared with
         return found.candidates
 
     @cached_property
@@ -65,9 +72,14 @@ class Checked:
         moved = {name for name, _ in self.plan.pins}
         return pinned + tuple(name for name in self.plan.layout.splits(axis) if name not in moved)
 
+    @cached_property
+    def resolver(self) -> Resolver:
+        """The resolver that made the plan."""
+        return resolver_of(self.program, self.plan)
+
     def splits_sequence(self, axis: str) -> bool:
         """Whether a mesh axis splits a sequence of the program."""
-        classes = resolver_of(self.program, self.plan).assignment.ranks.get(axis, {})
+        classes = self.resolver.assignment.ranks.get(axis, {})
         return any(label in classes for label in self.program.step.labels_by_name.get("seq", ()))
 
     def spans_nodes(self, axis: str) -> bool:

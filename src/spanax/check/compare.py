@@ -17,9 +17,11 @@ from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, plan_of
+from spanax.plan.choose import Request, searched
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
-from spanax.run.run import Run, assert_placed, start
+from spanax.run.placement import assert_placed
+from spanax.run.run import Run, start
 from spanax.trace.program import Program
 from spanax.units import bytes_text
 
@@ -68,14 +70,15 @@ class Compared:
 
 
 def layouts(program: Program, here: Cluster, *, mesh: MeshShape | None = None, top: int | None = None) -> Search:
-    """Every layout that can be run of a program as it was traced, priced: no stages, the batch in one.
+    """Every layout that can be run of a program, priced: no stages, the batch in one, all else as a plan has it.
 
     Raises:
       SpanaxError: none can, or there is no such mesh.
     """
-    found = search(
-        program, here, remat=(program.remat,), pipeline=False, mesh=mesh, microbatches=1, top=top or EVERY
-    )  # fmt: skip
+    first = searched(program, here, Request(pipeline=False))
+    planned = next(iter(first.programs.values()))
+    remat = planned.remat if first.best is None else first.best.remat
+    found = search(planned, here, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=top or EVERY)
     if not found.candidates:
         raise SpanaxError(
             f"no layout of this workload can be run on {here}" + (f" as {mesh}." if mesh else "."),

@@ -9,10 +9,11 @@ from spanax.check.checked import Checked
 from spanax.check.finding import Finding, Severity, gravest_first
 from spanax.check.profile import Profiled
 from spanax.check.report import Report
-from spanax.check.rules import arrays, compiled, meshes, models, prices, profiles
+from spanax.check.rules import arrays, compiled, learning, meshes, models, prices, profiles
 from spanax.check.rules.said import Said
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
+from spanax.plan.place import in_forms
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 
@@ -65,6 +66,13 @@ RULES: tuple[Rule[Checked], ...] = (
     Rule("SPX016", Severity.WARNING, compiled.unplanned_activations, "The compiler moves what no layout asked for."),
     Rule("SPX017", Severity.WARNING, models.wide_matmuls, "The matrix units are made for bfloat16."),
     Rule("SPX020", Severity.ERROR, meshes.batch_and_weights, "One of both is gathered at every use."),
+    Rule("SPX021", Severity.ERROR, learning.no_gradient, "The run takes its steps and trains nothing."),
+    Rule("SPX022", Severity.WARNING, learning.no_gradient_in_part,
+         "Their moments take memory, and weight decay shrinks them."),
+    Rule("SPX023", Severity.WARNING, learning.batch_ignored, "More data changes nothing."),
+    Rule("SPX024", Severity.WARNING, learning.same_random_numbers, "Dropout always drops the same activations."),
+    Rule("SPX025", Severity.INFO, learning.unused_parameters,
+         "Their moments take memory, and weight decay shrinks them."),
 )  # fmt: skip
 """Every rule on a plan, by code."""
 
@@ -95,12 +103,13 @@ def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None =
       ...     optimizer=optax.sgd(0.1),
       ...     batch=jax.ShapeDtypeStruct((4096, 1024), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ...     compute_dtype="float32",
       ... )
       >>> machine = spanax.cluster("h100:8")
       >>> [one.code for one in lint(program, spanax.plan(program, machine, layout="data"), machine)]
       ['SPX017']
     """
-    checked = Checked(program, plan, cluster, report)
+    checked = Checked(in_forms(program, plan), plan, cluster, report)
     return gravest_first(_finding(rule, said) for rule in RULES for said in rule.find(checked))
 
 

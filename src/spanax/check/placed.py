@@ -71,6 +71,8 @@ def placed(path: Path) -> Placed:
     for leaf in plan.leaves:
         # JAX leaves out what is whole at the end of a spec.
         saved = specs.get(leaf.path, leaf.spec)
+        if leaf.is_key and not any(saved[len(leaf.shape) :]):  # saved as its words, in a trailing dim
+            saved = saved[: len(leaf.shape)]
         spec = (*saved, *((),) * (len(leaf.shape) - len(saved)))
         by_dim = [axis for axes in spec for axis in axes]
         if len(spec) != len(leaf.shape) or not set(plan.mesh.names) >= set(by_dim):

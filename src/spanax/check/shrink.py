@@ -94,7 +94,7 @@ def fitted(
                 made = trace(load(**tried))
                 there = _on(made, plan, mesh)
             except SpanaxError:
-                continue
+                continue  # a size that the workload or the layout does not take: the next one is tried
             if _splits(there) == _splits(plan):
                 sizes = tried
                 now = Fitted(made, there, now.shrunk | _changed(full, _sizes(made)))

@@ -11,6 +11,7 @@ from spanax.errors import SpanaxError, nearest
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue, chip_names, chip_of_kind, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
+from spanax.run.hosts import join_group
 
 MAX_DEVICES = 1 << 20
 """Ten times the largest there is; every way to divide them is looked at."""
@@ -113,7 +114,9 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
 
 
 def local(devices: Sequence[Any] | None = None) -> Cluster:
-    """The devices of this machine, or those given; simulated CPU devices share the host's memory.
+    """The devices of this process's group, or those given; simulated CPU devices share the host's memory.
+
+    Joins the group that the environment sets (docs/hosts.md), if JAX has not started.
 
     The chip is the catalogue's where it is known what JAX calls the devices; else a chip of which nothing is known
     but the memory.
@@ -124,6 +127,8 @@ def local(devices: Sequence[Any] | None = None) -> Cluster:
     """
     import jax
 
+    if devices is None:
+        join_group()
     devices = list(jax.devices() if devices is None else devices)
     chip = chip_of_kind(devices[0].device_kind)
     if chip.inside is not None and chip.inside.kind == "torus":

@@ -4,6 +4,7 @@ They go to the compiler with the step alone; what stands in XLA_FLAGS holds for 
 """
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from spanax.errors import SpanaxError
@@ -20,6 +21,7 @@ class XlaFlag:
     """An option of XLA's compiler that is worth setting on a kind of chip.
 
     `needs` is what a cluster must have: several devices, or several slices. It is known to every supported version.
+    With an `axis` it replaces the value of the same option for programs whose parameters have an axis of that name.
     """
 
     name: str
@@ -28,6 +30,7 @@ class XlaFlag:
     needs: str
     reason: str
     source: str
+    axis: str = ""
 
 
 FLAGS = (
@@ -38,6 +41,17 @@ FLAGS = (
         "devices",
         "moves collectives away from what needs them, so that matmuls run meanwhile; off by default",
         "JAX, GPU performance tips; set in NVIDIA's JAX images (JAX-Toolbox, environment variables)",
+    ),
+    # The report (GB200, August 2026) names no XLA version with or without the error, and none was reproduced here. It
+    # concerns ragged all-to-alls, which a program may also contain in a shard_map of its own.
+    XlaFlag(
+        "xla_gpu_enable_latency_hiding_scheduler",
+        "False",
+        "gpu",
+        "devices",
+        "expert weights: a first backward pass with ragged all-to-alls and many experts gave NaN gradients with it",
+        "marin-community/marin #8077 and #8081",
+        axis="experts",
     ),
     XlaFlag(
         "xla_tpu_enable_data_parallel_all_reduce_opt",
@@ -59,18 +73,38 @@ FLAGS = (
 """What Spanax asks for. CPUs get nothing: no option was measured to make a step faster there."""
 
 
-def default_flags(cluster: Cluster) -> tuple[str, ...]:
-    """The options of the table that a cluster gets, as `name=value`.
+def default_flags(cluster: Cluster, axes: Collection[str] = ()) -> tuple[str, ...]:
+    """Returns the options of the table for a cluster and a program, as `name=value`.
+
+    Args:
+      cluster: the devices.
+      axes: the names of the axes of the program's parameters.
 
     Example:
       >>> from spanax.hardware.cluster import cluster
       >>> default_flags(cluster("h100:8")), default_flags(cluster("cpu:8"))
       (('xla_gpu_enable_latency_hiding_scheduler=True',), ())
+      >>> default_flags(cluster("h100:8"), {"embed", "experts"})
+      ('xla_gpu_enable_latency_hiding_scheduler=False',)
     """
     counts = {"devices": cluster.num_devices, "slices": cluster.num_slices}
-    return tuple(
-        f"{one.name}={one.value}" for one in FLAGS if one.platform == cluster.platform and counts[one.needs] > 1
-    )
+    values = {
+        flag.name: flag.value
+        for flag in FLAGS
+        if flag.platform == cluster.platform and counts[flag.needs] > 1 and (not flag.axis or flag.axis in axes)
+    }
+    return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def explained(flag: str, axes: Collection[str]) -> str:
+    """Returns an option as `name=value`, with the reason if the table has that value because of an axis of the program.
+
+    Example:
+      >>> explained("xla_gpu_enable_latency_hiding_scheduler=True", {"experts"})
+      'xla_gpu_enable_latency_hiding_scheduler=True'
+    """
+    reasons = {f"{row.name}={row.value}": row.reason for row in FLAGS if row.axis in axes}
+    return f"{flag} ({reasons[flag]})" if flag in reasons else flag
 
 
 def flags_of(said: str, default: tuple[str, ...]) -> tuple[str, ...]:

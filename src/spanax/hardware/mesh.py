@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spanax.displays import display
 from spanax.errors import SpanaxError
+from spanax.run.hosts import join_group
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -71,13 +72,15 @@ class MeshShape:
         return dict(self.axes)
 
     def build(self, devices: Sequence[Any] | None = None) -> "Mesh":
-        """The real mesh, over the first `size` of `devices` (all local ones by default).
+        """The real mesh, over the first `size` of `devices` (all of the group by default, which is joined first).
 
         Raises:
-          SpanaxError: there are not that many devices.
+          SpanaxError: there are not that many devices, or the group cannot be joined.
         """
         import jax
 
+        if devices is None:
+            join_group()
         devices = list(jax.devices() if devices is None else devices)
         if len(devices) < self.size:
             raise SpanaxError(

@@ -21,6 +21,7 @@ from spanax.hardware.measure import (
     start_beside_work_seconds,
 )
 from spanax.hardware.mesh import MeshShape
+from spanax.run.hosts import join_group
 from spanax.units import bytes_text, quantity_text
 
 RINGS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -68,6 +69,8 @@ def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str
 
     if not seconds > 0:
         raise SpanaxError(f"a probe of {seconds} seconds measures nothing.", fix="seconds=30")
+    if devices is None:
+        join_group()
     devices = list(jax.devices() if devices is None else devices)
     here = local(devices)
     known = bool(here.chip.peak_flops)

@@ -44,6 +44,7 @@ class ExportCommand:
       workload: what the checkpoint is of, where its folder does not say.
       file_size: how large a file may become before another one is begun.
       json: print one JSON object.
+      traceback: show the full traceback of an error.
     """
 
     checkpoint: Positional[Path]
@@ -53,6 +54,7 @@ class ExportCommand:
     workload: str | None = None
     file_size: str = "5 GB"
     json: bool = False
+    traceback: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class ExportRulesCommand:
       batch: examples in a batch.
       seq: tokens in an example.
       json: print one JSON object.
+      traceback: show the full traceback of an error.
     """
 
     workload: Positional[str]
@@ -74,6 +77,7 @@ class ExportRulesCommand:
     batch: int | None = None
     seq: int | None = None
     json: bool = False
+    traceback: bool = False
 
 
 M_MMAP_THRESHOLD = -3

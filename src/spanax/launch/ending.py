@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spanax.errors import PREEMPTED
+from spanax.errors import INTERNAL, MISTAKE, PREEMPTED
 from spanax.run.record.folder import LOGS
 
 FINAL = {
@@ -15,6 +15,9 @@ FINAL = {
     78: "its configuration is another",
 }
 """Exit codes that a restart does not change."""
+
+KNOWN = FINAL | {MISTAKE: "its own code raised"}
+"""Exit codes that an attempt ends with as its processes do; any other is an internal error."""
 
 ATTEMPT = "== attempt"
 """What the part of an attempt in a log begins with."""
@@ -72,8 +75,8 @@ def ending_of(codes: Sequence[int | None]) -> Ending:
         return Ending(
             70, f"rank {rank} was killed by {signal.Signals(-code).name}.", rank, is_killed=code == -signal.SIGKILL
         )
-    told = f"ended with {code}: {FINAL[code]}" if code in FINAL else f"ended with {code}"
-    return Ending(code if code in FINAL else 70, f"rank {rank} {told}.", rank)
+    reason = f": {KNOWN[code]}" if code in KNOWN else ""
+    return Ending(code if code in KNOWN else INTERNAL, f"rank {rank} ended with {code}{reason}.", rank)
 
 
 def last_words(folder: Path, rank: int) -> str:

@@ -51,9 +51,9 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
 
 def start(command: LocalCommand, request: TrainRequest, attempt: int) -> list[subprocess.Popen[bytes]]:
     """Start every process of an attempt; the first one talks to whoever called, all others into their logs."""
-    shared = {"SPANAX_ATTEMPT": str(attempt), "SPANAX_NUM_HOSTS": str(command.hosts)}
-    if command.hosts > 1:
-        shared["SPANAX_COORDINATOR"] = f"{LOOPBACK}:{_free_port()}"
+    shared = {"SPANAX_ATTEMPT": str(attempt)}
+    if command.hosts > 1:  # alone it may be one of a cluster that JAX detects
+        shared |= {"SPANAX_COORDINATOR": f"{LOOPBACK}:{_free_port()}", "SPANAX_NUM_HOSTS": str(command.hosts)}
     if command.devices_per_host is not None:
         shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_host)
     argv = [sys.executable, "-m", "spanax", *request.argv(is_again=attempt > 0)]

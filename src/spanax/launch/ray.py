@@ -119,7 +119,7 @@ class Worker:
         try:
             return self.must(method, *args)
         except SpanaxError:
-            return lost
+            return lost  # what the caller takes as the answer of a node that is gone
 
 
 class Host:

@@ -38,9 +38,10 @@ class TrainRequest:
           SpanaxError: it is no `train`, or `train` would refuse it: a queue is a slow place to learn that.
         """
         if not argv or argv[0] != "train":
+            shown = f"'-- {argv[0]} ...'" if argv else "nothing"
             raise SpanaxError(
-                f"launch runs 'train', and was given '{' '.join(argv[:1]) or 'nothing'}'.",
-                fix="behind the flags: -- train gpt-nano --steps 10",
+                f"expected '-- train ...', got {shown}.",
+                fix="-- train gpt-nano --steps 10 after the flags of launch",
             )
         args = list(argv[1:])
         config = check(tyro.cli(TrainConfig, prog="spanax train", args=args))

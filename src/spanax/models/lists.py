@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from spanax.errors import SpanaxError, nearest
-from spanax.models.loop import Token, refusal
+from spanax.errors import SpanaxError, first_line, nearest
+from spanax.models.loop import Token, read_tokens, refusal
 from spanax.models.stack import Stack
 from spanax.models.work import work
 
@@ -64,7 +64,7 @@ def stack(
         except SpanaxError as error:
             if lists is not None or len(chosen) == 1:
                 raise
-            refused.append((one.path, str(error).splitlines()[0]))
+            refused.append((one.path, first_line(error)))  # raised or warned of below
     if len(refused) == len(chosen):
         told = "; ".join(f"`{path}`: {why}" for path, why in refused)
         raise SpanaxError("no list of blocks can be stacked.", where=told, fix="blocks that are alike")
@@ -158,10 +158,10 @@ def _chosen(found: list[_Listed], lists: Sequence[str] | None) -> list[_Listed]:
 def _try(listed: nnx.Module, stacked: nnx.Module, inputs: Sequence[Any], paths: Sequence[str]) -> None:
     """Calls both models without computing anything: loops say what they do, and both must do the same work."""
     try:
-        found = work(*_called(stacked), inputs)
+        with read_tokens() as read:
+            found = work(*_called(stacked), inputs)
     except TypeError as error:
-        # JAX reads some arguments without asking them.
-        if Token.__name__ not in str(error):
+        if not read:
             raise
         raise refusal(", ".join(paths), "uses what a layer returned") from error
     wanted = work(*_called(listed), inputs)

@@ -5,8 +5,11 @@ last, given the token of the one before it, runs the stack. A token can be passe
 does more with a layer or with what it returns ends in an error, never in other numbers.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import weakref
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import jax
@@ -41,6 +44,20 @@ def layers_of(stack: Any, kind: type, path: str) -> "list[Layer]":
         reference = weakref.ref(stack)
         _LAYERS[stack] = [Layer(reference, index, kind, path) for index in range(len(stack))]
     return _LAYERS[stack]
+
+
+_READ: contextvars.ContextVar["list[Token] | None"] = contextvars.ContextVar("read", default=None)
+
+
+@contextlib.contextmanager
+def read_tokens() -> "Iterator[list[Token]]":
+    """Collects the tokens that JAX tries to read as arrays: it raises a TypeError of its own then."""
+    read: list[Token] = []
+    before = _READ.set(read)
+    try:
+        yield read
+    finally:
+        _READ.reset(before)
 
 
 class Layer:
@@ -127,6 +144,9 @@ class Token(jax.Array):
         if name in ("shape", "dtype", "ndim", "size"):
             return getattr(jax.typeof(self._leaf), name)
         if name == "__jax_array__":  # JAX asks from C, where Python 3.13 lets no other error through
+            read = _READ.get()
+            if read is not None:
+                read.append(self)
             raise AttributeError(name)
         return self.refuse()
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from spanax import logged
+
 
 @dataclasses.dataclass(frozen=True)
 class UNetConfig:
@@ -200,7 +202,7 @@ def adam(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> op
     """
     warmup = max(1, min(5000, num_steps // 20))
     schedule = optax.linear_schedule(0.0, learning_rate, warmup)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, mu_dtype=state_dtype))
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(logged(schedule), mu_dtype=state_dtype))
 
 
 def example_batch(batch_size: int, image_size: int) -> dict[str, jax.ShapeDtypeStruct]:

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import optax
 
-from spanax import SpanaxError, Workload
-from spanax.errors import nearest
+from spanax import SpanaxError, Workload, logged
+from spanax.errors import SizeError, nearest
 from spanax.models import gpt, images, llama, moe, resnet, unet, vit
 from spanax.models.imported import from_folder, is_imported
 
@@ -33,6 +33,7 @@ def text_workload(
     num_steps: int = 1000,
     tokenizer: str | None = None,
     nano: bool = False,
+    accumulate: str = "exact",
 ) -> Workload:
     """A language model on text; the large ones are for planning, and take as long to train as it sounds.
 
@@ -41,6 +42,7 @@ def text_workload(
       loss: of the model on `inputs` and `targets`.
       config: a size of the model; the sizes given here replace those in it.
       nano: whether the vocabulary is the tokenizer's, and no layer is computed twice.
+      accumulate: how microbatches are combined.
     """
     config = replace(
         _widened(config, embed_dim),
@@ -51,6 +53,7 @@ def text_workload(
     )
     return Workload(
         build=partial(model, config),
+        accumulate=accumulate,
         batch=gpt.example_batch(batch_size, config.seq_len),
         loss=loss,
         source="python",
@@ -116,7 +119,7 @@ def sgd(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> opt
     warmup = max(1, num_steps // 20)
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, warmup, max(num_steps, warmup + 1))
     decay = optax.add_decayed_weights(1e-4, mask=partial(jax.tree.map, lambda array: array.ndim > 1))
-    return optax.chain(decay, optax.sgd(schedule, momentum=0.9, nesterov=True, accumulator_dtype=state_dtype))
+    return optax.chain(decay, optax.sgd(logged(schedule), momentum=0.9, nesterov=True, accumulator_dtype=state_dtype))
 
 
 def _with_made_up_images(workload: Workload, config: Any, **options: Any) -> Workload:
@@ -150,7 +153,8 @@ def _widened(config: Any, embed_dim: int | None) -> Any:
 
 _gpt = partial(text_workload, gpt.GPT, gpt.loss)
 _llama = partial(text_workload, llama.Llama, llama.loss)
-_moe = partial(text_workload, moe.Mixtral, moe.loss)
+# As is usual, each microbatch balances the load of its experts by itself.
+_moe = partial(text_workload, moe.Mixtral, moe.loss, accumulate="mean")
 _nano = {"batch_size": 32, "learning_rate": 2e-3, "num_steps": 200, "tokenizer": "bytes", "nano": True}
 
 WORKLOADS: dict[str, Callable[..., Workload]] = {
@@ -251,7 +255,7 @@ def _resized(name: str, workload: Workload, asked: dict[str, int]) -> Workload:
     """A ready-made workload with another batch size; its other sizes are its own."""
     for key, (words, flag) in _OWN_SIZES.items():
         if key in asked:
-            raise SpanaxError(
+            raise SizeError(
                 f"'{name}' has no {words} to change.",
                 where=f"{flag} {asked[key]}",
                 fix="change batch_size, or take another workload"
@@ -291,11 +295,5 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     # Like `python file.py`, so that a file finds its neighbours.
     sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except SpanaxError:
-        raise
-    except Exception as error:
-        line = getattr(error.__traceback__, "tb_lineno", "")
-        raise SpanaxError(f"'{path}' cannot be imported.", where=f"{type(error).__name__}: {error} {line}") from error
+    spec.loader.exec_module(module)
     return module

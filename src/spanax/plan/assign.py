@@ -1,5 +1,6 @@
 """Assignment: which classes of dims each mesh axis splits in one program, and why the others stay whole."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -12,8 +13,41 @@ from spanax.trace.program import Program
 Pins = Mapping[str, str | Sequence[str] | None]
 
 
+SMALL = 16
+"""A value of the batch is gathered rather than refused below this part of the numbers of the largest."""
+
 SENT_TO = -1
 """The rank of experts that tokens are sent to: what only says which are chosen is split along the batch instead."""
+
+
+class IdleAxisError(SpanaxError):
+    """A mesh axis has nothing to split in a program."""
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """A dim of a named axis is not sharded because its size does not divide."""
+
+    name: str
+    size: int
+    ways: int
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.size}) does not divide {self.ways} ways"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A dim is not sharded because the mesh axis shards another dim of the same parameter."""
+
+    axis: str
+    path: str
+
+    def __str__(self) -> str:
+        return f"'{self.axis}' already splits another dim of {self.path}"
+
+
+Reason = Uneven | Taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +59,7 @@ class Assignment:
     """
 
     ranks: Mapping[str, Mapping[int, int]]
-    reasons: Mapping[int, str]
+    reasons: Mapping[int, Reason]
     parts: Mapping[int, Parts] = field(default_factory=dict)
 
     def kept(self, label: int | None, size: int) -> int:
@@ -73,10 +107,11 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
     Raises:
       SpanaxError: the batch or a pinned axis does not divide, or a mesh axis would have nothing to split.
     """
+    _check_mapped(program, mesh)
     axes = program.step.axes
     ranks: dict[str, dict[int, int]] = {}
     taken: dict[int, int] = {}
-    reasons: dict[int, str] = {}
+    reasons: dict[int, Reason] = {}
     parts: dict[int, Parts] = {}
     # Of two classes of a name the earlier is split: its gradient ends where the model begins, one reduction less.
     labels = program.step.labels_by_name
@@ -85,24 +120,34 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
         if size == 1:
             continue
         accepted: dict[int, int] = {}
+        square: dict[int, int] = {}
         for rank, name in enumerate(names):
             is_last_resort = bool(accepted) and name in LAST_RESORT_AXES and not pins.get(name)
             for label in divided_layers(program) if name == "layers" else labels.get(name, ()):
                 if is_last_resort and label not in program.heavy:
                     continue
+                author = axes.names.get(label, name)
+                if label in accepted or (author != name and author in pins):
+                    continue  # a class with a name of its author's is pinned by that, and not by its use
                 ways = taken.get(label, 1) * size
                 in_parts = axis == PIPE and name == "layers" and ways == size <= axes.ways[label]
                 if in_parts:
                     parts[label] = Parts(axes.ways[label], size, num_chunks)
-                if axes.ways[label] % ways and not in_parts:
-                    reasons[label] = f"{name} ({axes.ways[label]}) does not divide {ways} ways"
+                if axes.ways[label] % ways and not in_parts and _is_uneven(program, name, label, ways):
+                    reasons[label] = Uneven(name, axes.ways[label], ways)
                     if name == "batch" or pins.get(name):
                         raise _does_not_divide(program, name, axes.ways[label], ways, layout, mesh)
                 elif axis in layout.exclusive and (path := _clash(program, label, accepted)):
-                    reasons.setdefault(label, f"'{axis}' already splits another dim of {path}")
+                    reasons.setdefault(label, Taken(axis, path))
+                    square.setdefault(label, rank)
                 else:
                     accepted[label] = rank
                     taken[label] = ways
+        if not accepted and square:
+            # Weights from an axis to itself (a residual stream): each is sharded along the dim that it sums over.
+            label = next(iter(square))
+            accepted, taken[label] = {label: square[label]}, taken.get(label, 1) * size
+            del reasons[label]
         if not any(rank == 0 for rank in accepted.values()) and not (accepted and axis in layout.exclusive):
             raise _idle(program, axis, size, names, reasons, layout, mesh)
         ranks[axis] = accepted
@@ -112,6 +157,38 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
             label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (taken.get(label, 1) * size) == 0
         }
     return Assignment(_with_experts(program, ranks, mesh), reasons, parts)
+
+
+def _is_uneven(program: Program, name: str, label: int, ways: int) -> bool:
+    """Whether a class has dims that matter and do not divide: small values of the batch are gathered instead.
+
+    Rewards of a batch of 16 in 4 groups of 4 do not rule out 8 devices.
+    """
+    step = program.step
+    if name != "batch":
+        return True
+    sized = [
+        (math.prod(step.graph.shape(value)), step.graph.shape(value)[labels.index(label)])
+        for value, labels in enumerate(step.axes.classes)
+        if label in labels
+    ]
+    inputs = [leaf.shape[leaf.axes.index(name)] for leaf in program.batch if name in leaf.axes]
+    largest = max(size for size, _ in sized)
+    return any(size % ways for size in inputs) or any(
+        length % ways and size * SMALL > largest for size, length in sized
+    )
+
+
+def _check_mapped(program: Program, mesh: MeshShape) -> None:
+    """Raises where a `jax.shard_map` of the user runs over another number of devices."""
+    for axes in program.step.mapped_meshes:
+        size = math.prod(size for _, size in axes)
+        if size != mesh.size:
+            mapped = ",".join(f"{name}={size}" for name, size in axes)
+            raise SpanaxError(
+                f"the step has a jax.shard_map over {mapped}: {size} devices, and the mesh {mesh} has {mesh.size}.",
+                fix=f"a cluster of {size} devices, or a jax.shard_map over a mesh of {mesh.size}",
+            )
 
 
 def _with_experts(program: Program, ranks: Mapping[str, dict[int, int]], mesh: MeshShape) -> dict[str, dict[int, int]]:
@@ -161,15 +238,15 @@ def _idle(
     axis: str,
     size: int,
     names: Sequence[str],
-    reasons: Mapping[int, str],
+    reasons: Mapping[int, Reason],
     layout: Layout,
     mesh: MeshShape,
-) -> SpanaxError:
+) -> IdleAxisError:
     known = sorted({name for leaf in (*program.leaves, *program.batch) for name in leaf.axes if name})
     needed = names if axis in layout.exclusive else names[:1]
     labels = [label for name in names for label in program.step.labels_by_name.get(name, ())]
-    tried = dict.fromkeys(reasons[label] for label in labels if label in reasons)
-    return SpanaxError(
+    tried = dict.fromkeys(str(reasons[label]) for label in labels if label in reasons)
+    return IdleAxisError(
         f"mesh axis '{axis}' ({size}) has nothing to split in this program under layout '{layout.name}'.",
         where="; ".join(tried) or f"it splits {', '.join(names)}; the program has {', '.join(known)}",
         fix=f"{axis}={_largest_below(program, needed, size)}, or a layout without '{axis}'",

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
+from spanax.trace.attended import Attended
 from spanax.trace.policies import CUDNN, GATHERED, SPLASH, known_attention
 from spanax.trace.program import Program
 
@@ -42,14 +43,16 @@ def with_attention(program: Program, cluster: Cluster, asked: str | None) -> Pro
     if asked is None or known_attention(asked) == "plain" or program.context != GATHERED:
         return program
     kernel = kernel_on(cluster)
-    found: tuple[str, ...] = (f"plain: there is no attention kernel for {cluster.chip.name}",)
+    found: tuple[Attended, ...] = (Attended(None, f": there is no attention kernel for {cluster.chip.name}"),)
     if program.evaluation is None:
-        found = ("plain: the program has a train step of its own",)
+        found = (Attended(None, ": the program has a train step of its own"),)
     elif kernel is not None:
         made = program.with_context(kernel)
-        if any(one.startswith(kernel) for one in made.attention):
+        if any(each.kernel == kernel for each in made.attention):
             return made
         found = made.attention
     if asked == "flash":
-        raise SpanaxError("no attention of this program can be a kernel's.", where=found[0], fix="attention 'auto'")
+        raise SpanaxError(
+            "no attention of this program can be a kernel's.", where=str(found[0]), fix="attention 'auto'"
+        )
     return replace(program, attention=found)

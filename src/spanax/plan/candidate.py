@@ -21,6 +21,7 @@ from spanax.plan.presets import as_ring
 from spanax.plan.resolve import resolve
 from spanax.plan.space import AXES, layout_on
 from spanax.plan.tally import tally
+from spanax.trace.attended import Attended
 from spanax.trace.policies import POLICIES, RING
 from spanax.trace.program import Program
 from spanax.trace.versions import versions
@@ -107,7 +108,8 @@ class Search:
 
     `too_large` are the fastest that do not fit, `nearest` the cheapest in memory where none does. `model_flops`
     are those of a step on all devices, `dtype` what most of them are computed in, `programs` the program under each
-    remat policy, `attention` what became of each attention that a kernel was asked for.
+    remat policy, `attention` what became of each attention that a kernel was asked for, `asked` what of the layout was
+    requested, `logits` in how many chunks they go best, and why.
 
     Example:
       >>> import jax, optax, spanax
@@ -118,7 +120,7 @@ class Search:
       ...     batch=jax.ShapeDtypeStruct((4096, 1024), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> found = spanax.search(program, spanax.cluster("a100:8"), layout="data")
+      >>> found = spanax.search(program, spanax.cluster("a100:8"), layout="data", remat=("none",))
       >>> found.best.layout, found.best.mesh, sorted(found.rejected)
       ('data', data=8, ['another layout or mesh was asked for', 'nothing could be stored split'])
     """
@@ -136,7 +138,9 @@ class Search:
     programs: dict[str, Program] = field(repr=False, compare=False)
     pins: Pins = field(default_factory=dict)
     too_large: tuple[Candidate, ...] = field(default=(), repr=False)
-    attention: tuple[str, ...] = ()
+    attention: tuple[Attended, ...] = ()
+    asked: str = ""
+    logits: str = ""
 
     def _repr_html_(self) -> str | None:
         return display(self)
@@ -173,7 +177,7 @@ def shortfall(found: Search) -> str:
     return f"the leanest layout needs {bytes_text(needed)} a device, and there are {there}"
 
 
-def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = None) -> Plan:
+def plan_of(found: Search, candidate: Candidate) -> Plan:
     """The plan of a candidate: enough to train with, to keep and to compare."""
     program = next(iter(found.programs.values()))
     is_named = candidate.remat in POLICIES
@@ -185,7 +189,7 @@ def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = 
         why="as priced",
         schedule=Schedule(
             remat=candidate.remat if is_named else None,
-            compute_dtype=compute_dtype,
+            compute_dtype=program.compute_dtype,
             microbatches=candidate.microbatches,
             num_stages=candidate.num_stages,
             num_chunks=candidate.num_chunks,
@@ -194,7 +198,7 @@ def plan_of(found: Search, candidate: Candidate, *, compute_dtype: str | None = 
             loss_chunks=program.loss_chunks,
         ),
     )
-    return replace(made, xla_flags=default_flags(found.cluster))
+    return replace(made, xla_flags=default_flags(found.cluster, made.param_axes))
 
 
 def collectives_of(found: Search, one: Candidate, path: str | None = None) -> dict[str, dict[str, int]]:

@@ -1,7 +1,7 @@
 """From a program and a cluster to a Plan: check what was asked for, choose what was not, resolve the rest."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from spanax.errors import SpanaxError
@@ -10,16 +10,20 @@ from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
 from spanax.plan.attention import with_attention
-from spanax.plan.candidate import plan_of, shortfall
+from spanax.plan.candidate import Search, plan_of, shortfall
+from spanax.plan.defaults import computed_in, default_attention, default_chunks, default_dtype, defaults
 from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
-from spanax.plan.logits import chunks_to_try, in_chunks
+from spanax.plan.logits import found_in_chunks, in_chunks
 from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.presets import check_ring, default_mesh, layout_for, layout_named
-from spanax.plan.search import REMAT, TOO_LARGE, search
+from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
+from spanax.plan.remedies import remedies
+from spanax.plan.search import REMAT, TOO_LARGE, check_asked, search
+from spanax.plan.space import AXES, is_standard
 from spanax.plan.stages import AXIS
-from spanax.trace.policies import AS_WRITTEN, RING, known_chunks
+from spanax.trace.microbatches import check_divides
+from spanax.trace.policies import AS_WRITTEN, RING
 from spanax.trace.program import Program
 from spanax.units import bytes_text
 
@@ -54,12 +58,17 @@ def plan(
       sequence_parallel: also split the sequence over the model axis wherever that axis splits nothing else.
       pin: axis name -> mesh axis (or several, or None to keep the axis whole), before the layout's own choice.
       forbid: names of axes that must not be split.
-      schedule: remat, microbatches and stages; as the program was traced if left out, with as many microbatches as
-        suit the stages. A mesh without `pipe` is that of one stage.
-      attention: `plain`, as the model wrote it, also if left out; `flash`, by the platform's kernel (splash on TPUs,
-        cuDNN on NVIDIA GPUs); `auto`, by the kernel where it can be.
-      loss_chunks: the logits in so many chunks of tokens, one after the other and never there as a whole; `auto` takes
-        chunks where that saves a large part of the memory. Left out: as the program was traced, which is whole.
+      schedule: remat, microbatches and stages. Left out: on accelerators the fastest that fit; on CPUs as the program
+        was traced where a layout or mesh is given, with as many microbatches as suit the stages. A mesh without `pipe`
+        is that of one stage.
+      attention: `plain`, as the model wrote it; `flash`, by the platform's kernel (splash on TPUs, cuDNN on NVIDIA
+        GPUs); `auto`, by the kernel where it can be. Left out: `auto` on accelerators, `plain` on CPUs.
+      loss_chunks: the number of chunks of tokens for which the logits are computed one after the other; `auto` takes
+        chunks where that saves a large part of the memory. Left out: as the program was traced, or `auto` on
+        accelerators.
+
+    The loss is computed in bfloat16 on accelerators and in float32 on CPUs, unless the program was traced with a
+    `compute_dtype`, chooses a dtype for its layers, or has a `train_step` of its own.
 
     Raises:
       SpanaxError: what was asked for cannot be laid over this program on this cluster.
@@ -76,24 +85,210 @@ def plan(
       >>> plan(program, spanax.cluster("cpu:8"), layout="fsdp")["kernel"].spec
       ((), ('fsdp',))
     """
-    cluster = cluster_of(cluster)
     pins = dict(pin or {}) | dict.fromkeys(forbid)
-    count = program.loss_chunks if loss_chunks is None else known_chunks(loss_chunks)
-    if not count:
-        make = partial(
-            plan, cluster=cluster, layout=layout, mesh=mesh, sequence_parallel=sequence_parallel, pin=pins,
-            schedule=schedule, attention=attention,
-        )  # fmt: skip
-        return in_chunks(program.with_loss_chunks(1), cluster, make)
-    program = program if count == program.loss_chunks else program.with_loss_chunks(count)
-    program = with_attention(program, cluster, attention)
-    if layout is None and mesh is None and schedule is None and cluster.chip.peak_flops:
-        return _searched(program, cluster, pins)
-    why, chosen, shape = _choose(program, cluster, layout, mesh, sequence_parallel)
+    request = Request(layout, mesh, sequence_parallel, schedule, attention, loss_chunks, pins)
+    return decided(program, cluster_of(cluster), request)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan must have; None leaves a part to the defaults of the cluster and to the search.
+
+    The fields are the arguments of `spanax.plan`; `pins` joins `pin` and `forbid`, and `pipeline` says whether layers
+    may be divided into stages.
+    """
+
+    layout: str | Layout | None = None
+    mesh: Mapping[str, int] | str | MeshShape | None = None
+    sequence_parallel: bool = False
+    schedule: Schedule | None = None
+    attention: str | None = None
+    loss_chunks: int | str | None = None
+    pins: Pins = field(default_factory=dict)
+    pipeline: bool | None = None
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the layout, or the mesh that means one, is requested."""
+        return self.layout is not None or self.mesh is not None
+
+    @property
+    def chunks(self) -> int | str | None:
+        """The requested chunks of the logits, of the schedule too."""
+        if self.loss_chunks is None and self.schedule is not None and self.schedule.loss_chunks > 1:
+            return self.schedule.loss_chunks
+        return self.loss_chunks
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether keys go around a ring."""
+        named = isinstance(self.layout, str) and RING in self.layout.split("+")
+        return named or (self.schedule is not None and self.schedule.context == RING)
+
+
+def decided(program: Program, cluster: Cluster, request: Request, found: Search | None = None) -> Plan:
+    """Returns the plan of a request: `spanax.plan` and every command make theirs here.
+
+    Args:
+      program: what `spanax.trace` returned.
+      cluster: the devices.
+      request: what the plan must have.
+      found: what `searched` returned for the same request; searched again if left out.
+
+    Raises:
+      SpanaxError: the request cannot be carried out, or no layout fits into the memory.
+    """
+    _check_request(request)
+    can_search = _is_searchable(cluster, request)
+    if not request.is_placed and can_search:
+        return chosen(found or searched(program, cluster, request))
+    schedule = request.schedule
+    dtype = None if schedule is None else schedule.compute_dtype
+    if can_search and defaults(cluster).is_searched:
+        _placed(computed_in(program, dtype or program.compute_dtype), cluster, request, program.loss_chunks)
+        found = found or searched(program, cluster, request)
+        if found.best is not None:
+            return chosen(found)
+    program = computed_in(program, dtype or default_dtype(program, cluster))
+    count = default_chunks(program, cluster, request.chunks)
+
+    def make(program: Program) -> Plan:
+        return _placed(in_attention(program, cluster, request), cluster, request, program.loss_chunks)
+
+    return make(program.with_loss_chunks(count)) if count else in_chunks(program.with_loss_chunks(1), cluster, make)
+
+
+def in_attention(program: Program, cluster: Cluster, request: Request) -> Program:
+    """Returns the program with the attention of a request; a ring is left to the layout."""
+    return (
+        program if request.is_ring else with_attention(program, cluster, default_attention(cluster, request.attention))
+    )
+
+
+def searched(
+    program: Program,
+    cluster: Cluster,
+    request: Request,
+    *,
+    top: int = 1,
+    each: bool = False,
+    microbatches: int | None = None,
+) -> Search:
+    """Returns the priced layouts of a request, the fastest first.
+
+    Policies that compute anything again are priced only where something does not fit without them, and pipelines only
+    where nothing does.
+
+    Args:
+      program: what `spanax.trace` returned; its remat policy and its microbatches are kept where it has any.
+      cluster: the devices.
+      request: what every layout must have.
+      top: how many candidates are kept.
+      each: keep the fastest of every kind of layout as well.
+      microbatches: price this number only.
+
+    Raises:
+      SpanaxError: as `search`.
+    """
+    schedule, usual = request.schedule, defaults(cluster)
+    dtype = None if schedule is None else schedule.compute_dtype
+    program = computed_in(program, dtype or default_dtype(program, cluster))
+    asked, layout, mesh = _named(cluster, request)
+    as_traced = program.evaluation is None or (request.is_placed and not usual.is_searched)
+    counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
+    if not counts and (as_traced or program.microbatches > 1):
+        counts = [program.microbatches]
+    check_divides(program.batch[0].shape[0], counts[0] if counts else 1)
+    remat = schedule.remat if schedule is not None else None
+    if remat is None and (as_traced or program.remat != AS_WRITTEN):
+        remat = program.remat
+    find = partial(
+        search, cluster=cluster, layout=layout, mesh=mesh, microbatches=counts[0] if counts else None,
+        pins=request.pins, top=top, each=each,
+    )  # fmt: skip
+
+    def fastest(program: Program) -> Search:
+        program = in_attention(program, cluster, request)
+        policies = REMAT if remat is None else (remat,)
+        found = find(program, remat=policies[:1], pipeline=bool(request.pipeline))
+        if TOO_LARGE in found.rejected and len(policies) > 1:
+            found = find(program, remat=policies, pipeline=bool(request.pipeline))
+        is_open = request.pipeline is None and usual.pipeline and not request.is_placed
+        if found.best is None and is_open and program.evaluation is not None:
+            found = find(program, remat=policies, pipeline=True)
+        return found
+
+    count = default_chunks(program, cluster, request.chunks)
+    if count:
+        return replace(fastest(program.with_loss_chunks(count)), asked=asked)
+    found = found_in_chunks(fastest, program.with_loss_chunks(1), cluster)
+    is_told = request.chunks is not None or (found.best and plan_of(found, found.best).schedule.loss_chunks > 1)
+    return replace(found, asked=asked, logits=found.logits if is_told else "")
+
+
+def chosen(found: Search) -> Plan:
+    """Returns the plan of the fastest layout that fits.
+
+    Raises:
+      SpanaxError: none fits; the message names what would make one fit.
+    """
+    if found.best is None:
+        raise SpanaxError("no layout fits into the memory.", where=shortfall(found), fix="; or ".join(remedies(found)))
+    made = plan_of(found, found.best)
+    reasons = (found.asked, rule(found, found.best), *(f"attention {each}" for each in found.attention))
+    reasons = (*reasons, found.logits)
+    return replace(made, why="; ".join(filter(None, reasons)))
+
+
+def _check_request(request: Request) -> None:
+    if request.sequence_parallel and not request.is_placed:
+        raise SpanaxError("sequence_parallel needs a layout with a model axis.", fix="layout='fsdp+tensor+seq'")
+    if request.is_ring and request.attention == "flash":
+        raise SpanaxError(
+            "attention 'flash' gathers keys, and layout 'ring' does not.", fix="layout 'context', or attention 'plain'"
+        )
+
+
+def _is_searchable(cluster: Cluster, request: Request) -> bool:
+    """Whether a search prices plans of this kind: its layouts have names and standard mesh axes."""
+    schedule = request.schedule
+    if not cluster.chip.peak_flops or isinstance(request.layout, Layout):
+        return False
+    plain = Schedule()
+    if schedule is not None and any(
+        getattr(schedule, name) != getattr(plain, name) for name in ("num_stages", "num_chunks", "pipeline", "context")
+    ):
+        return False
+    if request.mesh is not None and not is_standard(MeshShape.of(request.mesh)):
+        return False
+    pinned = {axis for to in request.pins.values() for axis in ((to,) if isinstance(to, str) else to or ())}
+    named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
+    return {*named, *pinned} <= {*AXES}
+
+
+def _named(cluster: Cluster, request: Request) -> tuple[str, str | None, MeshShape | None]:
+    """Returns why the layout is requested, its name and its mesh, as `search` takes them."""
+    layout = request.layout.name if isinstance(request.layout, Layout) else request.layout
+    mesh = None if request.mesh is None else MeshShape.of(request.mesh)
+    asked = "as asked" if layout is not None else "what the mesh's names mean" if mesh is not None else ""
+    check_asked(cluster, layout, mesh)
+    if layout is None and mesh is not None:
+        layout = layout_for(mesh).name
+    if layout is not None and mesh is None and not defaults(cluster).is_searched:
+        mesh = default_mesh(layout, cluster.num_devices)
+    if layout is not None and request.sequence_parallel and "+seq" not in layout:
+        layout += "+seq"
+    return asked, layout, mesh
+
+
+def _placed(program: Program, cluster: Cluster, request: Request, count: int) -> Plan:
+    """Returns the plan of a requested layout or mesh, or of the layout that suits a chip of unknown speed."""
+    schedule = request.schedule
+    why, layout, shape = _choose(program, cluster, request.layout, request.mesh, request.sequence_parallel)
     num_stages = schedule.num_stages if schedule else 1
     num_devices = shape.size * (num_stages if shape.ways([AXIS]) == 1 else 1)
     if num_devices != cluster.num_devices:
-        near = chosen.name if not isinstance(layout, Layout) else "fsdp"
+        near = layout.name if not isinstance(request.layout, Layout) else "fsdp"
         raise SpanaxError(
             f"mesh {shape} takes {num_devices} devices, and the cluster has {cluster.num_devices}.",
             where=" x ".join(f"{name} {size}" for name, size in shape.axes) + f" = {shape.size}",
@@ -101,40 +296,15 @@ def plan(
         )
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
-    if isinstance(layout, str) and RING in layout.split("+"):
-        schedule = replace(schedule or Schedule(), context=RING)
-    if schedule is not None and schedule.context == RING:
-        check_ring(chosen, shape)
-    schedule = replace(schedule or Schedule(), loss_chunks=count)
-    made = placed(program, chosen, shape, pins=pins, why=why, schedule=schedule)
-    made = replace(made, xla_flags=default_flags(cluster))
+    schedule = replace(schedule or Schedule(), loss_chunks=count, compute_dtype=program.compute_dtype)
+    if request.is_ring:
+        schedule = replace(schedule, context=RING)
+        check_ring(layout, shape)
+    made = placed(program, layout, shape, pins=request.pins, why=why, schedule=schedule)
+    made = replace(made, xla_flags=default_flags(cluster, made.param_axes))
     if schedule.microbatches == 0:
         return replace(made, why=f"{why}; {made.schedule.microbatches} microbatches, as suits the stages")
     return made
-
-
-def _searched(program: Program, cluster: Cluster, pins: Pins) -> Plan:
-    """The best of all layouts; what the program was traced with, remat or microbatches, is kept."""
-    find = partial(
-        search,
-        program,
-        cluster,
-        microbatches=None if program.microbatches == 1 else program.microbatches,
-        pipeline=False,  # stages are for who asks for them: what they take on real machines has not been measured
-        pins=pins,
-        top=1,
-    )
-    found = find(remat=(program.remat if program.remat != AS_WRITTEN else "none",))
-    if program.remat == AS_WRITTEN and TOO_LARGE in found.rejected:
-        found = find(remat=REMAT)  # where all fits, to compute anything again only takes longer
-    if found.best is None:
-        more = "more devices or smaller microbatches; spanax plan prices both"
-        raise SpanaxError(
-            "no layout fits into the memory.",
-            where=shortfall(found),
-            fix="; or ".join(filter(None, (chunks_to_try(found), more))),
-        )
-    return replace(plan_of(found, found.best), why=rule(found, found.best))
 
 
 def _choose(
@@ -153,7 +323,10 @@ def _choose(
         return "as asked", layout_named(layout, shape, sequence_parallel=sequence_parallel), shape
     if mesh is not None:
         shape = MeshShape.of(mesh)
-        return "what the mesh's names mean", layout_for(shape), shape
+        named = layout_for(shape)
+        if sequence_parallel:
+            named = layout_named(named.name, shape, sequence_parallel=True)
+        return "what the mesh's names mean", named, shape
     state = sum(leaf.num_bytes for leaf in program.leaves)
     held = cluster.memory_bytes
     fits = held is None or state <= STATE_FRACTION * held
@@ -166,7 +339,4 @@ def _choose(
 
 
 def _near_mesh(name: str, num_devices: int) -> MeshShape:
-    try:
-        return default_mesh(name, num_devices)
-    except SpanaxError:
-        return default_mesh("fsdp", num_devices)
+    return default_mesh(name if name.removesuffix("+seq") in PRESETS else "fsdp", num_devices)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster
@@ -34,15 +36,9 @@ def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan
       make: plans a program.
 
     Raises:
-      SpanaxError: there is no plan, in chunks or without.
+      SpanaxError: there is no plan.
     """
-    try:
-        whole = make(program)
-    except SpanaxError:
-        divided = _divided(program)
-        if isinstance(divided, str):
-            raise
-        return make(divided)  # what does not fit whole may fit so
+    whole = make(program)
     count, told = suiting_chunks(program, whole, cluster)
     made = whole if count == 1 else make(program.with_loss_chunks(count))
     return replace(made, why=f"{made.why}; {told}")
@@ -54,8 +50,8 @@ def found_in_chunks(find: Callable[[Program], Search], program: Program, cluster
     ahead = next(iter((*found.candidates, *found.nearest)), None)
     if ahead is None:
         return found
-    count, _ = suiting_chunks(program, plan_of(found, ahead), cluster)
-    return found if count == 1 else find(program.with_loss_chunks(count))
+    count, told = suiting_chunks(program, plan_of(found, ahead), cluster)
+    return replace(found if count == 1 else find(program.with_loss_chunks(count)), logits=told)
 
 
 def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int, str]:
@@ -78,7 +74,8 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
       >>> suiting_chunks(program, spanax.plan(program, machine, layout="data"), machine)[0]
       2
     """
-    divided = _divided(program)
+    peak_bytes = partial(_peak_bytes, plan=plan, cluster=cluster)
+    divided = _divided(program, peak_bytes)
     if isinstance(divided, str):
         return 1, f"logits whole: {divided}"
     tried, before = divided.loss_chunks, _peak_bytes(program, plan, cluster, 1)
@@ -86,7 +83,7 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     if logits < LARGE * before:
         return 1, f"logits whole: in chunks a device would hold {max(0.0, logits / before):.0%} less"
     count, held, slower, seconds = 1, before, 0.0, _step_seconds(program, plan, cluster, 1)
-    while count < MOST and not isinstance(_divided(program, [2 * count]), str):
+    while count < MOST and not isinstance(_divided(program, peak_bytes, [2 * count]), str):
         after = _peak_bytes(program, plan, cluster, 2 * count)
         slower = _step_seconds(program, plan, cluster, 2 * count) / seconds - 1
         fits = cluster.memory_bytes is None or held <= cluster.memory_bytes
@@ -98,13 +95,17 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     return 1, f"logits whole: 2 chunks {f'take {slower:.0%} longer' if slower > SLOWER else 'save little'}"
 
 
-def chunks_to_try(found: Search) -> str:
-    """What chunks would spare the leanest of what does not fit, for a user to ask for; empty where that is little."""
+def chunks_to_try(found: Search) -> tuple[int, int]:
+    """Returns the number of chunks that suits the leanest layout of a search in which nothing fits, and bytes saved.
+
+    One chunk and no bytes where chunks save little.
+    """
     program = next(iter(found.programs.values()))
     if found.best or not found.nearest or program.loss_chunks > 1:
-        return ""
-    count, told = suiting_chunks(program, plan_of(found, found.nearest[0]), found.cluster)
-    return f"--loss-chunks {count}: {told}" if count > 1 else ""
+        return 1, 0
+    plan = plan_of(found, found.nearest[0])
+    count, _ = suiting_chunks(program, plan, found.cluster)
+    return count, saved_bytes(program, _asked(plan, count), found.cluster) if count > 1 else 0
 
 
 def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
@@ -129,12 +130,19 @@ def _asked(plan: Plan, count: int) -> Plan:
     return replace(plan, schedule=replace(plan.schedule, loss_chunks=count))
 
 
-def _divided(program: Program, counts: Sequence[int] = TRIED) -> Program | str:
-    """The program in the first of these numbers of chunks that can be; or why there can be none."""
+def _divided(program: Program, check: Callable[..., Any], counts: Sequence[int] = TRIED) -> Program | str:
+    """Returns the program in the first possible of these numbers of chunks, or why none is.
+
+    Args:
+      program: with its logits in one chunk.
+      check: raises where a plan cannot have the program in `count` chunks.
+      counts: the numbers that are tried.
+    """
     why = ""
     for count in counts:
         try:
+            check(program, count=count)
             return program.with_loss_chunks(count)
         except SpanaxError as error:
-            why = first_line(error)
+            why = first_line(error)  # the plan names it
     return why

@@ -8,7 +8,7 @@ from spanax.plan.candidate import Candidate
 from spanax.plan.cost import Grid, price
 from spanax.plan.laid import Laid
 from spanax.plan.memory import Held, held_on, state_of, walk
-from spanax.plan.place import check_made_for, resolver_of
+from spanax.plan.place import in_forms, resolver_of
 from spanax.plan.plan import Plan
 from spanax.plan.stages import inside_stage
 from spanax.plan.tally import tally
@@ -30,6 +30,7 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
       ...     optimizer=optax.sgd(0.1),
       ...     batch=jax.ShapeDtypeStruct((4096, 1024), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ...     compute_dtype="bfloat16",
       ... )
       >>> machine = spanax.cluster("a100:8")
       >>> found = spanax.search(program, machine, remat=("none",), microbatches=1)
@@ -62,13 +63,9 @@ def _held(laid: Laid, grid: Grid, cluster: Cluster, given: Assumptions) -> Held:
 
 def _laid(program: Program, plan: Plan) -> Laid:
     """One microbatch of the step that would run, laid out."""
-    check_made_for(program, plan)
-    remat = plan.schedule.remat
-    variant = program if remat in (None, program.remat) else program.with_remat(remat)
+    variant, remat = in_forms(program, plan), plan.schedule.remat
+    variant = variant if remat in (None, variant.remat) else variant.with_remat(remat)
     variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
-    variant = variant if variant.context == plan.schedule.context else variant.with_context(plan.schedule.context)
-    chunks = plan.schedule.loss_chunks
-    variant = variant if variant.loss_chunks == chunks else variant.with_loss_chunks(chunks)
     return Laid(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
+from spanax.plan.defaults import computed_in
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.plan.presets import as_ring
@@ -32,7 +33,7 @@ def placed(
     Raises:
       SpanaxError: the layout cannot be laid over this program on this mesh.
     """
-    schedule = schedule or Schedule()
+    schedule = replace(schedule or Schedule(), compute_dtype=program.compute_dtype)
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
@@ -93,12 +94,23 @@ def as_planned(program: Program, plan: Plan) -> Program:
     Raises:
       SpanaxError: the plan was made for another program, or its schedule cannot be had of this one.
     """
-    check_made_for(program, plan)
-    schedule = plan.schedule
+    schedule, program = plan.schedule, in_forms(program, plan)
     if schedule.remat is not None and schedule.remat != program.remat:
         program = program.with_remat(schedule.remat)
     if schedule.microbatches not in (1, program.microbatches):
         program = program.with_microbatches(schedule.microbatches)
+    return program
+
+
+def in_forms(program: Program, plan: Plan) -> Program:
+    """Returns the program in the compute dtype of a plan, with its attention and its chunks of the logits.
+
+    Raises:
+      SpanaxError: the plan was made for another program, or the program was traced with another compute dtype.
+    """
+    check_made_for(program, plan)
+    schedule = plan.schedule
+    program = computed_in(program, schedule.compute_dtype)
     if schedule.context != program.context:
         program = program.with_context(schedule.context)
     if schedule.loss_chunks != program.loss_chunks:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from spanax.displays import display
 from spanax.documents import MAX_INT, made, parse_json, read_bytes
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
-from spanax.hardware.flags import checked
+from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.price import Price
@@ -54,6 +54,11 @@ class Placement:
 
     def _repr_html_(self) -> str | None:
         return display(self)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether the elements are random keys (`jax.random.key`), which are stored as words in a trailing dim."""
+        return self.dtype.startswith("key<")
 
     @property
     def item_bytes(self) -> int:
@@ -143,6 +148,11 @@ class Plan:
     def state_bytes(self, kind: str | None = None) -> int:
         """Bytes of state that one device holds: of one kind (`param`, `optimizer`, `other`), or all of it."""
         return sum(leaf.local_bytes for leaf in self.leaves if kind in (None, leaf.kind))
+
+    @property
+    def param_axes(self) -> frozenset[str]:
+        """The names of the axes of the parameters."""
+        return frozenset(axis for leaf in self.leaves if leaf.kind == "param" for axis in leaf.axes if axis is not None)
 
     def __getitem__(self, path: str) -> Placement:
         """The placement of one leaf, by its path."""
@@ -250,8 +260,8 @@ class Plan:
             + ", ".join(f"{kind} {bytes_text(self.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
             + f" = {bytes_text(self.state_bytes())}",
         ]
-        told = [f"  XLA: {', '.join(self.xla_flags)}"] if self.xla_flags else []
-        return "\n".join(head + told + _rows(self))
+        flags = ", ".join(explained(flag, self.param_axes) for flag in self.xla_flags)
+        return "\n".join([*head, *([f"  XLA: {flags}"] if flags else []), *_rows(self)])
 
 
 @functools.lru_cache(maxsize=4096)

@@ -41,7 +41,7 @@ def priced(program: Program, plan: Plan, cluster: Cluster, own: Candidate | None
       ... )
       >>> machine = spanax.cluster("a100:8")
       >>> found = priced(program, spanax.plan(program, machine, layout="fsdp"), machine)
-      >>> found.price.moved_of["kernel"]["fsdp"]["all-gather"] == 4 * 1024 * 1024
+      >>> found.price.moved_of["kernel"]["fsdp"]["all-gather"] == 2 * 1024 * 1024
       True
     """
     if not cluster.chip.peak_flops:

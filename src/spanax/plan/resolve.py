@@ -5,11 +5,11 @@ The plan's placements, the constraints of the step that runs, and the prices all
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import overload
+from typing import Any, overload
 
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.assign import SENT_TO, Assignment, Pins, assign, pinned
+from spanax.plan.assign import SENT_TO, Assignment, Pins, Reason, assign, pinned
 from spanax.plan.layout import Layout
 from spanax.trace.census import label_key
 from spanax.trace.origins import Origin
@@ -119,10 +119,10 @@ class Resolver:
         Raises:
           SpanaxError: its author wrote a spec that does not divide it.
         """
+        used, kind = self.used(labels, leaf.shape), self.kind(leaf, labels)
         written = annotated(leaf, self.mesh)
         if written is not None:
-            return written, "as the model's author annotated it"
-        used, kind = self.used(labels, leaf.shape), self.kind(leaf, labels)
+            return self._annotated(leaf, written, labels, used, kind)
         if kind == "batch":
             return used, ""
         spec, axes = self.stored(used, labels, leaf.shape, kind), self._stored_axes(used, kind)
@@ -130,6 +130,21 @@ class Resolver:
             sizes, ways = "x".join(map(str, leaf.shape)), self.mesh.ways(axes)
             return spec, f"stored whole: no dim of {sizes} divides {'+'.join(axes)} ({ways} ways)"
         return spec, self._why(labels, spec, f"stored over {'+'.join(axes)}" if spec != used else "")
+
+    def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, str]:
+        """The spec of an annotated leaf: the layout decides for names that are not of this mesh, and what is stored."""
+        taken = {axis for by in written for axis in by}
+        is_open = [isinstance(entry, str) and entry not in self.mesh.names for entry in leaf.annotation or ()]
+        merged = tuple(
+            tuple(axis for axis in by if axis not in taken) if free else mine
+            for mine, by, free in zip(written, used, is_open, strict=True)
+        )
+        spec, parts = self.stored(merged, labels, leaf.shape, kind), ["as the model's author annotated it"]
+        if dropped := [axis for axis in _mesh_axes(leaf, self.mesh) if axis not in taken]:
+            parts = [f"annotated over {'+'.join(dropped)}, which does not divide 1", *parts[: any(written)]]
+        if spec != merged:
+            parts.append(f"stored over {'+'.join(self._stored_axes(merged, kind))}")
+        return spec, "; ".join(parts)
 
     def constraints(self, traced: Traced) -> "Constraints":
         """The constraint of every value of a traced function, by its number; None: left to the compiler."""
@@ -152,28 +167,40 @@ class Resolver:
             return Constraint(spec, used=None if used == spec else used)
         return Constraint(used, is_open=True) if any(used) else None
 
+    def unsplit(self, leaf: Leaf, labels: Labels) -> list[Reason]:
+        """Returns why dims of a leaf that a mesh axis could shard are not sharded; none for what is annotated."""
+        if annotated(leaf, self.mesh) is not None or leaf.kind == "batch":
+            return []
+        used = self.used(labels, leaf.shape)
+        kind = self.kind(leaf, labels)
+        spec = self.stored(used, labels, leaf.shape, kind)
+        if leaf.shape and spec == used and self._stored_axes(used, kind):
+            return []
+        return self._reasons(labels, spec)
+
+    def _reasons(self, labels: Labels, spec: Spec) -> list[Reason]:
+        reasons = self.assignment.reasons
+        pairs = zip(labels, spec, strict=True)
+        return list(dict.fromkeys(reasons[at] for at, by in pairs if at is not None and at in reasons and not by))
+
     def _why(self, labels: Labels, spec: Spec, extra: str) -> str:
-        parts = []
-        for label, by in zip(labels, spec, strict=True):
-            if label is not None and label in self.assignment.reasons and not by:
-                parts.append(self.assignment.reasons[label])
-        return "; ".join(dict.fromkeys([extra] * bool(extra) + parts))
+        return "; ".join(dict.fromkeys([extra] * bool(extra) + [str(each) for each in self._reasons(labels, spec)]))
 
 
 def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
     """The spec the author wrote, where it names axes of this mesh; logical names are names of axes instead.
 
+    A dim of size 1 is replicated, as JAX does for an annotation on an Auto mesh.
+
     Raises:
       SpanaxError: it does not divide the leaf.
     """
-    if leaf.annotation is None or len(leaf.annotation) != len(leaf.shape):
+    if leaf.annotation is None or len(leaf.annotation) != len(leaf.shape) or not _mesh_axes(leaf, mesh):
         return None
     spec = tuple(
-        tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in mesh.names)
-        for entry in leaf.annotation
+        tuple(axis for axis in _entries(entry) if axis in mesh.names) if size != 1 else ()
+        for entry, size in zip(leaf.annotation, leaf.shape, strict=True)
     )
-    if not any(spec):
-        return None
     for dim, (size, by) in enumerate(zip(leaf.shape, spec, strict=True)):
         if size % mesh.ways(by):
             raise SpanaxError(
@@ -183,6 +210,14 @@ def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
                 fix="a mesh axis that divides it, or another annotation",
             )
     return spec
+
+
+def _mesh_axes(leaf: Leaf, mesh: MeshShape) -> list[str]:
+    return [axis for entry in leaf.annotation or () for axis in _entries(entry) if axis in mesh.names]
+
+
+def _entries(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 class Constraints(Sequence[Constraint | None]):

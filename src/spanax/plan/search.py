@@ -1,6 +1,5 @@
 """Search: every layout of a program on a cluster, priced; the best one, and why the others are not."""
 
-import contextlib
 import functools
 import time
 from collections import Counter
@@ -9,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import NoLayoutError, SpanaxError, first_line, nearest
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins, check_pinned
@@ -20,7 +19,7 @@ from spanax.plan.cost import Costs, Grid, Table, price
 from spanax.plan.laid import Known, Laid
 from spanax.plan.memory import Held, held_on, state_of, walk
 from spanax.plan.presets import PRESETS, as_ring
-from spanax.plan.space import AXES, STORING, Family, families, layout_on, mesh_of
+from spanax.plan.space import AXES, STORING, Family, families, is_standard, layout_on, mesh_of
 from spanax.plan.tally import tally
 from spanax.plan.terms import Terms
 from spanax.plan.unreduced import put_off
@@ -34,6 +33,7 @@ REMAT = ("none", "dots", "full")
 SCHEDULES = ("1f1b", "interleaved")
 TOO_LARGE = "it does not fit into memory"
 UNASKED = "another layout or mesh was asked for"
+INEXACT = "microbatches would change the loss, or evaluate it twice"
 
 
 def search(
@@ -41,7 +41,7 @@ def search(
     cluster: Cluster | str,
     *,
     batch_size: int | None = None,
-    remat: Sequence[str] = REMAT,
+    remat: Sequence[str] | None = None,
     top: int = 20,
     each: bool = False,
     assumptions: Assumptions | None = None,
@@ -58,7 +58,8 @@ def search(
       program: what `spanax.trace` returned.
       cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
       batch_size: examples in a step; the traced batch if left out.
-      remat: what the backward pass may keep; only what is written where the program has a train step of its own.
+      remat: policies to price; by default `none`, `dots` and `full`. One that the program does not support is counted
+        in `rejected` with its reason, and raises if no other is left.
       top: how many candidates are kept.
       each: keep the fastest of every kind of layout as well, however slow it is.
       assumptions: what no data sheet says.
@@ -70,8 +71,8 @@ def search(
       attention: as of `spanax.plan`.
 
     Raises:
-      SpanaxError: no rates are known of the cluster's chip, no layout divides the batch, or there is no such layout or
-        mesh.
+      SpanaxError: no rates are known of the cluster's chip, no layout divides the batch, there is no such layout or
+        mesh, or the program supports none of the requested remat policies.
 
     Example:
       >>> import jax, optax, spanax
@@ -86,25 +87,43 @@ def search(
       >>> found.best.mesh, found.layouts_priced > 0
       (fsdp=4, True)
     """
-    began = time.perf_counter()
-    traced_batch = program.batch[0].shape[0]
-    batch_size = traced_batch if batch_size is None else batch_size
+    batch_size = program.batch[0].shape[0] if batch_size is None else batch_size
     if batch_size < 1:
         raise SpanaxError(f"the batch is {batch_size}; it takes a whole number from 1.")
     mesh = None if mesh is None else MeshShape.of(mesh)
     cluster = cluster_of(cluster)
-    _check_asked(cluster, layout, mesh)
+    check_asked(cluster, layout, mesh)
     check_pinned(program, pins or ())
+    if microbatches not in (None, 1) and program.accumulates.error is not None:
+        raise program.accumulates.error
     program = _attending(program, cluster, layout, attention)
-    given = assumptions or Assumptions()
+    find = functools.partial(
+        _search, program, cluster, batch_size=batch_size, remat=remat, top=top, each=each, layout=layout, mesh=mesh,
+        given=assumptions or Assumptions(), pins=pins,
+    )  # fmt: skip
+    result = find(microbatches=microbatches, pipeline=pipeline)
+    if microbatches is not None or not _is_inexact(program, result):
+        return result
+    one_batch = find(microbatches=1, pipeline=False)
+    num_left_out = result.layouts_priced - one_batch.layouts_priced
+    return replace(one_batch, rejected={**one_batch.rejected, INEXACT: num_left_out})
+
+
+def _search(
+    program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
+    layout: str | None, mesh: MeshShape | None, given: Assumptions, pins: Pins | None, microbatches: int | None,
+    pipeline: bool,
+) -> Search:  # fmt: skip
+    """The search of layouts with checked arguments, whatever microbatches make of the loss."""
+    began, traced_batch = time.perf_counter(), program.batch[0].shape[0]
     rejected: Counter[str] = Counter()
     began_tracing = time.perf_counter()
-    programs = _programs(program, remat)
+    programs = _programs(program, remat, rejected)
     tracing = time.perf_counter() - began_tracing
     first = next(iter(programs.values()))
     space = families(first, cluster, batch_size, rejected, pins)
     if not space:
-        raise SpanaxError(
+        raise NoLayoutError(
             f"no layout divides a batch of {batch_size} among {cluster.num_devices} devices.",
             where="; ".join(f"{count} meshes: {reason}" for reason, count in rejected.items()),
             fix=f"a batch of {-(-batch_size // cluster.num_devices) * cluster.num_devices}",
@@ -132,12 +151,25 @@ def search(
     )
 
 
+def _is_inexact(program: Program, result: Search) -> bool:
+    """Whether a search ranks microbatches that the planner does not choose by itself."""
+    ranked = (*result.candidates, *result.too_large, *result.nearest)
+    if all(candidate.microbatches == 1 for candidate in ranked):
+        return False
+    return program.accumulates.error is not None or program.accumulates.num_passes > 1
+
+
 def _attending(program: Program, cluster: Cluster, layout: str | None, attention: str | None) -> Program:
     is_ring = layout is not None and RING in layout.split("+")
     return program.with_context(RING) if is_ring else with_attention(program, cluster, attention)
 
 
-def _check_asked(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -> None:
+def check_asked(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -> None:
+    """Checks that a search can price a layout and a mesh.
+
+    Raises:
+      SpanaxError: it cannot.
+    """
     if layout is not None:
         for part in layout.removesuffix("+seq").split("+"):
             if part not in {*PRESETS, *STORING}:
@@ -147,6 +179,11 @@ def _check_asked(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -
     for axis in mesh.names:
         if axis not in AXES:
             raise SpanaxError(f"unknown mesh axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, AXES))
+    if not is_standard(mesh):
+        ordered = ",".join(f"{axis}={size}" for axis, size in sorted(mesh.axes, key=lambda pair: AXES.index(pair[0])))
+        raise SpanaxError(
+            f"a search prices mesh axes in the order {', '.join(AXES)} only.", where=f"mesh {mesh}", fix=ordered
+        )
     if cluster.num_devices % mesh.size:
         raise SpanaxError(
             f"mesh {mesh} takes {mesh.size} devices, and the cluster has {cluster.num_devices}.",
@@ -164,12 +201,22 @@ class _Priced:
     costs: Costs
 
 
-def _programs(program: Program, remat: Sequence[str]) -> dict[str, Program]:
-    """The program under each policy, in one microbatch; as it is written where it cannot be traced otherwise."""
-    found = {}
-    for name in remat:
-        with contextlib.suppress(SpanaxError):
-            found[name] = program.with_remat(name).with_microbatches(1)
+def _programs(program: Program, remat: Sequence[str] | None, rejected: Counter[str]) -> dict[str, Program]:
+    """Returns the program under each policy, in one microbatch; a policy that it does not support is counted.
+
+    Raises:
+      SpanaxError: it supports none of the requested policies.
+    """
+    found, refused = dict[str, Program](), list[SpanaxError]()
+    for name in REMAT if remat is None else remat:
+        try:
+            variant = program if name == program.remat else program.with_remat(name)
+            found[name] = variant.with_microbatches(1)
+        except SpanaxError as error:
+            rejected[f"remat {name}: {first_line(error)}"] += 1
+            refused.append(error)
+    if remat and not found:
+        raise refused[0]
     return found or {program.remat: program}
 
 

@@ -11,7 +11,7 @@ from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
-from spanax.plan.assign import Pins
+from spanax.plan.assign import IdleAxisError, Pins
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
 from spanax.plan.resolve import Resolver, annotated, resolve
@@ -62,7 +62,7 @@ def families(
       rejected: counts what was left out, by reason.
       pins: the user's wishes for single axes, kept in all of them.
     """
-    meshes = list(_meshes(program, cluster.num_devices))
+    meshes = list(_meshes(program, cluster.num_devices, pins or {}))
     keys: dict[tuple[object, ...], Key | str] = {}
     found = []
     optimizer = any(leaf.kind == "optimizer" and leaf.shape for leaf in program.leaves)
@@ -105,14 +105,22 @@ def mesh_of(sizes: Sequence[int]) -> MeshShape:
     return MeshShape(axes or (("data", 1),))
 
 
-def _meshes(program: Program, num_devices: int) -> Iterator[tuple[int, ...]]:
+def is_standard(mesh: MeshShape) -> bool:
+    """Whether a mesh has only AXES, in their order: those are the meshes that a search prices."""
+    positions = [AXES.index(axis) if axis in AXES else -1 for axis, size in mesh.axes if size > 1]
+    return positions == sorted(positions) and -1 not in positions
+
+
+def _meshes(program: Program, num_devices: int, pins: Pins) -> Iterator[tuple[int, ...]]:
     """(stages, sizes of AXES) whose product is the number of devices, as far as the program has what they split."""
     names = {axis.name: axis.ways for axis in program.axes}
+    uses = {*names, *program.step.axes.uses.values()}
     num_layers = program.step.layer_carry[1]
+    is_pinned = any("model" in ((to,) if isinstance(to, str) else to or ()) for to in pins.values())
     may = {
         "expert": names.get("experts", 1),
         "context": math.gcd(*(axis.ways for axis in program.axes if axis.name == "seq")) if "seq" in names else 1,
-        "model": num_devices if any(name in names for name in TENSOR_AXES + LAST_RESORT_AXES) else 1,
+        "model": num_devices if is_pinned or uses.intersection(TENSOR_AXES + LAST_RESORT_AXES) else 1,
     }
     for stages in divisors(num_devices):
         if stages > 1 and stages > num_layers:
@@ -146,8 +154,10 @@ def _key(way: _Way, sizes: Sequence[int]) -> Key | str:
         found = resolve(way.program, layout_on("fsdp", way.sequence, mesh), mesh, way.pins).assignment
         for leaf in way.program.leaves:
             annotated(leaf, mesh)
-    except SpanaxError as error:
-        return IDLE if "nothing to split" in str(error) else UNEVEN
+    except IdleAxisError:
+        return IDLE
+    except SpanaxError:
+        return UNEVEN  # a batch, a pinned axis or an annotation that does not divide: what else resolve() raises
     return {axis: frozenset(ranks.items()) for axis, ranks in found.ranks.items()}
 
 

@@ -115,6 +115,18 @@ def _suiting(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedu
     return max([count for count in groups if count <= SUITS * stages], default=min(groups))
 
 
+def _check_accumulates(program: Program, mesh: MeshShape) -> None:
+    accumulates = program.accumulates
+    if accumulates.error is not None:
+        raise accumulates.error
+    if accumulates.num_passes > 1:
+        raise SpanaxError(
+            "a pipeline evaluates the loss once, and this one needs its sums over the batch beforehand.",
+            where=f"mesh {mesh}: the weight of a sum in the loss depends on the model's outputs",
+            fix=f"a mesh without '{AXIS}', or accumulate=\"mean\" for the mean over microbatches",
+        )
+
+
 def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule) -> None:
     stages, count = schedule.num_stages, schedule.microbatches
     check_counts(schedule.pipeline, stages, count, schedule.num_chunks)
@@ -140,5 +152,6 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
             where=f"mesh {mesh}",
             fix=f"spanax.stack(model) for equal blocks in a list, or a mesh without '{AXIS}'",
         )
+    _check_accumulates(program, mesh)
     if schedule.num_chunks > 1:
         _check_chunks(program.step.axes.ways[labels[0]], schedule)

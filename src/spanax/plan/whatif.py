@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from spanax.errors import SpanaxError
+from spanax.errors import NoLayoutError, SpanaxError
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.candidate import Search
 
@@ -57,14 +57,23 @@ def fewest_devices(search_on: Callable[[Cluster], Search], given: Cluster, most:
     """The search on the fewest devices of a kind on which something fits, in powers of two; None if none does."""
     count = 1
     while count <= most:
+        there = cluster_of_size(given, count)
         try:
-            found = search_on(cluster(given.file or given.chip.name, count))
-        except SpanaxError:
-            found = None  # it does not come in that size
+            found = None if there is None else search_on(there)
+        except NoLayoutError:
+            found = None  # nothing fits on a number of devices that the batch does not divide
         if found is not None and found.best is not None:
             return found
         count *= 2
     return None
+
+
+def cluster_of_size(given: Cluster, count: int) -> Cluster | None:
+    """Returns a cluster of `count` devices of the same kind, or None where they do not come in that number."""
+    try:
+        return cluster(given.file or given.chip.name, count)
+    except SpanaxError:
+        return None  # the kind is known to exist, so that only its number can be wrong
 
 
 def budget(found: Search, tokens_per_step: float, tokens: float, *, hours: float | None, save_seconds: float) -> Budget:

@@ -11,7 +11,7 @@ from spanax.errors import SpanaxError, nearest
 from spanax.hardware.flags import NONE, flags_of
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard, check_several
-from spanax.trace.policies import known_attention, known_chunks, known_policy
+from spanax.trace.policies import known_accumulation, known_attention, known_chunks, known_dtype, known_policy
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class TrainConfig:
       workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), file.py:name,
         or a folder that spanax import wrote.
       layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert,
-        pipeline, pipeline+tensor or 3d; `+seq` behind a tensor one splits the sequence too. Left out: what the mesh's
-        names mean, or what fits.
+        pipeline, pipeline+tensor or 3d; `+seq` behind a tensor one splits the sequence too. By default it is inferred
+        from --mesh, or the fastest layout that fits.
       mesh: axis sizes, slowest first, such as data=4,model=2.
       plan: a plan file to obey, instead of layout and mesh.
       devices: how many devices; simulated on a CPU where there is no accelerator (8 by default there).
-      steps: how many steps to train in all, those before a resume included.
+      steps: how many steps to train in all, those before a resume included; an error if the run has taken more.
       steps_per_call: how many steps the devices are given at once, for models so small that the host is the slower one;
         every step is told of, and a call ends where a save or an evaluation is due.
       batch: examples in a global batch.
@@ -39,17 +39,24 @@ class TrainConfig:
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
       lr: the peak learning rate.
       seed: of the parameters and of the order of the data.
-      dtype: what is computed in, float32 or bfloat16; parameters stay as the model makes them.
+      dtype: what is computed in, float32, bfloat16 or float16; parameters stay as the model makes them. Left out:
+        bfloat16 on accelerators, unless the model chooses dtypes itself.
       optimizer_state: what the optimizer remembers is kept in, float32 or bfloat16.
       microbatches: parts of the batch over which gradients are added up; a pipeline sends them through its stages.
+      accumulate: what microbatches compute: exact, the results of the batch, or mean, the mean of theirs.
       schedule: in which order the stages of a mesh with `pipe` work: gpipe, 1f1b, interleaved or zero-bubble.
       chunks: pieces of the model on each stage, for interleaved.
       remat: what the backward pass keeps: none forgets nothing, dots keeps matmul results, full only what enters a
-        layer, offload is dots in host memory; left out: as the model has it.
-      attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be.
-      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory; left out: whole.
+        layer, offload is dots in host memory. Left out: the fastest that fits; on CPUs as the model has it, where a
+        layout or mesh is given.
+      attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be. Left out:
+        auto on accelerators, plain on CPUs.
+      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory. Left out: auto on
+        accelerators, 1 on CPUs.
       out: the run folder; runs/<workload>-<time> by default.
       init: a run folder or checkpoint that the parameters begin from, such as spanax import writes; all else is new.
+      init_partial: with init, load the weights that match by path and shape, and list the others: for a model that has
+        more, such as LoRA adapters or a new head.
       resume: go on from the newest good checkpoint in the run folder, on any mesh.
       save_every: steps between checkpoints; 0 saves at the end only.
       keep: how many checkpoints to keep.
@@ -66,6 +73,7 @@ class TrainConfig:
       xla_flags: options for XLA's compiler: none, default (those of the chips, as docs/training.md lists them), or
         name=value with commas between them; left out: those of the plan.
       json: write JSON lines, and nothing else, to standard output.
+      traceback: show the full traceback of an error.
     """
 
     workload: Positional[str] = "gpt-nano"
@@ -82,9 +90,10 @@ class TrainConfig:
     tokenizer: str | None = None
     lr: float | None = None
     seed: int = 0
-    dtype: str = "float32"
+    dtype: str | None = None
     optimizer_state: str = "float32"
     microbatches: int | None = None
+    accumulate: str | None = None
     schedule: str | None = None
     chunks: int | None = None
     remat: str | None = None
@@ -92,6 +101,7 @@ class TrainConfig:
     loss_chunks: str | None = None
     out: str | None = None
     init: str | None = None
+    init_partial: bool = False
     resume: bool = False
     save_every: int = 100
     keep: int = 3
@@ -106,10 +116,11 @@ class TrainConfig:
     config: str | None = None
     xla_flags: str | None = None
     json: bool = False
+    traceback: bool = False
 
     def record(self) -> dict[str, Any]:
         """The settings that make up the run, without where it lies and how it was called."""
-        how = ("out", "resume", "profile", "config", "json")
+        how = ("out", "resume", "profile", "config", "json", "traceback")
         return {key: value for key, value in asdict(self).items() if key not in how}
 
     @property
@@ -118,8 +129,11 @@ class TrainConfig:
         return None if self.on_bad_step == "ignore" else Guard(self.on_bad_step, self.spike, self.patience)
 
 
-DTYPES = ("float32", "bfloat16")
+STATE_DTYPES = ("float32", "bfloat16")
 ON_BAD_STEP = (*POLICIES, "ignore")
+
+OF_PLAN = ("layout", "mesh", "dtype", "microbatches", "schedule", "chunks", "remat", "attention", "loss_chunks")
+"""Settings that a plan file contains."""
 
 LEAST: dict[str, float] = {
     "devices": 1, "steps": 1, "steps_per_call": 1, "batch": 1, "seq": 1, "microbatches": 1, "chunks": 1, "lr": 0.0,
@@ -131,13 +145,17 @@ MOST: dict[str, float] = {"steps_per_call": 1024, "seq": 1 << 24, "seed": (1 << 
 """What is beyond every use, and then fails somewhere inside; 10**12 of all others."""
 
 
+TYPES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
+
+
 def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) -> TrainConfig:
     """A configuration with the settings of a file.
 
     Raises:
       SpanaxError: a key that does not exist, or a value of another type.
     """
-    known = get_type_hints(TrainConfig)
+    # An error may precede the reading of the file.
+    known = {key: hint for key, hint in get_type_hints(TrainConfig).items() if key != "traceback"}
     for key, value in settings.items():
         if key not in known:
             raise SpanaxError(f"unknown setting '{key}'.", where=where, fix=nearest(key, known))
@@ -145,7 +163,7 @@ def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) 
         wanted = get_args(hint)[0] if isinstance(hint, UnionType) else hint
         is_right = isinstance(value, (int, float) if wanted is float else wanted)
         if not is_right or (isinstance(value, bool) and wanted is not bool):
-            raise SpanaxError(f"setting '{key}' is {value!r}; it takes a {wanted.__name__}.", where=where)
+            raise SpanaxError(f"setting '{key}' is {value!r}; it must be {TYPES[wanted]}.", where=where)
     return replace(config, **settings)
 
 
@@ -162,11 +180,12 @@ def check(config: TrainConfig) -> TrainConfig:
             raise SpanaxError(f"{flag} is {value}; it takes a number up to {most:g}.", fix=f"{flag} {most:g}")
         if value is not None and not value >= least:
             raise SpanaxError(f"{flag} is {value}; it takes a number from {least:g}.", fix=f"{flag} {least:g}")
-    if config.dtype not in DTYPES:
-        raise SpanaxError(f"unknown dtype '{config.dtype}'.", fix=nearest(config.dtype, DTYPES))
-    if config.optimizer_state not in DTYPES:
+    known_dtype(config.dtype)
+    if config.accumulate is not None:
+        known_accumulation(config.accumulate)
+    if config.optimizer_state not in STATE_DTYPES:
         what = f"unknown optimizer state '{config.optimizer_state}'."
-        raise SpanaxError(what, fix=nearest(config.optimizer_state, DTYPES))
+        raise SpanaxError(what, fix=nearest(config.optimizer_state, STATE_DTYPES))
     if config.on_bad_step not in ON_BAD_STEP:
         what = f"--on-bad-step is '{config.on_bad_step}'."
         raise SpanaxError(what, fix=nearest(config.on_bad_step, ON_BAD_STEP))
@@ -180,15 +199,24 @@ def check(config: TrainConfig) -> TrainConfig:
     check_trackers(config.track)
     if config.resume and config.out is None:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
-    said = [
-        name
-        for name in ("layout", "mesh", "microbatches", "schedule", "chunks", "attention", "loss_chunks")
-        if getattr(config, name) is not None
-    ]
-    if config.plan is not None and said:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in said)
-        raise SpanaxError(f"--plan already says {' and '.join(said)}.", fix=f"leave {flags} out")
+    if config.plan is not None:
+        check_alone({name: getattr(config, name) for name in OF_PLAN})
     return config
+
+
+def check_alone(settings: Mapping[str, Any]) -> None:
+    """Checks that nothing is requested that a plan file already contains.
+
+    Args:
+      settings: by the names in OF_PLAN; None where nothing is requested.
+
+    Raises:
+      SpanaxError: something is.
+    """
+    names = [name for name, value in settings.items() if value is not None]
+    if names:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise SpanaxError(f"--plan already says {' and '.join(names)}.", fix=f"leave {flags} out")
 
 
 def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:

@@ -10,13 +10,16 @@ A process is told by its environment that it is one of several, by whoever start
     SPANAX_SUPERVISOR    the process that watches it, its parent; without that one it stops as if asked to; 0 for one
                          on another machine
 
-Without them JAX's own detection is asked where there is a sign of a group (an MPI or Slurm step, a TPU slice).
-`jax.distributed` is the engine.
+If none of them is set, JAX's own cluster detection decides (TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes);
+`SPANAX_NUM_HOSTS=1` alone turns it off, for processes of a cluster that train a model each. `jax.distributed` is the
+engine. Programs and commands follow the same rule: whatever asks JAX for devices joins the group first.
 """
 
 import ctypes
 import faulthandler
+import functools
 import os
+import re
 import signal
 import socket
 import sys
@@ -34,6 +37,15 @@ DEATH_SECONDS = 15
 
 STDERR = 2
 
+THREADS_PER_DEVICE = 2
+"""XLA's CPU collectives wait for each other on one thread pool. With a thread a device, which it has by itself, a step
+that is dispatched while another runs waits for ever; with two none did. More make each step slower.
+
+Source: docs/speed-log.md, 2, 4 and 8 devices on one core and two.
+"""
+
+ALONE = "SPANAX_NUM_HOSTS=1 where each process trains a model of its own"
+
 PR_SET_PDEATHSIG = 1
 """Of prctl(2): the signal that a process gets when its parent dies. Source: linux/prctl.h."""
 
@@ -49,8 +61,9 @@ class Hosts:
       num_hosts: how many processes there are.
       rank: which one this is; rank 0 leads: it alone writes records and talks.
       attempt: how often the run was started again before.
-      coordinator: host:port of rank 0; empty where JAX is to find it.
+      coordinator: host:port of rank 0; empty where JAX detects it.
       devices_per_host: devices to simulate in each; None for as many as are asked for.
+      detects_cluster: whether JAX's cluster detection decides, as no group is set.
     """
 
     num_hosts: int = 1
@@ -58,13 +71,14 @@ class Hosts:
     attempt: int = 0
     coordinator: str = ""
     devices_per_host: int | None = None
+    detects_cluster: bool = True
 
     @staticmethod
     def of(environ: Mapping[str, str] = os.environ) -> "Hosts":
         """The place that the environment gives.
 
         Raises:
-          SpanaxError: its values are no numbers, or do not go together.
+          SpanaxError: a value is not a number, or the variables contradict each other.
 
         Example:
           >>> Hosts.of({"SPANAX_COORDINATOR": "127.0.0.1:9911", "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "1"}).rank
@@ -73,7 +87,14 @@ class Hosts:
         attempt = _number(environ, "SPANAX_ATTEMPT", 0)
         here = _number(environ, "SPANAX_HOST_DEVICES", 0) or None
         if "SPANAX_COORDINATOR" not in environ:
-            return Hosts(attempt=attempt, devices_per_host=here)
+            num_hosts = _number(environ, "SPANAX_NUM_HOSTS", 0)
+            if num_hosts > 1:
+                raise SpanaxError(
+                    f"SPANAX_NUM_HOSTS is {num_hosts}, and SPANAX_COORDINATOR is not set.",
+                    where="the environment of this process",
+                    fix=f"SPANAX_COORDINATOR=HOST:PORT of the first process, or {ALONE}",
+                )
+            return Hosts(attempt=attempt, devices_per_host=here, detects_cluster=num_hosts == 0)
         num_hosts = _number(environ, "SPANAX_NUM_HOSTS", None)
         names = ("SPANAX_HOST", "SLURM_PROCID")
         rank = _number(environ, next((name for name in names if name in environ), names[0]), None)
@@ -85,16 +106,27 @@ class Hosts:
         return Hosts(num_hosts, rank, attempt, environ["SPANAX_COORDINATOR"], here)
 
     def join(self) -> None:
-        """Meet the other processes, before JAX is asked for devices; returns at once where there are none.
+        """Join the group before JAX starts its backend; returns at once without a group, or if it has been joined.
 
         Raises:
-          HostsError: they did not all come, or the coordinator's port is taken.
-          SpanaxError: the coordinator's address is none.
+          HostsError: the backend has started already, the processes did not all come, or the coordinator's port is
+            taken.
+          SpanaxError: the coordinator's address is not one.
         """
         import jax
 
-        if jax.distributed.is_initialized() or not (self.coordinator or _is_in_group(os.environ)):
+        if jax.distributed.is_initialized():
             return
+        num_hosts = self.num_hosts if self.coordinator else detected_processes() if self.detects_cluster else 1
+        if not self.coordinator and num_hosts == 1:
+            return
+        if _has_backend():
+            raise HostsError(
+                f"JAX started before this process joined its group of {num_hosts}.",
+                where=f"rank {self.rank}, coordinator {self.coordinator}" if self.coordinator else "detected by JAX",
+                fix="call spanax.local() before any array or jax.devices()"
+                + ("" if self.coordinator else f"; or {ALONE}"),
+            )
         known: dict[str, Any] = {}
         if self.coordinator:
             if self.rank == 0:
@@ -103,6 +135,9 @@ class Hosts:
                 "coordinator_address": self.coordinator, "num_processes": self.num_hosts, "process_id": self.rank,
                 "coordinator_bind_address": _bound_to(self.coordinator),
             }  # fmt: skip
+            if "SPANAX_HOST" in os.environ:
+                # Detection would still choose the local devices: one GPU in a Slurm task.
+                known["cluster_detection_method"] = "deactivate"
         try:
             jax.distributed.initialize(
                 **known,
@@ -112,10 +147,83 @@ class Hosts:
             )
         except (RuntimeError, ValueError) as error:
             raise HostsError(
-                f"the {self.num_hosts or ''} processes of this run did not come together: {first_line(error)}",
+                f"the {num_hosts} processes of this run did not come together: {first_line(error)}",
                 where=f"rank {self.rank}, coordinator {self.coordinator or 'as JAX finds it'}",
                 fix="spanax doctor --hosts HOST:PORT on each of them",
             ) from None
+
+
+def join_group() -> None:
+    """Join the group that the environment sets, for programs that start no command of Spanax.
+
+    Raises:
+      HostsError: the group cannot be joined.
+      SpanaxError: the environment contradicts itself.
+    """
+    import jax
+
+    hosts = Hosts.of()
+    if hosts.devices_per_host and not jax.distributed.is_initialized() and not _has_backend():
+        prepare_devices(hosts.devices_per_host)
+    hosts.join()
+
+
+@functools.cache
+def detected_processes() -> int:
+    """Returns the number of processes of the cluster that JAX detects; 1 if it detects none.
+
+    Raises:
+      HostsError: JAX detects a cluster and cannot tell its size, or a launcher started processes it does not detect.
+    """
+    import jax
+
+    # Nothing public answers this: jax.distributed.initialize() raises where there is not a cluster, and starts a
+    # coordinator where there is one process.
+    from jax._src.clusters import ClusterEnv, GceTpuCluster, GkeTpuCluster, K8sCluster, SlurmCluster
+
+    skipped: list[type[ClusterEnv]] = []
+    if "JOB_COMPLETION_INDEX" not in os.environ:
+        skipped.append(K8sCluster)  # JAX joins the pods of Indexed Jobs only; a pod of another kind is not a cluster
+    if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
+        skipped.append(SlurmCluster)  # a shell in an allocation: JAX would wait for all tasks of the job
+    platforms = jax.config.jax_platforms
+    if platforms and "tpu" not in platforms.split(","):
+        skipped += [GceTpuCluster, GkeTpuCluster]  # devices are simulated on a worker, which has no need of the others
+    try:
+        for kind in ClusterEnv._cluster_types:
+            if not kind.opt_in_only_method and kind not in skipped and kind.is_env_present():
+                return kind.get_process_count()
+    except (RuntimeError, ValueError, LookupError, OSError) as error:
+        raise HostsError(
+            f"JAX detects a cluster and cannot read its size: {first_line(error)}",
+            where=kind.__name__,
+            fix=f"SPANAX_COORDINATOR, SPANAX_NUM_HOSTS and SPANAX_HOST; or {ALONE}",
+        ) from None
+    num_started = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
+    if num_started != "1":
+        raise HostsError(
+            f"mpirun started {num_started} processes, and JAX {jax.__version__} does not detect them as a cluster.",
+            where="OMPI_COMM_WORLD_SIZE; Open MPI 5 takes JAX 0.12 and mpi4py",
+            fix=f"SPANAX_COORDINATOR, SPANAX_NUM_HOSTS and SPANAX_HOST; or {ALONE}",
+        )
+    return 1
+
+
+def prepare_devices(num_simulated: int) -> None:
+    """Set how many CPU devices JAX simulates when its backend starts; without effect afterwards."""
+    threads = THREADS_PER_DEVICE * num_simulated
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if threads > (cores or 1):  # XLA has a thread per core by default
+        os.environ.setdefault("NPROC", str(threads))
+    flags = os.environ.get("XLA_FLAGS", "")
+    # JAX refuses its own setting next to the older flag.
+    os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", num_simulated)
+    except RuntimeError:
+        pass  # JAX has started: it has the devices that it has, and the caller counts them
 
 
 def obey_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
@@ -175,11 +283,11 @@ def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
     return text
 
 
-def _is_in_group(environ: Mapping[str, str]) -> bool:
-    """Whether there is a sign of several processes that JAX can find by itself."""
-    counts = [environ.get(name, "1") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")]
-    several = any(count.isdigit() and int(count) > 1 for count in counts)
-    return several or "," in environ.get("TPU_WORKER_HOSTNAMES", "")
+def _has_backend() -> bool:
+    """Returns whether JAX has started its backend: the last moment to join a group is before."""
+    from jax._src import xla_bridge  # what jax.distributed.initialize() asks; nothing public answers it
+
+    return bool(xla_bridge.backends_are_initialized())
 
 
 def _bound_to(coordinator: str) -> str:

@@ -9,13 +9,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import numpy as np
 
 from spanax.errors import DataError
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
 from spanax.run.data.bigram import bigram_loss
+from spanax.run.evaluation import Means, by_name, num_fewer
 from spanax.run.profile import INPUT, STEP, Profile, marked
 from spanax.run.record.heartbeat import Pulse
 from spanax.run.record.ledger import Ledger
@@ -80,12 +80,15 @@ class Loop:
     _sizes: set[int] = field(default_factory=set)
     _num_asked: int = 0
     _loss: float | None = None
+    _num_good: int = 0
+    _num_bad: int = 0
     _evaluated: Event = field(default_factory=dict)
     _clock: float = 0.0
 
     def run_to_end(self) -> Event:
         """Take the steps that are left, evaluate and save when due; return the `done` or the `preempted` event."""
         steps = self.config.steps or 0
+        self.run.warn = lambda line: self.tell({"event": "warning", "message": line})
         if self.profile is not None:
             self.profile.prepare(self.run)
         began = self._clock = time.perf_counter()
@@ -116,6 +119,7 @@ class Loop:
                 # Where the last step turns out bad, the run is back at a checkpoint, and there is nothing to save.
                 self._reported(behind, 0)
                 return self._preempted()
+        self.remedy.check_good(self._num_good, self._num_bad)
         if not self._evaluated:
             self._evaluate()
         self._finish_saving()
@@ -127,6 +131,7 @@ class Loop:
             "steps": self.run.num_steps,
             "train_loss": self._loss,
             "val_loss": self._evaluated.get("val_loss"),
+            **{name: value for name, value in self._evaluated.items() if name.startswith("val_")},
             "bigram_loss": self._evaluated.get("bigram_loss"),
             **(self._rates(median) if taken else {"tokens_per_second": None, "examples_per_second": None}),
             "step_seconds_median": median if taken else None,
@@ -182,8 +187,7 @@ class Loop:
         """Report all but so many calls, and see to bad steps; whether the run went back, and the rest is no more."""
         while len(behind) > num_left:
             call = behind.popleft()
-            leaves, _ = jax.tree_util.tree_flatten_with_path(call.metrics)
-            arrays = {jax.tree_util.keystr(at, simple=True, separator="."): np.asarray(leaf) for at, leaf in leaves}
+            arrays = {name: np.asarray(leaf) for name, leaf in by_name(call.metrics).items()}
             num_steps, now = len(call.batches), time.perf_counter()
             seconds, self._clock = (now - self._clock) / num_steps, now
             taken = self._compiling if call.is_new else self._seconds
@@ -201,7 +205,9 @@ class Loop:
         self._report(step, {name: value for name, value in values.items() if name != STEP_OK}, seconds)
         reason = self.run.judge(step, values)
         if reason is None:
+            self._loss, self._num_good = values.get("loss"), self._num_good + 1
             return False
+        self._num_bad += 1
         self._beat("restore")
         with self.ledger.within("restore"):
             has_gone_back = self.remedy.treat(step, batch, values, reason)
@@ -211,7 +217,6 @@ class Loop:
 
     def _report(self, step: int, values: Event, seconds: float) -> None:
         """Tell of a step; it takes from the last call's metrics to its own, as long as each beside it."""
-        self._loss = values.get("loss")
         if step % self.config.log_every == 0 or step == self.config.steps:
             event: Event = {"event": "step", "step": step, **values, "step_seconds": seconds}
             self.tell(event | self._rates(seconds) | {"data_wait_seconds": self.data.wait_seconds})
@@ -227,19 +232,23 @@ class Loop:
         return {"event": "preempted", "step": self.run.num_steps}
 
     def _evaluate(self) -> None:
-        """Mean loss on the first held-out batches, beside a bigram's on the same tokens."""
+        """The mean of each metric over the first held-out batches, and the loss of a bigram on the same tokens."""
         held_out = self.held_out() if self.run.program.evaluation is not None else None
         if held_out is None:
             return
         self._beat("evaluate")
         with closing(held_out), self.ledger.within("evaluate"):
             pairs = zip(range(self.config.eval_batches), held_out, strict=False)
-            losses = [float(self.run.evaluate(batch)["loss"]) for _, batch in pairs]
-            if not losses:
+            means, size = Means(), num_examples(self.run.program)
+            for _, batch in pairs:
+                means.add(self.run.evaluate(batch), num_fewer(self.run.program, batch) or size)
+            if not means.num_examples:
                 return
-            self._evaluated = {"event": "eval", "step": self.run.num_steps, "val_loss": statistics.fmean(losses)}
+            values = {f"val_{name}": value for name, value in means.values().items()}
+            self._evaluated = {"event": "eval", "step": self.run.num_steps, "examples": means.num_examples, **values}
             if self.data.tokens is not None and held_out.tokens is not None:
-                scored = held_out.tokens.ids[: len(losses) * num_tokens(self.run.program) + 1]
+                num_scored = means.num_examples * num_tokens(self.run.program) // size
+                scored = held_out.tokens.ids[: num_scored + 1]
                 vocab_size = max(self.data.tokens.vocab_size, held_out.tokens.vocab_size)
                 fitted = self.data.tokens.ids[:MAX_BIGRAM_TOKENS]
                 self._evaluated["bigram_loss"] = bigram_loss(fitted, scored, vocab_size)

@@ -1,11 +1,28 @@
-"""Options: what a plan says to XLA's compiler, tried before anything else is made."""
+"""Options: what a plan asks of XLA's compiler, tried before anything else is made."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 
 from spanax.errors import SpanaxError
-from spanax.hardware.flags import for_platform
+from spanax.hardware.cluster import local
+from spanax.hardware.flags import default_flags, flags_of, for_platform
 from spanax.plan.plan import Plan
 from spanax.run.step.platform import platform_of
+
+
+def flagged(plan: Plan, asked: str | None, devices: Sequence[Any]) -> Plan:
+    """Returns the plan with the options for XLA that --xla-flags asks for; the plan itself if it is not set.
+
+    Raises:
+      SpanaxError: one cannot be read.
+    """
+    if asked is None:
+        return plan
+    default = default_flags(local(devices[: plan.mesh.size]), plan.param_axes)
+    return replace(plan, xla_flags=flags_of(asked, default))
 
 
 def check_accepted(plan: Plan, mesh: jax.sharding.Mesh) -> None:

@@ -78,6 +78,16 @@ class Remedy:
             where = f"{len(bad)} of {len(self.run.program.leaves)} arrays: {listed}; it is not saved"
             raise self._end(what, where, f"{CURE}, or --on-bad-step ignore where an infinite parameter is meant")
 
+    def check_good(self, num_good: int, num_bad: int) -> None:
+        """Check that at least one step of a finished run was good.
+
+        Raises:
+          NumbersError: every step was skipped.
+        """
+        if num_bad and not num_good:
+            what = f"all {num_bad} steps went wrong and were skipped: nothing was trained."
+            raise self._end(what, f"the state is that of step {self.run.num_steps - num_bad}", CURE)
+
     def saved(self, saving: Pending) -> None:
         """A checkpoint is being written: the run has got on."""
         self._saving, self._num_rollbacks = saving, 0

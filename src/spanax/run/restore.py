@@ -8,14 +8,16 @@ import jax
 
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
-from spanax.run.options import check_accepted
-from spanax.run.run import Run, assert_placed
+from spanax.run.placement import assert_placed, build_mesh
+from spanax.run.run import Run
 from spanax.run.step.guard import Guard, History
 from spanax.run.step.rows import rows_of
 from spanax.run.store import checkpoint
+from spanax.trace.meshes import outside_meshes
 from spanax.trace.program import Program
 
 
+@outside_meshes
 def restore(
     program: Program,
     plan: Plan,
@@ -62,8 +64,7 @@ def restore(
       True
     """
     program = as_planned(program, plan)
-    mesh = plan.mesh.build(devices)
-    check_accepted(plan, mesh)
+    mesh = build_mesh(plan, devices)
     rows = rows_of(program, plan)
     places = plan.leaves if rows is None else rows.shown_as
     targets = {
@@ -71,6 +72,7 @@ def restore(
         for leaf, placement in zip(program.leaves, places, strict=True)
     }
     found = checkpoint.restore(directory, targets, step=step, warn=warn)
+    program = program.with_seed(found.meta.get("build_seed", program.init.seed or 0))
     state = [found.arrays[leaf.path] for leaf in program.leaves]
     state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)

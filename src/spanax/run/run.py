@@ -14,9 +14,11 @@ from flax import nnx
 from spanax.errors import SpanaxError
 from spanax.hardware.flags import for_platform
 from spanax.plan.place import as_planned
-from spanax.plan.plan import Placement, Plan
+from spanax.plan.plan import Plan
 from spanax.run.data.batches import Batches
-from spanax.run.options import check_accepted
+from spanax.run.evaluation import num_fewer, smaller_evaluation
+from spanax.run.first_step import FirstStep, warn_user
+from spanax.run.placement import abstract_arrays, assert_placed, build_mesh
 from spanax.run.state import born
 from spanax.run.step.given import given
 from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
@@ -27,19 +29,20 @@ from spanax.run.step.replayed import replayed
 from spanax.run.step.rows import Rows, rows_of
 from spanax.run.step.several import several
 from spanax.run.store import checkpoint
-from spanax.run.weights import load
+from spanax.run.weights import Loaded, load
+from spanax.trace.meshes import methods_outside_meshes, outside_meshes
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
-from spanax.trace.variables import Leaf
 
 
+@methods_outside_meshes
 @dataclass(eq=False)
 class Run:
     """A program's state on a mesh, and the compiled step that moves it on.
 
     `num_steps` counts the steps taken since the state was born, over restarts too; `position` is the data
     position that the state was saved with, where it was restored. `guard` says which steps are bad, `history` what the
-    good ones of late returned.
+    good ones of late returned; `loaded` lists the weights that `init` gave it.
 
     Example:
       >>> import numpy as np, optax, spanax
@@ -64,6 +67,9 @@ class Run:
     position: dict[str, Any] | None = field(default=None, repr=False)
     guard: Guard | None = None
     history: History = field(default_factory=History, repr=False)
+    loaded: Loaded | None = field(default=None, repr=False)
+    warn: Callable[[str], None] = field(default=warn_user, repr=False)
+    _first_step: FirstStep = field(default_factory=FirstStep, repr=False)
     _compiled: dict[str, Any] = field(default_factory=dict, repr=False)
     _returned: deque[tuple[int, Any, dict[str, Any]]] = field(default_factory=deque, repr=False)
     _num_last: int = field(default=1, repr=False)
@@ -108,8 +114,8 @@ class Run:
         self.state, metrics = function(self.state, leaves, *self._limits(len(batches)))
         found = self._moved_on(len(batches), metrics)
         if self.guard is not None:
-            first = self.num_steps - len(batches) + 1
-            self._returned.extend((first + at, at, found) for at in range(len(batches)))
+            before = self.num_steps - len(batches)
+            self._returned.extend((before + 1 + at, at, found) for at in range(len(batches)))
         return found
 
     def judge(self, step: int, values: Mapping[str, Any]) -> str | None:
@@ -133,23 +139,31 @@ class Run:
             array.delete()  # there may be no room for two states
         begun = begin()
         self.state, self.num_steps = begun.state, begun.num_steps
-        self.position, self.history = begun.position, begun.history
+        self.position, self.history, self.loaded = begun.position, begun.history, begun.loaded
         self._returned.clear()
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
-        """The loss and its metrics on a batch, in evaluation mode; nothing of the state changes."""
+        """The loss and its metrics on a batch, in evaluation mode; the state does not change.
+
+        A batch may have fewer examples than the traced one, as the last one of a dataset. Each size is compiled once.
+        """
         evaluation = self.program.evaluation
         if evaluation is None:
             raise SpanaxError(
                 "this program has no evaluation: it was traced from a train_step.",
                 fix="trace it with loss=..., or evaluate run.model() yourself",
             )
+        if count := num_fewer(self.program, batch):
+            name = f"evaluation of {count}"
+            if name not in self._compiled:
+                self._compiled[name] = smaller_evaluation(self.program, self.plan, self.mesh, self._rows, count)
+            found: dict[str, Any] = self._compiled[name](self.state, batch)
+            self._settle(jax.tree.leaves(found))
+            return found
         leaves = given(self.program, self._batch_shardings, batch)
         if "evaluation" not in self._compiled:
             self._compiled["evaluation"] = self._jitted(evaluation, is_step=False)
-        function = self._compiled["evaluation"]
-        metrics = function(self.state, leaves)
-        self._settle(metrics)
+        self._settle(metrics := self._compiled["evaluation"](self.state, leaves))
         return jax.tree.unflatten(evaluation.result, metrics)
 
     def lower(self, platform: str | None = None, *, inputs_only: bool = False) -> Any:
@@ -191,9 +205,9 @@ class Run:
         """
         self._note(self.num_steps)
         position, history = None if data is None else data.state(), self.history.record() if self.guard else None
-        meta = {"fingerprint": self.program.fingerprint, "position": position, "history": history}
-        plan_json = self.plan.to_json()
-        return checkpoint.save(directory, self.num_steps, self.arrays(), plan_json=plan_json, meta=meta, keep=keep)
+        program, plan = self.program, self.plan.to_json()
+        meta = {"fingerprint": program.fingerprint, "position": position, "history": history} | program.init.meta
+        return checkpoint.save(directory, self.num_steps, self.arrays(), plan_json=plan, meta=meta, keep=keep)
 
     def model(self) -> nnx.Module:
         """The NNX model with the values of now, for evaluation and export; the run does not see changes to it."""
@@ -240,6 +254,7 @@ class Run:
         found: dict[str, Any] = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
         if len(metrics) > num_results:
             found[STEP_OK] = metrics[num_results]
+        self._first_step.take(self.program, self.num_steps - num_steps + 1, found, self.warn)
         return found
 
     def _note(self, step: int) -> None:
@@ -272,11 +287,11 @@ class Run:
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:
         """What it is called with, without numbers."""
-        state = _abstract(self.program.leaves, self.plan.leaves, self.mesh)
+        state = abstract_arrays(self.program.leaves, self.plan.leaves, self.mesh)
         if self._rows is not None:
             pairs = zip(state, self._rows.shapes, strict=True)
             state = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=leaf.sharding) for leaf, shape in pairs]
-        batch: list[Any] = _abstract(self.program.batch, self.plan.batch, self.mesh)
+        batch: list[Any] = abstract_arrays(self.program.batch, self.plan.batch, self.mesh)
         return state, [batch] * several or batch, *self._limits(max(1, several))
 
     def _jitted(
@@ -330,6 +345,7 @@ class Run:
         )
 
 
+@outside_meshes
 def start(
     program: Program,
     plan: Plan,
@@ -338,6 +354,7 @@ def start(
     devices: Sequence[Any] | None = None,
     guard: Guard | None = None,
     init: str | os.PathLike[str] | None = None,
+    partial: bool = False,
 ) -> Run:
     """Bring a program to life as planned: every array is made on the devices that keep it.
 
@@ -349,9 +366,12 @@ def start(
       guard: what makes a step bad, and what follows; nothing by default.
       init: a run folder, or a folder of checkpoints, that parameters and statistics begin from; the optimizer, the
         step count and random state are new.
+      partial: load the weights of `init` that match by path and shape, for a model that has more (LoRA adapters, a new
+        head); `run.loaded` lists what was loaded, missing and unexpected.
 
     Raises:
       DataError: `init` holds no good checkpoint, or one of another model.
+      HostsError: this process is one of a group (docs/hosts.md), and cannot join it.
       SpanaxError: the plan is another program's, or there are too few devices.
 
     Example:
@@ -366,34 +386,14 @@ def start(
       >>> tuple(run.params()["kernel"].sharding.spec)
       (None, 'model')
     """
-    program = as_planned(program, plan)
-    mesh = plan.mesh.build(devices)
-    check_accepted(plan, mesh)
+    if partial and init is None:
+        raise SpanaxError("`partial` needs `init`, the weights to begin from.", fix="init='runs/base', partial=True")
+    program = as_planned(program, plan).with_seed(seed)
+    mesh = build_mesh(plan, devices)
     rows = rows_of(program, plan)
     places = plan.leaves if rows is None else rows.shown_as
-    given = {} if init is None else load(program, places, mesh, init)
+    given, loaded = ({}, None) if init is None else load(program, places, mesh, init, partial=partial)
     state = born(program, places, mesh, seed, given)
     state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
-    return Run(program, plan, mesh, state, guard=guard)
-
-
-def assert_placed(plan: Plan, state: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> None:
-    """Hold the real arrays against the plan.
-
-    Raises:
-      SpanaxError: an array lies elsewhere than planned.
-    """
-    for placement, array in zip(plan.leaves, state, strict=True):
-        if not array.sharding.is_equivalent_to(placement.sharding(mesh), len(placement.shape)):
-            raise SpanaxError(
-                f"`{placement.path}` is not where the plan puts it.",
-                where=f"planned {placement.partition_spec}, found {array.sharding}",
-            )
-
-
-def _abstract(
-    leaves: Sequence[Leaf], placements: Sequence[Placement], mesh: jax.sharding.Mesh
-) -> list[jax.ShapeDtypeStruct]:
-    pairs = zip(leaves, placements, strict=True)
-    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding(mesh)) for leaf, place in pairs]
+    return Run(program, plan, mesh, state, guard=guard, loaded=loaded)

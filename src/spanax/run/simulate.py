@@ -1,27 +1,18 @@
 """Devices for a process that has not started JAX's backend yet: real ones, or simulated on the CPU."""
 
-import os
-import re
 from typing import Any
 
 from spanax.errors import SpanaxError
-from spanax.run.hosts import Hosts
+from spanax.run.hosts import Hosts, prepare_devices
 
 DEFAULT_SIMULATED, MOST_SIMULATED = 8, 4096
 
-THREADS_PER_DEVICE = 2
-"""XLA's CPU collectives wait for each other on one thread pool. With a thread a device, which it has by itself, a step
-that is dispatched while another runs waits for ever; with two none did. More make each step slower.
-
-Source: docs/speed-log.md, 2, 4 and 8 devices on one core and two.
-"""
-
 
 def simulate(num_devices: int) -> list[Any]:
-    """Split the CPU into so many devices; call it before anything asks JAX for devices.
+    """Simulate devices on the CPU; call it before anything makes an array or asks JAX for devices.
 
     Raises:
-      SpanaxError: JAX has started already, with another number.
+      SpanaxError: JAX has already started, on an accelerator or with fewer devices.
 
     Example:
       >>> len(simulate(8))
@@ -29,8 +20,18 @@ def simulate(num_devices: int) -> list[Any]:
     """
     import jax
 
+    if num_devices < 1:
+        raise SpanaxError(f"simulate({num_devices}); it takes a number from 1.", fix="simulate(8)")
     jax.config.update("jax_platforms", "cpu")
-    return devices(num_devices)
+    started = _started(num_devices)
+    if started[0].platform != "cpu" or len(started) < num_devices:
+        raise SpanaxError(
+            f"simulate({num_devices}) came too late: JAX has already started, with {len(started)} "
+            f"{started[0].platform} devices.",
+            fix=f"call spanax.simulate({num_devices}) at the start of the program, before any array or jax.devices(); "
+            "in a notebook, restart the kernel",
+        )
+    return started[:num_devices]
 
 
 def devices(wanted: int | None) -> list[Any]:
@@ -41,17 +42,7 @@ def devices(wanted: int | None) -> list[Any]:
     """
     if wanted is not None and wanted < 1:
         raise SpanaxError(f"--devices is {wanted}; it takes a number from 1.", fix="--devices 1")
-    hosts = Hosts.of()
-    share = hosts.devices_per_host or _share(wanted or DEFAULT_SIMULATED, hosts.num_hosts)
-    if share > MOST_SIMULATED:
-        raise SpanaxError(
-            f"--devices is {wanted}; one process has up to {MOST_SIMULATED}.", fix=f"--devices {MOST_SIMULATED}"
-        )
-    _prepare(share)
-    hosts.join()
-    import jax
-
-    found = jax.devices()
+    found = _started(wanted)
     if wanted is not None and len(found) < wanted:
         kind = found[0].platform
         raise SpanaxError(
@@ -59,6 +50,21 @@ def devices(wanted: int | None) -> list[Any]:
             fix=f"--devices {len(found)}" + ("" if kind == "cpu" else ", or JAX_PLATFORMS=cpu to simulate them"),
         )
     return found[:wanted]
+
+
+def _started(wanted: int | None) -> list[Any]:
+    """The devices of JAX, which starts here unless it has started before."""
+    hosts = Hosts.of()
+    share = hosts.devices_per_host or _share(wanted or DEFAULT_SIMULATED, hosts.num_hosts)
+    if share > MOST_SIMULATED:
+        raise SpanaxError(
+            f"--devices is {wanted}; one process has up to {MOST_SIMULATED}.", fix=f"--devices {MOST_SIMULATED}"
+        )
+    prepare_devices(share)
+    hosts.join()
+    import jax
+
+    return jax.devices()
 
 
 def _share(wanted: int, num_hosts: int) -> int:
@@ -69,19 +75,3 @@ def _share(wanted: int, num_hosts: int) -> int:
             fix=f"--devices {-(-wanted // num_hosts) * num_hosts}",
         )
     return wanted // num_hosts
-
-
-def _prepare(num_simulated: int) -> None:
-    threads = THREADS_PER_DEVICE * num_simulated
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if threads > (cores or 1):  # as many as there are cores it has by itself
-        os.environ.setdefault("NPROC", str(threads))
-    flags = os.environ.get("XLA_FLAGS", "")
-    # JAX refuses its own setting beside the older flag.
-    os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
-    import jax
-
-    try:
-        jax.config.update("jax_num_cpu_devices", num_simulated)
-    except RuntimeError:
-        pass  # JAX has started: it has the devices that it has, and the caller counts them

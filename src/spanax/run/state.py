@@ -39,9 +39,9 @@ def born(
     optimizer does where it begins with copies of parameters.
     """
     given = given or {}
-    graph = from_jaxpr(program.init)
+    graph = from_jaxpr(program.init.jaxpr)
     producers = {value: op for op in graph.body.ops for value in op.outputs}
-    made = graph.constants | _single_numbers(graph, np.uint32(seed))
+    made = graph.constants | _single_numbers(graph, program.init.inputs(seed))
     brought = {graph.body.outputs[number]: array for number, array in given.items()}
     options, programs = _options(mesh), dict[Any, Future[Any]]()
 
@@ -91,21 +91,22 @@ def _filled(number: Any, aval: Any, sharding: jax.sharding.NamedSharding) -> Any
 
 
 def _placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    """A value that every process has, where it is to lie."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(value, sharding)
+    """A copy of a value that every process has, sharded; it shares no buffer, because the step donates it."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         # Keys cannot be made from a callback: their numbers can.
         spec = jax.sharding.PartitionSpec(*sharding.spec, *(None,) * (value.ndim + 1 - len(sharding.spec)))
         numbers = _placed(jax.random.key_data(value), jax.sharding.NamedSharding(sharding.mesh, spec))
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(value))
-    here = np.asarray(value)
+    # `device_put(may_alias=False)` of an array still reuses its buffer on one of several devices (jax 0.10 to 0.12).
+    here = np.array(value)
+    if sharding.is_fully_addressable:
+        return jax.device_put(here, sharding, may_alias=False)
     return jax.make_array_from_callback(here.shape, sharding, lambda index: here[index])
 
 
-def _single_numbers(graph: Graph, seed: Any) -> dict[int, Any]:
-    """Every value of one element that follows from the seed, computed at once: keys, counts, scalars."""
-    known: dict[int, Any] = dict(zip(graph.body.inputs, [seed], strict=True))
+def _single_numbers(graph: Graph, inputs: Sequence[Any]) -> dict[int, Any]:
+    """The inputs, and every value of one element that follows from them, computed at once: keys, counts, scalars."""
+    known: dict[int, Any] = dict(zip(graph.body.inputs, inputs, strict=True))
     with jax.default_device(jax.local_devices()[0]):
         for op in graph.body.ops:
             is_small = all(graph.shape(value) == () for value in (*op.inputs, *op.outputs))

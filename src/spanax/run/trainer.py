@@ -5,7 +5,7 @@ Read this file first: it names every part of Spanax in the order in which a run 
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
@@ -16,20 +16,20 @@ from typing import Any
 import jax
 
 from spanax.documents import json_line
-from spanax.errors import DataError, SpanaxError, WriteError, first_line
+from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
-from spanax.hardware.flags import default_flags, flags_of
 from spanax.plan.choose import plan as make_plan
+from spanax.plan.defaults import default_dtype
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.plan.stages import check_wished, wished
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches, batches
-from spanax.run.data.elements import flat
 from spanax.run.data.examples import TooFew
-from spanax.run.data.opened import Reading, is_named, vocab_size
+from spanax.run.data.opened import is_named
 from spanax.run.hosts import Hosts, from_first, is_first
 from spanax.run.loop import Event, Loop
+from spanax.run.options import flagged
 from spanax.run.preemption import listening
 from spanax.run.pricing import Pricing
 from spanax.run.profile import FOLDER as PROFILE
@@ -45,6 +45,7 @@ from spanax.run.restore import restore
 from spanax.run.run import Run, start
 from spanax.run.saves import Saves
 from spanax.run.store import checkpoint, manifest
+from spanax.run.traced_workload import source_of, traced
 from spanax.run.tracking import made, summary
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
@@ -82,13 +83,13 @@ def train(
             run_folder.check_same_run(folder, config.record())
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder / PROFILE)
-        plan = _flagged(planned or _chosen(program, config, folder, devices, emit, events), config, devices)
+        plan = flagged(planned or _chosen(program, config, folder, devices, emit, events), config.xla_flags, devices)
         check_wished(config.schedule, plan)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed,
-            field=config.field,
+            field=config.field, epochs=None,
         )  # fmt: skip
-        data = stack.enter_context(closing(read(_source(config, workload))))
+        data = stack.enter_context(closing(read(source_of(config, workload))))
         pulse.beat("restore", 0, seconds=ledger.seconds())
         begin = partial(_begun, program, plan, folder=folder, devices=devices, emit=emit)
         beside = stack.enter_context(ThreadPoolExecutor(1, "spanax-beside"))
@@ -103,11 +104,11 @@ def train(
             data.restore(run.position)
         pricing = Pricing(program, plan, devices)
         records = lambda: run_folder.write_records(folder, config.record(), pricing.plan.to_json(), devices)  # noqa: E731
-        start_event = _start_event(run, config, folder, data)
         about = About(folder, config.record(), summary(run), run.num_steps, reached)
         tell = _telling(about, made(config.track), records, emit, events, stack) if is_leader else _unheard
         events("begin", pid=os.getpid(), hosts=jax.process_count(), **_placed(plan), step=run.num_steps)
-        tell(start_event)
+        for event in _first_events(run, config, folder, data):
+            tell(event)
         held_out = partial(_held_out, read, config, workload, tell)
         is_over = stack.enter_context(listening())
         remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
@@ -126,98 +127,42 @@ def train(
         return last
 
 
-def traced(
-    load: Callable[..., Workload], config: TrainConfig, planned: Plan | None
-) -> tuple[Workload, TrainConfig, Program]:
-    """The workload in the sizes of a configuration, the configuration with nothing left open, and its program.
-
-    Args:
-      load: makes the workload, given `batch_size`, `seq_len` and `vocab_size`.
-      config: the settings; what is None takes the workload's own.
-      planned: the plan it is to obey, which may say what is computed in.
-    """
-    workload, config = _settled(load, config)
-    dtype = None if config.dtype == "float32" else config.dtype
-    if planned is not None and dtype is None:
-        dtype = planned.schedule.compute_dtype
-    program = workload.trace(
-        learning_rate=config.lr or 0.0,
-        num_steps=config.steps or 0,
-        compute_dtype=dtype,
-        remat=config.remat,
-        optimizer_state=config.optimizer_state,
-    )
-    return workload, config, program
-
-
-def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:
-    """The workload in the sizes asked for and with the tokenizer's vocabulary, and no setting left open."""
-    sizes = {"batch_size": config.batch, "seq_len": config.seq}
-    workload = load(**sizes)
-    config = _filled(config, workload)
-    source = _source(config, workload)
-    if workload.vocab_size is not None:
-        reading = Reading(config.tokenizer or "bytes", field=config.field)
-        num_tokens = vocab_size(source, list(flat(workload.batch)), reading)
-        if num_tokens not in (None, workload.vocab_size):
-            workload = load(**sizes, vocab_size=num_tokens)
-        if num_tokens is not None and num_tokens > (workload.vocab_size or 0):
-            raise DataError(
-                f"the tokens need a vocabulary of {num_tokens}, and the model has {workload.vocab_size}.",
-                where=f"--data {source} --tokenizer {config.tokenizer}",
-                fix=f"--tokenizer bpe:{workload.vocab_size}, or a model with that vocabulary",
-            )
-    return workload, config
-
-
-def _filled(config: TrainConfig, workload: Workload) -> TrainConfig:
-    return replace(
-        config,
-        steps=config.steps if config.steps is not None else workload.num_steps,
-        lr=config.lr if config.lr is not None else workload.learning_rate,
-        tokenizer=config.tokenizer or workload.tokenizer,
-        init=config.init or workload.init,
-    )
-
-
-def _source(config: TrainConfig, workload: Workload) -> Any:
-    source = config.data if config.data is not None else workload.source
-    if source is None:
-        own = "source=... in a spanax.Workload of yours"
-        raise SpanaxError(
-            f"workload '{config.workload}' brings no data.",
-            fix=own if workload.vocab_size is None else f"--data PATH, or {own}",
-        )
-    return source
-
-
 def _held_out(
     read: Callable[..., Batches], config: TrainConfig, workload: Workload, tell: Callable[[Event], None]
 ) -> Batches | None:
-    """The held-out batches, from their start; None where the workload has none, or too few for one batch."""
-    source = _source(config, workload)
+    """The held-out batches, from their start; None where the workload has none, or no example."""
+    source = source_of(config, workload)
     if is_named(source):
         try:
-            return read(source, split="validation", shuffle=False, repeat=False)
+            return read(source, split="validation", shuffle=False, epochs=1, drop_remainder=False)
         except TooFew as error:
             tell({"event": "warning", "message": f"no held-out loss: {first_line(error)}"})
             return None
     if workload.validation is None:
         return None
-    return read(workload.validation, shuffle=False, repeat=False)
+    return read(workload.validation, shuffle=False, epochs=1, drop_remainder=False)
 
 
 def _planned(config: TrainConfig, num_devices: int) -> Plan:
     """The plan of --plan, which must be for as many devices."""
     plan = Plan.load(config.plan or "")
     if plan.mesh.size != num_devices:
-        wanted = plan.mesh.size
         raise SpanaxError(
-            f"the plan is for {wanted} devices, and there are {num_devices}.",
+            f"the plan is for {plan.mesh.size} devices, and there are {num_devices}.",
             where=f"--plan {config.plan}, mesh {plan.mesh}",
-            fix=f"--devices {wanted}, or a plan for {num_devices}",
+            fix=f"--devices {plan.mesh.size}, or a plan for {num_devices}",
         )
     return plan
+
+
+def _in_recorded_dtype(program: Program, folder: Path, devices: list[Any]) -> Program:
+    """Returns the program in the compute dtype of the run that is resumed, whatever the devices prefer."""
+    recorded = folder / run_folder.PLAN
+    dtype = Plan.load(recorded).schedule.compute_dtype if recorded.is_file() else None
+    default = default_dtype(program, local(devices))
+    if not recorded.is_file() or dtype == default:
+        return program
+    return program.with_compute_dtype(dtype or "float32")
 
 
 def _chosen(
@@ -233,6 +178,8 @@ def _chosen(
     Raises:
       SpanaxError: what was asked for cannot be had.
     """
+    if config.resume and config.dtype is None:
+        program = _in_recorded_dtype(program, folder, devices)
     schedule = wished(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
     place = partial(make_plan, program, attention=config.attention, loss_chunks=config.loss_chunks)
     try:
@@ -242,7 +189,7 @@ def _chosen(
         if not before or before.get("devices") == len(devices) or before.get("layout") != config.layout or config.mesh:
             raise
         plan = _replanned(place, devices)
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         idle = len(devices) - plan.mesh.size
         emit(
             {
@@ -255,20 +202,13 @@ def _chosen(
         return plan
 
 
-def _flagged(plan: Plan, config: TrainConfig, devices: list[Any]) -> Plan:
-    """The plan with the options for XLA that --xla-flags asks for, where it does."""
-    if config.xla_flags is None:
-        return plan
-    return replace(plan, xla_flags=flags_of(config.xla_flags, default_flags(local(devices[: plan.mesh.size]))))
-
-
 def _replanned(place: Callable[..., Plan], devices: list[Any]) -> Plan:
     """The planner's choice for these devices, or for as many of them as it finds a layout for."""
     for count in range(len(devices), 1, -1):
         try:
             return place(local(devices[:count]))
         except SpanaxError:
-            continue
+            continue  # the warning of `_chosen` tells how many devices stay idle
     return place(local(devices[:1]))
 
 
@@ -356,7 +296,17 @@ def _begun(
             checkpoints = folder / run_folder.CHECKPOINTS
             return restore(program, plan, checkpoints, devices=devices, warn=warn, guard=config.guard)
         emit({"event": "warning", "message": f"'{folder}' has no finished checkpoint: starting from step 0"})
-    return start(program, plan, seed=config.seed, devices=devices, guard=config.guard, init=config.init)
+    return start(
+        program, plan, seed=config.seed, devices=devices, guard=config.guard, init=config.init,
+        partial=config.init_partial,
+    )  # fmt: skip
+
+
+def _first_events(run: Run, config: TrainConfig, folder: Path, data: Batches) -> Iterator[Event]:
+    """The events before the first step: the start, and what a partial init loaded."""
+    yield _start_event(run, config, folder, data)
+    if config.init_partial and run.loaded is not None:
+        yield {"event": "init", **asdict(run.loaded)}
 
 
 def _start_event(run: Run, config: TrainConfig, folder: Path, data: Batches) -> Event:

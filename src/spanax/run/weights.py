@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LEAST_BYTES = 1 << 22
 """Arrays are moved together up to the size of the largest, and up to so much where all are smaller."""
 
+PARTIAL = "init=..., partial=True (--init-partial) loads the weights that match and lists the others"
+
 
 @dataclass(frozen=True)
 class Part:
@@ -39,6 +41,46 @@ class Part:
     shape: tuple[int, ...]
     dtype: Any
     make: Callable[[], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Which weights of a model came from a checkpoint.
+
+    Attributes:
+      source: the checkpoint.
+      loaded: the model's weights that were read.
+      missing: those that the checkpoint does not hold; they are initialized by the model.
+      mismatched: those of another shape there, each with both shapes; they are initialized by the model.
+      unexpected: the checkpoint's weights that the model does not have.
+
+    Example:
+      >>> print(Loaded("runs/base", ("kernel",), ("lora_a",), (), ("head",)))
+      runs/base: loaded 1 of 2 weights; missing: lora_a; unexpected: head
+    """
+
+    source: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        total = len(self.loaded) + len(self.missing) + len(self.mismatched)
+        groups = (("missing", self.missing), ("mismatched", self.mismatched), ("unexpected", self.unexpected))
+        lists = [f"{name}: {listed(paths)}" for name, paths in groups if paths]
+        return "; ".join([f"{self.source}: loaded {len(self.loaded)} of {total} weights", *lists])
+
+
+def listed(paths: Sequence[str], most: int = 6) -> str:
+    """The first paths, and how many more there are.
+
+    Example:
+      >>> listed(["a", "b", "c"], most=2)
+      'a, b and 1 more'
+    """
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(paths[:most]) + more
 
 
 def steps_of(path: str | os.PathLike[str]) -> Path:
@@ -117,8 +159,9 @@ def load(
     mesh: jax.sharding.Mesh,
     directory: str | os.PathLike[str],
     *,
+    partial: bool = False,
     warn: Callable[[str], None] | None = None,
-) -> dict[int, jax.Array]:
+) -> tuple[dict[int, jax.Array], Loaded]:
     """A model's parameters and statistics out of a checkpoint, each on the devices that keep it, by number of leaf.
 
     Blocks may be a list there and a stack here, or the other way; floating dtypes become those of the program. Its
@@ -129,6 +172,7 @@ def load(
       placements: of the program's leaves.
       mesh: the devices.
       directory: a folder of steps, or a run folder.
+      partial: load the weights that match by path and shape, and leave the others out.
       warn: gets the loud line where the newest step is damaged; standard error by default.
 
     Raises:
@@ -144,13 +188,34 @@ def load(
     source = Source.of(directory, warn)
     found: dict[int, jax.Array] = {}
     groups = source.groups(targets)
-    checkpoint.compare(source.step, source.folder, source.saved, _all_reads(groups))
-    for group in groups:
+    loaded = _matched(source, groups, str(directory))
+    if not partial:
+        fix = PARTIAL if loaded.loaded else "build the model that the checkpoint was saved from"
+        checkpoint.compare(source.step, source.folder, source.saved, _all_reads(groups), fix=fix)
+    elif not loaded.loaded:
+        what = f"checkpoint step {source.step} holds none of the {len(targets)} weights of this model."
+        raise DataError(what, where=str(loaded), fix="a checkpoint of a model that this one extends")
+    for group in source.readable(groups):
         arrays = group.finish(source.read(group.reads))
         for path, array in arrays.items():
             number, leaf = leaves[path]
             found[number] = array if array.dtype == leaf.dtype else _cast(array, leaf.dtype)
-    return found
+    return found, loaded
+
+
+def _matched(source: Source, groups: Sequence[Regrouped], directory: str) -> Loaded:
+    """Which of the wanted weights a checkpoint holds."""
+    reads = _all_reads(groups)
+    saved, paths = source.saved, sorted(path for group in groups for path in group.targets)
+    differs = [path for path in reads if path in saved and saved[path] != told(reads[path])]
+    missing = reads.keys() - saved.keys()
+    return Loaded(
+        directory,
+        tuple(path for path in paths if path not in missing and path not in differs),
+        tuple(sorted(missing)),
+        tuple(f"{path}: model {told(reads[path])}, checkpoint {saved[path]}" for path in sorted(differs)),
+        tuple(sorted(saved.keys() - reads.keys())),
+    )
 
 
 def is_weight(leaf: Any) -> bool:
@@ -208,6 +273,13 @@ class Source:
             for part in _smallest(Regrouped.of(saved.get(key, {}), wanted), wanted)
         ]
 
+    def readable(self, groups: Sequence[Regrouped]) -> list[Regrouped]:
+        """The groups without the targets that are not there, or have another shape there."""
+        return [
+            replace(group, reads={path: t for path, t in group.reads.items() if self.saved.get(path) == told(t)})
+            for group in groups
+        ]
+
     def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays as they were saved, a few at a time: of JAX's, or of numpy's where the target is one.
 
@@ -232,7 +304,7 @@ def _smallest(regrouped: Regrouped, wanted: Mapping[str, Any]) -> list[Regrouped
     return [Regrouped({path: target}, {path: target}, [], []) for path, target in wanted.items()]
 
 
-def _all_reads(groups: list[Regrouped]) -> dict[str, Any]:
+def _all_reads(groups: Sequence[Regrouped]) -> dict[str, Any]:
     return {path: target for group in groups for path, target in group.reads.items()}
 
 

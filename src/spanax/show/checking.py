@@ -18,12 +18,13 @@ from spanax.check.parity import Parity
 from spanax.check.profile import read_profile
 from spanax.check.report import Figures, Report
 from spanax.check.shrink import parity_of
-from spanax.errors import SpanaxError
+from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.choose import plan
 from spanax.plan.plan import Plan
 from spanax.plan.priced import priced
 from spanax.plan.stages import check_wished, wished
+from spanax.run.config import OF_PLAN, check_alone
 from spanax.run.simulate import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
 from spanax.show.requests import CheckCommand
@@ -53,10 +54,11 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     # A workload's own file may make arrays, and with them JAX's devices.
     devices = simulate(DEFAULT_SIMULATED) if asked.parity else []
     given = Plan.load(asked.plan) if asked.plan is not None else None
-    program = _traced(load, asked, machine, given)
-    schedule = wished(
-        remat=known_policy(asked.remat), microbatches=asked.microbatches, schedule=asked.schedule, chunks=asked.chunks
-    )
+    if given is not None:
+        check_alone({name: getattr(asked, name) for name in OF_PLAN})
+    known_policy(asked.remat)
+    program = _traced(load, asked, given)
+    schedule = wished(microbatches=asked.microbatches, schedule=asked.schedule, chunks=asked.chunks)
     made = given or plan(
         program,
         machine,
@@ -81,8 +83,10 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
         cache=asked.cache,
     )
     findings = waived(gravest_first([*lint(program, made, machine, report), *watched]), text, made.allow)
+    notes: list[str] = []
     if asked.out is not None:
-        Certificate(report, tuple(findings), _priced(program, made, machine)).save(asked.out)
+        certified, notes = _priced(program, made, machine)
+        Certificate(report, tuple(findings), certified).save(asked.out)
     lines, data = [report_text(report)], report_json(report) | {"findings": [one.to_json() for one in findings]}
     lines += ["", *map(str, findings)] if findings else ["nothing is wrong with it, as far as the rules see"]
     if asked.collectives:
@@ -90,51 +94,45 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     if asked.explain_collective is not None:
         lines += ["", explained(report.collectives, asked.explain_collective)]
     if asked.parity:
-        found = _parity(load, asked, machine, given, program, made, devices)
+        found = _parity(load, asked, program, made, devices)
         lines, data = [*lines, "", parity_text(found)], data | {"parity": found.to_json()}
     if asked.out is not None:
-        lines += ["", f"the certificate is in {asked.out}"]
+        lines += ["", *notes, f"the certificate is in {asked.out}"]
     return "\n".join(lines), data
 
 
-def _priced(program: Program, made: Plan, machine: Cluster) -> Plan:
-    """The plan with its price; without one where it cannot be priced, as one that cannot be run."""
+def _priced(program: Program, made: Plan, machine: Cluster) -> tuple[Plan, list[str]]:
+    """Returns the plan with its price, or without one and a note that says why."""
     try:
-        return priced(program, made, machine)
-    except SpanaxError:
-        return made
+        return priced(program, made, machine), []
+    except SpanaxError as error:
+        return made, [f"note: the certificate has no price: {first_line(error)}"]
 
 
 def _parity(
-    load: Callable[..., Workload],
-    asked: CheckCommand,
-    machine: Cluster,
-    given: Plan | None,
-    program: Program,
-    made: Plan,
-    devices: list[Any],
+    load: Callable[..., Workload], asked: CheckCommand, program: Program, made: Plan, devices: list[Any]
 ) -> Parity:
     """The same steps as planned and on one device, on as many simulated devices as there are cores for."""
-    trace = partial(_trace, dtype=_compute_dtype(asked, machine, given), kept=asked.optimizer_state)
+    trace = partial(_trace, asked=asked, dtype=made.schedule.compute_dtype)
     return parity_of(load, trace, program, made, steps=asked.steps, devices=devices[: made.mesh.size])
 
 
-def _traced(load: Callable[..., Workload], asked: CheckCommand, machine: Cluster, given: Plan | None) -> Program:
-    """The program as it will run: in the plan's dtype, or in bfloat16 where the chip has it."""
+def _traced(load: Callable[..., Workload], asked: CheckCommand, given: Plan | None) -> Program:
+    """Returns the program as it is requested; a plan file adds what it was made with."""
     sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
-    return _trace(workload, _compute_dtype(asked, machine, given), asked.optimizer_state)
+    return _trace(workload, asked, asked.dtype if given is None else given.schedule.compute_dtype)
 
 
-def _trace(workload: Workload, dtype: str | None, kept: str) -> Program:
-    return workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=dtype, optimizer_state=kept)
-
-
-def _compute_dtype(asked: CheckCommand, machine: Cluster, given: Plan | None) -> str | None:
-    dtype = given.schedule.compute_dtype if given is not None else asked.dtype
-    if given is None and dtype is None and "bf16" in machine.chip.peak_flops and not machine.chip.shared:
-        return "bfloat16"
-    return None if dtype == "float32" else dtype
+def _trace(workload: Workload, asked: CheckCommand, dtype: str | None) -> Program:
+    return workload.trace(
+        learning_rate=1e-3,
+        num_steps=100,
+        compute_dtype=dtype,
+        remat=asked.remat,
+        optimizer_state=asked.optimizer_state,
+        accumulate=asked.accumulate,
+    )
 
 
 def report_json(report: Report) -> Data:
@@ -267,7 +265,7 @@ def _code(source: str) -> str:
     try:
         return ": " + Path(file).read_text().splitlines()[int(line) - 1].strip()
     except (OSError, ValueError, IndexError, UnicodeDecodeError):
-        return ""
+        return ""  # the line number stands there without its code: a file that has moved since says no more
 
 
 def _short(source: str) -> str:

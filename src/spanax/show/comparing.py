@@ -6,14 +6,14 @@ from typing import Any
 from rich.table import Table
 
 from spanax.check.compare import Compared, Moved, compare, core_distance, distance, layouts, rank_correlation
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import SpanaxError
 from spanax.hardware.cluster import cluster, local
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, collectives_of
-from spanax.run.config import DTYPES
 from spanax.show.plans import candidate_json
 from spanax.show.requests import CompareCommand
 from spanax.show.tables import table_text
+from spanax.trace.policies import known_dtype
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
 
@@ -45,8 +45,8 @@ def compared(
     here = local(devices) if asked.on is None else cluster(str(asked.on), len(devices))
     sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
-    dtype = None if asked.dtype == "float32" else asked.dtype
-    program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps, compute_dtype=dtype)
+    rate, steps = workload.learning_rate, workload.num_steps
+    program = workload.trace(learning_rate=rate, num_steps=steps, compute_dtype=asked.dtype)
     found = layouts(program, here, mesh=mesh, top=asked.top)
     rows = compare(found, steps=asked.steps, devices=devices, tell=tell)
     return compared_text(found, rows), compared_json(found, rows) | {"workload": asked.workload, "steps": asked.steps}
@@ -122,8 +122,7 @@ def compared_text(found: Search, rows: Sequence[Compared]) -> str:
 
 
 def _check(asked: CompareCommand) -> None:
-    if asked.dtype not in DTYPES:
-        raise SpanaxError(f"unknown dtype '{asked.dtype}'.", fix=nearest(asked.dtype, DTYPES))
+    known_dtype(asked.dtype)
     for name in ("steps", "top", "devices"):
         value = getattr(asked, name)
         if value is not None and value < 1:

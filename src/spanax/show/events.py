@@ -3,11 +3,20 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from spanax.documents import json_line
+from spanax.run.weights import Loaded
 from spanax.show.profile_text import profile_text
 from spanax.units import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHOWN = {
+    "step", "loss", "grad_norm", "step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds",
+}  # fmt: skip
+"""Numbers of a step that a line shows in a form of their own, or not at all."""
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
@@ -15,18 +24,23 @@ Emit = Callable[[Event], None]
 
 @contextmanager
 def reporter(*, as_json: bool, stream: TextIO | None = None) -> Iterator[Emit]:
-    """What takes a run's events: JSON lines where asked for, a bar on a terminal, plain lines elsewhere.
+    """Yields a callback for a run's events: JSON lines if requested, a progress bar on a terminal, else plain lines.
+
+    A terminal that cannot move its cursor (TERM=dumb) gets plain lines.
 
     Example:
       >>> with reporter(as_json=True, stream=sys.stdout) as emit:
       ...     emit({"event": "step", "step": 1, "loss": 2.5})
       {"event": "step", "step": 1, "loss": 2.5}
     """
+    from spanax.show.terminal import Terminal
+
     stream = sys.stdout if stream is None else stream
+    console = Terminal(file=stream)
     if as_json:
         yield lambda event: print(json_line(event), file=stream, flush=True)
-    elif stream.isatty():
-        with _bar() as emit:
+    elif stream.isatty() and not console.is_dumb_terminal:
+        with _bar(console) as emit:
             yield emit
     else:
         yield lambda event: _print_line(event, stream)
@@ -49,14 +63,18 @@ def line(event: Event) -> str:
             f"into {event['out']}",
             *(_data_line(share) for share in event.get("data", ())),
         ])  # fmt: skip
+    if kind == "init":
+        lists = (tuple(event[name]) for name in ("loaded", "missing", "mismatched", "unexpected"))
+        return str(Loaded(event["source"], *lists))
     if kind == "step":
         return (
-            f"step {event['step']}  loss {event.get('loss', float('nan')):.4f}  "
+            f"step {event['step']}  loss {event.get('loss', float('nan')):.4f}{metrics_text(event)}  "
             f"{rate_text(event)}  {event['step_seconds']:.3f} s"
         )
     if kind == "eval":
         bigram = f" (a bigram: {event['bigram_loss']:.4f})" if "bigram_loss" in event else ""
-        return f"step {event['step']}  held-out loss {event['val_loss']:.4f}{bigram}"
+        values = {name.removeprefix("val_"): value for name, value in event.items() if name.startswith("val_")}
+        return f"step {event['step']}  held-out loss {event['val_loss']:.4f}{metrics_text(values)}{bigram}"
     if kind == "save":
         return f"step {event['step']}  checkpoint, {event['blocked_seconds']:.3f} s blocked"
     if kind == "save_failed":
@@ -77,6 +95,17 @@ def line(event: Event) -> str:
     if kind == "profile":
         return profile_text(event)
     return ""
+
+
+def metrics_text(event: Event) -> str:
+    """The single numbers that a loss returned with its value; lists are in metrics.jsonl alone.
+
+    Example:
+      >>> metrics_text({"loss": 2.5, "accuracy": 0.625, "by_class": [0.5, 0.75]})
+      '  accuracy 0.625'
+    """
+    numbers = {name: value for name, value in event.items() if isinstance(value, int | float) and name not in SHOWN}
+    return "".join(f"  {name} {value:.4g}" for name, value in numbers.items())
 
 
 def rate_text(event: Event) -> str:
@@ -114,18 +143,28 @@ def _print_line(event: Event, stream: TextIO) -> None:
 
 
 @contextmanager
-def _bar() -> Iterator[Emit]:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
+def _bar(console: "Console") -> Iterator[Emit]:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
     )
-    with Progress(*columns) as progress:
+    from rich.table import Column
+
+    # The bar and the numbers share the free columns: on a narrow terminal both shrink, and neither wraps.
+    columns = (
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TextColumn("ETA"),
+        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
+        TextColumn("{task.description}", markup=False, table_column=Column(ratio=6, no_wrap=True)),
+    )
+    with Progress(*columns, console=console, expand=True) as progress:
+        # A task has no total until the `start` event: each column must render one without.
         task = progress.add_task("compiling", total=None)
 
         def emit(event: Event) -> None:
@@ -136,6 +175,6 @@ def _bar() -> Iterator[Emit]:
                 text = line(event).partition("  ")[2] + f"  {wait}"
                 progress.update(task, completed=event["step"], description=text)
             elif text := line(event):
-                progress.console.print(text, markup=False, highlight=False)
+                progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
         yield emit

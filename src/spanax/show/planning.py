@@ -3,25 +3,24 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spanax.errors import SpanaxError, first_line, nearest
+from spanax.errors import SizeError, SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, cluster
-from spanax.hardware.mesh import MeshShape
-from spanax.plan.candidate import Search, collectives_of, plan_of, shortfall
-from spanax.plan.guide import rule, warnings
-from spanax.plan.logits import found_in_chunks, saved_bytes, suiting_chunks
+from spanax.plan.candidate import Search, collectives_of, shortfall
+from spanax.plan.choose import Request, decided, searched
+from spanax.plan.guide import warnings
+from spanax.plan.logits import saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan
 from spanax.plan.priced import priced
-from spanax.plan.search import REMAT, search
+from spanax.plan.remedies import remedies
 from spanax.plan.whatif import budget, fewest_devices, largest
 from spanax.show.page.document import write
 from spanax.show.page.ranked import ranked_page
 from spanax.show.plans import candidate_json, search_json, search_text
 from spanax.show.requests import PlanCommand
-from spanax.trace.policies import known_attention, known_chunks, known_policy
+from spanax.trace.policies import known_attention, known_chunks, known_dtype, known_policy
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
@@ -30,8 +29,6 @@ Data = dict[str, Any]
 
 ON_PAGE = 400
 """So many layouts that fit, and as many that do not, are on a page."""
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def answer(load: Callable[..., Workload], asked: PlanCommand) -> tuple[str, Data]:
@@ -48,11 +45,12 @@ def answer(load: Callable[..., Workload], asked: PlanCommand) -> tuple[str, Data
         return _target_mfu(load, asked, machine)
     if asked.min is not None:
         return _min(load, asked, machine)
-    found = _search(load, asked, machine)
+    found, program = _search(load, asked, machine)
     data = search_json(found, asked.top)
     text = search_text(found, data, asked.top)
     if found.best is not None:
-        extra_text, extra = _extras(load, asked, found, machine)
+        made = decided(program, machine, _request(asked), found)
+        extra_text, extra = _extras(load, asked, found, made, machine)
         text, data = "\n".join([text, *extra_text]), data | extra
     elif asked.html is not None:
         text += "\n" + write(ranked_page(found, None, asked.workload), asked.html)
@@ -74,59 +72,54 @@ def _check(asked: PlanCommand) -> None:
     known_policy(asked.remat)
     known_attention(asked.attention)
     known_chunks(asked.loss_chunks or 1)
-    if asked.dtype is not None and asked.dtype not in DTYPES:
-        raise SpanaxError(f"unknown dtype '{asked.dtype}'.", fix=nearest(asked.dtype, DTYPES))
+    known_dtype(asked.dtype)
     for name in ("top", "target_mfu", "tokens", "budget_hours", "save_seconds"):
         value = getattr(asked, name)
         if value is not None and not value > 0:
             raise SpanaxError(f"--{name.replace('_', '-')} is {value}; it takes a number above 0.")
+    answers = [f"--{name}" for name in ("max", "min", "target_mfu") if getattr(asked, name) is not None]
+    dropped = [f"--{name}" for name in ("out", "html", "explain", "tokens") if getattr(asked, name) is not None]
+    if answers and len(answers + dropped) > 1:
+        raise SpanaxError(
+            f"{answers[0].replace('_', '-')} answers one question, without {' or '.join((answers + dropped)[1:])}.",
+            fix="one command for each",
+        )
     if asked.budget_hours is not None and asked.tokens is None:
         raise SpanaxError("--budget-hours needs --tokens: how much is to be trained.", fix="--tokens 300e9")
 
 
-def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> Search:
+def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[Search, Program]:
     sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
     began = time.perf_counter()
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
-    dtype, kept = _dtype(asked, machine), asked.optimizer_state
-    program = workload.trace(learning_rate=1e-3, num_steps=100, compute_dtype=dtype, optimizer_state=kept)
-    wanted = REMAT if asked.remat is None else (asked.remat,)
+    program = workload.trace(
+        learning_rate=1e-3, num_steps=100, compute_dtype=asked.dtype, remat=asked.remat,
+        optimizer_state=asked.optimizer_state,
+        accumulate=asked.accumulate,
+    )  # fmt: skip
     traced = time.perf_counter() - began
-    find = partial(
-        search,
-        cluster=machine,
-        remat=wanted,
-        top=max(asked.top, 1 if asked.html is None else ON_PAGE),
-        each=asked.html is not None,
-        pipeline=not machine.chip.shared if asked.pipeline is None else asked.pipeline,
-        layout=asked.layout,
-        mesh=None if asked.mesh is None else MeshShape.of(asked.mesh),
-        attention=asked.attention,
-        # In enough parts any batch fits: the largest is that which goes through in one.
-        microbatches=1 if asked.max == "batch" else None,
+    top = max(asked.top, 1 if asked.html is None else ON_PAGE)
+    # In enough parts any batch fits: the largest is that which goes through in one.
+    microbatches = 1 if asked.max == "batch" else None
+    request = _request(asked)
+    found = searched(program, machine, request, top=top, each=asked.html is not None, microbatches=microbatches)
+    return replace(found, trace_seconds=traced + found.trace_seconds), program
+
+
+def _request(asked: PlanCommand) -> Request:
+    return Request(
+        asked.layout, asked.mesh, attention=asked.attention, loss_chunks=asked.loss_chunks, pipeline=asked.pipeline
     )
-    count = known_chunks(asked.loss_chunks or 1)
-    found = find(program.with_loss_chunks(count)) if count else found_in_chunks(find, program, machine)
-    return replace(found, trace_seconds=traced + found.trace_seconds)
-
-
-def _dtype(asked: PlanCommand, machine: Cluster) -> str | None:
-    if asked.dtype is not None:
-        return None if asked.dtype == "float32" else asked.dtype
-    if machine.chip.shared:
-        return None
-    return "bfloat16" if "bf16" in machine.chip.peak_flops else "float16" if "fp16" in machine.chip.peak_flops else None
 
 
 def _extras(
-    load: Callable[..., Workload], asked: PlanCommand, found: Search, machine: Cluster
+    load: Callable[..., Workload], asked: PlanCommand, found: Search, made: Plan, machine: Cluster
 ) -> tuple[list[str], Data]:
     """The plan file, one array explained, the user's own layout against the best, and a whole training."""
     best = found.best
     assert best is not None
     text: list[str] = []
     data: Data = {}
-    made = replace(plan_of(found, best, compute_dtype=_dtype(asked, machine)), why=rule(found, best))
     if asked.out is not None or asked.html is not None:
         try:
             made = priced(next(iter(found.programs.values())), made, machine, best)
@@ -151,7 +144,7 @@ def _extras(
         line, data["logits"] = _logits(found.programs[best.remat], made, machine)
         text.append(line)
     if asked.layout is not None or asked.mesh is not None:
-        free = _search(load, replace(asked, layout=None, mesh=None), machine)
+        free, _ = _search(load, replace(asked, layout=None, mesh=None), machine)
         lines = warnings(free, best)
         text += [f"note: {line}" for line in lines]
         data["warnings"] = lines
@@ -179,18 +172,20 @@ def _max(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) ->
 
     def at(size: int) -> Search | None:
         try:
-            return _search(load, _resized(asked, name, size), machine)
-        except SpanaxError as error:
-            if size <= step or "--seq" in str(error):
+            return _search(load, _resized(asked, name, size), machine)[0]
+        except SizeError:
+            raise
+        except SpanaxError:
+            if size <= step:
                 raise
-            return None
+            return None  # a size that no layout divides counts as one that does not fit
 
     start = getattr(asked, name) or {"batch": machine.num_devices, "seq": 512, "layers": 8, "embed": 1024}[name]
     found = largest(at, start, machine.num_devices if name == "batch" else step)
     if found is None:
-        smallest = _search(load, _resized(asked, name, start), machine)
+        smallest, _ = _search(load, _resized(asked, name, start), machine)
         raise SpanaxError(
-            f"not even {name} {start} fits on {machine}: {shortfall(smallest)}.", fix="more devices, or a smaller model"
+            f"not even {name} {start} fits on {machine}: {shortfall(smallest)}.", fix="; or ".join(remedies(smallest))
         )
     size, best = found
     text = f"the largest {name} that fits on {machine} is about {size}"
@@ -198,7 +193,7 @@ def _max(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) ->
 
 
 def _min(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:
-    found = fewest_devices(lambda there: _search(load, asked, there), machine)
+    found = fewest_devices(lambda there: _search(load, asked, there)[0], machine)
     if found is None:
         raise SpanaxError(
             f"no number of {machine.chip.name} up to 65536 is enough.", fix="a smaller batch, or --remat full"
@@ -224,7 +219,7 @@ def _target_mfu(load: Callable[..., Workload], asked: PlanCommand, machine: Clus
     size = asked.batch or machine.num_devices
     best_seen = 0.0
     while True:
-        found = _search(load, replace(asked, batch=size), machine)
+        found, _ = _search(load, replace(asked, batch=size), machine)
         if found.best is None:
             break
         best_seen = max(best_seen, 100 * (candidate_json(found, found.best)["mfu"] or 0.0))

@@ -6,7 +6,7 @@ from rich.table import Table
 
 from spanax.plan.candidate import RESERVE, Candidate, Search, collectives_of, plan_of, shortfall
 from spanax.plan.guide import rule
-from spanax.plan.logits import chunks_to_try
+from spanax.plan.remedies import remedies
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
@@ -57,6 +57,7 @@ def search_json(found: Search, top: int) -> dict[str, Any]:
     else:
         answer["shortfall"] = shortfall(found)
         answer["nearest"] = [candidate_json(found, one) for one in found.nearest]
+        answer["fits_with"] = remedies(found)
     return answer | {
         "cluster": str(found.cluster),
         "devices": found.cluster.num_devices,
@@ -65,7 +66,9 @@ def search_json(found: Search, top: int) -> dict[str, Any]:
         "reserve": RESERVE,
         "candidates": [candidate_json(found, one) for one in found.candidates[:top]],
         "rejected": found.rejected,
-        "attention": list(found.attention),
+        "compute_dtype": next(iter(found.programs.values())).compute_dtype,
+        "loss_chunks": next(iter(found.programs.values())).loss_chunks,
+        "attention": [str(each) for each in found.attention],
         "layouts_priced": found.layouts_priced,
         "search_seconds": found.search_seconds,
         "trace_seconds": found.trace_seconds,
@@ -78,8 +81,7 @@ def search_text(found: Search, said: dict[str, Any], top: int) -> str:
     best = found.best
     if best is None:
         lines.append(f"nothing fits on {found.cluster}: {shortfall(found)}.")
-        if chunks := chunks_to_try(found):
-            lines.append(f"to try: {chunks}")
+        lines.append(f"it fits with {'; or with '.join(said['fits_with'])}")
     else:
         lines += _best_lines(found, best, said["best"])
     rows = found.candidates[:top] or found.nearest

@@ -4,8 +4,8 @@ A run folder is read into a Report, the report into sections, and those into tex
 """
 
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from spanax.documents import json_lines
 from spanax.errors import DataError
 from spanax.run.record.account import Account, Event, account
-from spanax.run.record.folder import CHECKPOINTS, CONFIG, read_config
+from spanax.run.record.folder import CHECKPOINTS, CONFIG, METRICS, read_config
 from spanax.run.record.ledger import BUCKETS
 from spanax.run.store import manifest
 from spanax.show.tables import plain_text, table_text
@@ -37,6 +38,10 @@ MOST = 40
 """How many faults are listed in words, the newest ones."""
 
 
+RATES = ("step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds")
+MOMENTS = {"step": "training", "eval": "held-out"}
+
+
 @dataclass(frozen=True)
 class Report:
     """What is known of a run.
@@ -46,12 +51,14 @@ class Report:
       workload: its name; empty where the folder does not say.
       account: where its time went.
       checkpoint: the newest good one, if any.
+      metrics: the metrics of the last logged step (`step`) and of the last evaluation (`eval`).
     """
 
     folder: Path
     workload: str
     account: Account
     checkpoint: manifest.Saved | None
+    metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def how_to_go_on(self) -> str:
@@ -67,7 +74,7 @@ class Report:
         saved = None if self.checkpoint is None else asdict(self.checkpoint)
         return {
             "folder": str(self.folder), "workload": self.workload, **self.account.to_json(), "checkpoint": saved,
-            "how_to_go_on": self.how_to_go_on,
+            "metrics": self.metrics, "how_to_go_on": self.how_to_go_on,
         }  # fmt: skip
 
 
@@ -84,7 +91,7 @@ def report(folder: Path) -> Report:
     """Read a run folder, of a run that goes on or is over.
 
     Raises:
-      DataError: no run told of itself there.
+      DataError: it is not a run folder.
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder '{folder}'.", fix="the folder of a run, as spanax train --out names it")
@@ -94,7 +101,16 @@ def report(folder: Path) -> Report:
     except DataError:
         workload = ""  # a report is wanted most of runs that are not whole
     good = [saved for saved in manifest.describe(folder / CHECKPOINTS) if saved.state == "good"]
-    return Report(folder, workload, found, good[-1] if good else None)
+    return Report(folder, workload, found, good[-1] if good else None, _last_metrics(folder / METRICS))
+
+
+def _last_metrics(path: Path) -> dict[str, dict[str, Any]]:
+    """The numbers of the last `step` and `eval` events of a run."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in json_lines(path) if path.is_file() else ():
+        if event.get("event") in ("step", "eval"):
+            found[str(event["event"])] = {key: event[key] for key in event if key not in (*RATES, "event")}
+    return found
 
 
 def sections(found: Report) -> list[Section]:
@@ -128,11 +144,16 @@ def sections(found: Report) -> list[Section]:
         for one in made.attempts
     ]
     faults = [(duration_text(event.get("time", first) - first), *_fault(event)) for event in made.faults[-MOST:]]
+    metrics = [
+        (MOMENTS[kind], plain_text(values.get("step", "")), _values({k: v for k, v in values.items() if k != "step"}))
+        for kind, values in found.metrics.items()
+    ]
     listed = f", the last {MOST} of {len(made.faults)}" if len(made.faults) > MOST else ""
     parts = [
         Section(head, ("time in", "", "", ""), spent),
         Section("attempts (UTC)", ("began", "lasted", "ended", "steps", "devices", "mesh"), attempts),
         Section(f"faults, and what was done{listed}", ("after", "by", "event", ""), faults) if faults else None,
+        Section("last metrics", ("", "step", "metrics"), metrics) if metrics else None,
         Section(_checkpoint(found)),
         Section(f"to go on: {found.how_to_go_on}"),
     ]

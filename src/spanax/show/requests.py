@@ -18,14 +18,17 @@ class PlanCommand:
       seq: tokens in an example.
       layers: as many layers instead of the workload's own.
       embed: as wide instead of the workload's own.
-      dtype: what is computed in; bfloat16 where the chip has it, if left out.
+      dtype: what is computed in. Left out: bfloat16 on accelerators, unless the model chooses dtypes itself.
       optimizer_state: what the optimizer remembers is kept in, float32 or bfloat16.
+      accumulate: what microbatches compute: exact, the results of the batch, or mean, the mean of theirs.
       layout: price this layout only, and hold it against the best.
       mesh: price this mesh only, that of one stage; see layout.
       remat: price this policy only: none, dots, full, offload.
-      attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be.
-      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory; left out: whole.
-      pipeline: whether layers may be divided into stages; left out: not on simulated devices.
+      attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be. Left out:
+        auto on accelerators, plain on CPUs.
+      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory. Left out: auto on
+        accelerators, 1 on CPUs.
+      pipeline: whether layers may be divided into stages; left out: where nothing fits without, on accelerators.
       top: how many candidates to list.
       out: write the best plan to this file, for spanax train --plan.
       html: write the ranked layouts to this file, a page on which they can be sorted and sifted.
@@ -38,6 +41,7 @@ class PlanCommand:
       budget_hours: whether that many hours are enough.
       save_seconds: seconds that a checkpoint takes; for how often to save.
       json: print one JSON object.
+      traceback: show the full traceback of an error.
     """
 
     workload: Positional[str] = ""
@@ -48,6 +52,7 @@ class PlanCommand:
     embed: int | None = None
     dtype: str | None = None
     optimizer_state: Literal["float32", "bfloat16"] = "float32"
+    accumulate: Literal["exact", "mean"] | None = None
     layout: str | None = None
     mesh: str | None = None
     remat: str | None = None
@@ -66,6 +71,7 @@ class PlanCommand:
     budget_hours: float | None = None
     save_seconds: float = 60.0
     json: bool = False
+    traceback: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,17 @@ class CheckCommand:
       seq: tokens in an example.
       layers: as many layers instead of the workload's own.
       embed: as wide instead of the workload's own.
-      dtype: what is computed in; bfloat16 where the chip has it, if left out.
+      dtype: what is computed in. Left out: bfloat16 on accelerators, unless the model chooses dtypes itself.
       optimizer_state: what the optimizer remembers is kept in, float32 or bfloat16.
+      accumulate: what microbatches compute: exact, the results of the batch, or mean, the mean of theirs.
       layout: the layout; what the mesh's names mean if left out; without both, the fastest that fits.
       mesh: axis sizes, slowest first.
-      remat: what the backward pass keeps: none, dots, full, offload.
-      attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be.
-      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory; left out: whole.
+      remat: what the backward pass keeps: none, dots, full, offload. Left out: the fastest that fits; on CPUs as the
+        model has it, where a layout or mesh is given.
+      attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be. Left out:
+        auto on accelerators, plain on CPUs.
+      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory. Left out: auto on
+        accelerators, 1 on CPUs.
       microbatches: parts of the batch over which gradients are added up; a pipeline sends them through its stages.
       schedule: in which order the stages of a mesh with `pipe` work: gpipe, 1f1b, interleaved or zero-bubble.
       chunks: pieces of the model on each stage, for interleaved.
@@ -103,6 +113,7 @@ class CheckCommand:
       fail_on: exit 1 if a rule finds something as grave as this: error, warning or info.
       out: write the certificate to this file.
       json: print one JSON object.
+      traceback: show the full traceback of an error.
     """
 
     workload: Positional[str] = ""
@@ -113,6 +124,7 @@ class CheckCommand:
     embed: int | None = None
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     optimizer_state: Literal["float32", "bfloat16"] = "float32"
+    accumulate: Literal["exact", "mean"] | None = None
     layout: str | None = None
     mesh: str | None = None
     remat: str | None = None
@@ -135,6 +147,7 @@ class CheckCommand:
     fail_on: Literal["error", "warning", "info"] | None = None
     out: Path | None = None
     json: bool = False
+    traceback: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,9 +164,10 @@ class CompareCommand:
       seq: tokens in an example.
       layers: as many layers instead of the workload's own.
       embed: as wide instead of the workload's own.
-      dtype: what is computed in, float32 or bfloat16.
+      dtype: what is computed in; left out: as spanax plan.
       top: only so many layouts, the best by price.
       json: print one JSON object.
+      traceback: show the full traceback of an error.
     """
 
     workload: Positional[str]
@@ -165,9 +179,10 @@ class CompareCommand:
     seq: int | None = None
     layers: int | None = None
     embed: int | None = None
-    dtype: str = "float32"
+    dtype: str | None = None
     top: int | None = None
     json: bool = False
+    traceback: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,6 +197,7 @@ class InspectCommand:
       hlo: write the train step to this file, as it goes to XLA: with its shardings, and the paths of its arrays.
       workload: what the plan was made for, for --hlo; a run folder knows.
       json: print one JSON object.
+      traceback: show the full traceback of an error.
     """
 
     path: Positional[Path]
@@ -191,6 +207,7 @@ class InspectCommand:
     hlo: Path | None = None
     workload: str | None = None
     json: bool = False
+    traceback: bool = False
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ are followed; what has a derivative of its own stays as it is.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,27 @@ from jax.extend import core, source_info_util
 
 from spanax.errors import SpanaxError
 from spanax.trace.attention import attention
-from spanax.trace.graph import REMAT, bind, opened, retraced
+from spanax.trace.graph import bind, opened, remat_of, retraced
 from spanax.trace.kernels import Unfit, kernel_of
 from spanax.trace.lines import Line, Lines
 from spanax.trace.policies import RING
 from spanax.trace.softmax import Found, Refused, as_written, attentions, canonical
 
 
-def attended(function: Callable[..., Any], context: str = RING, told: list[str] | None = None) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class Attended:
+    """What computes an attention: a platform's kernel, or None, plain; `detail` says of which sizes, or why."""
+
+    kernel: str | None
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.kernel or 'plain'}{self.detail}"
+
+
+def attended(
+    function: Callable[..., Any], context: str = RING, outcomes: list[Attended] | None = None
+) -> Callable[..., Any]:
     """A pure function of arrays that computes the same, its attentions as operations.
 
     They can go around a ring; or, of those that the kernel which `context` names can take, be computed by it: the
@@ -30,7 +43,7 @@ def attended(function: Callable[..., Any], context: str = RING, told: list[str] 
     Args:
       function: the loss.
       context: `ring`, or the kernel.
-      told: is added what became of each attention that a kernel was asked for.
+      outcomes: is added what became of each attention that a kernel was asked for.
 
     Raises:
       SpanaxError: when called, if there is no attention in it, or one that cannot be taken so.
@@ -50,8 +63,8 @@ def attended(function: Callable[..., Any], context: str = RING, told: list[str] 
         outs = _evaluate(jaxpr, consts, jax.tree.leaves(args), seen, context)
         if context == RING:
             _check(seen)
-        elif told is not None:
-            told.extend(_told(seen, context))
+        elif outcomes is not None:
+            outcomes.extend(_outcomes(seen, context))
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return run
@@ -62,7 +75,7 @@ def _check(seen: Sequence[Found | Refused]) -> None:
     if refused:
         raise SpanaxError(
             f"an attention cannot go around a ring: it has {refused[0].why}.",
-            where=source_info_util.summarize(refused[0].line.eqn.source_info),
+            where=refused[0].line.where,
             fix="no dropout on attention weights, or the gathered form: layout 'context'",
         )
     if not seen:
@@ -73,13 +86,15 @@ def _check(seen: Sequence[Found | Refused]) -> None:
         )
 
 
-def _told(seen: Sequence[Found | Refused], kernel: str) -> list[str]:
-    """What became of each attention, in words."""
-    where = lambda one: source_info_util.summarize(one.line.eqn.source_info)  # noqa: E731
+def _outcomes(seen: Sequence[Found | Refused], kernel: str) -> list[Attended]:
+    """Returns what computes each attention."""
+    where = lambda one: one.line.where  # noqa: E731
     return [
-        f"plain at {where(one)}: {one.why}" if isinstance(one, Refused) else f"{kernel} for {_name(one)}"
+        Attended(None, f" at {where(one)}: {one.why}")
+        if isinstance(one, Refused)
+        else Attended(kernel, f" for {_name(one)}")
         for one in seen
-    ] or ["plain: the loss has no softmax attention"]
+    ] or [Attended(None, ": the loss has no softmax attention")]
 
 
 def _name(one: Found) -> str:
@@ -146,10 +161,10 @@ def _apply(line: Line, ins: Sequence[Any], seen: list[Found | Refused], context:
         jaxpr, consts = opened(body)
         return lambda *args: _evaluate(jaxpr, consts, args, seen, context)
 
-    if name in REMAT:
-        if not _holds(params["jaxpr"]):
+    if (remat := remat_of(eqn)) is not None:
+        if not _holds(remat["jaxpr"]):
             return bind(eqn, ins, params)
-        function = jax.checkpoint(inner(params["jaxpr"]), policy=params["policy"], prevent_cse=params["prevent_cse"])
+        function = jax.checkpoint(inner(remat["jaxpr"]), policy=remat["policy"], prevent_cse=remat["prevent_cse"])
         found: list[Any] = function(*ins)
         return found
     if name == "scan" and _holds(params["jaxpr"]):
@@ -166,5 +181,6 @@ def _holds(body: Any) -> bool:
 
 
 def _bodies(eqn: core.JaxprEqn) -> list[Any]:
-    held = [one for value in eqn.params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
+    params = remat_of(eqn) or eqn.params
+    held = [one for value in params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
     return [one for one in held if hasattr(opened(one)[0], "eqns")]

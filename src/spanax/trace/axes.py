@@ -1,6 +1,7 @@
 """Axes: the named dims of a program. Each is one class of dims that are split together."""
 
 import math
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from spanax.errors import SpanaxError, nearest
 from spanax.trace.dims import Dims
 from spanax.trace.frozen import frozen
 from spanax.trace.graph import CONTRACTIONS, Graph
-from spanax.trace.names import name_classes, with_examples
+from spanax.trace.names import STRENGTH, name_classes, with_examples
 from spanax.trace.origins import Origin, origins
 from spanax.trace.primitives import apply
 from spanax.trace.turns import turns
@@ -35,6 +36,7 @@ class Axis:
 class Axes:
     """What discovery found: the class of every dim of every value, and the names of the classes.
 
+    `uses` are the names by which layouts know the classes that have other names, from an annotation.
     `unknown` counts primitives without a rule and `opaque` those that cannot be looked into; both leave their
     dims unsplit. `frozen` are inputs that are weights, though no parameters. `coverage` is the share of matmul and
     convolution FLOPs that are split along with the batch.
@@ -42,6 +44,7 @@ class Axes:
 
     classes: Sequence[tuple[int | None, ...]]
     names: Mapping[int, str]
+    uses: Mapping[int, str]
     ways: Mapping[int, int]
     origins: Sequence[int]
     kept_whole: frozenset[tuple[int, int]]
@@ -69,7 +72,9 @@ class Axes:
                 )
             if old not in known:
                 raise SpanaxError(f"there is no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
-        return replace(self, names={label: names.get(name, name) for label, name in self.names.items()})
+        renamed = {label: names.get(name, name) for label, name in self.names.items()}
+        uses = {label: use for label, use in self.uses.items() if renamed[label] not in STRENGTH}
+        return replace(self, names=renamed, uses=uses)
 
 
 def discover(
@@ -101,11 +106,12 @@ def discover(
         for value, leaf in zip(graph.body.inputs, everything, strict=True)
     }
     found = origins(graph, seeds)
-    names = name_classes(dims, found, leaves, batch)
+    names, uses = name_classes(dims, found, leaves, batch)
     classes = [dims.classes(value) for value in range(len(graph.avals))]
     return Axes(
         classes=classes,
         names=names,
+        uses=uses,
         ways={label: dims.ways(label) for label in {c for labels in classes for c in labels if c is not None}},
         origins=found,
         kept_whole=frozenset(dims.kept_whole),
@@ -136,6 +142,7 @@ def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequen
         axes,
         classes=[tuple(None if label is None else mapping[label] for label in labels) for labels in axes.classes],
         names={mapping[label]: name for label, name in axes.names.items()} | dict(other.names),
+        uses={mapping[label]: use for label, use in axes.uses.items()} | dict(other.uses),
         ways={mapping[label]: ways for label, ways in axes.ways.items()},
     )
 
@@ -185,3 +192,14 @@ def _contraction_size(graph: Graph, inputs: Sequence[Any], outputs: Sequence[Any
     shapes = [graph.shape(value) for value in (*inputs[:2], *outputs)]
     # The geometric mean of operand and result sizes has the units of multiply-adds, whatever is contracted.
     return round(math.prod(math.prod(shape) for shape in shapes) ** 0.5)
+
+
+def warn_of_unknown(axes: Axes) -> None:
+    """Warns of primitives without a sharding rule: their dims are replicated, which is correct and may be slow."""
+    if axes.unknown:
+        listed = ", ".join(f"'{name}' ({count} times)" for name, count in sorted(axes.unknown.items()))
+        warnings.warn(
+            f"no rule for the primitives {listed}: their dims stay unsplit, which is right and may be slow; "
+            "give them one with spanax.rule",
+            stacklevel=4,
+        )

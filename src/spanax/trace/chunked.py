@@ -81,11 +81,11 @@ def _summed_apart(lines: Lines, summed: Line, *args: Any) -> list[Any]:
     """The same, with one sum over several dims as a sum over the last of them and one over the others."""
     values = dict(lines.known) | dict(zip(lines.inputs, args, strict=True))
     at, (first, (*rest, last)) = lines.lines.index(summed), (summed.ins[0], sorted(summed.eqn.params["axes"]))
-    _run(lines.lines[:at], values)
-    with _as_traced(summed):
+    run_lines(lines.lines[:at], values)
+    with as_traced(summed):
         (part,) = bind(summed.eqn, [values[first]], dict(summed.eqn.params, axes=(last,)))
         (values[summed.outs[0]],) = bind(summed.eqn, [part], dict(summed.eqn.params, axes=tuple(rest)))
-    _run(lines.lines[at + 1 :], values)
+    run_lines(lines.lines[at + 1 :], values)
     return [values[value] for value in lines.outputs]
 
 
@@ -99,7 +99,7 @@ def _checked(lines: Lines, found: list[Region] | Refused | None, count: int) -> 
     if isinstance(found, Refused):
         raise SpanaxError(
             f"the logits cannot be taken in chunks: {found.why}.",
-            where=source_info_util.summarize(found.line.eqn.source_info),
+            where=found.line.where,
             fix="a loss that reads them token by token, or loss_chunks=1",
         )
     for one in found:
@@ -118,12 +118,12 @@ def _evaluate(lines: Lines, found: Sequence[Region], args: Sequence[Any], count:
     is_late = [not after.isdisjoint(line.ins) for line in lines.lines]
     ahead = [line for at, line in enumerate(lines.lines) if at not in members and not is_late[at]]
     behind = [line for at, line in enumerate(lines.lines) if at not in members and is_late[at]]
-    _run(ahead, values)
+    run_lines(ahead, values)
     (loss, *_) = lines.outputs
-    if loss not in after or lines.shape(loss) or not _is_linear(lines, behind, after, loss):
+    if loss not in after or lines.shape(loss) or not is_linear(lines, behind, after, loss):
         for one in found:
             values |= _recomputed(lines, one, values, count)
-        _run(behind, values)
+        run_lines(behind, values)
         return [values[value] for value in lines.outputs]
     floats = [value for value in outs if jnp.issubdtype(lines.avals[value].dtype, jnp.floating)]
     weights = _weights(lines, behind, values, floats, loss)
@@ -131,26 +131,26 @@ def _evaluate(lines: Lines, found: Sequence[Region], args: Sequence[Any], count:
     for one in found:
         made, more = _with_slope(lines, one, values, weights, slope, count)
         values, slope = values | made, slope + more
-    _run(behind, values)
+    run_lines(behind, values)
     values[loss] = _sloped(values[loss], slope)
     return [values[value] for value in lines.outputs]
 
 
-def _run(some: Sequence[Line], values: Values) -> None:
+def run_lines(some: Sequence[Line], values: Values) -> None:
     for line in some:
-        with _as_traced(line):
+        with as_traced(line):
             outs = bind(line.eqn, [values[value] for value in line.ins], dict(line.eqn.params))
         values.update(zip(line.outs, outs, strict=True))
 
 
-def _as_traced(line: Line) -> Any:
+def as_traced(line: Line) -> Any:
     told = line.eqn.source_info
     return source_info_util.user_context(
         told.traceback, name_stack=source_info_util.current_name_stack() + told.name_stack
     )
 
 
-def _is_linear(lines: Lines, behind: Sequence[Line], after: set[int], loss: int) -> bool:
+def is_linear(lines: Lines, behind: Sequence[Line], after: set[int], loss: int) -> bool:
     """Whether the loss is linear in what the tokens give: then it weighs each of them by what is known before."""
     wanted = {loss}
     for line in behind[::-1]:
@@ -170,7 +170,7 @@ def _weights(lines: Lines, behind: Sequence[Line], values: Values, floats: Seque
     def of_tokens(given: list[Any]) -> Any:
         inner = dict(values) | dict(zip(floats, given, strict=True))
         needed = _leading_to(behind, {loss})
-        _run(needed, inner)
+        run_lines(needed, inner)
         return inner[loss]
 
     zeros = [jnp.zeros(lines.shape(value), lines.avals[value].dtype) for value in floats]
@@ -205,7 +205,7 @@ def _some(lines: Lines, one: Region, count: int, fixed: Values, scanned: Values)
         wanted = across(lines, line, dim)
         assert wanted is not None
         ins = [values[value] for value in line.ins]
-        with _as_traced(line):
+        with as_traced(line):
             is_plain = line.name not in IGNORED
             outs = bind(line.eqn, ins, narrowed(line, dim, wanted, count)) if is_plain else ins[:1]
         values.update(zip(line.outs, outs, strict=True))
@@ -227,7 +227,7 @@ def _with_slope(
 ) -> tuple[Values, Any]:
     """What a region gives, chunk by chunk, and a zero that has the gradient of their weighted sum."""
     taken = _taken(one, values, count)
-    weighed = {value: _apart(weights[value], one.dims[value], count) for value in one.outs if value in weights}
+    weighed = {value: apart(weights[value], one.dims[value], count) for value in one.outs if value in weights}
     smooth, others = zip(*map(_by_kind, taken), strict=True)
     some = partial(_some, lines, one, count)
 
@@ -270,7 +270,7 @@ def _loop(turn: Callable[..., Any], first: Any, parts: Any) -> Any:
 def _taken(one: Region, values: Values, count: int) -> tuple[Values, Values]:
     # A copy costs nothing, and is something to be gathered: a weight itself would be in every turn.
     fixed = {value: jnp.copy(values[value]) for value in one.fixed}
-    return fixed, {value: _apart(values[value], one.dims[value], count) for value in one.scanned}
+    return fixed, {value: apart(values[value], one.dims[value], count) for value in one.scanned}
 
 
 def _by_kind(values: Values) -> tuple[Values, Values]:
@@ -281,16 +281,16 @@ def _by_kind(values: Values) -> tuple[Values, Values]:
 
 def _joined(one: Region, outs: Sequence[Any]) -> Values:
     pairs = zip(one.outs, outs, strict=True)
-    return {value: _together(array, one.dims[value]) for value, array in pairs}
+    return {value: together(array, one.dims[value]) for value, array in pairs}
 
 
-def _apart(array: Any, dim: int, count: int) -> Any:
+def apart(array: Any, dim: int, count: int) -> Any:
     """Chunks along a new first dim: every `count`-th row, so that a device's rows stay its own."""
     shape = jnp.shape(array)
     parts = jnp.reshape(array, (*shape[:dim], shape[dim] // count, count, *shape[dim + 1 :]))
     return jnp.moveaxis(parts, dim + 1, 0)
 
 
-def _together(parts: Any, dim: int) -> Any:
+def together(parts: Any, dim: int) -> Any:
     count, *shape = parts.shape
     return jnp.moveaxis(parts, 0, dim + 1).reshape((*shape[:dim], count * shape[dim], *shape[dim + 1 :]))

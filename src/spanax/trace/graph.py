@@ -6,17 +6,19 @@ opaque kernels stay operations, with their bodies beside them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from spanax.trace.marks import mark_of
+
 INLINED = frozenset(
     """
 jit pjit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call custom_vmap_call composite linear_call
-custom_linear_solve
+custom_linear_solve call_hi_primitive
 """.split()
 )
 """Calls that are only a wrapping once the whole step, gradient included, has been traced."""
@@ -26,6 +28,9 @@ CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_gen
 
 REMAT = frozenset({"remat2", "checkpoint"})
 """What `jax.checkpoint` is called, by version."""
+
+HIGH_LEVEL = "call_hi_primitive"
+"""What binds a primitive that JAX expands into others when it lowers: under `jax_remat3`, `jax.checkpoint` is one."""
 
 CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
 """What the parameter of a call is named that holds what it calls, by primitive and JAX version."""
@@ -71,11 +76,12 @@ class Op:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A program: its outermost body, every value's shape and dtype, and the values known beforehand."""
+    """A program: its outermost body, every value's shape and dtype, constants by value, and marked values."""
 
     body: Body
     avals: Sequence[Any]
     constants: dict[int, Any]
+    marks: dict[str, int] = field(default_factory=dict)
 
     def shape(self, value: int) -> tuple[int, ...]:
         """The shape of a value, by its number."""
@@ -171,8 +177,9 @@ def from_jaxpr(closed: core.ClosedJaxpr) -> Graph:
 
     inputs = tuple(number(var.aval) for var in jaxpr.invars)
     consts = [constant(var.aval, value) for var, value in zip(jaxpr.constvars, closed.consts, strict=True)]
-    body = _flatten(jaxpr, consts, inputs, number, constant)
-    return Graph(body, avals, constants)
+    marks: dict[str, int] = {}
+    body = _flatten(jaxpr, consts, inputs, number, constant, marks)
+    return Graph(body, avals, constants, marks)
 
 
 def _flatten(
@@ -181,6 +188,7 @@ def _flatten(
     inputs: tuple[int, ...],
     number: Callable[[Any], int],
     constant: Callable[[Any, Any], int],
+    marks: dict[str, int],
 ) -> Body:
     ops: list[Op] = []
 
@@ -192,14 +200,16 @@ def _flatten(
 
         for eqn in jaxpr.eqns:
             name, ins = eqn.primitive.name, tuple(read(atom) for atom in eqn.invars)
-            if name in INLINED:
-                held, taken = _called(eqn, ins)
+            if (mark := mark_of(eqn)) is not None:
+                marks[mark], outs = ins[0], list(ins)
+            elif name in INLINED:
+                held, taken = called(eqn, ins)
                 inner, inner_consts = opened(held)
                 numbered = [constant(v.aval, c) for v, c in zip(inner.constvars, inner_consts, strict=True)]
                 outs = run(inner, numbered, taken)
             else:
                 outs = [number(var.aval) for var in eqn.outvars]
-                ops.append(Op(name, eqn, ins, tuple(outs), _bodies(eqn, number, constant)))
+                ops.append(Op(name, eqn, ins, tuple(outs), _bodies(eqn, number, constant, marks)))
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -207,8 +217,10 @@ def _flatten(
     return Body(inputs, tuple(outputs), tuple(ops))
 
 
-def _called(eqn: core.JaxprEqn, ins: tuple[int, ...]) -> tuple[Any, tuple[int, ...]]:
+def called(eqn: core.JaxprEqn, ins: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
     """What a call runs, and of what; of a linear solve, once it is differentiated, only the solution is left to do."""
+    if eqn.primitive.name == HIGH_LEVEL:
+        return _expanded(eqn), ins
     if eqn.primitive.name != "custom_linear_solve":
         return next(eqn.params[key] for key in CALLED if key in eqn.params), ins
     lengths = eqn.params["const_lengths"]
@@ -216,7 +228,35 @@ def _called(eqn: core.JaxprEqn, ins: tuple[int, ...]) -> tuple[Any, tuple[int, .
     return eqn.params["jaxprs"].solve, (*ins[before : before + lengths.solve], *ins[sum(lengths) :])
 
 
-def _bodies(eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable[[Any, Any], int]) -> tuple[Body, ...]:
+def _expanded(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
+    """What a high-level primitive expands to."""
+    primitive = eqn.params["_prim"]
+
+    def expand(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, leaves)))
+
+    return jax.make_jaxpr(expand)(*(var.aval for var in eqn.invars))
+
+
+def remat_of(eqn: core.JaxprEqn) -> dict[str, Any] | None:
+    """The parameters of a remat, `jaxpr`, `policy` and `prevent_cse` among them; None for anything else.
+
+    Under `jax_remat3`, a remat is a high-level primitive with parameters of the same names, which no gradient marks.
+    """
+    if eqn.primitive.name in REMAT:
+        return eqn.params
+    params = getattr(eqn.params.get("_prim"), "params", {}) if eqn.primitive.name == HIGH_LEVEL else {}
+    return {"differentiated": False, "prevent_cse": True, **params} if {"jaxpr", "policy"} <= params.keys() else None
+
+
+def has_remat(jaxpr: core.Jaxpr) -> bool:
+    """Whether there is a remat in a jaxpr, however deep."""
+    return any(remat_of(eqn) or any(map(has_remat, core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def _bodies(
+    eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable[[Any, Any], int], marks: dict[str, int]
+) -> tuple[Body, ...]:
     bodies = []
     for key in BODIES.get(eqn.primitive.name, ()):
         held = eqn.params[key]
@@ -224,7 +264,7 @@ def _bodies(eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable
             jaxpr, values = opened(closed)
             consts = [constant(var.aval, value) for var, value in zip(jaxpr.constvars, values, strict=True)]
             inputs = tuple(number(var.aval) for var in jaxpr.invars)
-            bodies.append(_flatten(jaxpr, consts, inputs, number, constant))
+            bodies.append(_flatten(jaxpr, consts, inputs, number, constant, marks))
     return tuple(bodies)
 
 

@@ -4,12 +4,13 @@ Nothing joins them to the data, and their size alone proves nothing. So the func
 batch: what has become twice as long there grows with it.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from spanax.errors import SpanaxError
+from spanax.errors import ResizeError, first_line
 from spanax.trace.axes import Axes
 from spanax.trace.graph import CONTRACTIONS, Graph, Op
 from spanax.trace.names import with_examples
@@ -38,6 +39,8 @@ def grown(
     if axes.coverage == 1 or not examples:
         return []
     size = graph.shape(examples[0])[0]
+    if size == 1:
+        return []  # no mesh axis shards a batch of one example
     whole = set[int | None]()
     for op in graph.ops():
         if op.name in CONTRACTIONS:
@@ -58,8 +61,14 @@ def grown(
     ]
     try:
         longer = resized_graph(graph, function, state, jax.tree.unflatten(treedef, twice))
-    except SpanaxError:
-        return []  # it counts on the batch it was given: then nothing is known
+    except ResizeError as error:
+        reason = first_line(error.__cause__ or error)
+        warnings.warn(
+            f"{len(asked)} dims of values that the step makes without the batch are replicated: it cannot be traced "
+            f"with {2 * size} examples instead of {size}, which would tell whether they grow with it: {reason}",
+            stacklevel=6,
+        )
+        return []
     return [(value, dim) for value, dim in asked if longer.shape(value)[dim] == 2 * graph.shape(value)[dim]]
 
 

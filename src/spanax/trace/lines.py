@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from spanax.trace.graph import opened
 from spanax.trace.primitives import ELEMENTWISE, reshape_groups
@@ -19,16 +19,23 @@ Labels = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """One equation of a jaxpr whose calls are inlined, in value numbers."""
+    """One equation of a jaxpr whose calls are inlined, in value numbers; `caller` is the innermost of those calls."""
 
     eqn: core.JaxprEqn
     ins: tuple[int, ...]
     outs: tuple[int, ...]
+    caller: "Line | None" = None
 
     @property
     def name(self) -> str:
         """The primitive's name."""
         return self.eqn.primitive.name
+
+    @property
+    def where(self) -> str:
+        """The user's line that it comes from; of an equation inside of JAX's own functions, that of their call."""
+        summary: str = source_info_util.summarize(self.eqn.source_info)
+        return summary or (self.caller.where if self.caller is not None else "")
 
 
 @dataclass(eq=False)
@@ -69,7 +76,9 @@ class Lines:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def _run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[int]) -> list[int]:
+    def _run(
+        self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[int], caller: Line | None = None
+    ) -> list[int]:
         values = dict(zip(jaxpr.invars, args, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             values[var] = self._number(var.aval)
@@ -86,11 +95,11 @@ class Lines:
             ins = tuple(read(atom) for atom in eqn.invars)
             if eqn.primitive.name in CALLS:
                 inner, inner_consts = opened(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
-                outs = self._run(inner, inner_consts, ins)
+                outs = self._run(inner, inner_consts, ins, Line(eqn, ins, (), caller))
             else:
                 outs = [self._number(var.aval) for var in eqn.outvars]
                 self.maker |= dict.fromkeys(outs, len(self.lines))
-                self.lines.append(Line(eqn, ins, tuple(outs)))
+                self.lines.append(Line(eqn, ins, tuple(outs), caller))
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 

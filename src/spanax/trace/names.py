@@ -49,8 +49,12 @@ InParams = dict[int, set[frozenset[int]]]
 """For every class that a parameter has, all classes of each such parameter."""
 
 
-def name_classes(dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf]) -> dict[int, str]:
-    """A name for every class that something is known of.
+def name_classes(
+    dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf]
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Returns the name of every known class, and the use of each class whose name is not one of a use.
+
+    Authors choose names freely, or name axes of their own mesh (`tensor`). Layouts match uses: `heads`, `mlp`.
 
     Args:
       dims: the classes, all joins done.
@@ -71,10 +75,16 @@ def name_classes(dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch
             _EVIDENCE[op.name](op, dims, found, claims, in_params)
     _claim_attention(dims, found, claims)
     _claim_by_kernels(dims, claims, leaves)
+    uses = _strongest(claims)
     for leaf, value in zip(leaves, inputs, strict=False):
         for label, author in zip(dims.classes(value), leaf.annotation or (), strict=False):
             if label is not None and isinstance(author, str) and author not in MESH_AXES:
                 claims[label][author] = ANNOTATED
+    names = _strongest(claims)
+    return names, {label: use for label, use in uses.items() if names[label] not in STRENGTH}
+
+
+def _strongest(claims: Claims) -> dict[int, str]:
     return {label: max(sorted(named), key=named.__getitem__) for label, named in claims.items()}
 
 
@@ -139,6 +149,14 @@ def _dot_general(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_pa
         for label in (labels[dim] for dim in batched):
             if label is not None and any(weight <= param for param in in_params.get(label, ())):
                 _claim(claims, label, "experts")
+
+
+def _ragged_dot(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
+    """The groups of a ragged product are experts, each with a matrix of its own."""
+    weight = op.inputs[1]
+    labels = dims.classes(weight)
+    for dim in op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions if found[weight] & Origin.PARAM else ():
+        _claim(claims, labels[dim], "experts")
 
 
 def _is_attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims) -> bool:
@@ -223,6 +241,7 @@ _EVIDENCE = {
     "spanax_attention": _attention,
     "gather": _gather,
     "dot_general": _dot_general,
+    "ragged_dot_general": _ragged_dot,
     "top_k": _top_k,
     "conv_general_dilated": _convolution,
     "scan": _scan,

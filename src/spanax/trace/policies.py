@@ -25,6 +25,24 @@ def known_policy(policy: str | None) -> str | None:
     return policy
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def known_dtype(dtype: str | None) -> str | None:
+    """Returns the compute dtype of a request; None leaves it open.
+
+    Raises:
+      SpanaxError: it is none of DTYPES.
+
+    Example:
+      >>> known_dtype("bfloat16")
+      'bfloat16'
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise SpanaxError(f"unknown dtype '{dtype}'.", fix=nearest(dtype, DTYPES))
+    return dtype
+
+
 def known_chunks(asked: int | str) -> int:
     """In how many chunks logits are asked for; 0 where that is left open.
 
@@ -86,3 +104,20 @@ def known_attention(asked: str | None) -> str:
     if asked is not None and asked not in ATTENTIONS:
         raise SpanaxError(f"unknown attention '{asked}'.", fix=nearest(str(asked), ATTENTIONS))
     return asked or "plain"
+
+
+EXACT = "exact"
+MEAN = "mean"
+ACCUMULATIONS = (EXACT, MEAN)
+"""How microbatches are combined: to the results of the batch, or to the mean of theirs."""
+
+
+def known_accumulation(name: str) -> str:
+    """The name of a form of gradient accumulation, if there is one.
+
+    Raises:
+      SpanaxError: it is unknown.
+    """
+    if name not in ACCUMULATIONS:
+        raise SpanaxError(f"unknown accumulation '{name}'.", fix=nearest(name, ACCUMULATIONS))
+    return name

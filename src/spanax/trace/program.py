@@ -2,31 +2,24 @@
 
 import hashlib
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from typing import Any
 
-import jax
 import numpy as np
-from flax import nnx
-from jax.extend import core
 
 from spanax.displays import display
-from spanax.trace.attended import attended
-from spanax.trace.axes import Axes, Axis, aligned, discover, table
-from spanax.trace.batch import abstract_batch
+from spanax.trace.attended import Attended
+from spanax.trace.axes import Axis, table
 from spanax.trace.census import label_key
-from spanax.trace.chunked import chunked
-from spanax.trace.gradients import recording
-from spanax.trace.graph import REMAT, Graph, from_jaxpr
-from spanax.trace.grown import grown
-from spanax.trace.policies import AS_WRITTEN, GATHERED, known_context
-from spanax.trace.resized import Shapes, resized_graph
-from spanax.trace.step import as_metrics, chosen_step, with_extra
+from spanax.trace.graph import Graph
+from spanax.trace.initial import Initial
+from spanax.trace.microbatches import Microbatches
+from spanax.trace.policies import AS_WRITTEN, known_context
+from spanax.trace.resized import Shapes
 from spanax.trace.traced import Traced
-from spanax.trace.variables import Leaf, Variables, make, take_apart
+from spanax.trace.variables import Leaf, Variables
 from spanax.units import count_text
 
 
@@ -37,11 +30,13 @@ class Program:
     `leaves` are the state's arrays, `batch` the batch's; both are in the order in which the step takes them.
     `remat` names what the backward pass keeps, `as written` where the model decides itself; `context` is `ring` where
     each attention is one operation that can go around a ring, or a platform's kernel; `attention` says what it took.
-    The loss takes its logits in `loss_chunks`.
+    The loss takes its logits in `loss_chunks`; `run_loss` evaluates it on a state and a batch of any size.
+    `compute_dtype` is None unless one was requested.
 
     Example:
-      >>> import optax
-      >>> program = trace(
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
       ...     build=lambda rngs: nnx.Embed(64, 16, rngs=rngs),
       ...     optimizer=optax.sgd(0.1),
       ...     batch=jax.ShapeDtypeStruct((8, 4), "int32"),
@@ -57,17 +52,22 @@ class Program:
     batch: tuple[Leaf, ...]
     step: Traced
     evaluation: Traced | None
-    init: core.ClosedJaxpr
+    init: Initial
     variables: Variables
     batch_treedef: Any
     remat: str
     microbatches: int
     context: str
-    attention: tuple[str, ...]
+    attention: tuple[Attended, ...]
     loss_chunks: int
+    compute_dtype: str | None
     _retrace: Callable[[str | None, int, str, int], "Program"] = field(repr=False)
     _recorded: Callable[..., "Program"] = field(repr=False)
+    _seeded: Callable[[int], "Program"] = field(repr=False)
+    _computed_in: Callable[[str | None, str | None, int], "Program"] = field(repr=False)
     _resized: Callable[[str | None, int, str, int, Shapes], Graph] = field(repr=False)
+    _accumulates: Callable[[], Microbatches] = field(repr=False)
+    run_loss: Callable[[list[Any], Any], tuple[list[Any], dict[str, Any]]] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         count = sum(math.prod(leaf.shape) for leaf in self.leaves if leaf.kind == "param")
@@ -143,11 +143,13 @@ class Program:
             known = set(evaluation.axes.names.values())
             shared = {old: new for old, new in names.items() if old in known}
             evaluation = replace(evaluation, axes=evaluation.axes.renamed(shared))
-        leaves, batch = _with_axes(step, self.leaves, self.batch)
+        leaves, batch = with_axes(step, self.leaves, self.batch)
         retrace = cache(lambda *asked: self._retrace(*asked).rename(names))
         recorded = lambda **asked: self._recorded(**asked).rename(names)  # noqa: E731
+        seeded = cache(lambda seed: self._seeded(seed).rename(names))
+        computed_in = cache(lambda *asked: self._computed_in(*asked).rename(names))
         named = replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch)
-        return replace(named, _retrace=retrace, _recorded=recorded)
+        return replace(named, _retrace=retrace, _recorded=recorded, _seeded=seeded, _computed_in=computed_in)
 
     def with_remat(self, policy: str | None) -> "Program":
         """The same program with another policy of what the backward pass keeps; traced once for each.
@@ -161,8 +163,9 @@ class Program:
           SpanaxError: there is no such policy, no layer to forget, or the program has a train step of its own.
 
         Example:
-          >>> import optax
-          >>> program = trace(
+          >>> import jax, optax, spanax
+          >>> from flax import nnx
+          >>> program = spanax.trace(
           ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
           ...     optimizer=optax.sgd(0.1),
           ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
@@ -183,6 +186,11 @@ class Program:
         """
         return self._varied(self._policy, microbatches, self.context, self.loss_chunks)
 
+    @property
+    def accumulates(self) -> Microbatches:
+        """Whether the step can be run in microbatches, and why not."""
+        return self._accumulates()
+
     def with_context(self, form: str) -> "Program":
         """The same program with attentions as operations (`ring`, a kernel), or as written (`gathered`); traced once.
 
@@ -201,6 +209,17 @@ class Program:
         """
         return self._varied(self._policy, self.microbatches, self.context, count)
 
+    def with_compute_dtype(self, dtype: str | None) -> "Program":
+        """Returns the program with its loss computed in `dtype`, as `compute_dtype` of `spanax.trace`.
+
+        Raises:
+          SpanaxError: the program has a `train_step` of its own.
+        """
+        if dtype == self.compute_dtype:
+            return self
+        retraced = self._computed_in(dtype, self._policy, self.microbatches)
+        return retraced.with_context(self.context).with_loss_chunks(self.loss_chunks)
+
     def with_gradients(self) -> "Program":
         """The same program with more state: the gradients that its optimizer was given in the last step.
 
@@ -208,6 +227,10 @@ class Program:
         """
         recorded = self._recorded(remat=self._policy, microbatches=self.microbatches)
         return recorded.with_context(self.context).with_loss_chunks(self.loss_chunks)
+
+    def with_seed(self, seed: int) -> "Program":
+        """The program of another seed where `build` runs eagerly, so that what it reads is of that seed."""
+        return self if self.init.seed in (None, seed) else self._seeded(seed)._varied(*self._variant)
 
     def resized(self, shapes: Shapes) -> Traced:
         """The step as it is where the state's leaves have other shapes: operation for operation the same, its axes too.
@@ -227,8 +250,9 @@ class Program:
 
     @cached_property
     def _forgets_nothing(self) -> bool:
-        is_written = self.remat == AS_WRITTEN and self.evaluation is not None
-        return is_written and not any(op.name in REMAT for op in self.step.graph.ops())
+        if self.remat != AS_WRITTEN or self.evaluation is None:
+            return False
+        return not self.step.has_remat and not self.evaluation.has_remat
 
     @cached_property
     def _with_nothing_forgotten(self) -> "Program":
@@ -240,143 +264,10 @@ class Program:
         return None if self.remat == AS_WRITTEN else self.remat
 
 
-def trace(
-    *,
-    build: Callable[..., nnx.Module],
-    optimizer: Any,
-    batch: Any,
-    loss: Callable[[nnx.Module, Any], Any] | None = None,
-    train_step: Callable[[nnx.Module, nnx.Optimizer, Any], Any] | None = None,
-    microbatches: int = 1,
-    compute_dtype: Any = None,
-    clip_norm: float | None = None,
-    remat: str | None = None,
-) -> Program:
-    """Trace a train step into a Program. Nothing is allocated, and no device is needed.
-
-    Args:
-      build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.
-      optimizer: an optax transformation, or a function from the model to an `nnx.Optimizer`.
-      batch: a pytree of arrays or `jax.ShapeDtypeStruct`s, examples along dim 0 of each.
-      loss: `loss(model, batch) -> scalar` or `(scalar, dict of metrics)`; Spanax writes the step around it.
-      train_step: your own `train_step(model, optimizer, batch) -> dict of metrics`, instead of a loss.
-      microbatches: gradients are accumulated over this many parts of the batch (with `loss`).
-      compute_dtype: what the loss sees of floating parameters and batch (with `loss`); parameters keep theirs.
-      clip_norm: largest global gradient norm (with `loss`).
-      remat: what the backward pass keeps (with `loss`), the rest being computed once more: `none` forgets nothing,
-        whatever the model says; `dots` keeps the results of matmuls without batch dims and of convolutions; `full`
-        only what enters a layer (one turn of a scan, or what the model has under a remat); `offload` is `dots` in
-        host memory. None: as the model has it.
-
-    Raises:
-      SpanaxError: neither or both of `loss` and `train_step`, or a step that cannot be traced.
-
-    Example:
-      >>> import jax, optax
-      >>> from flax import nnx
-      >>> program = trace(
-      ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
-      ...     loss=lambda model, x: (model(x) ** 2).mean(),
-      ... )
-      >>> [(leaf.path, leaf.shape, leaf.kind) for leaf in program.leaves][:2]
-      [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
-    """
-    chosen = partial(chosen_step, loss, train_step, compute_dtype, clip_norm)
-    chosen(remat, microbatches, GATHERED, 1)  # a wrong request is told before anything is traced
-    batch, batch_leaves, batch_treedef = abstract_batch(batch)
-    variables, init = _initial(build, optimizer)
-    state = variables.abstract()
-
-    given = {"loss": loss, "train_step": train_step, "compute_dtype": compute_dtype, "clip_norm": clip_norm}
-    recorded = partial(trace, build=build, optimizer=recording(optimizer), batch=batch, **given)
-    run_loss = partial(_run_loss, variables, loss)
-    evaluate = lambda context: run_loss if context == GATHERED else attended(run_loss, context)  # noqa: E731
-
-    @cache
-    def trace_evaluation(context: str, loss_chunks: int) -> Traced:
-        return _traced(chunked(evaluate(context), loss_chunks), state, batch, variables, batch_leaves)
-
-    @cache
-    def retrace(policy: str | None, microbatches: int, context: str, loss_chunks: int) -> Program:
-        told: list[str] = []
-        step = partial(_run_step, variables, chosen(policy, microbatches, context, loss_chunks, told))
-        traced = _traced(step, state, batch, variables, batch_leaves)
-        _say_unknown(traced.axes)
-        evaluation = None if loss is None else trace_evaluation(context, loss_chunks)
-        if evaluation is not None:
-            axes = aligned(evaluation.axes, evaluation.graph.body.inputs, traced.axes, traced.graph.body.inputs)
-            evaluation = replace(evaluation, axes=axes)
-        named = _with_axes(traced, variables.leaves, batch_leaves)
-        name = AS_WRITTEN if policy is None else policy
-        return Program(
-            *named, traced, evaluation, init, variables, batch_treedef, name, microbatches, context,
-            tuple(dict.fromkeys(told)), loss_chunks, retrace, recorded, resized,
-        )  # fmt: skip
-
-    @cache
-    def resized(policy: str | None, microbatches: int, context: str, loss_chunks: int, shapes: Shapes) -> Graph:
-        other, asked = variables.of_shapes(shapes), (policy, microbatches, context, loss_chunks)
-        return resized_graph(
-            retrace(*asked).step.graph, partial(_run_step, other, chosen(*asked)), other.abstract(), batch
-        )
-
-    return retrace(remat, microbatches, GATHERED, 1)
-
-
-def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    model, optimizer = variables.merge(values)
-    metrics = as_metrics(step(model, optimizer, batch))
-    return variables.split(model, optimizer), metrics
-
-
-def _run_loss(variables: Variables, loss: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    model, _ = variables.merge(values)
-    model.eval()
-    scalar, extra = with_extra(loss(model, batch))
-    return [], {"loss": scalar} | extra
-
-
-def _initial(build: Callable[..., nnx.Module], optimizer: Any) -> tuple[Variables, core.ClosedJaxpr]:
-    """What the state consists of, and the function from a seed to its values."""
-    # make_jaxpr keeps only arrays; how they fit together comes out on the side, once.
-    taken: list[Variables] = []
-
-    def init(seed: Any) -> list[Any]:
-        variables, values = take_apart(*make(build, optimizer, seed))
-        taken.append(variables)
-        return values
-
-    jaxpr = jax.make_jaxpr(init)(jax.ShapeDtypeStruct((), "uint32"))
-    return taken[0], jaxpr
-
-
-def _traced(
-    function: Callable[..., Any], state: list[Any], batch: Any, variables: Variables, batch_leaves: tuple[Leaf, ...]
-) -> Traced:
-    with nnx.use_eager_sharding(False):  # variables that the step makes are like those that the model was built with
-        jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
-    graph = from_jaxpr(jaxpr)
-    axes = discover(graph, variables.leaves, batch_leaves)
-    if more := grown(graph, axes, function, state, batch, batch_leaves):
-        axes = discover(graph, variables.leaves, batch_leaves, more)
-    return Traced(graph, axes, jax.tree.structure(result))
-
-
-def _say_unknown(axes: Axes) -> None:
-    if axes.unknown:
-        listed = ", ".join(f"'{name}' ({count} times)" for name, count in sorted(axes.unknown.items()))
-        warnings.warn(
-            f"no rule for the primitives {listed}: their dims stay unsplit, which is right and may be slow; "
-            "give them one with spanax.rule",
-            stacklevel=4,
-        )
-
-
-def _with_axes(
+def with_axes(
     step: Traced, leaves: tuple[Leaf, ...], batch: tuple[Leaf, ...]
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """Leaves and batch with the names of their axes in a step."""
     values = step.graph.body.inputs
     named = [replace(leaf, axes=step.axes.of(value)) for leaf, value in zip((*leaves, *batch), values, strict=True)]
     return tuple(named[: len(leaves)]), tuple(named[len(leaves) :])

@@ -12,7 +12,7 @@ from jax.extend import core
 
 from spanax.errors import SpanaxError
 from spanax.trace.chunked import CHUNKS
-from spanax.trace.graph import CONTRACTIONS, REMAT, bind, opened, retraced
+from spanax.trace.graph import CONTRACTIONS, bind, opened, remat_of, retraced
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
 """Calls without a derivative of their own, into which layers are followed."""
@@ -108,11 +108,11 @@ def _apply(eqn: core.JaxprEqn, ins: Sequence[Any], policy: str, in_layer: bool) 
 
     if name in CALLS:
         return inner(_called(eqn))(*ins)
-    if name in REMAT:
-        body = inner(params["jaxpr"])
+    if (remat := remat_of(eqn)) is not None:
+        body = inner(remat["jaxpr"])
         if policy == "none":
             return body(*ins)
-        return jax.checkpoint(body, policy=_saveable(policy), prevent_cse=params["prevent_cse"])(*ins)
+        return jax.checkpoint(body, policy=_saveable(policy), prevent_cse=remat["prevent_cse"])(*ins)
     if name == "scan":
         body = inner(params["jaxpr"])
         if is_layer and [_is_layer(each, True) for each in opened(params["jaxpr"])[0].eqns] != [True]:
@@ -131,11 +131,10 @@ def _has_layers(jaxpr: core.Jaxpr, in_layer: bool = False) -> bool:
 
 
 def _is_layer(eqn: core.JaxprEqn, in_layer: bool) -> bool:
-    name = eqn.primitive.name
-    if name in REMAT:
+    if (remat := remat_of(eqn)) is not None:
         # One that is differentiated is nobody's layer, but the way back of a gradient inside the loss.
-        return not eqn.params["differentiated"]
-    return name == "scan" and not in_layer and _contracts(opened(eqn.params["jaxpr"])[0])
+        return not remat["differentiated"]
+    return eqn.primitive.name == "scan" and not in_layer and _contracts(opened(eqn.params["jaxpr"])[0])
 
 
 def _followed(eqn: core.JaxprEqn) -> Sequence[Any]:
@@ -156,5 +155,6 @@ def _contracts(jaxpr: core.Jaxpr) -> bool:
 
 
 def _bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    held = [body for value in eqn.params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
+    params = remat_of(eqn) or eqn.params
+    held = [body for value in params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
     return [opened(body)[0] for body in held if hasattr(opened(body)[0], "eqns")]

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
-from spanax.errors import SpanaxError
+from spanax.errors import ResizeError, first_line
 from spanax.trace.graph import Body, Graph, from_jaxpr
+from spanax.trace.rates import with_logged
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of every leaf of the state."""
@@ -32,10 +33,10 @@ def resized_graph(written: Graph, function: Callable[..., Any], state: list[Any]
     sizes = (size for before, after in pairs for size, other in zip(before, after, strict=True) if size != other)
     num_layers = next(sizes, 0)
     try:
-        graph = from_jaxpr(jax.make_jaxpr(function)(state, batch))
+        jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
+        graph, _ = with_logged(from_jaxpr(jaxpr), len(state), jax.tree.structure(result))
     except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        raise _refused(f"{type(error).__name__}: {first}"[:160], num_layers) from error
+        raise _refused(f"{type(error).__name__}: {first_line(error)}"[:160], num_layers) from error
     if len(written.avals) != len(graph.avals) or written.constants.keys() != graph.constants.keys():
         raise _refused("with more layers it comes out as other operations", num_layers)
     _check_same(written.body, graph.body, num_layers)
@@ -74,8 +75,8 @@ def _check_same(first: Body, second: Body, num_layers: int) -> None:
         raise _refused("with more layers it comes out as other operations", num_layers)
 
 
-def _refused(why: str, num_layers: int) -> SpanaxError:
-    return SpanaxError(
+def _refused(why: str, num_layers: int) -> ResizeError:
+    return ResizeError(
         "the step counts on how many layers there are, and cannot be divided unevenly.",
         where=why,
         fix=dividing(num_layers),

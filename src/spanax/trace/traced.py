@@ -29,6 +29,7 @@ class Traced:
     graph: Graph
     axes: Axes
     result: Any
+    has_remat: bool = False
 
     def _repr_html_(self) -> str | None:
         return display(self)
@@ -118,7 +119,7 @@ class Traced:
 
     @cached_property
     def labels_by_name(self) -> dict[str, list[int]]:
-        """Classes by name, in the order in which the program computes with them."""
+        """Classes by name and by use, in the order in which the program computes with them."""
         axes = self.axes
         order: dict[int, None] = {}
         for op in self.graph.ops():
@@ -127,8 +128,9 @@ class Traced:
         order |= {label: None for label in sorted(axes.names)}
         by_name: dict[str, list[int]] = {}
         for label in order:
-            if label in axes.names:
-                by_name.setdefault(axes.names[label], []).append(label)
+            for names in (axes.names, axes.uses):
+                if label in names:
+                    by_name.setdefault(names[label], []).append(label)
         return by_name
 
     @cached_property
@@ -138,6 +140,12 @@ class Traced:
         return frozenset(labels for labels, of_one in keys.items() if label_key(of_one) in self.score_keys)
 
     @cached_property
+    def mapped_meshes(self) -> frozenset[tuple[tuple[str, int], ...]]:
+        """The meshes, of several devices, that a `jax.shard_map` of the user runs over: axes with their sizes."""
+        meshes = (op.params["mesh"] for op in self.graph.ops() if op.name == "shard_map")
+        return frozenset(tuple(mesh.shape.items()) for mesh in meshes if mesh.size > 1)
+
+    @cached_property
     def layer_carry(self) -> tuple[int | None, int]:
         """The largest value that goes from one layer to the next, and how many layers there are."""
         return layer_carry(self)
@@ -145,7 +153,7 @@ class Traced:
     @cached_property
     def layer_labels(self) -> frozenset[int | None]:
         """The classes of dims along which layers are stacked."""
-        return frozenset(label for label, name in self.axes.names.items() if name == "layers")
+        return frozenset(self.labels_by_name.get("layers", ()))
 
     @cached_property
     def looked_up(self) -> frozenset[int | None]:

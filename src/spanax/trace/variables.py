@@ -5,7 +5,8 @@ NNX has renamed its annotations four times in a year; nothing outside this file 
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +14,13 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError
+from spanax.trace.raw_arrays import traced_as_data
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 NAMED = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
+
+OPTIMIZER_STATE = "opt_state"
+"""The attribute of Optax's state in Flax, also inside a module; its Variables may have the type of their parameters."""
 
 ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
 
@@ -102,26 +107,51 @@ def changed_variables(by: str, odd: Sequence[str], where: str = "") -> SpanaxErr
     )
 
 
-def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[nnx.Module, nnx.Optimizer]:
-    """Build the model and its optimizer; run it under a trace, and nothing is allocated."""
+def model_of(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
+    """The model that `build` makes; under a trace, nothing is allocated.
+
+    Raises:
+      SpanaxError: `build` is not a function that returns a model.
+    """
     if isinstance(build, nnx.Module):
         raise SpanaxError(
             f"`build` is a {type(build).__name__} that has been built.",
             fix="what makes it: build=MyModel, or build=lambda rngs: MyModel(config, rngs=rngs)",
         )
+    with plain_variables(), traced_as_data():
+        model = _built(build, seed)
+    if not isinstance(model, nnx.Module):
+        raise SpanaxError(
+            f"`build` returned a {type(model).__name__}, not an nnx.Module.",
+            where=f"build={getattr(build, '__name__', build)!r}",
+            fix="return the model itself: def build(rngs): return MyModel(rngs=rngs)",
+        )
+    return model
+
+
+@contextmanager
+def plain_variables() -> Iterator[None]:
+    """New Variables are neither sharded, nor hijax types or references: the state is a list of arrays."""
+    with nnx.use_eager_sharding(False), nnx.var_defaults(hijax=False, ref=False):
+        yield
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises if `optimizer` is neither an optax transformation nor a function from the model to an optimizer."""
     if not _is_optax(optimizer) and (wrong := _no_optimizer(optimizer)):
         raise SpanaxError(
             f"`optimizer` is {wrong}.",
             fix="an optax transformation (optax.adamw(3e-4)), or a function from the model to an nnx.Optimizer",
         )
-    with nnx.use_eager_sharding(False):
-        model = _built(build, seed)
-        if not isinstance(model, nnx.Module):
-            raise SpanaxError(
-                f"`build` returned a {type(model).__name__}, not an nnx.Module.",
-                where=f"build={getattr(build, '__name__', build)!r}",
-                fix="return the model itself: def build(rngs): return MyModel(rngs=rngs)",
-            )
+
+
+def optimizer_of(model: nnx.Module, optimizer: Any) -> nnx.Optimizer:
+    """The optimizer of a model, as `spanax.trace` takes it.
+
+    Raises:
+      SpanaxError: the function returned no optimizer.
+    """
+    with plain_variables(), traced_as_data():
         made = optimizer if _is_optax(optimizer) else optimizer(model)
         if not (_is_optax(made) or isinstance(made, nnx.Pytree | dict | list | tuple)):  # one may hold several
             raise SpanaxError(
@@ -129,7 +159,7 @@ def make(build: Callable[..., nnx.Module], optimizer: Any, seed: Any) -> tuple[n
                 where=f"optimizer={getattr(optimizer, '__name__', optimizer)!r}",
                 fix="optimizer=lambda model: nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)",
             )
-        return model, nnx.Optimizer(model, made, wrt=nnx.Param) if _is_optax(made) else made
+        return nnx.Optimizer(model, made, wrt=nnx.Param) if _is_optax(made) else made
 
 
 def _no_optimizer(optimizer: Any) -> str | None:
@@ -192,12 +222,30 @@ def take_apart(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Variables, 
     graphdef, state = nnx.split((model, optimizer))
     values, treedef = jax.tree.flatten(state)
     leaves = []
+    trained = _trained_arrays(model, optimizer)
     for (path, owner, variable), value in zip(_named_values(state), values, strict=True):
-        kind = "optimizer" if owner == 1 else "param" if isinstance(variable, nnx.Param) else "other"
+        is_param = isinstance(variable, nnx.Param) or path in trained
+        is_optimizer = owner == 1 or OPTIMIZER_STATE in path.split(".")
+        kind = "optimizer" if is_optimizer else "param" if is_param else "other"
         # An array of NumPy's (a table of indices in int64) is what JAX makes of it as soon as it is used.
-        aval = jax.typeof(value)
+        try:
+            aval = jax.typeof(value)
+        except TypeError as error:
+            raise SpanaxError(
+                f"`{path}` is {'an array' if hasattr(value, 'dtype') else 'data'} of "
+                f"{getattr(value, 'dtype', type(value).__name__)}; the state consists of numbers.",
+                fix="a tuple of str, or another static attribute",
+            ) from error
         leaves.append(Leaf(path, aval.shape, aval.dtype, kind, (), _annotation(variable)))
     return Variables(graphdef, treedef, tuple(leaves)), values
+
+
+def _trained_arrays(model: nnx.Module, optimizer: Any) -> set[str]:
+    """The paths of the raw arrays that an `nnx.Optimizer` trains, as its `wrt` selects them."""
+    if not isinstance(optimizer, nnx.Optimizer):
+        return set()
+    named = _named_values([nnx.state(model, optimizer.wrt)])
+    return {path for path, _, value in named if not isinstance(value, nnx.Variable)}
 
 
 def itemsize(dtype: Any) -> int:

@@ -10,7 +10,10 @@ from flax import nnx
 
 from spanax.errors import SpanaxError, nearest
 from spanax.trace.moments import STATE_DTYPES, kept_as
-from spanax.trace.program import Program, trace
+from spanax.trace.policies import EXACT
+from spanax.trace.program import Program
+from spanax.trace.rates import logged
+from spanax.trace.tracing import trace
 from spanax.trace.variables import num_wanted
 
 
@@ -24,7 +27,7 @@ def adamw(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> o
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup, max(num_steps, warmup + 1), end_value=learning_rate / 10
     )
-    made = optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    made = optax.adamw(logged(schedule), b2=0.95, weight_decay=0.1)
     return made if state_dtype is None else kept_as(state_dtype, made)
 
 
@@ -50,7 +53,9 @@ class Workload:
       tokenizer: for text; `bytes`, `bpe`, `bpe:4096` or a tokenizer.json.
       vocab_size: how many tokens the model knows; None where the batch is not tokens.
       microbatches: gradients are accumulated over this many parts of the batch.
+      accumulate: how microbatches are combined, as in `spanax.trace`.
       init: a checkpoint that the parameters begin from; left out, they begin at random.
+      eager_build: run `build` on the host, as in `spanax.trace`.
 
     Example:
       >>> import jax
@@ -75,7 +80,9 @@ class Workload:
     tokenizer: str = "bytes"
     vocab_size: int | None = None
     microbatches: int = 1
+    accumulate: str = EXACT
     init: str | None = None
+    eager_build: bool = False
 
     def trace(
         self,
@@ -85,8 +92,9 @@ class Workload:
         compute_dtype: Any = None,
         remat: str | None = None,
         optimizer_state: str | None = None,
+        accumulate: str | None = None,
     ) -> Program:
-        """The workload's train step as a Program; `compute_dtype` and `remat` as in `spanax.trace`.
+        """The workload's train step as a Program; `compute_dtype`, `remat`, `accumulate` as in `spanax.trace`.
 
         `optimizer_state` is what the optimizer's state is kept in, `float32` or `bfloat16`; as it says if left out.
 
@@ -104,6 +112,8 @@ class Workload:
             microbatches=self.microbatches,
             compute_dtype=compute_dtype,
             remat=remat,
+            accumulate=accumulate or self.accumulate,
+            eager_build=self.eager_build,
         )
 
     def _state_dtype(self, wanted: str | None) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def test_two_processes_see_the_batches_of_one(mesh: str, spec: str, kind: str, t
     leaves = tuple(leaf(p.path, p.shape, p.dtype, axes) for p in leaves)
     shardings = {p.path: p.sharding(built) for p in leaves}
     everything = list(built.devices.flat)
-    order = {"seed": 1, "shuffle": True, "repeat": True}
+    order = {"seed": 1, "shuffle": True, "epochs": None}
 
     def read(devices: list[Any], index: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         rows = local_rows(leaves, shardings, devices)
@@ -180,7 +180,7 @@ def test_two_real_processes(text: Path) -> None:
 
 
 def test_text_becomes_windows_of_the_next_token(text: Path, opened: Callable[..., Batches]) -> None:
-    found = opened(text, TEXT_PLAN, shuffle=False, repeat=False)
+    found = opened(text, TEXT_PLAN, shuffle=False)
     tokens = np.frombuffer(text.read_bytes(), np.uint8)[:361]
     batch = next(found)
     assert np.array_equal(batch["inputs"], tokens[: B * T].reshape(B, T))
@@ -193,7 +193,7 @@ def test_text_becomes_windows_of_the_next_token(text: Path, opened: Callable[...
 
 
 def test_an_epoch_ends_inside_a_batch(text: Path, opened: Callable[..., Batches]) -> None:
-    found = opened(text, TEXT_PLAN)
+    found = opened(text, TEXT_PLAN, epochs=None)
     rows = [tuple(row) for batch in take(found, 12) for row in batch["inputs"]]
     assert len(rows[:90]) == 90 and sorted(rows[:90]) == sorted(take_rows(text))
 
@@ -238,21 +238,67 @@ def sources() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("kind", sources())
 def test_every_source_gives_the_same_batches(kind: str, opened: Callable[..., Batches]) -> None:
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, repeat=False)
+    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
     assert take(found, 99) == [values(image_batch(k)) for k in range(5)]
 
 
 @pytest.mark.parametrize("kind", sources())
 def test_a_source_starts_again(kind: str, opened: Callable[..., Batches]) -> None:
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
+    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=None)
     once = kind.startswith("iterable")  # an iterator has one run in it
     labels = [batch["label"][0] for batch in take(found, 7)]
     assert labels == ([0, 8, 16, 24, 32] if once else [0, 8, 16, 24, 32, 0, 8])
 
 
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+@pytest.mark.parametrize("kind", [kind for kind in sources() if not kind.startswith("iterable")])
+def test_batches_end_after_their_epochs(kind: str, epochs: int, opened: Callable[..., Batches]) -> None:
+    labels = list(range(0, 40, B))
+    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs)
+    states = [found.state()]
+    for batch in found:
+        assert batch["label"][0] == labels[(len(states) - 1) % 5]
+        states.append(json.loads(json.dumps(found.state())))
+    assert len(states) == 1 + 5 * epochs
+    # A position counts the epochs before it, also where the iterator jumps there.
+    for index in (1, 5 * epochs - 1, 5 * epochs):
+        rest = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs, position=states[index])
+        assert len(take(rest, 99)) == 5 * epochs - index
+        found.restore(states[index])
+        assert len(take(found, 99)) == 5 * epochs - index
+
+
+def test_a_position_saved_before_epochs_were_counted(opened: Callable[..., Batches]) -> None:
+    found = opened(sources()["IterDataset"](), IMAGE_PLAN)
+    take(found, 2)
+    state = found.state()
+    old = state | {"mark": state["mark"]["iterator"]}
+    assert take(opened(sources()["IterDataset"](), IMAGE_PLAN, position=old), 99) == take(found, 99)
+
+
+def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches]) -> None:
+    """90 windows in batches of 8: 11 batches in one epoch, 22.5 in two."""
+    assert [opened(text, TEXT_PLAN, epochs=epochs).num_batches for epochs in (1, 2, None)] == [11, 22, None]
+    for kind in ("sequence", "IterDataset"):
+        plan = plan_of(*(leaf(p.path, (12, *p.shape[1:]), p.dtype) for p in IMAGE_PLAN.batch))
+        found = take(opened(sources()[kind](), plan, shuffle=False, epochs=2), 99)
+        assert [batch["label"][0] for batch in found] == [0, 12, 24, 36, 8, 20]
+
+
+def test_an_iterator_cannot_be_read_twice(opened: Callable[..., Batches]) -> None:
+    with pytest.raises(SpanaxError, match="an iterator is read only once"):
+        opened(iter([example(i) for i in range(40)]), IMAGE_PLAN, epochs=2)
+
+
+@pytest.mark.parametrize("epochs", [0, -1, 1.5, True, "2"])
+def test_epochs_are_a_positive_integer_or_none(epochs: Any, opened: Callable[..., Batches]) -> None:
+    with pytest.raises(SpanaxError, match="epochs must be a positive integer or None"):
+        opened([example(i) for i in range(40)], IMAGE_PLAN, epochs=epochs)
+
+
 @pytest.mark.parametrize("kind", ["sequence", "MapDataset"])
 def test_examples_are_shuffled_and_each_comes_once(kind: str, opened: Callable[..., Batches]) -> None:
-    labels = [x for batch in take(opened(sources()[kind](), IMAGE_PLAN, seed=3), 10) for x in batch["label"]]
+    labels = [x for batch in take(opened(sources()[kind](), IMAGE_PLAN, seed=3, epochs=2), 99) for x in batch["label"]]
     assert sorted(labels[:40]) == sorted(labels[40:]) == list(range(40))
     assert labels[:40] != labels[40:] and labels[:40] != list(range(40))
 
@@ -260,7 +306,7 @@ def test_examples_are_shuffled_and_each_comes_once(kind: str, opened: Callable[.
 def test_random_transformations_differ_between_epochs(opened: Callable[..., Batches]) -> None:
     noisy = grain.MapDataset.source([example(i) for i in range(B)]).seed(0)
     noisy = noisy.random_map(lambda item, rng: {**item, "label": int(rng.integers(1 << 30))})
-    first, second = take(opened(noisy, IMAGE_PLAN), 2)
+    first, second = take(opened(noisy, IMAGE_PLAN, epochs=None), 2)
     assert not set(first["label"]) & set(second["label"])
 
 
@@ -281,7 +327,7 @@ def test_a_loader_may_use_its_buffer_again(opened: Callable[..., Batches]) -> No
             buffer[:] = k
             yield {"label": buffer}
 
-    found = opened(loader, plan_of(leaf("label", (B,))), prefetch=3, repeat=False)
+    found = opened(loader, plan_of(leaf("label", (B,))), prefetch=3)
     assert [batch["label"][0] for batch in take(found, 9)] == [0, 1, 2, 3]
 
 
@@ -295,7 +341,7 @@ def test_a_position_gives_the_same_batches_at_every_step(
 ) -> None:
     make = (lambda: text) if kind == "text" else sources()[kind]
     plan = TEXT_PLAN if kind == "text" else IMAGE_PLAN
-    found = opened(make(), plan, prefetch=prefetch)
+    found = opened(make(), plan, prefetch=prefetch, epochs=None)
     states = [found.state()]
     wanted = []
     for batch in itertools.islice(found, 5):
@@ -304,7 +350,7 @@ def test_a_position_gives_the_same_batches_at_every_step(
     for step, state in enumerate(states[:-1]):
         state = json.loads(json.dumps(state))
         assert state["next_index"] == step
-        fresh = opened(make(), plan, prefetch=prefetch, position=state)
+        fresh = opened(make(), plan, prefetch=prefetch, position=state, epochs=None)
         assert fresh.state() == state
         assert take(fresh, 5 - step) == wanted[step:]
         if not kind.startswith("iterable"):
@@ -315,15 +361,15 @@ def test_a_position_gives_the_same_batches_at_every_step(
 @pytest.mark.parametrize("kind", sources())
 def test_batches_that_are_left_out_stay_so(kind: str, opened: Callable[..., Batches]) -> None:
     wanted = [values(image_batch(k)) for k in (0, 2, 3)]
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, repeat=False)
+    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
     found.skip(4, 1)
     assert take(found, 1) == wanted[:1] and found.last_index == 0
     state = json.loads(json.dumps(found.state()))
     assert state["skipped"] == [1, 4]
     assert take(found, 99) == wanted[1:]
-    fresh = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, repeat=False, position=state)
+    fresh = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, position=state)
     assert take(fresh, 1) == wanted[1:2] and fresh.last_index == 2
-    again = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, repeat=False)
+    again = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
     again.restore(state | {"next_index": 0, "mark": None})
     assert take(again, 99) == wanted
 
@@ -352,7 +398,7 @@ def test_what_is_ready_ahead_does_not_count(opened: Callable[..., Batches]) -> N
             yield image_batch(k)
 
     found = opened(loader, IMAGE_PLAN, prefetch=3)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while len(given) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
@@ -430,7 +476,7 @@ def test_waiting_is_measured(opened: Callable[..., Batches]) -> None:
             time.sleep(0.05)
             yield image_batch(k)
 
-    found = opened(slow, IMAGE_PLAN, prefetch=0, repeat=False)
+    found = opened(slow, IMAGE_PLAN, prefetch=0)
     assert found.wait_seconds == 0
     take(found, 3)
     assert 0.1 <= found.wait_seconds < 5
@@ -461,7 +507,7 @@ def test_closed_batches_say_so(text: Path, opened: Callable[..., Batches]) -> No
 
 def test_importing_starts_no_backend_and_no_grain() -> None:
     code = "import sys, spanax.run.data.batches; print(sorted({'jax', 'grain', 'tokenizers'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.stdout.strip() == "[]", run.stdout + run.stderr
 
 

@@ -71,7 +71,7 @@ def test_no_part_is_asked_for_more_than_it_has(sizes: tuple[int, ...]) -> None:
 
 
 def test_each_part_comes_in_its_own_order_and_share() -> None:
-    found = [x for batch in xs(20, seed=4) for x in batch]
+    found = [x for batch in xs(20, seed=4, epochs=None) for x in batch]
     assert Counter(x // 1000 for x in found) == {0: 100, 1: 40, 2: 20}
     for part, (items, _) in enumerate(PARTS):
         mine = [x % 1000 for x in found if x // 1000 == part]
@@ -79,7 +79,8 @@ def test_each_part_comes_in_its_own_order_and_share() -> None:
 
 
 def test_the_first_part_that_ends_ends_all() -> None:
-    assert len(xs(99, repeat=False)) == places_until((40, 9, 16), (5, 2, 1)) // B == 4
+    assert len(xs(99)) == places_until((40, 9, 16), (5, 2, 1)) // B == 4
+    assert len(xs(99, epochs=3)) == places_until((120, 27, 48), (5, 2, 1)) // B == 13
 
 
 @pytest.mark.parametrize("mesh", ["data=8", "model=4,data=2"])
@@ -90,7 +91,7 @@ def test_two_processes_see_the_batches_of_one(mesh: str) -> None:
 
     def read(devices: list[Any], index: int) -> dict[int, int]:
         rows = local_rows(plan.batch, shardings, devices)
-        source = open_source(mixture(PARTS), plan.batch, rows, Reading(), seed=1, shuffle=True, repeat=True)
+        source = open_source(mixture(PARTS), plan.batch, rows, Reading(), seed=1, shuffle=True, epochs=None)
         return dict(zip(rows.tolist(), source.read(index)["x"].tolist(), strict=True))
 
     devices = list(built.devices.flat)
@@ -138,7 +139,7 @@ def test_files_are_mixed_by_a_text(files: Path) -> None:
     rows = [row for batch in take(found, 4) for row in batch["inputs"]]
     assert sum(ord("a") in row for row in rows) == 24 and sum(ord("b") in row for row in rows) == 8
     assert [share.source.split()[0] for share in found.shares] == ["a.jsonl[content]", "b.txt"]
-    held_out = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0, split="validation", repeat=False)
+    held_out = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0, split="validation")
     assert held_out.num_batches == 18
 
 

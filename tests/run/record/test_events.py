@@ -34,6 +34,6 @@ for number in range(200):
 
 def test_lines_of_two_processes_never_mix(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITE, str(tmp_path), by]) for by in ("rank 0", "supervisor")]
-    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert [writer.wait(240) for writer in writers] == [0, 0]
     found = [(event["by"], event["number"]) for event in read(tmp_path)]
     assert len(found) == 400

@@ -4,7 +4,6 @@ import itertools
 import random
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -20,7 +19,7 @@ class Clock:
     def __call__(self) -> int:
         return self.now
 
-    def wait(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         self.now += round(seconds * 1e9)
 
 
@@ -31,20 +30,20 @@ def spent(ledger: Ledger) -> dict[str, float]:
 def test_time_goes_to_the_bucket_that_was_entered() -> None:
     clock = Clock()
     ledger = Ledger(clock=clock, age_seconds=1.5)
-    clock.wait(0.5)
+    clock.advance(0.5)
     ledger.enter("compile")
-    clock.wait(4)
+    clock.advance(4)
     for step in (1, 2):
         ledger.enter("data")
-        clock.wait(0.25)
+        clock.advance(0.25)
         ledger.take(step)
-        clock.wait(1)
+        clock.advance(1)
         with ledger.within("save"):
-            clock.wait(0.125)
+            clock.advance(0.125)
             with ledger.within("idle"):
-                clock.wait(2)
+                clock.advance(2)
         assert ledger.bucket == "step"
-        clock.wait(1)
+        clock.advance(1)
     assert spent(ledger) == {
         "step": 4.0, "compile": 4.0, "data": 0.5, "save": 0.25, "start": 2.0, "idle": 4.0
     }  # fmt: skip
@@ -65,9 +64,9 @@ def test_a_bucket_ends_though_its_work_fails() -> None:
     clock = Clock()
     ledger = Ledger(clock=clock)
     with pytest.raises(OSError), ledger.within("save"):
-        clock.wait(1)
+        clock.advance(1)
         raise OSError
-    clock.wait(2)
+    clock.advance(2)
     assert spent(ledger) == {"save": 1.0, "start": 2.0}
 
 
@@ -75,10 +74,10 @@ def test_steps_taken_again_are_recomputed_and_no_others() -> None:
     """The attempt before had finished step 5; this one goes on from step 2, and later falls back to step 6 itself."""
     clock = Clock()
     ledger = Ledger(attempt=1, reached=5, clock=clock)
-    clock.wait(100)
+    clock.advance(100)
     for step in itertools.chain(range(3, 10), range(7, 12)):
         ledger.take(step)
-        clock.wait(step)
+        clock.advance(step)
     ledger.enter("idle")
     again, new = (3 + 4 + 5) + (7 + 8), (6 + 7 + 8 + 9) + (9 + 10 + 11)
     assert spent(ledger) == {"restart": 100.0, "recomputed": again, "step": new}
@@ -92,15 +91,13 @@ def test_an_unknown_bucket_is_a_mistake() -> None:
 
 def test_the_age_of_a_process_counts_from_its_start() -> None:
     code = "import time; time.sleep(0.5); from spanax.run.record.ledger import process_age_seconds as age; print(age())"
-    began = time.monotonic()
     age = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-    assert 0.5 <= age <= time.monotonic() - began + 0.02
-    assert process_age_seconds() > 0
+    assert 0.5 <= age < process_age_seconds(), "this process is older than the one that it started"
 
 
-def test_a_ledger_costs_microseconds() -> None:
-    ledger = Ledger()
-    began = time.perf_counter()
+def test_a_step_costs_one_reading_of_the_clock() -> None:
+    readings = itertools.count()
+    ledger = Ledger(clock=lambda: next(readings))
     for step in range(2000):
         ledger.take(step)
-    assert (time.perf_counter() - began) / 2000 < 100e-6
+    assert next(readings) == 1 + 2000

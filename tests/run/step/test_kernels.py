@@ -12,7 +12,7 @@ import pytest
 import spanax
 from spanax.models.workloads import load
 from spanax.run.step import kernels
-from spanax.trace.attended import attended
+from spanax.trace.attended import Attended, attended
 from spanax.trace.attention import BACKWARD, FORWARD, attention_grad_p, attention_p
 
 B, T, H, G, K = 2, 256, 4, 2, 16
@@ -65,9 +65,9 @@ def test_splash_has_the_numbers_of_the_model(name: str, interpreted: list[str]) 
     keys = jax.random.split(jax.random.key(0), 3)
     sizes = ((B, T, H, K), (B, num_keys, heads, K), (B, num_keys, heads, K))
     operands = [jax.random.normal(key, size) for key, size in zip(keys, sizes, strict=True)]
-    told: list[str] = []
+    told: list[Attended] = []
     found = gradients(attended(function, "splash", told), operands)
-    assert interpreted == [FORWARD, BACKWARD] and told[0].startswith("splash for 256 x")
+    assert interpreted == [FORWARD, BACKWARD] and str(told[0]).startswith("splash for 256 x")
     for one, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(gradients(function, operands)), strict=True):
         assert float(jnp.abs(one - wanted).max()) <= TOLERANCE * float(jnp.abs(wanted).max())
 

@@ -178,7 +178,7 @@ def test_stages_with_several_chunks_keep_rows_of_several_places() -> None:
 
 def test_a_check_holds_stages_against_one_device() -> None:
     made = spanax.trace(
-        build=Watched, optimizer=optax.sgd(0.1), microbatches=4,
+        build=Watched, optimizer=optax.sgd(0.1), microbatches=4, accumulate="mean",
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
     )  # fmt: skip
     assert parity(made, planned(made, "pipe=2", "interleaved"), steps=1).passes
@@ -186,7 +186,7 @@ def test_a_check_holds_stages_against_one_device() -> None:
 
 def test_an_update_that_goes_by_the_number_of_a_layer_is_refused() -> None:
     made = spanax.trace(
-        build=Watched, optimizer=optax.chain(ranked_layers(None), optax.sgd(0.1)), microbatches=4,
+        build=Watched, optimizer=optax.chain(ranked_layers(None), optax.sgd(0.1)), microbatches=4, accumulate="mean",
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
     )  # fmt: skip
     run = spanax.start(made, planned(made, "pipe=2", "interleaved"))
@@ -231,7 +231,12 @@ class Watched(nnx.Module):
 def test_what_is_made_of_all_layers_at_once_is_the_same(stages: int, schedule: str) -> None:
     rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     made = spanax.trace(
-        build=Watched, optimizer=optax.sgd(0.1), batch=rows, loss=lambda model, x: model(x), microbatches=4
+        build=Watched,
+        optimizer=optax.sgd(0.1),
+        batch=rows,
+        loss=lambda model, x: model(x),
+        microbatches=4,
+        accumulate="mean",
     ).with_gradients()
     found = []
     for plan in (planned(made, f"pipe={stages}", schedule), spanax.plan(made, spanax.cluster("cpu:1"), layout="data")):
@@ -276,7 +281,7 @@ def test_what_cannot_be_is_refused(name: str) -> None:
 def traced_chain() -> Program:
     return spanax.trace(
         build=Chained, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((8, 8), "float32"),
-        loss=lambda model, x: (model(x) ** 2).mean(), microbatches=4,
+        loss=lambda model, x: (model(x) ** 2).mean(), microbatches=4, accumulate="mean",
     )  # fmt: skip
 
 

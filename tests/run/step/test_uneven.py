@@ -244,6 +244,7 @@ def watched(optimizer: Any = None, **how: Any) -> Program:
     return spanax.trace(
         build=lambda rngs: Watched(rngs, **how), optimizer=optimizer or optax.sgd(0.1), microbatches=4,
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
+        accumulate="mean",
     )  # fmt: skip
 
 

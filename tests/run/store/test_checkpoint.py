@@ -337,12 +337,12 @@ def test_a_save_in_progress_is_left_alone_by_the_next(tmp_path: Path, monkeypatc
 
     def slow(folder: Path) -> None:
         reached.set()
-        assert go_on.wait(60)
+        assert go_on.wait(240)
         write(folder)
 
     monkeypatch.setattr(manifest, "write", slow)
     checkpoint.save(tmp_path, 1, values(1), plan_json="{}", meta={})
-    assert reached.wait(60) and checkpoint.describe(tmp_path)[0].state == "unfinished"
+    assert reached.wait(240) and checkpoint.describe(tmp_path)[0].state == "unfinished"
     threading.Timer(0.2, go_on.set).start()
     saved(tmp_path / ".." / tmp_path.name, 2)
     assert manifest.steps(tmp_path) == [1, 2] and checkpoint.verify(tmp_path) == []
@@ -351,7 +351,7 @@ def test_a_save_in_progress_is_left_alone_by_the_next(tmp_path: Path, monkeypatc
 def test_restore_waits_for_the_save_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 1)
     write, go_on = manifest.write, threading.Event()
-    monkeypatch.setattr(manifest, "write", lambda folder: (go_on.wait(60), write(folder)))
+    monkeypatch.setattr(manifest, "write", lambda folder: (go_on.wait(240), write(folder)))
     pending = checkpoint.save(tmp_path, 2, values(2), plan_json="{}", meta={})
     threading.Timer(0.2, go_on.set).start()
     assert checkpoint.restore(tmp_path, targets()).step == 2

@@ -1,12 +1,12 @@
 """Rules on single arrays: what lies whole, what does not divide, what was wished for and did not come."""
 
 import math
-import re
 from collections.abc import Iterator
 
 from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
 from spanax.hardware.mesh import CANONICAL_AXES
+from spanax.plan.assign import Uneven
 from spanax.plan.plan import Placement
 from spanax.trace.names import STRENGTH
 
@@ -37,12 +37,11 @@ def left_whole(checked: Checked) -> Iterator[Said]:
 
 def does_not_divide(checked: Checked) -> Iterator[Said]:
     """A mesh axis does not split a dim that it was meant to split, in arrays that count; a size near it would do."""
-    by_reason: dict[tuple[str, str], list[Placement]] = {}
-    for leaf in checked.plan.leaves:
-        for reason in leaf.reason.split("; "):
-            if "does not divide" in reason and not _is_served(checked, leaf, reason.partition(" ")[0]):
-                by_reason.setdefault((leaf.kind, reason), []).append(leaf)
-    seen = set[str]()
+    by_reason: dict[tuple[str, Uneven], list[Placement]] = {}
+    for leaf, reason in _uneven(checked):
+        if not _is_served(checked, leaf, reason.name):
+            by_reason.setdefault((leaf.kind, reason), []).append(leaf)
+    seen = set[Uneven]()
     for (kind, reason), leaves in by_reason.items():
         if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= MISSED * checked.plan.state_bytes(kind):
             seen.add(reason)
@@ -51,14 +50,21 @@ def does_not_divide(checked: Checked) -> Iterator[Said]:
                 yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
 
 
-def _dividing(reason: str) -> str:
+def _uneven(checked: Checked) -> Iterator[tuple[Placement, Uneven]]:
+    """Yields every placement with each of its dims that is not sharded because its size does not divide."""
+    program = checked.program
+    rows = zip(program.leaves, program.step.graph.body.inputs, checked.plan.leaves, strict=False)
+    for leaf, value, placement in rows:
+        for reason in checked.resolver.unsplit(leaf, program.step.axes.classes[value]):
+            if isinstance(reason, Uneven):
+                yield placement, reason
+
+
+def _dividing(reason: Uneven) -> str:
     """The nearest that works: a little more, or fewer ways; empty where it takes much more, as of three colours."""
-    told = re.match(r"(\w+) \((\d+)\) does not divide (\d+) ways", reason)
-    if told is None:
-        return "a size that divides, or a smaller mesh axis"
-    name, size, ways = told[1], int(told[2]), int(told[3])
+    size, ways = reason.size, reason.ways
     more, fewer = -(-size // ways) * ways, math.gcd(size, ways)
-    near = [f"{name} {more}"] if more <= (1 + PADDED) * size else []
+    near = [f"{reason.name} {more}"] if more <= (1 + PADDED) * size else []
     near += [f"{fewer} ways"] if fewer > 1 else []
     return ", or ".join(near)
 

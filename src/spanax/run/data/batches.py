@@ -20,9 +20,10 @@ import numpy as np
 
 from spanax.errors import DataError, SpanaxError
 from spanax.run.data.elements import Leaves, described, nested
-from spanax.run.data.examples import Source, in_order, same_kind
+from spanax.run.data.examples import Remainder, Source, in_order, same_kind
 from spanax.run.data.opened import Reading, examples, opened
 from spanax.run.data.source import batch_size, element_source, local_rows
+from spanax.run.hosts import join_group
 
 if TYPE_CHECKING:
     import jax
@@ -44,7 +45,8 @@ def batches(
     seed: int = 0,
     position: Mapping[str, Any] | None = None,
     shuffle: bool = True,
-    repeat: bool = True,
+    epochs: int | None = 1,
+    drop_remainder: bool = True,
     prefetch: int = 2,
     cache_dir: str | os.PathLike[str] | None = None,
     field: str | Mapping[str, str] | None = None,
@@ -65,7 +67,10 @@ def batches(
       seed: of the order; every epoch has another one.
       position: a `Batches.state()` to go on from.
       shuffle: whether examples change places; whatever comes in batches, or in an iterable, keeps its own order.
-      repeat: start again at the end; otherwise what does not fill a last batch is left out.
+      epochs: how many times the source is read; a mixture ends with the first part that has been read so often. None
+        reads without end, and an iterator to its end.
+      drop_remainder: leave out the examples that do not fill a last batch; if false, they come as a last, smaller batch
+        of NumPy arrays, which `run.evaluate` takes.
       prefetch: how many batches are made ready ahead, each on the devices; 0 for none and no thread.
       cache_dir: where a trained tokenizer and encoded text are kept; `~/.cache/spanax` by default.
       field: which field of a table holds the text or the token ids, of several (`content,text`) the first that a
@@ -74,6 +79,7 @@ def batches(
 
     Raises:
       DataError: the source is missing, damaged, too short for one batch, or not what the plan takes.
+      SpanaxError: `epochs` is neither a positive integer nor None.
 
     Example:
       >>> from types import SimpleNamespace as Plan
@@ -81,15 +87,22 @@ def batches(
       >>> from spanax.plan.plan import Placement
       >>> x = Placement("x", (4,), "int32", "batch", ("batch",), (("data",),), (4,), 16, "")
       >>> plan = Plan(mesh=MeshShape.of("data=1"), batch=(x,))
-      >>> [batch["x"].tolist() for batch in batches([{"x": i} for i in range(8)], plan, shuffle=False, repeat=False)]
+      >>> [batch["x"].tolist() for batch in batches([{"x": i} for i in range(8)], plan, shuffle=False)]
       [[0, 1, 2, 3], [4, 5, 6, 7]]
     """
 
+    if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
+        raise SpanaxError(f"epochs must be a positive integer or None, not {epochs!r}.", fix="epochs=1")
+    join_group()
     mesh = plan.mesh.build() if mesh is None else mesh
     shardings = {leaf.path: leaf.sharding(mesh) for leaf in plan.batch}
     rows_R = local_rows(plan.batch, shardings, mesh.local_devices)
     reading = Reading(tokenizer, split, field, cache_dir)
-    made = open_source(source, plan.batch, rows_R, reading, seed=seed, shuffle=shuffle, repeat=repeat)
+    if epochs is None and not drop_remainder:
+        raise SpanaxError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
+    made = open_source(
+        source, plan.batch, rows_R, reading, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder
+    )
     order = f"seed {seed}, shuffle {shuffle}, {described({leaf.path: leaf for leaf in plan.batch})}"
     return Batches(made, order, partial(_place, plan.batch, shardings, rows_R), position, prefetch)
 
@@ -102,15 +115,19 @@ def open_source(
     *,
     seed: int,
     shuffle: bool,
-    repeat: bool,
+    epochs: int | None,
+    drop_remainder: bool = True,
 ) -> Source:
     """What gives the leaves of one batch after the other, of the rows that a process reads."""
     parts = opened(source, [leaf.path for leaf in placements], reading)
     if len(parts) == 1 and parts[0][0] is source:
-        return element_source(source, placements, rows_R, seed=seed, shuffle=shuffle, repeat=repeat)
-    found = [(examples(part, placements, rows_R), weight) for part, weight in parts]
+        return element_source(
+            source, placements, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder
+        )
+    size = batch_size(placements)
+    found = [(examples(part, placements, rows_R, size if drop_remainder else 1), weight) for part, weight in parts]
     same_kind([part for part, _ in found])
-    return in_order(found, batch_size(placements), rows_R, seed=seed, shuffle=shuffle, repeat=repeat)
+    return in_order(found, size, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder)
 
 
 @final
@@ -121,7 +138,7 @@ class Batches:
       source: what is read, with a hash of its content.
       skipped: the indices of batches that are left out.
       tokens: the token ids of a text or token source; else None.
-      num_batches: how many there are; None when they start again at the end, or nobody knows.
+      num_batches: in all epochs; None without an end, and for iterables, whose length is unknown.
       shares: the sources of a mixture, or the only one: name, share of all examples, number of examples, epochs; none
         of an iterable.
       wait_seconds: how long `next` waited for data so far.
@@ -295,6 +312,8 @@ class _Feed:
 
 def _produce(source: Source, place: Callable[[Leaves], Any], index: int) -> tuple[Any, Any] | None:
     leaves = source.read(index)
+    if isinstance(leaves, Remainder):
+        return nested(source.like, leaves.content), source.mark()
     return None if leaves is None else (nested(source.like, place(leaves)), source.mark())
 
 

@@ -23,6 +23,13 @@ class TooFew(DataError):
 
 
 @dataclass(frozen=True)
+class Remainder:
+    """The examples after the last full batch: all of them on every process, as elements or as the leaves of a batch."""
+
+    content: Any
+
+
+@dataclass(frozen=True)
 class Examples:
     """Examples by index.
 
@@ -73,7 +80,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Source:
-    """What batches are read from: `read(index)` gives the leaves of a batch, None behind the last one.
+    """What batches are read from: `read(index)` gives the leaves of a batch, None after the last batch.
 
     `like` is nested as a batch is. `mark()` is what the source itself needs to go on from where it was read to;
     `seek(index, mark)` goes there. `shares` is empty where nobody knows how many examples there are.
@@ -81,7 +88,7 @@ class Source:
 
     name: str
     like: Any
-    read: Callable[[int], Leaves | None]
+    read: Callable[[int], Leaves | Remainder | None]
     num_batches: int | None = None
     tokens: "Tokens | None" = None
     mark: Callable[[], Any] = lambda: None
@@ -96,13 +103,14 @@ def in_order(
     *,
     seed: int,
     shuffle: bool,
-    repeat: bool,
+    epochs: int | None,
+    drop_remainder: bool = True,
 ) -> Source:
     """Examples in the order that the seed decides; of several parts, each with its weight, in exact proportion.
 
     Example:
       >>> parts = [(Examples(str(k), None, 6, lambda indices_R, k=k: {"x": indices_R + 10 * k}), 3 - k) for k in (1, 2)]
-      >>> source = in_order(parts, 3, np.arange(3), seed=0, shuffle=False, repeat=True)
+      >>> source = in_order(parts, 3, np.arange(3), seed=0, shuffle=False, epochs=None)
       >>> [source.read(index)["x"].tolist() for index in (0, 1, 2)]
       [[10, 11, 20], [12, 13, 21], [14, 15, 22]]
     """
@@ -110,11 +118,19 @@ def in_order(
     sizes = [part.num_examples for part, _ in parts]
     # Each part is shuffled by a seed of its own: two parts of one size would go through their examples alike.
     orders = [Order(size, batch_size, seed + number, shuffle) for number, size in enumerate(sizes)]
-    num_batches = None if repeat else places_until(sizes, weights) // batch_size
+    num_full, num_rest = divmod(
+        0 if epochs is None else places_until([size * epochs for size in sizes], weights), batch_size
+    )
+    num_batches = None if epochs is None else num_full + (num_rest > 0 and not drop_remainder)
 
-    def read(index: int) -> Leaves | None:
+    def read(index: int) -> Leaves | Remainder | None:
         if num_batches is not None and index >= num_batches:
             return None
+        is_last = num_batches is not None and index == num_full
+        leaves = read_rows(index, np.arange(num_rest) if is_last else rows_R)
+        return Remainder(leaves) if is_last else leaves
+
+    def read_rows(index: int, rows_R: np.ndarray) -> Leaves:
         part_R, inner_R = picked(index * batch_size + rows_R.astype(np.int64), weights)
         found: Leaves = {}
         for number in np.unique(part_R):

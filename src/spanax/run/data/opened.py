@@ -120,13 +120,13 @@ def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | 
     return max((part.vocab_size for part in parts if isinstance(part, Tokens)), default=None)
 
 
-def examples(part: Any, placements: Sequence["Placement"], rows_R: np.ndarray) -> Examples:
-    """Examples for a plan, of one of what `opened` found."""
+def examples(part: Any, placements: Sequence["Placement"], rows_R: np.ndarray, least: int) -> Examples:
+    """At least so many examples for a plan, from one part of what `opened` returned."""
     if isinstance(part, Tokens):
-        return windows(part, placements)
+        return windows(part, placements, least)
     if isinstance(part, Rows):
-        return _row_examples(part, placements)
-    return sequence_examples(part, placements, rows_R)
+        return _row_examples(part, placements, least)
+    return sequence_examples(part, placements, rows_R, least)
 
 
 def _found(source: Any, leaves: Collection[str], reading: Reading) -> Any:
@@ -203,10 +203,10 @@ def _tokens(part: Any, tokenizer: Tokenizer | None, reading: Reading) -> Any:
     return part
 
 
-def _row_examples(rows: Rows, placements: Sequence["Placement"]) -> Examples:
+def _row_examples(rows: Rows, placements: Sequence["Placement"], least: int) -> Examples:
     table, fields = rows.table, rows.fields
     name = f"{table.name} {table.split} {table.digest}"
-    if table.num_rows < batch_size(placements):
+    if table.num_rows < least:
         told = f"{name} has {table.num_rows:,} examples, and one batch takes {batch_size(placements):,}."
         raise TooFew(told, fix="more data, or a smaller batch")
     wanted = described({leaf.path: leaf for leaf in placements})

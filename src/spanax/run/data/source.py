@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from statistics import mode
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import numpy as np
 
 from spanax.errors import DataError, SpanaxError
 from spanax.run.data.elements import Leaves, described, digest, flat, nested
-from spanax.run.data.examples import Examples, Share, Source, TooFew
+from spanax.run.data.examples import Examples, Remainder, Share, Source, TooFew
 from spanax.run.data.order import Order
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ NUM_READERS = 16
 END = object()
 """What a loader holds behind its last element."""
 
-Fetch = Callable[[int, np.ndarray], list[Any] | None]
-"""From the index of a batch and the rows wanted of it to the elements; None behind the last batch."""
+Fetch = Callable[[int, np.ndarray], Any]
+"""From the index of a batch and the rows to read to a list of elements, or a Remainder; None after the last batch."""
 
 
 def local_rows(placements: Sequence["Placement"], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
@@ -46,14 +47,21 @@ def local_rows(placements: Sequence["Placement"], shardings: Mapping[str, Any], 
 
 
 def element_source(
-    source: Any, placements: Sequence["Placement"], rows_R: np.ndarray, *, seed: int, shuffle: bool, repeat: bool
+    source: Any,
+    placements: Sequence["Placement"],
+    rows_R: np.ndarray,
+    *,
+    seed: int,
+    shuffle: bool,
+    epochs: int | None,
+    drop_remainder: bool = True,
 ) -> Source:
     """A dataset, a sequence, an iterable or a function that returns one, of examples or of batches."""
     name = type(source).__name__
     is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if isinstance(source, Mapping) or not (is_sequence or callable(source) or isinstance(source, Iterable)):
         raise SpanaxError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset, or an iterable")
-    loader = None if is_sequence else Loader(source, repeat)
+    loader = None if is_sequence else Loader(source, epochs, drop_remainder)
     size = len(source) if is_sequence else 0
     first = loader.held if loader else source[0] if size else END
     if first is END:
@@ -63,23 +71,36 @@ def element_source(
     if not in_batches and any(leaf.shape[0] != num_elements for leaf in placements):
         wanted = described({leaf.path: leaf for leaf in placements})
         raise DataError(f"examples cannot make {wanted}.", where=name, fix="a source of whole batches")
-    if is_sequence and size < num_elements:
+    num_fewer = partial(_num_fewer, placements, rows_R) if in_batches and not drop_remainder else lambda item: 0
+
+    def conform(item: Any) -> Leaves:
+        count = num_fewer(item)
+        return _conform(item, _of_size(placements, count) if count else placements, rows_R, name)
+
+    if is_sequence and size < num_elements and drop_remainder:
         raise TooFew(f"{name} has {size:,} examples, and one batch takes {num_elements:,}.", fix="a smaller batch")
-    leaves = _conform(first, placements, rows_R, name)
+    leaves = conform(first)
     if not in_batches or leaves[placements[0].path].shape == placements[0].shape:
         # One process's own rows would tell the other processes nothing.
         name = f"{name} {digest(str(size), *(part for leaf in placements for part in (leaf.path, leaves[leaf.path])))}"
     order = Order(size, num_elements, seed, shuffle and not in_batches)
     size_B = batch_size(placements)
     shares = () if loader or size >= sys.maxsize else (Share(name, 1.0, size * size_B // num_elements, size_B),)
-    fetch, num_batches = (partial(loader.read, num_elements), None) if loader else sequence_fetch(source, order, repeat)
+    fetch: Fetch
+    fetch, num_batches = (
+        (partial(loader.read, num_elements), None) if loader else sequence_fetch(source, order, epochs, drop_remainder)
+    )
 
-    def read(index: int) -> Leaves | None:
+    def read(index: int) -> Leaves | Remainder | None:
         items = fetch(index, rows)
         if items is None:
             return None
-        found = [_conform(item, placements, rows_R, name) for item in items]
-        return found[0] if in_batches else {leaf.path: _stacked(found, leaf) for leaf in placements}
+        is_smaller = isinstance(items, Remainder)
+        items = items.content if isinstance(items, Remainder) else items
+        found = [conform(item) for item in items]
+        is_smaller |= in_batches and num_fewer(items[0]) > 0
+        leaves = found[0] if in_batches else {leaf.path: _stacked(found, leaf) for leaf in placements}
+        return Remainder(leaves) if is_smaller else leaves
 
     like = nested(first, dict.fromkeys(flat(first)))
     if not loader:
@@ -87,7 +108,7 @@ def element_source(
     return Source(name, like, read, mark=loader.mark, seek=loader.seek)
 
 
-def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np.ndarray) -> Examples:
+def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np.ndarray, least: int) -> Examples:
     """A sequence of examples, as a part of a mixture.
 
     Raises:
@@ -100,7 +121,7 @@ def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np
         raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix, of Grain's own datasets")
     if len(source) and _is_batch(flat(source[0]), placements):
         raise SpanaxError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
-    if len(source) < batch_size(placements):
+    if len(source) < least:
         raise TooFew(f"{name} has {len(source):,} examples, and one batch takes {batch_size(placements):,}.")
     first = source[0]
     leaves = _conform(first, placements, rows_R, name)
@@ -122,22 +143,27 @@ def conformed(items: Sequence[Any], placements: Sequence["Placement"], name: str
     return {leaf.path: _stacked(found, leaf) for leaf in placements}
 
 
-def sequence_fetch(source: Any, order: Order, repeat: bool) -> tuple[Fetch, int | None]:
+def sequence_fetch(
+    source: Any, order: Order, epochs: int | None, drop_remainder: bool = True
+) -> tuple[Fetch, int | None]:
     """Random access to a sequence in an order, and how many batches there are; None for no end."""
     endless = order.num_examples >= sys.maxsize
-    num_batches = None if repeat or endless else order.num_examples // order.batch_size
+    num_full, num_rest = divmod((epochs or 1) * order.num_examples, order.batch_size)
+    num_batches = None if epochs is None or endless else num_full + (num_rest > 0 and not drop_remainder)
     read: Callable[[list[int]], Any] = partial(map, source.__getitem__)
     grain = sys.modules.get("grain")  # if it was never imported, this is none of its datasets
     if grain and isinstance(source, grain.MapDataset):
         # Grain shuffles and repeats itself: it seeds random transformations anew in every epoch.
         source = source.shuffle(seed=order.seed % 2**32) if order.shuffle and not endless else source
-        source = source.repeat(None) if repeat and not endless else source
+        source = source.repeat(epochs) if epochs != 1 and not endless else source
         order = Order(len(source), order.batch_size, shuffle=False)
         read = partial(ThreadPoolExecutor(NUM_READERS, "spanax-read").map, source.__getitem__)
 
-    def fetch(index: int, rows_R: np.ndarray) -> list[Any] | None:
+    def fetch(index: int, rows_R: np.ndarray) -> list[Any] | Remainder | None:
         if num_batches is not None and index >= num_batches:
             return None
+        if num_batches is not None and index == num_full:
+            return Remainder(list(read(order.examples(index, np.arange(num_rest)).tolist())))
         return list(read(order.examples(index, rows_R).tolist()))
 
     return fetch, num_batches
@@ -150,28 +176,34 @@ class Loader:
       held: the first element, read ahead to see what it is; `END` if there is none.
     """
 
-    def __init__(self, source: Any, repeat: bool):
+    def __init__(self, source: Any, epochs: int | None, drop_remainder: bool = True):
         self._open = partial(iter, source) if isinstance(source, Iterable) else source
         self._items = iter(self._open())
         self._once = self._items is source
-        self._repeat = repeat and not self._once
-        self._index = 0
+        if self._once and epochs is not None and epochs > 1:
+            raise SpanaxError(
+                f"an iterator is read only once; epochs={epochs} reads it again.",
+                where=type(source).__name__,
+                fix="a function that returns a new iterator",
+            )
+        self._epochs, self._epoch, self._index, self._drop_remainder = epochs, 0, 0, drop_remainder
         self.held = next(self._items, END)
 
-    def read(self, num_elements: int, index: int, rows_R: np.ndarray) -> list[Any] | None:
-        """Rows of one batch, those of the batches before it being read past; None behind the last one."""
+    def read(self, num_elements: int, index: int, rows_R: np.ndarray) -> list[Any] | Remainder | None:
+        """Rows of one batch, after reading past the batches before it; None after the last batch."""
         elements: list[Any] = []
         while self._index <= index:
             elements = [self._element() for _ in range(num_elements)]
             if elements[-1] is END:
-                return None
+                rest = [element for element in elements if element is not END]
+                return Remainder(rest) if rest and not self._drop_remainder and self._index == index else None
             self._index += 1
         return [elements[row] for row in rows_R]
 
     def mark(self) -> Any:
-        """Where the iterator says it is, if it says so in JSON, as Grain's do: it jumps there instead of reading."""
+        """The epoch and the iterator's own state, if it has one in JSON, as Grain's do: it jumps there."""
         try:
-            return json.loads(json.dumps(self._items.get_state()))
+            return {"epoch": self._epoch, "iterator": json.loads(json.dumps(self._items.get_state()))}
         except (AttributeError, TypeError, ValueError):
             return None
 
@@ -182,21 +214,23 @@ class Loader:
           DataError: it is behind, and the iterator cannot be started again.
         """
         if mark is not None and hasattr(self._items, "set_state"):
-            self._items.set_state(mark)
-            self._index, self.held = index, END
+            if not isinstance(mark, dict) or mark.keys() != {"epoch", "iterator"}:
+                mark = {"epoch": 0, "iterator": mark}  # saved before positions counted epochs
+            self._items.set_state(mark["iterator"])
+            self._epoch, self._index, self.held = mark["epoch"], index, END
         elif index < self._index:
             if self._once:
                 raise DataError(
                     f"batch {index} is gone: an iterator is read only once, and was read to batch {self._index}.",
                     fix="a function that returns a new iterator",
                 )
-            self._items, self._index, self.held = iter(self._open()), 0, END
+            self._items, self._epoch, self._index, self.held = iter(self._open()), 0, 0, END
 
     def _element(self) -> Any:
         element, self.held = self.held, END
         element = next(self._items, END) if element is END else element
-        if element is END and self._repeat:
-            self._items = iter(self._open())
+        if element is END and not self._once and (self._epochs is None or self._epoch + 1 < self._epochs):
+            self._items, self._epoch = iter(self._open()), self._epoch + 1
             element = next(self._items, END)
         return element
 
@@ -229,6 +263,18 @@ def _conform(item: Any, placements: Sequence["Placement"], rows_R: np.ndarray, n
         if narrowed and dtype.kind in "iu" and not np.array_equal(leaves[path], array):
             raise refuse(f"'{path}' has values that do not fit {dtype}.")
     return leaves
+
+
+def _num_fewer(placements: Sequence["Placement"], rows_R: np.ndarray, item: Any) -> int:
+    """How many examples a batch has that is smaller than planned, read by the only process; 0 for other batches."""
+    size = batch_size(placements)
+    counts = {np.shape(value)[0] for value in flat(item).values() if np.ndim(value)}
+    is_smaller = len(rows_R) == size and len(counts) == 1 and 0 < min(counts) < size
+    return min(counts) if is_smaller and all(leaf.shape[0] == size for leaf in placements) else 0
+
+
+def _of_size(placements: Sequence["Placement"], count: int) -> list["Placement"]:
+    return [replace(leaf, shape=(count, *leaf.shape[1:])) for leaf in placements]
 
 
 def batch_size(placements: Sequence["Placement"]) -> int:

@@ -125,7 +125,7 @@ def load_bin(path: Path, split: str) -> np.ndarray:
     return tokens[:num_train] if check_split(split) == "train" else tokens[num_train:]
 
 
-def windows(tokens: Tokens, placements: Sequence["Placement"]) -> Examples:
+def windows(tokens: Tokens, placements: Sequence["Placement"], least: int | None = None) -> Examples:
     """Windows of T + 1 tokens as examples: the first T are the inputs, the last T the targets; they share their ends.
 
     Raises:
@@ -141,7 +141,7 @@ def windows(tokens: Tokens, placements: Sequence["Placement"]) -> Examples:
         )
     (batch_size, length), ids = placements[0].shape, tokens.ids
     num_windows = max(0, len(ids) - 1) // length
-    if num_windows < batch_size:
+    if num_windows < (batch_size if least is None else least):
         raise TooFew(
             f"the data has {len(ids):,} tokens, and one batch takes {batch_size * length + 1:,}.",
             where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",

@@ -93,7 +93,7 @@ def account(folder: Path) -> Account:
     Between the processes of two attempts lies no clock but that of the machine: a jump of it changes `restart`.
 
     Raises:
-      DataError: no run told of itself there.
+      DataError: it is not a run folder.
 
     Example:
       >>> import tempfile
@@ -109,9 +109,7 @@ def account(folder: Path) -> Account:
     events = _told(folder)
     parts = _parts(events)
     if not parts:
-        raise DataError(
-            f"no run told of itself in '{folder}'.", where=f"{FILE} has no beginning", fix="the folder of a run"
-        )
+        raise DataError(f"'{folder}' is not a run folder.", where=f"{FILE} has no beginning", fix="the folder of a run")
     beat = heartbeat.read(folder).get(0)
     last = None if beat is None else _record(beat)
     begun = [part for part in parts if last is not None and part[0]["time"] <= last["time"]]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from spanax.documents import json_line, json_lines, read_bytes, read_json, read_toml
-from spanax.errors import ConfigError, DataError, WriteError
+from spanax.errors import ConfigError, DataError, SpanaxError, WriteError
 from spanax.run.record import events, heartbeat
 from spanax.run.record.lines import Lines
 from spanax.run.record.trackers import TENSORBOARD, WANDB
@@ -169,7 +169,9 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
 
     Raises:
       ConfigError: one of them would make it another run.
+      SpanaxError: the run has taken more steps than they ask for.
     """
+    check_steps(folder, config["steps"])
     before = recorded(folder)
     for key in SAME_RUN:
         if key in before and before[key] != config.get(key):
@@ -178,6 +180,21 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
                 where=f"'{folder}'",
                 fix=f"--{key.replace('_', '-')} {before[key]}, or another --out",
             )
+
+
+def check_steps(folder: Path, steps: int) -> None:
+    """Raises if a run that is resumed was already trained for more than `steps` steps.
+
+    Raises:
+      SpanaxError: its newest checkpoint is of a later step.
+    """
+    reached = max(manifest.steps(folder / CHECKPOINTS), default=0)
+    if steps < reached:
+        raise SpanaxError(
+            f"cannot train to step {steps}: the run has reached step {reached} already.",
+            where=f"'{folder}'",
+            fix=f"--steps counts all steps of the run: pass more than {reached}",
+        )
 
 
 def changed_versions(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from spanax.errors import SpanaxError
+from spanax.trace.meshes import is_typed
 from spanax.trace.program import Program
 
 
@@ -41,5 +42,5 @@ def _placed(array: Any, wanted: jax.sharding.NamedSharding) -> Any:
     """A batch array where the plan wants it; one that is on the host goes there with the step itself."""
     if not isinstance(array, jax.Array) or array.sharding == wanted:
         return array
-    is_there = array.sharding.is_equivalent_to(wanted, array.ndim)
+    is_there = array.sharding.is_equivalent_to(wanted, array.ndim) and not is_typed(array)
     return array if is_there else jax.device_put(array, wanted)

@@ -31,6 +31,9 @@ from spanax.trace.primitives import ELEMENTWISE
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
 DROPPED = frozenset({"sharding_constraint", "reshard"})
 
+RESIZES = frozenset({"slice", "dynamic_slice", "pad", "concatenate"})
+"""Operations with the dims of their first operand, some of another size."""
+
 GROUPS = ("feature_group_count", "batch_group_count")
 """Of a convolution, what a device has a part of."""
 
@@ -122,10 +125,22 @@ class Replay:
         carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         found = []
         for value, out in zip(op.outputs, outs, strict=True):
-            wanted = constraints[value]
+            wanted = None if self._cuts(op, value) else constraints[value]
             known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
             found.append(out if known else self.constrained(out, wanted, late))
         return found
+
+    def _cuts(self, op: Op, value: int) -> bool:
+        """Whether a result is replicated along a dim that is part of a sharded one, such as 7 elements of 8.
+
+        XLA's partitioner fails where such a result is constrained to be replicated ("Expected instruction to have shape
+        equal to s32[8], actual shape is s32[7]", jax 0.10.2 and 0.12.0): it is left to the compiler.
+        """
+        source, wanted = self.constraints[op.inputs[0]] if op.inputs else None, self.constraints[value]
+        if op.name not in RESIZES or source is None or wanted is None or any(wanted.spec):
+            return False
+        sizes = zip(source.spec, self.graph.shape(op.inputs[0]), self.graph.shape(value), strict=True)
+        return any(by and before != after for by, before, after in sizes)
 
     def _product(self, op: Op, ins: Sequence[Any], use: Use | None) -> list[Any] | None:
         """A matmul as CPUs take it best; None for all else."""

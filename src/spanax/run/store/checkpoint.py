@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from spanax.documents import read_bytes
-from spanax.errors import DataError, SpanaxError, WriteError, first_line
+from spanax.errors import DataError, DiskFullError, SpanaxError, WriteError, first_line
 from spanax.run.hosts import everywhere, from_first, is_first
 from spanax.run.store import manifest
 from spanax.run.store.layers import Regrouped, told
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Pending", "Restored", "Saved", "describe", "restore", "save", "verify"]
 
 FULL = "no space left on the device"
+WEIGHTS_ALONE = "it holds weights alone: spanax.start(program, plan, init=...), or spanax train --init"
 
 # One save at a time into a folder, so that the host never holds two copies; also what tells living saves from dead.
 _STARTING = threading.Lock()
@@ -207,8 +208,8 @@ def make_room(directory: str | os.PathLike[str]) -> int | None:
 
 
 def is_full(error: WriteError) -> bool:
-    """Whether it was for want of room that a save failed."""
-    return FULL in str(error)
+    """Whether a save failed because the disk is full."""
+    return isinstance(error, DiskFullError)
 
 
 # ---- saving
@@ -291,12 +292,14 @@ def abandon(staging: Path) -> None:
 
 
 def failure(root: Path, step: int, error: BaseException) -> WriteError:
-    is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))
+    # Text alone: TensorStore, which writes the arrays, raises a ValueError for everything that its C++ reports.
+    is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))  # text: TensorStore
     reason = FULL if is_out else first_line(error)
     fix = "make room or name another folder"
     with contextlib.suppress(OSError):
         fix += f"; finished steps there: {', '.join(map(str, manifest.steps(root))) or 'none'}"
-    return WriteError(f"step {step} was not saved: {reason}.", where=str(root), fix=fix)
+    kind = DiskFullError if is_out else WriteError
+    return kind(f"step {step} was not saved: {reason}.", where=str(root), fix=fix)
 
 
 # ---- restoring
@@ -331,7 +334,9 @@ def _nothing(root: Path, step: int | None) -> DataError:
     return DataError(f"no checkpoint of step {step}.", where=state, fix=f"finished steps: {there}")
 
 
-def compare(step: int, folder: Path, leaves: Mapping[str, str], targets: Mapping[str, Any]) -> None:
+def compare(
+    step: int, folder: Path, leaves: Mapping[str, str], targets: Mapping[str, Any], *, fix: str | None = None
+) -> None:
     """Raises one error for all paths, shapes and dtypes that differ, or one for a sharding that does not fit."""
     wanted = {key: told(target) for key, target in targets.items()}
     differ = [key for key in sorted(wanted.keys() | leaves.keys()) if wanted.get(key) != leaves.get(key)]
@@ -341,9 +346,7 @@ def compare(step: int, folder: Path, leaves: Mapping[str, str], targets: Mapping
         raise DataError(
             f"checkpoint step {step} is of another model: {len(differ)} of {len(wanted)} arrays differ.",
             where=f"{folder}: {'; '.join(lines)}{'; ...' if len(differ) > 5 else ''}",
-            fix="it holds weights alone: spanax.start(program, plan, init=...), or spanax train --init"
-            if is_bare
-            else "build the model and optimizer the checkpoint was saved from",
+            fix=fix or (WEIGHTS_ALONE if is_bare else "build the model and optimizer the checkpoint was saved from"),
         )
     for key, target in targets.items():
         if target.sharding is None:

@@ -1,0 +1,101 @@
+"""Defaults: what a plan uses for everything that a request leaves open. Every verb reads them here."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from spanax.errors import SpanaxError
+from spanax.hardware.cluster import Cluster
+from spanax.trace.graph import CONTRACTIONS
+from spanax.trace.policies import known_chunks
+from spanax.trace.program import Program
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """The defaults of a cluster.
+
+    Attributes:
+      compute_dtype: dtype of the loss and its gradient; None computes as the model is written. Parameters keep theirs.
+      attention: as `attention` of `spanax.plan`.
+      loss_chunks: chunks of the logits; 0 chooses a number.
+      pipeline: whether a search divides layers into stages where nothing fits without.
+      is_searched: whether remat, microbatches and mesh are chosen by price under an explicit layout, too.
+    """
+
+    compute_dtype: str | None
+    attention: str
+    loss_chunks: int
+    pipeline: bool
+    is_searched: bool
+
+
+ON_CPU = Defaults(None, "plain", 1, pipeline=False, is_searched=False)
+ON_ACCELERATOR = Defaults("bfloat16", "auto", 0, pipeline=True, is_searched=True)
+WITHOUT_BFLOAT16 = Defaults(None, "auto", 0, pipeline=True, is_searched=True)
+
+
+def defaults(cluster: Cluster) -> Defaults:
+    """Returns the defaults of a cluster.
+
+    An accelerator that computes in float16 but not in bfloat16 uses float32: float16 needs a scaled loss.
+
+    Example:
+      >>> from spanax.hardware.cluster import cluster
+      >>> [defaults(cluster(name)).compute_dtype for name in ("h100:8", "v100:8", "cpu:8")]
+      ['bfloat16', None, None]
+    """
+    if cluster.chip.shared:
+        return ON_CPU
+    known = cluster.chip.peak_flops
+    return ON_ACCELERATOR if "bf16" in known or not known else WITHOUT_BFLOAT16
+
+
+def computed_in(program: Program, compute_dtype: str | None) -> Program:
+    """Returns the program with the compute dtype of a plan.
+
+    Raises:
+      SpanaxError: the program was traced with another one.
+    """
+    if program.compute_dtype == "float32" and compute_dtype is None:
+        return program  # plans of float32 models left it out
+    if program.compute_dtype is not None and program.compute_dtype != compute_dtype:
+        raise SpanaxError(
+            f"the plan computes in {compute_dtype or 'the dtypes of the model'}, and the program was traced with "
+            f"compute_dtype '{program.compute_dtype}'.",
+            fix="trace the program without compute_dtype, or plan it again",
+        )
+    return program.with_compute_dtype(compute_dtype)
+
+
+def default_dtype(program: Program, cluster: Cluster) -> str | None:
+    """Returns the compute dtype of a program on a cluster; None computes as the program is written.
+
+    A requested dtype, a model that chooses a dtype for its layers and a user's own `train_step` keep theirs.
+    """
+    if program.compute_dtype is not None or program.evaluation is None or not is_float32(program):
+        return program.compute_dtype
+    return defaults(cluster).compute_dtype
+
+
+def default_attention(cluster: Cluster, attention: str | None) -> str:
+    """Returns how attention is computed on a cluster, as `attention` of `spanax.plan`."""
+    return attention or defaults(cluster).attention
+
+
+def default_chunks(program: Program, cluster: Cluster, loss_chunks: int | str | None) -> int:
+    """Returns the number of chunks of the logits; 0 chooses one.
+
+    Raises:
+      SpanaxError: `loss_chunks` is neither `auto` nor a positive integer.
+    """
+    if loss_chunks is not None:
+        return known_chunks(loss_chunks)
+    return program.loss_chunks if program.loss_chunks > 1 else defaults(cluster).loss_chunks
+
+
+def is_float32(program: Program) -> bool:
+    """Whether no matmul or convolution of a step takes floating operands other than float32."""
+    graph = program.step.graph
+    dtypes = {graph.avals[value].dtype for op in graph.ops() if op.name in CONTRACTIONS for value in op.inputs}
+    return {dtype for dtype in dtypes if dtype.kind not in "biu"} <= {np.dtype("float32")}

@@ -1,0 +1,100 @@
+"""Evaluation: the loss of a batch with fewer examples than a program was traced with, and means over batches."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from spanax.plan.plan import Plan
+from spanax.run.step.rows import Rows
+from spanax.trace.program import Program
+
+
+class Means:
+    """Means of metrics over batches, each batch weighted by its number of examples.
+
+    Example:
+      >>> means = Means()
+      >>> means.add({"loss": 1.0, "by_class": np.array([1.0, 0.0])}, 3)
+      >>> means.add({"loss": 3.0, "by_class": np.array([0.0, 4.0])}, 1)
+      >>> means.values(), means.num_examples
+      ({'by_class': [0.75, 1.0], 'loss': 1.5}, 4)
+    """
+
+    def __init__(self) -> None:
+        self.num_examples = 0
+        self._sums: dict[str, np.ndarray] = {}
+
+    def add(self, metrics: Any, num_examples: int) -> None:
+        """Adds the metrics of a batch, nested as the loss returned them."""
+        for name, value in by_name(metrics).items():
+            weighted = np.asarray(value, np.float64) * num_examples
+            self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
+        self.num_examples += num_examples
+
+    def values(self) -> dict[str, Any]:
+        """The mean of each metric, by its dotted name."""
+        return {name: (total / self.num_examples).tolist() for name, total in self._sums.items()}
+
+
+def by_name(metrics: Any) -> dict[str, Any]:
+    """Metrics by dotted name, as JAX flattens them.
+
+    Example:
+      >>> by_name({"loss": 2.0, "error": {"mean": 1.0}})
+      {'error.mean': 1.0, 'loss': 2.0}
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(metrics)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def num_fewer(program: Program, batch: Any) -> int:
+    """The number of examples of a batch that is as traced but smaller; 0 for every other batch."""
+    leaves, treedef = jax.tree.flatten(batch)
+    shapes = [np.shape(array) for array in leaves]
+    if treedef != program.batch_treedef or not all(shapes) or not all(leaf.shape for leaf in program.batch):
+        return 0
+    sizes, counts = {leaf.shape[0] for leaf in program.batch}, {shape[0] for shape in shapes}
+    is_alike = all(leaf.shape[1:] == shape[1:] for leaf, shape in zip(program.batch, shapes, strict=True))
+    is_smaller = len(sizes) == len(counts) == 1 and 0 < min(counts) < min(sizes)
+    return min(counts) if is_alike and is_smaller else 0
+
+
+def smaller_evaluation(
+    program: Program, plan: Plan, mesh: jax.sharding.Mesh, rows: Rows | None, count: int
+) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
+    """A function from a state and a batch of `count` examples to the metrics of the loss.
+
+    The examples are sharded as planned where the number divides, and replicated otherwise. XLA places what is between.
+    """
+    run_loss = program.run_loss
+    assert run_loss is not None
+    state = [placement.sharding(mesh) for placement in plan.leaves]
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    ways = math.lcm(*(plan.mesh.ways(placement.spec[0]) for placement in plan.batch))
+    is_sharded = count % ways == 0 and jax.process_count() == 1
+    batch = [placement.sharding(mesh) if is_sharded else replicated for placement in plan.batch]
+
+    def evaluate(values: Sequence[Any], batch: Sequence[Any]) -> Any:
+        values = list(values) if rows is None else rows.in_order(values)
+        with nnx.use_eager_sharding(False):
+            return run_loss(values, jax.tree.unflatten(program.batch_treedef, batch))[1]
+
+    compiled = jax.jit(evaluate, in_shardings=(state, batch), out_shardings=replicated)
+    return lambda values, arrays: compiled(values, _placed(program, batch, arrays))
+
+
+def _placed(program: Program, shardings: Sequence[jax.sharding.NamedSharding], batch: Any) -> list[jax.Array]:
+    """The arrays of a smaller batch on the devices; every process has all of its examples."""
+
+    def place(array: Any, dtype: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+        if isinstance(array, jax.Array):
+            return jax.device_put(array, sharding)
+        values = np.asarray(array, dtype)
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    groups = zip(jax.tree.leaves(batch), program.batch, shardings, strict=True)
+    return [place(array, leaf.dtype, sharding) for array, leaf, sharding in groups]

@@ -1,0 +1,48 @@
+"""First step: a run warns there of what keeps its parameters from learning."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from spanax.trace.learning import CERTAIN, Flaw, flaws
+from spanax.trace.program import Program
+
+GRAD_NORM = "grad_norm"
+
+
+def warn_user(line: str) -> None:
+    """Warns at the line that took the step."""
+    warnings.warn(line, stacklevel=6)
+
+
+@dataclass(eq=False)
+class FirstStep:
+    """The warnings of one run: of its program once the first step is taken, and of a first gradient of zero."""
+
+    _is_over: bool = False
+    _norm: Any = None
+    _step: int = 0
+
+    def take(self, program: Program, step: int, metrics: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+        """Takes the metrics of a step; looks at the first ones as soon as the devices have them."""
+        if self._is_over:
+            return
+        if self._norm is None:
+            problems = flaws(program)
+            for problem in problems:
+                if problem.flaw in CERTAIN:
+                    warn(f"{problem.message} {problem.fix}")
+            self._norm, self._step = metrics.get(GRAD_NORM), step
+            is_known = any(problem.flaw is Flaw.NO_GRADIENT for problem in problems)
+            self._is_over = is_known or not isinstance(self._norm, jax.Array)
+        if not self._is_over and self._norm.is_ready():
+            self._is_over = True
+            if np.asarray(self._norm).flat[0] == 0:
+                warn(
+                    f"the gradient norm of step {self._step} is 0: it trained nothing. Check the loss for dead "
+                    "units, masks that are all zero, and weights of zero."
+                )

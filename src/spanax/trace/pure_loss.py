@@ -1,0 +1,115 @@
+"""A user's loss of model and batch as a pure function of arrays."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from spanax.errors import SpanaxError
+from spanax.trace.variables import changed_variables
+from spanax.trace.written import written
+
+NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def pure_loss(
+    loss: Callable[..., Any], compute_dtype: Any, model: nnx.Module, optimizer: nnx.Optimizer
+) -> tuple[Callable[..., Any], Any, Any]:
+    """A loss as a pure function, with its first two operands: trained parameters and other state.
+
+    It takes the batch last, and returns `(loss, (metrics, other state, moved))`; see `_moved`.
+    """
+    graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
+
+    def forward(params: Any, rest: Any, batch: Any) -> tuple[Any, Any, tuple[Any, dict[str, Any]]]:
+        part = nnx.merge(graphdef, params, rest, copy=True)
+        returned = with_extra(loss(part, batch))
+        nnx.pop(part, nnx.Intermediate)
+        return *nnx.state(part, optimizer.wrt, ...), returned
+
+    def value(params: Any, rest: Any, batch: Any) -> tuple[Any, tuple[dict[str, Any], Any, list[Any]]]:
+        args = _cast(params, compute_dtype), rest, _cast(batch, compute_dtype)
+        after, rest_after, (scalar, extra) = forward(*args)
+        moved = _moved(forward, after, args, params)
+        return scalar.astype(jnp.float32), (extra, _like(rest_after, rest), moved)
+
+    return value, params, rest
+
+
+def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:
+    """A loss as `(scalar, dict)`, whether it came alone or with metrics."""
+    scalar, extra = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if getattr(scalar, "shape", None) != ():
+        raise SpanaxError(
+            f"`loss` returned {type(scalar).__name__} of shape {getattr(scalar, 'shape', None)}, not a scalar.",
+            fix="return loss.mean(), or (loss.mean(), {'name': metric})",
+        )
+    if not jnp.issubdtype(scalar.dtype, jnp.floating):
+        raise SpanaxError(
+            f"`loss` returned {scalar.dtype}[]; only a floating loss has a gradient.",
+            fix="a differentiable loss; report counts and accuracies as metrics: return loss, {'correct': count}",
+        )
+    if not isinstance(extra, Mapping):
+        raise SpanaxError(
+            f"`loss` returned {type(extra).__name__} beside its value, not a dict of metrics.",
+            fix="return loss, {'name': metric}",
+        )
+    return scalar, numbers_of("loss", extra)
+
+
+def numbers_of(function: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as they are, if they are numbers and arrays."""
+    is_module = lambda node: isinstance(node, nnx.Module)  # noqa: E731
+    for path, value in jax.tree_util.tree_flatten_with_path(dict(metrics), is_leaf=is_module)[0]:
+        if not isinstance(value, NUMBERS):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise SpanaxError(
+                f"`{function}` returned a {type(value).__name__} as its metric '{name}'.",
+                fix="a dict of numbers and arrays; a step changes model and optimizer where they are",
+            )
+    return dict(metrics)
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    if dtype is None:
+        return tree
+    is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_float(leaf) else leaf, tree)
+
+
+def _moved(forward: Callable[..., Any], after: Any, args: tuple[Any, ...], params: Any) -> list[Any]:
+    """What a loss put in the place of parameters (`nnx.WeightNorm` does), one a leaf; None where it left them alone."""
+    num_before, num_after = (len(jax.tree.leaves(tree)) for tree in (params, after))
+    if num_before != num_after:
+        raise SpanaxError(
+            f"the loss changed how many parameters there are: {num_before} arrays before, {num_after} after.",
+            fix="create every variable in the model's __init__",
+        )
+    groups = list(zip(*map(jax.tree.leaves, (after, args[0], params)), strict=True))
+    is_written = [new is not old for new, old, _ in groups]
+    if any(is_written):
+        is_written = written(lambda *args: jax.tree.leaves(forward(*args)[0]), *args)
+    return [new.astype(kept.dtype) if moves else None for moves, (new, _, kept) in zip(is_written, groups, strict=True)]
+
+
+def _like(state: Any, before: Any) -> Any:
+    """State in the dtypes it had before: a running mean must not drift into the compute dtype.
+
+    Raises:
+      SpanaxError: there are other variables than before.
+    """
+    if odd := sorted(_paths(state) ^ _paths(before)):
+        raise changed_variables("`loss`", odd)
+    leaves, structure = jax.tree.flatten(state)
+    pairs = zip(leaves, jax.tree.leaves(before), strict=True)
+    return jax.tree.unflatten(
+        structure, [new.astype(old.dtype) if new.dtype != old.dtype else new for new, old in pairs]
+    )
+
+
+def _paths(state: Any) -> set[str]:
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat}

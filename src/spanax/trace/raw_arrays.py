@@ -1,0 +1,39 @@
+"""Raw arrays: attributes of modules and optimizers that are arrays and not Variables; NNX carries them as state."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import jax
+from flax import nnx
+from flax.nnx import pytreelib
+
+
+@contextmanager
+def traced_as_data() -> Iterator[None]:
+    """Makes a traced array that becomes an attribute data, as a concrete one is.
+
+    Flax 0.12 decides by the type of a value whether an attribute is data, and takes a tracer for static: it is no
+    state then and leaks with the graph definition, and a constructor under `nnx.vmap` does not stack it.
+    """
+    added = _tracer_types() - pytreelib.DATA_REGISTRY
+    for tracer in added:
+        nnx.register_data_type(tracer)
+    try:
+        yield
+    finally:
+        # Outside of the build, a module may stash a traced value without changing what its state consists of.
+        pytreelib.DATA_REGISTRY.difference_update(added)
+
+
+@cache
+def _tracer_types() -> frozenset[type]:
+    """The types of values under a trace, and under `vmap` within one."""
+    types = set[type]()
+
+    def note(x: jax.Array) -> jax.Array:
+        types.add(type(x))
+        return x
+
+    jax.eval_shape(lambda x: jax.vmap(note)(note(x)), jax.ShapeDtypeStruct((1,), "float32"))
+    return frozenset(types)

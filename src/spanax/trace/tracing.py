@@ -1,0 +1,237 @@
+"""From build, optimizer, batch and loss to a Program: everything is traced, nothing is allocated."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+import jax
+from flax import nnx
+
+from spanax.errors import SpanaxError
+from spanax.trace.attended import Attended, attended
+from spanax.trace.axes import aligned, discover, warn_of_unknown
+from spanax.trace.batch import abstract_batch
+from spanax.trace.chunked import chunked
+from spanax.trace.gradients import recording
+from spanax.trace.graph import Graph, from_jaxpr, has_remat
+from spanax.trace.grown import grown
+from spanax.trace.initial import Eager, Initial, initial
+from spanax.trace.meshes import UserMesh, outside_meshes
+from spanax.trace.microbatches import Microbatches, microbatches_of
+from spanax.trace.policies import AS_WRITTEN, EXACT, GATHERED
+from spanax.trace.program import Program, with_axes
+from spanax.trace.pure_loss import with_extra
+from spanax.trace.rates import injected_rate, with_logged
+from spanax.trace.resized import Shapes, resized_graph
+from spanax.trace.step import as_metrics, chosen_step
+from spanax.trace.traced import Traced
+from spanax.trace.variables import Leaf, Variables, check_optimizer, plain_variables
+
+
+def trace(
+    *,
+    build: Callable[..., nnx.Module],
+    optimizer: Any,
+    batch: Any,
+    loss: Callable[[nnx.Module, Any], Any] | None = None,
+    train_step: Callable[[nnx.Module, nnx.Optimizer, Any], Any] | None = None,
+    microbatches: int = 1,
+    compute_dtype: Any = None,
+    clip_norm: float | None = None,
+    remat: str | None = None,
+    accumulate: str = EXACT,
+    eager_build: bool = False,
+) -> Program:
+    """Trace a train step into a Program. Nothing is allocated, and no device is needed.
+
+    Args:
+      build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.
+      optimizer: an optax transformation, or a function from the model to an `nnx.Optimizer`.
+      batch: a pytree of arrays or `jax.ShapeDtypeStruct`s, examples along dim 0 of each.
+      loss: `loss(model, batch) -> scalar` or `(scalar, dict of metrics)`; Spanax writes the step around it.
+      train_step: your own `train_step(model, optimizer, batch) -> dict of metrics`, instead of a loss.
+      microbatches: gradients are accumulated over this many parts of the batch (with `loss`).
+      compute_dtype: what the loss sees of floating parameters and batch (with `loss`); parameters keep theirs.
+      clip_norm: largest global gradient norm (with `loss`).
+      accumulate: how microbatches are combined. `exact` computes the loss, metrics, gradients and noise of the batch,
+        and raises where it cannot (batch norm, contrastive losses); `mean` averages those of the microbatches.
+      remat: what the backward pass keeps (with `loss`), the rest being computed once more: `none` forgets nothing,
+        whatever the model says; `dots` keeps the results of matmuls without batch dims and of convolutions; `full`
+        only what enters a layer (one turn of a scan, or what the model has under a remat); `offload` is `dots` in
+        host memory. None: as the model has it.
+      eager_build: run `build` operation by operation on the host's CPU, here and in `spanax.start`, for one that reads
+        the values of its parameters. The model must fit in the host's memory.
+
+    Raises:
+      SpanaxError: neither or both of `loss` and `train_step`, or a step that cannot be traced.
+
+    Example:
+      >>> import jax, optax
+      >>> from flax import nnx
+      >>> program = trace(
+      ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> [(leaf.path, leaf.shape, leaf.kind) for leaf in program.leaves][:2]
+      [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
+    """
+    chosen = partial(chosen_step, loss, train_step, compute_dtype, clip_norm)
+    chosen(remat, microbatches, GATHERED, 1, accumulate)  # raises on a wrong request before anything is traced
+    typed, batch_leaves, batch_treedef = abstract_batch(batch)
+    mesh = UserMesh.of(typed)
+    check_optimizer(optimizer)
+    source: Any = Eager(build) if eager_build and not isinstance(build, Eager) else build
+    variables, init = initial(source, optimizer, mesh)
+    state, batch, mesh = variables.abstract(), mesh.untyped(typed), mesh.with_state(variables.leaves)
+    again = partial(
+        mesh.within(trace), batch=typed, loss=loss, train_step=train_step, compute_dtype=compute_dtype,
+        clip_norm=clip_norm, accumulate=accumulate,
+    )  # fmt: skip
+    tracing = _Tracing(
+        loss, compute_dtype, accumulate, chosen, variables, mesh, state, batch, batch_leaves,
+        recorded=partial(again, build=source, optimizer=recording(optimizer)),
+        seeded=cache(lambda seed: again(build=replace(source, seed=seed), optimizer=optimizer)),
+        computed_in=cache(
+            lambda dtype, policy, microbatches: again(
+                build=source, optimizer=optimizer, compute_dtype=dtype, remat=policy, microbatches=microbatches
+            )
+        ),
+        program=partial(_program, init, batch_treedef),
+    )  # fmt: skip
+    return tracing.retrace(remat, microbatches, GATHERED, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tracing:
+    """What variants of a program are traced from; each is traced once."""
+
+    loss: Any
+    compute_dtype: Any
+    accumulate: str
+    chosen: Callable[..., Any]
+    variables: Variables
+    mesh: UserMesh
+    state: list[Any]
+    batch: Any
+    batch_leaves: tuple[Leaf, ...]
+    recorded: Callable[..., Program]
+    seeded: Callable[[int], Program]
+    computed_in: Callable[[str | None, str | None, int], Program]
+    program: Callable[..., Program]
+
+    @cached_property
+    def retrace(self) -> Callable[[str | None, int, str, int], Program]:
+        """The program with a remat policy, a number of microbatches, a form of attention, and chunks of the loss."""
+
+        @cache
+        @outside_meshes
+        def retrace(policy: str | None, microbatches: int, context: str, loss_chunks: int) -> Program:
+            attentions: list[Attended] = []
+            step = self.chosen(policy, microbatches, context, loss_chunks, self.accumulate, attentions)
+            traced = self._traced(partial(_run_step, self.variables, step))
+            warn_of_unknown(traced.axes)
+            evaluation = None if self.loss is None else self._evaluation(context, loss_chunks)
+            if evaluation is not None:
+                axes = aligned(evaluation.axes, evaluation.graph.body.inputs, traced.axes, traced.graph.body.inputs)
+                evaluation = replace(evaluation, axes=axes)
+            return self.program(
+                self, traced, evaluation, remat=AS_WRITTEN if policy is None else policy, microbatches=microbatches,
+                context=context, attention=tuple(dict.fromkeys(attentions)), loss_chunks=loss_chunks,
+            )  # fmt: skip
+
+        return retrace
+
+    @cached_property
+    def resized(self) -> Callable[[str | None, int, str, int, Shapes], Graph]:
+        """The graph of a variant whose state has other shapes."""
+
+        @cache
+        @outside_meshes
+        def resized(policy: str | None, microbatches: int, context: str, loss_chunks: int, shapes: Shapes) -> Graph:
+            other, asked = self.variables.of_shapes(shapes), (policy, microbatches, context, loss_chunks)
+            step = self.mesh.traced(partial(_run_step, other, self.chosen(*asked, self.accumulate)))
+            return resized_graph(self.retrace(*asked).step.graph, step, other.abstract(), self.batch)
+
+        return resized
+
+    @cached_property
+    def accumulates(self) -> Callable[[], Microbatches]:
+        """Whether microbatches have the results of the batch."""
+
+        @cache
+        @outside_meshes
+        def accumulates() -> Microbatches:
+            return microbatches_of(self.loss, self.compute_dtype, self.accumulate, self.batch, self._shapes)
+
+        return accumulates
+
+    @cached_property
+    def run_loss(self) -> Callable[[list[Any], Any], tuple[list[Any], dict[str, Any]]] | None:
+        """The loss on a state and a batch of any size; None where there is only a train step."""
+        return None if self.loss is None else self.mesh.traced(partial(_run_loss, self.variables, self.loss))
+
+    @cached_property
+    def _evaluation(self) -> Callable[[str, int], Traced]:
+        run_loss = partial(_run_loss, self.variables, self.loss)
+
+        @cache
+        def evaluation(context: str, loss_chunks: int) -> Traced:
+            return self._traced(chunked(run_loss if context == GATHERED else attended(run_loss, context), loss_chunks))
+
+        return evaluation
+
+    def _shapes(self, step: Any) -> Any:
+        with plain_variables():
+            return jax.eval_shape(self.mesh.traced(partial(_run_step, self.variables, step)), self.state, self.batch)
+
+    def _traced(self, function: Callable[..., Any]) -> Traced:
+        return _traced(self.mesh.traced(function), self.state, self.batch, self.variables, self.batch_leaves)
+
+
+def _program(
+    init: Initial, batch_treedef: Any, tracing: _Tracing, traced: Traced, evaluation: Traced | None, **variant: Any
+) -> Program:
+    dtype = None if tracing.compute_dtype is None else jax.numpy.dtype(tracing.compute_dtype).name
+    leaves, batch = with_axes(traced, tracing.variables.leaves, tracing.batch_leaves)
+    return Program(
+        leaves=leaves, batch=batch, step=traced, evaluation=evaluation, init=init, variables=tracing.variables,
+        batch_treedef=batch_treedef, _retrace=tracing.retrace, _recorded=tracing.recorded, _seeded=tracing.seeded,
+        _computed_in=tracing.computed_in, compute_dtype=dtype,
+        _resized=tracing.resized, _accumulates=tracing.accumulates, run_loss=tracing.run_loss, **variant,
+    )  # fmt: skip
+
+
+def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    model, optimizer = variables.merge(values)
+    metrics = as_metrics(step(model, optimizer, batch))
+    after = variables.split(model, optimizer)
+    return after, injected_rate(variables.leaves, after) | metrics
+
+
+def _run_loss(variables: Variables, loss: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    model, _ = variables.merge(values)
+    model.eval()
+    scalar, extra = with_extra(loss(model, batch))
+    return [], {"loss": scalar} | extra
+
+
+def _traced(
+    function: Callable[..., Any], state: list[Any], batch: Any, variables: Variables, batch_leaves: tuple[Leaf, ...]
+) -> Traced:
+    with plain_variables():  # variables that the step makes are like those that the model was built with
+        jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
+    graph = from_jaxpr(jaxpr)
+    if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
+        raise SpanaxError(
+            "the train step uses an array that `build` made and NNX does not carry: one in a closure or a global.",
+            fix="self.name = array in a module, or eager_build=True",
+        )
+    axes = discover(graph, variables.leaves, batch_leaves)
+    if more := grown(graph, axes, function, state, batch, batch_leaves):
+        axes = discover(graph, variables.leaves, batch_leaves, more)
+    num_state = len(jaxpr.out_avals) - len(jax.tree.leaves(result))
+    graph, structure = with_logged(graph, num_state, jax.tree.structure(result))
+    return Traced(graph, axes, structure, has_remat(jaxpr.jaxpr))

@@ -1,0 +1,169 @@
+"""Evaluation: every metric of a loss, averaged over all held-out examples, those of a smaller last batch included."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from programs import Net
+from spanax.run.config import TrainConfig
+from spanax.run.trainer import train
+from spanax.show.events import line
+from spanax.show.reporting import report, report_text, sections
+
+BATCH = {name: jax.ShapeDtypeStruct((16, 8), "float32") for name in ("x", "y")}
+
+
+def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, Any]]:
+    error = jnp.abs(model(batch["x"]) - batch["y"])
+    metrics = {"error": {"mean": error.mean(), "by_dim": error.mean(0)}, "close": (error < 1).mean()}
+    return jnp.square(error).mean(), metrics
+
+
+def examples(count: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    random = np.random.default_rng(seed)
+    return [{name: random.normal(size=8).astype("float32") for name in BATCH} for _ in range(count)]
+
+
+class Blocks(nnx.Module):
+    """Equal layers, which the stages of a pipeline share."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = spanax.Stack(lambda rngs: nnx.Linear(8, 8, rngs=rngs), 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.blocks(x)
+
+
+Event = dict[str, Any]
+
+
+def trained(folder: Path, validation: Any, mesh: str = "data=2", build: Any = Net, **settings: Any) -> list[Event]:
+    workload = spanax.Workload(
+        build=build, batch=BATCH, loss=loss, optimizer=optax.sgd(0.1), source=examples(64), validation=validation,
+        microbatches=2 if "pipe" in mesh else 1,
+    )  # fmt: skip
+    told: list[dict[str, Any]] = []
+    config = TrainConfig(workload="mine", mesh=mesh, steps=2, out=str(folder), **settings)
+    train(lambda **_: workload, config, jax.devices()[: spanax.MeshShape.of(mesh).size], told.append)
+    return told
+
+
+def expected(folder: Path, rows: list[dict[str, np.ndarray]], build: Any = Net) -> dict[str, Any]:
+    """The metrics of a trained model on all rows as one batch, on one device."""
+    program = spanax.trace(build=build, batch=BATCH, loss=loss, optimizer=optax.sgd(0.1))
+    plan = spanax.plan(program, spanax.cluster("cpu:1"), mesh="data=1")
+    model = spanax.restore(program, plan, folder / "checkpoints").model()
+    model.eval()
+    batch = {name: np.stack([row[name] for row in rows]) for name in BATCH}
+    value, metrics = loss(model, batch)
+    errors = {f"val_error.{name}": value for name, value in metrics["error"].items()}
+    return {"val_loss": value, "val_close": metrics["close"], **errors}
+
+
+@pytest.mark.parametrize(
+    ("count", "mesh", "build"),
+    [
+        (21, "data=2", Net),
+        (24, "fsdp=8", Net),
+        (19, "fsdp=4,model=2", Net),
+        (7, "fsdp=4", Net),
+        (21, "pipe=2,data=2", Blocks),
+    ],
+)
+def test_every_metric_is_of_all_held_out_examples(count: int, mesh: str, build: Any, tmp_path: Path) -> None:
+    rows = examples(count, seed=1)
+    told = trained(tmp_path / "run", rows, mesh, build)
+    (event,) = [event for event in told if event["event"] == "eval"]
+    assert event["examples"] == count
+    for name, value in expected(tmp_path / "run", rows, build).items():
+        np.testing.assert_allclose(event[name], value, rtol=2e-6, err_msg=name)
+    assert {name: told[-1][name] for name in event if name.startswith("val_")} == {
+        name: event[name] for name in event if name.startswith("val_")
+    }
+
+
+def test_a_report_has_the_last_metrics_of_both_kinds(tmp_path: Path) -> None:
+    told = trained(tmp_path / "run", examples(21, seed=1))
+    made = report(tmp_path / "run")
+    (event,) = [event for event in told if event["event"] == "eval"]
+    assert made.metrics["eval"]["val_close"] == pytest.approx(event["val_close"])
+    steps = [event for event in told if event["event"] == "step"]
+    assert made.to_json()["metrics"]["step"]["close"] == pytest.approx(steps[-1]["close"])
+    text = report_text(sections(made))
+    assert "val_close" in text and "error.mean" in text
+
+
+def test_no_more_batches_are_evaluated_than_asked_for(tmp_path: Path) -> None:
+    rows = examples(37, seed=1)
+    told = trained(tmp_path / "run", rows, eval_batches=2)
+    (event,) = [event for event in told if event["event"] == "eval"]
+    assert event["examples"] == 32
+    np.testing.assert_allclose(event["val_loss"], expected(tmp_path / "run", rows[:32])["val_loss"], rtol=2e-6)
+
+
+def test_lines_name_every_metric() -> None:
+    rates = {"tokens_per_second": 12000.0, "examples_per_second": 120.0, "step_seconds": 0.1, "data_wait_seconds": 0.0}
+    step = {"event": "step", "step": 3, "loss": 2.5, "grad_norm": 1.0, "close": 0.25, "by_dim": [1.0, 2.0], **rates}
+    assert line(step) == "step 3  loss 2.5000  close 0.25  12 k tokens/s  0.100 s"
+    event = {"event": "eval", "step": 3, "examples": 21, "val_loss": 2.5, "val_close": 0.5, "bigram_loss": 3.0}
+    assert line(event) == "step 3  held-out loss 2.5000  close 0.5 (a bigram: 3.0000)"
+
+
+def smaller_batches(source: Any, batch: Any, **options: Any) -> list[Any]:
+    program = spanax.trace(
+        build=lambda rngs: nnx.Embed(300, 8, rngs=rngs), batch=batch, optimizer=optax.sgd(0.1),
+        loss=lambda model, batch: jnp.square(model(jax.tree.leaves(batch)[0].astype(int))).mean(),
+    )  # fmt: skip
+    plan = spanax.plan(program, spanax.cluster("cpu:4"), layout="data")
+    made = spanax.batches(source, plan, mesh=plan.mesh.build(jax.devices()[:4]), shuffle=False, **options)
+    return [jax.tree.map(np.asarray, batch) for batch in made]
+
+
+FLAT = {"x": jax.ShapeDtypeStruct((4,), "int32")}
+ROWS = [{"x": number} for number in range(10)]
+IN_BATCHES = [{"x": np.arange(10)[start : start + 4]} for start in (0, 4, 8)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [ROWS, lambda: iter(ROWS), IN_BATCHES, lambda: iter(IN_BATCHES)],
+    ids=["sequence", "iterator", "batches", "iterator of batches"],
+)
+def test_the_examples_that_do_not_fill_a_batch_come_last(source: Any) -> None:
+    sizes = [batch["x"].tolist() for batch in smaller_batches(source, FLAT, drop_remainder=False)]
+    assert sizes == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@pytest.mark.parametrize("source", [ROWS, lambda: iter(ROWS)], ids=["sequence", "iterator"])
+def test_the_remainder_is_that_of_the_last_epoch(source: Any) -> None:
+    sizes = [batch["x"].tolist() for batch in smaller_batches(source, FLAT, epochs=3, drop_remainder=False)]
+    assert [len(size) for size in sizes] == [4] * 7 + [2] and sum(sizes, []) == 3 * list(range(10))
+
+
+@pytest.mark.parametrize("source", [ROWS, lambda: iter(ROWS)], ids=["sequence", "iterator"])
+def test_by_default_they_are_left_out(source: Any) -> None:
+    assert len(smaller_batches(source, FLAT)) == 2
+
+
+def test_fewer_examples_than_a_batch_are_one(tmp_path: Path) -> None:
+    (batch,) = smaller_batches(ROWS[:3], FLAT, drop_remainder=False)
+    assert batch["x"].tolist() == [0, 1, 2]
+    np.arange(33, dtype=np.uint16).tofile(tmp_path / "few.bin")
+    windows = {name: jax.ShapeDtypeStruct((4, 12), "int32") for name in ("inputs", "targets")}
+    (batch,) = smaller_batches(tmp_path / "few.bin", windows, drop_remainder=False)
+    assert batch["inputs"].shape == (2, 12) and batch["targets"][1, -1] == 24
+
+
+def test_a_remainder_needs_an_end() -> None:
+    with pytest.raises(spanax.SpanaxError, match="drop_remainder=False needs a number of epochs"):
+        spanax.batches(ROWS, spanax.plan(spanax.trace(
+            build=lambda rngs: nnx.Embed(300, 8, rngs=rngs), batch=FLAT, optimizer=optax.sgd(0.1),
+            loss=lambda model, batch: model(batch["x"]).mean()), spanax.cluster("cpu:4"), layout="data"),
+            epochs=None, drop_remainder=False)  # fmt: skip

@@ -1,0 +1,189 @@
+"""Defaults: every verb and the library plan the same, and nothing that is requested is dropped."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from programs import array
+from spanax import cli
+from spanax.check.certificate import Certificate
+from spanax.errors import SpanaxError
+from spanax.models.workloads import load
+from spanax.plan.plan import Plan, Schedule
+from spanax.plan.remedies import remedies
+from spanax.run import trainer
+from spanax.run.config import TrainConfig, check
+from spanax.show import checking, planning
+from spanax.show.plans import search_json, search_text
+from spanax.show.requests import CheckCommand, PlanCommand
+from spanax.trace.program import Program
+
+BATCH = 32
+
+CASES = [
+    ("gpt-nano", "cpu:8", {}),
+    ("gpt-nano", "cpu:8", {"layout": "fsdp+tensor"}),
+    ("gpt-nano", "h100:8", {}),
+    ("resnet-nano", "a100:8", {"layout": "hsdp"}),
+    ("moe-nano", "v5e:2x4", {"mesh": "fsdp=4,model=2"}),
+    ("gpt-nano", "v100:8", {"layout": "data"}),
+]
+
+
+def linear(**options: Any) -> Program:
+    return spanax.trace(
+        build=lambda rngs: nnx.Linear(256, 256, rngs=rngs),
+        optimizer=optax.adam(1e-3),
+        batch=array(64, 256),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name, on, asked", CASES)
+def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, str], tmp_path: Path) -> None:
+    file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
+    _, said = planning.answer(partial(load, name), PlanCommand(name, on, batch=BATCH, out=file, **asked))
+    planned = Plan.load(file)
+    program = load(name, batch_size=BATCH).trace(learning_rate=1e-3, num_steps=100)
+    assert spanax.plan(program, on, **asked) == planned
+    best, schedule = said["best"], planned.schedule
+    assert (best["mesh"], best["microbatches"]) == (dict(planned.mesh.axes), schedule.microbatches)
+    assert best["remat"] == (schedule.remat or "as written") and best["layout"] == planned.layout.name
+    assert (said["compute_dtype"], said["loss_chunks"]) == (schedule.compute_dtype, schedule.loss_chunks)
+    checking.answer(partial(load, name), CheckCommand(name, on, batch=BATCH, level=0, out=certificate, **asked))
+    assert Certificate.from_json(certificate.read_text()).plan == planned
+
+
+@pytest.mark.parametrize("asked", [[], ["--layout", "fsdp"]])
+def test_what_was_planned_is_what_trains(devices: list[jax.Device], tmp_path: Path, asked: list[str]) -> None:
+    file, run = tmp_path / "plan.json", tmp_path / "run"
+    cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--batch", "8", "--out", str(file), *asked])
+    cli.main(["train", "gpt-nano", "--batch", "8", "--steps", "1", "--eval-batches", "1", "--out", str(run), *asked])
+    assert Plan.load(run / "plan.json") == Plan.load(file)
+
+
+def test_accelerators_compute_in_bfloat16_and_keep_parameters() -> None:
+    plan = spanax.plan(linear(), "h100:8")
+    assert plan.schedule.compute_dtype == "bfloat16" and plan["kernel"].dtype == "float32"
+    assert spanax.plan(linear(), "cpu:8").schedule.compute_dtype is None
+    assert spanax.plan(linear(), "v100:8").schedule.compute_dtype is None  # float16 needs a scaled loss
+
+
+def test_a_dtype_of_the_users_is_kept() -> None:
+    assert spanax.plan(linear(compute_dtype="float32"), "h100:8").schedule.compute_dtype == "float32"
+    half = spanax.trace(
+        build=lambda rngs: nnx.Linear(256, 256, dtype=jnp.float16, rngs=rngs), optimizer=optax.adam(1e-3),
+        batch=array(64, 256), loss=lambda model, x: (model(x).astype("float32") ** 2).mean(),
+    )  # fmt: skip
+    assert spanax.plan(half, "h100:8").schedule.compute_dtype is None
+
+    def train_step(model: Any, optimizer: Any, x: Any) -> dict[str, Any]:
+        loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    own = spanax.trace(
+        build=lambda rngs: nnx.Linear(256, 256, rngs=rngs), optimizer=optax.adam(1e-3), batch=array(64, 256),
+        train_step=train_step,
+    )  # fmt: skip
+    schedule = spanax.plan(own, "h100:8").schedule
+    assert (schedule.compute_dtype, schedule.remat, schedule.microbatches) == (None, None, 1)
+
+
+def test_a_run_computes_as_planned(devices: list[jax.Device]) -> None:
+    program = linear()
+    plan = spanax.plan(program, "cpu:8", layout="data", schedule=Schedule(compute_dtype="bfloat16"))
+    run = spanax.start(program, plan)
+    assert run.program.compute_dtype == "bfloat16" and plan.schedule.compute_dtype == "bfloat16"
+    assert run.params()["kernel"].dtype == jnp.float32 and "bf16" in run.lower().as_text()
+    with pytest.raises(
+        SpanaxError, match="computes in bfloat16, and the program was traced with compute_dtype 'float3"
+    ):
+        spanax.start(linear(compute_dtype="float32"), plan)
+
+
+@pytest.mark.parametrize(
+    "flags", [{"dtype": "float32"}, {"remat": "full"}, {"layout": "data"}, {"attention": "flash"}, {"microbatches": 2}]
+)
+def test_a_plan_file_and_a_switch_that_it_contains_conflict(flags: dict[str, Any], tmp_path: Path) -> None:
+    (name,) = flags
+    with pytest.raises(SpanaxError, match=f"--plan already says {name}"):
+        check(TrainConfig(plan="p.json", **flags))
+    spanax.plan(linear(), "cpu:8", layout="data").save(tmp_path / "p.json")
+    with pytest.raises(SpanaxError, match=f"--plan already says {name}"):
+        checking.answer(partial(load, "gpt-nano"), CheckCommand("gpt-nano", "cpu:8", plan=tmp_path / "p.json", **flags))
+
+
+def test_a_policy_that_a_program_cannot_have_is_an_error_or_counted() -> None:
+    with pytest.raises(SpanaxError, match="remat 'full' finds no layer"):
+        spanax.search(linear(), "cpu:8", remat=("full",))
+    rejected = spanax.search(linear(), "cpu:8").rejected
+    assert [reason for reason in rejected if reason.startswith("remat full: remat 'full' finds no layer")]
+    with pytest.raises(SpanaxError, match="remat 'full' finds no layer"):
+        planning.answer(partial(load, "resnet-nano"), PlanCommand("resnet-nano", "cpu:8", remat="full"))
+
+
+def test_requests_that_contradict_each_other_are_errors() -> None:
+    with pytest.raises(SpanaxError, match="--max answers one question, without --out"):
+        planning.answer(partial(load, "gpt-nano"), PlanCommand("gpt-nano", "cpu:8", max="batch", out=Path("p.json")))
+    with pytest.raises(SpanaxError, match="sequence_parallel needs a layout"):
+        spanax.plan(linear(), "cpu:8", sequence_parallel=True)
+    with pytest.raises(SpanaxError, match="prices mesh axes in the order"):
+        spanax.search(linear(), "a100:2x4", mesh="model=4,fsdp=2")
+    with pytest.raises(SpanaxError, match="attention 'flash' gathers keys"):
+        spanax.plan(linear(), "h100:8", layout="ring", attention="flash")
+
+
+def test_where_nothing_fits_the_message_names_what_would_make_it_fit() -> None:
+    program = load("gpt-nano", batch_size=64).trace(learning_rate=1e-3, num_steps=10, remat="none")
+    roomy = spanax.cluster("a100:8")
+    asked: dict[str, Any] = {"remat": ("none",), "layout": "data", "mesh": "data=8"}
+    one, two = (spanax.search(program, roomy, microbatches=count, **asked).best for count in (1, 2))
+    assert one is not None and two is not None
+    tight = dataclasses.replace(roomy, memory_bytes=int(1.06 * two.peak_bytes))
+    found = spanax.search(program, tight, microbatches=1, **asked)
+    assert found.best is None
+    switches = remedies(found)
+    assert "--microbatches 2" in switches and any(each.startswith("--layout ") for each in switches)
+    said = search_json(found, 1)
+    assert said["fits_with"] == switches and f"it fits with {switches[0]}" in search_text(found, said, 1)
+    with pytest.raises(
+        SpanaxError,
+        match=r"no layout fits.*\n.*the leanest layout needs.*\n.*fix: .*(--optimizer-state bfloat16|devices)",
+    ):
+        spanax.plan(program, dataclasses.replace(roomy, memory_bytes=two.state_bytes // 10))
+
+
+def test_what_cannot_be_read_of_a_step_of_one_batch_size_is_a_warning() -> None:
+    def loss(model: Any, x: jax.Array) -> jax.Array:
+        noise = jax.random.normal(jax.random.key(0), (16, 64))
+        return (model(noise) ** 2).mean() + (model(x.reshape(16, 64)) ** 2).mean()
+
+    with pytest.warns(UserWarning, match="replicated: it cannot be traced with 32 examples instead of 16"):
+        spanax.trace(
+            build=lambda rngs: nnx.Linear(64, 32, rngs=rngs), optimizer=optax.sgd(0.1), batch=array(16, 64), loss=loss
+        )
+
+
+def test_a_run_that_is_resumed_elsewhere_keeps_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = linear()
+    monkeypatch.setattr(trainer, "local", lambda devices: spanax.cluster("h100:8"))
+    for recorded, resumed in ((None, "float32"), ("bfloat16", "bfloat16")):
+        schedule = Schedule(compute_dtype=recorded)
+        spanax.plan(program, "cpu:8", layout="data", schedule=schedule).save(tmp_path / "plan.json")
+        again = trainer._in_recorded_dtype(program, tmp_path, [])
+        assert spanax.plan(again, "h100:8", layout="data").schedule.compute_dtype == resumed
+
+
+def test_a_new_plan_replaces_what_a_resumed_run_was_started_with() -> None:
+    recorded = {"layout": "fsdp", "remat": "full", "dtype": "bfloat16", "lr": 0.1}
+    assert cli._moved(recorded, TrainConfig(plan="p.json", resume=True)) == {"lr": 0.1}

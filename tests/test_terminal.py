@@ -1,0 +1,172 @@
+"""Commands on a terminal: wide, narrow, dumb, and resized while they run."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+WEIGHTS = Path(__file__).parent / "interop" / "weights" / "gpt2"
+WIDE, NARROW = 120, 40
+HANG_SECONDS = 240
+
+WORKLOAD = """
+import os, time
+import numpy as np
+import spanax
+from spanax.models import gpt
+
+class Examples:
+    # With RESIZED in the environment, steps wait until the test has resized the terminal.
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        while os.environ.get("RESIZED") and not os.path.exists(os.environ["RESIZED"]):
+            time.sleep(0.01)
+        ids = np.random.default_rng(int(index)).integers(0, 16, 9, dtype="int32")
+        return {"inputs": ids[:-1], "targets": ids[1:]}
+
+def tiny(batch_size=4, seq_len=8):
+    config = gpt.GPTConfig(16, seq_len, num_layers=1, num_heads=2, embed_dim=8)
+    return spanax.Workload(build=lambda rngs: gpt.GPT(config, rngs), batch=gpt.example_batch(batch_size, seq_len),
+                           loss=gpt.loss, source=Examples(), num_steps=3)
+"""
+
+CHILD = """
+import fcntl, json, os, sys, termios, traceback
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that it receives SIGWINCH
+from spanax.__main__ import main
+for line in iter(sys.stdin.readline, ""):
+    asked, code = json.loads(line), 0
+    os.environ.update(asked["environ"])
+    sys.argv = ["spanax", *asked["args"]]
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    print(f"EXIT {code}", flush=True)
+"""
+
+
+class Verb(NamedTuple):
+    """A command line, with `{out}` for a new path, and the pattern of the last text that it prints."""
+
+    args: str
+    last: str
+
+
+TRAIN = "train tiny.py:tiny --steps 3 --layout data --out {out}"
+VERBS = {
+    "train": Verb(f"{TRAIN} --devices 2", r"to go on: --out \S+ --resume"),
+    "launch": Verb(f"launch local --hosts 2 --devices-per-host 1 -- {TRAIN}", r"to go on: --out \S+ --resume"),
+    "plan": Verb("plan tiny.py:tiny --on cpu:2", r"layouts priced in"),
+    "compare": Verb("compare tiny.py:tiny --devices 2 --mesh data=2 --top 1 --steps 1", r"rank correlation"),
+    "probe": Verb("probe --devices 2 --seconds 0.1 --out {out}.toml", r"measured; spanax plan"),
+    "check": Verb("check tiny.py:tiny --on cpu:2 --layout data --level 1", r"as far as the rules see|findings?"),
+    "import": Verb(f"import {WEIGHTS} --as gpt2 --out {{out}}", r"gpt2: \S+ \S+ parameters"),
+    "export": Verb("export weights --as gpt2 --out {out}", r"gpt2: \S+ \S+ parameters"),
+}
+
+
+def resize(terminal: int, columns: int) -> None:
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+
+@dataclass
+class Session:
+    """A process on a terminal that carries out one command line after the other: JAX is imported once."""
+
+    folder: Path
+    terminal: int
+    num_runs: int = 0
+
+    def run(self, args: str, *, columns: int, term: str = "xterm-256color", then: int | None = None) -> tuple[int, str]:
+        """The exit code and output of a command; `then` resizes the terminal once the progress bar is drawn."""
+        self.num_runs += 1
+        out, resized = f"out{self.num_runs}", self.folder / f"resized{self.num_runs}"
+        environ = {"TERM": term, "RESIZED": str(resized) if then else ""}
+        resize(self.terminal, columns)
+        asked = {"args": args.format(out=out).split(), "environ": environ}
+        os.write(self.terminal, json.dumps(asked).encode() + b"\n")
+        output = b""
+        while not (ended := re.search(rb"EXIT (\d+)\r\n", output)):
+            if then and not resized.exists() and b"ETA" in output:
+                resize(self.terminal, then)
+                resized.touch()
+            assert select.select([self.terminal], [], [], HANG_SECONDS)[0], f"no output: {output[-4000:].decode()}"
+            output += os.read(self.terminal, 1 << 16)
+        return int(ended[1]), output[: ended.start()].decode()
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    folder = tmp_path_factory.mktemp("terminal")
+    (folder / "tiny.py").write_text(WORKLOAD)
+    terminal, theirs = pty.openpty()
+    modes = termios.tcgetattr(theirs)
+    modes[3] &= ~termios.ECHO
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
+    environ = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "COLUMNS", "LINES")}
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD], cwd=folder, env=environ, stdin=theirs, stdout=theirs, stderr=theirs,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        os.close(theirs)
+        yield Session(folder, terminal)
+        process.kill()
+    os.close(terminal)
+
+
+def lines(output: str) -> list[str]:
+    """The lines that were drawn, without the sequences that move the cursor and set colors."""
+    return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output))
+
+
+def live(output: str) -> list[str]:
+    """The lines of a progress bar."""
+    return [line for line in lines(output) if "ETA" in line]
+
+
+CASES = [(name, mode) for name in VERBS if name != "launch" for mode in ("wide", "narrow", "dumb")]
+CASES += [("train", "resized"), ("launch", "resized"), ("launch", "dumb")]
+
+
+@pytest.mark.parametrize("name, mode", CASES)
+def test_a_command_on_a_terminal(name: str, mode: str, session: Session) -> None:
+    args, last = VERBS[name]
+    if name == "export" and not (session.folder / "weights").exists():
+        assert session.run(f"import {WEIGHTS} --as gpt2 --out weights", columns=WIDE)[0] == 0
+    code, output = session.run(
+        args,
+        columns=NARROW if mode == "narrow" else WIDE,
+        term="dumb" if mode == "dumb" else "xterm-256color",
+        then=NARROW if mode == "resized" else None,
+    )
+    end = output[-4000:]
+    assert code == 0 and "Traceback" not in output, end
+    assert re.search(last, " ".join(lines(output))), end
+    if mode == "dumb":
+        assert "\x1b" not in output, end
+    if name in ("train", "launch"):
+        bars = live(output)
+        if mode == "dumb":
+            assert not bars and "step 3  loss" in output, end
+        else:
+            assert "0/?" in bars[0] and "3/3" in bars[-1] and "loss" in bars[-1], end
+            assert len(bars[0]) == (NARROW if mode == "narrow" else WIDE), end
+            assert len(bars[-1]) == (WIDE if mode == "wide" else NARROW), end
