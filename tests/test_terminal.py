@@ -47,7 +47,9 @@ def tiny(batch_size=4, seq_len=8):
 CHILD = """
 import fcntl, json, os, sys, termios, traceback
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that it receives SIGWINCH
+import spanax
 from spanax.__main__ import main
+spanax.simulate(2)  # before `import`, which starts JAX with one device
 for line in iter(sys.stdin.readline, ""):
     asked, code = json.loads(line), 0
     os.environ.update(asked["environ"])
