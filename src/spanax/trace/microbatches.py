@@ -11,7 +11,7 @@ from spanax.errors import SpanaxError, first_line
 from spanax.trace.accumulation.decomposition import decomposed
 from spanax.trace.names import with_examples
 from spanax.trace.policies import MEAN
-from spanax.trace.pure_loss import pure_loss
+from spanax.trace.pure_loss import check_unmoved, pure_loss
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def microbatches_of(
 
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         value, params, rest = pure_loss(loss, compute_dtype, model, optimizer)
-        check_unmoved(params, jax.eval_shape(value, params, rest, batch)[1][2], count)
         parts = decomposed(value, (params, rest, batch), examples(batch, count), count)
+        check_unmoved(params, parts.shapes[1][2], count)
         passes.append(1 if parts.is_linear else 2)
         return {}
 
@@ -60,9 +60,8 @@ def microbatches_of(
         trace(step)
     except SpanaxError as error:
         return Microbatches(error=error)
-    except (
-        Exception
-    ) as error:  # an equation that the analysis does not expect must not stop a plan without microbatches
+    # An equation that the analysis does not support must not stop a plan without microbatches.
+    except Exception as error:
         what = f"the loss cannot be analyzed for microbatches: {type(error).__name__}: {first_line(error)}"
         return Microbatches(error=SpanaxError(what, fix='microbatches=1 and no pipeline, or accumulate="mean"'))
     return Microbatches(passes[-1])
@@ -92,18 +91,3 @@ def check_divides(size: int, count: int) -> None:
             f"{count} microbatches do not divide the batch of {size}.",
             fix=f"microbatches={max(k for k in range(1, count) if size % k == 0)}",
         )
-
-
-def check_unmoved(params: Any, moved: list[Any], count: int) -> None:
-    """Check that a loss leaves trained parameters alone, of which every microbatch has to see the same.
-
-    Raises:
-      SpanaxError: it writes to one.
-    """
-    for (path, _), new in zip(jax.tree_util.tree_leaves_with_path(params), moved, strict=True):
-        if new is not None:
-            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-            raise SpanaxError(
-                f"the loss writes to the parameter `{name}`; {count} microbatches would each write to it.",
-                fix="microbatches=1, or parameters that only the optimizer writes to",
-            )

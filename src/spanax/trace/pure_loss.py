@@ -113,3 +113,18 @@ def _like(state: Any, before: Any) -> Any:
 def _paths(state: Any) -> set[str]:
     flat = jax.tree_util.tree_flatten_with_path(state)[0]
     return {jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat}
+
+
+def check_unmoved(params: Any, moved: list[Any], count: int) -> None:
+    """Check that a loss leaves trained parameters alone, of which every microbatch has to see the same.
+
+    Raises:
+      SpanaxError: it writes to one.
+    """
+    for (path, _), new in zip(jax.tree_util.tree_leaves_with_path(params), moved, strict=True):
+        if new is not None:
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise SpanaxError(
+                f"the loss writes to the parameter `{name}`; {count} microbatches would each write to it.",
+                fix="microbatches=1, or parameters that only the optimizer writes to",
+            )

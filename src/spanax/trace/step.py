@@ -13,9 +13,9 @@ from spanax.trace.accumulation.mean import mean_of_microbatches
 from spanax.trace.attended import Attended, attended
 from spanax.trace.chunked import chunked
 from spanax.trace.marks import marked_gradients
-from spanax.trace.microbatches import check_unmoved, examples
+from spanax.trace.microbatches import examples
 from spanax.trace.policies import EXACT, GATHERED, KERNELS, MEAN, known_accumulation, known_policy
-from spanax.trace.pure_loss import numbers_of, pure_loss
+from spanax.trace.pure_loss import check_unmoved, numbers_of, pure_loss
 from spanax.trace.remat import rematerialized
 
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
@@ -108,14 +108,14 @@ def train_step_of(
             nnx.update(model, jax.tree.unflatten(jax.tree.structure(params), leaves))
         else:
             is_example = examples(batch, microbatches)
-            check_unmoved(params, jax.eval_shape(value, params, rest, batch)[1][2], microbatches)
             if accumulate == MEAN:
                 scalar, extra, rest, grads = mean_of_microbatches(
                     gradient, params, rest, batch, is_example, microbatches
                 )
             else:
                 args = params, rest, batch
-                (scalar, (extra, rest, _)), grads = accumulated(value, transform, args, is_example, microbatches)
+                (scalar, (extra, rest, moved)), grads = accumulated(value, transform, args, is_example, microbatches)
+                check_unmoved(params, moved, microbatches)
         nnx.update(model, rest)
         grads = marked_gradients(grads)
         grad_norm = optax.tree.norm(grads)

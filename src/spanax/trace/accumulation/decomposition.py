@@ -26,6 +26,7 @@ class Decomposition:
 
     Attributes:
       full, small: the loss for the batch and for one of `count` microbatches.
+      shapes: the results of the loss for the batch, as `jax.eval_shape` returns them.
       flow: the dependence of every value on the examples.
       count: the number of microbatches.
       sums: values that are sums over examples, of which all other results are functions.
@@ -36,6 +37,7 @@ class Decomposition:
 
     full: Lines
     small: Lines
+    shapes: Any
     flow: Flow
     count: int
     sums: tuple[int, ...]
@@ -141,13 +143,14 @@ def decomposed(
     batch_size = next(
         leaf.shape[0] for leaf, has_rows in zip(jax.tree.leaves(args[2]), is_example, strict=True) if has_rows
     )
-    full, small = (_traced(value, args, is_example, each) for each in (1, count))
+    full, shapes = _traced(value, args, is_example, 1)
+    small, _ = _traced(value, args, is_example, count)
     inputs = [SAME.trained(True)] * len(jax.tree.leaves(args[0])) + [SAME] * len(jax.tree.leaves(args[1]))
     inputs += [rows(0) if has_rows else SAME for has_rows in is_example]
     # JAX treats dims of size 1 apart: what a single example has in common with the batch is read off two or more.
     fewer = max((each for each in range(1, count) if batch_size % each == 0), default=1)
     is_single = batch_size == count and fewer > 1
-    compared = _traced(value, args, is_example, fewer) if is_single else small
+    compared = _traced(value, args, is_example, fewer)[0] if is_single else small
     try:
         check_aligned(full, small, ranks=not is_single)
         check_aligned(full, compared)
@@ -159,14 +162,16 @@ def decomposed(
     except Misaligned:
         raise _of_another_size(batch_size, count) from None
     _check_exact(outs)
-    parts = _assembled(full, small, flow, count)
+    parts = Decomposition(full, small, shapes, flow, count, **_results_of(full, flow))
     extremes = [number for number in parts.weighted if flow.dependence[number].kind is Kind.EXTREME]
     _check_exact([mixed(full.lines[full.maker[number]]) for number in extremes])
     return parts
 
 
-def _traced(value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int) -> Lines:
-    """The equations of a loss for one of `count` microbatches.
+def _traced(
+    value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int
+) -> tuple[Lines, Any]:
+    """The equations of a loss for one of `count` microbatches, and the shapes of its results.
 
     Raises:
       SpanaxError: it cannot be evaluated for that many examples.
@@ -177,12 +182,12 @@ def _traced(value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: t
     part = lambda leaf: jax.eval_shape(lambda array: apart(array, 0, count)[0], leaf)  # noqa: E731
     small = [part(leaf) if has_rows else leaf for leaf, has_rows in zip(leaves, is_example, strict=True)]
     try:
-        closed = jax.make_jaxpr(value)(params, rest, jax.tree.unflatten(treedef, small))
+        closed, shapes = jax.make_jaxpr(value, return_shape=True)(params, rest, jax.tree.unflatten(treedef, small))
     except Exception as error:
         if count == 1:
             raise
         raise _of_another_size(leaves[is_example.index(True)].shape[0], count) from error
-    return Lines.of(*opened(closed))
+    return Lines.of(*opened(closed)), shapes
 
 
 def _of_another_size(batch_size: int, count: int) -> SpanaxError:
@@ -193,8 +198,8 @@ def _of_another_size(batch_size: int, count: int) -> SpanaxError:
     )
 
 
-def _assembled(full: Lines, small: Lines, flow: Flow, count: int) -> Decomposition:
-    """The decomposition with the sums and rows that its results need."""
+def _results_of(full: Lines, flow: Flow) -> dict[str, tuple[int, ...]]:
+    """The values of a decomposition by the attribute that lists them."""
     kind = lambda value: flow.dependence[value].kind  # noqa: E731
     sums: dict[int, None] = {}
     stacked = {value for value in full.outputs if kind(value) is Kind.ROWS and value not in flow.ahead}
@@ -214,9 +219,8 @@ def _assembled(full: Lines, small: Lines, flow: Flow, count: int) -> Decompositi
         return any(kind(v) is Kind.ROWS for v in read)
 
     repeated = {v for v in full.outputs if kind(v) is Kind.SAME and v not in flow.ahead and has_rows(v)}
-    stated = {"sums": sums, "stacked": stacked, "repeated": repeated}
-    ordered = {name: tuple(sorted(values)) for name, values in stated.items()}
-    return Decomposition(full, small, flow, count, **ordered, ahead=tuple(flow.ahead))
+    ordered = {"sums": sums, "stacked": stacked, "repeated": repeated}
+    return {name: tuple(sorted(values)) for name, values in ordered.items()} | {"ahead": tuple(flow.ahead)}
 
 
 def _check_exact(outs: Sequence[Dependence]) -> None:

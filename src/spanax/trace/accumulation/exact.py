@@ -48,14 +48,13 @@ def accumulated(
       (83.66666412353516, True)
     """
     parts = decomposed(value, args, is_example, count)
-    shapes = jax.eval_shape(value, *args)
     inputs: Values = dict(zip(parts.full.inputs, jax.tree.leaves(args), strict=True))
     inputs |= dict(zip(parts.ahead, parts.evaluated(parts.ahead, inputs), strict=True))
     term = transform(partial(_term, parts))
     loop = partial(_loop, parts, args, is_example, inputs)
     weights = partial(_weights, parts, inputs)
     zeros = {number: jnp.zeros(aval.shape, aval.dtype) for number in parts.sums for aval in (parts.full.avals[number],)}
-    before = _state_before(parts, args, shapes)
+    before = _state_before(parts, args)
     if not parts.is_linear:
         terms_of = lambda *operands: (None, term(*operands)[1])  # noqa: E731
         _, (terms, _) = loop(terms_of, (None, before), {number: zeros[number] for number in parts.weighted})
@@ -67,12 +66,12 @@ def accumulated(
     outs = parts.evaluated(parts.full.outputs, inputs | totals | stacked | repeated)
     if parts.is_direct:
         grads = jax.tree.map(jnp.add, grads, jax.grad(partial(_loss, parts, inputs, totals))(args[0]))
-    return jax.tree.unflatten(jax.tree.structure(shapes), outs), grads
+    return jax.tree.unflatten(jax.tree.structure(parts.shapes), outs), grads
 
 
-def _state_before(parts: Decomposition, args: tuple[Any, Any, Any], shapes: Any) -> Values:
+def _state_before(parts: Decomposition, args: tuple[Any, Any, Any]) -> Values:
     """For every result that microbatches compute alike, the state that it takes the place of."""
-    num_before = 1 + len(jax.tree.leaves(shapes[1][0]))
+    num_before = 1 + len(jax.tree.leaves(parts.shapes[1][0]))
     state = jax.tree.leaves(args[1])
     after = dict(zip(parts.full.outputs[num_before : num_before + len(state)], state, strict=True))
     zeros = lambda number: jnp.zeros(parts.full.shape(number), parts.full.avals[number].dtype)  # noqa: E731

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spanax.trace.chunked import apart
+from spanax.trace.pure_loss import check_unmoved
 
 
 def mean_of_microbatches(
@@ -19,13 +20,17 @@ def mean_of_microbatches(
       params, rest, batch: its operands.
       is_example: for every array of the batch whether its first dim is that of the examples.
       count: the number of microbatches.
+
+    Raises:
+      SpanaxError: the loss writes to a trained parameter.
     """
     leaves, treedef = jax.tree.flatten(batch)
 
     def turn(carry: Any, examples: Any) -> tuple[Any, Any]:
         (rest, total), rows = carry, iter(examples)
         merged = [next(rows) if has_rows else leaf for leaf, has_rows in zip(leaves, is_example, strict=True)]
-        (loss, (metrics, rest, _)), grads = gradient(params, rest, jax.tree.unflatten(treedef, merged))
+        (loss, (metrics, rest, moved)), grads = gradient(params, rest, jax.tree.unflatten(treedef, merged))
+        check_unmoved(params, moved, count)
         return (rest, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
 
     examples = [apart(leaf, 0, count) for leaf, has_rows in zip(leaves, is_example, strict=True) if has_rows]
