@@ -208,3 +208,20 @@ def test_an_error_of_the_users_own_stays_what_it_is() -> None:
 
     with jax.set_mesh(user_mesh(AxisType.Explicit)), pytest.raises(ValueError, match="^mine"):
         spanax.trace(build=Net, optimizer=optax.sgd(0.1), batch=BATCH, loss=wrong)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_a_plan_for_another_number_of_devices_than_the_mesh_of_the_user(kind: AxisType, tmp_path: Any) -> None:
+    with jax.set_mesh(user_mesh(kind)):
+        program = spanax.trace(build=Stacked, optimizer=optax.adam(1e-2, eps=0.1), batch=BATCH, loss=loss)
+        expected = by_nnx(Stacked, BATCH)
+        plan = spanax.plan(program, spanax.local(jax.devices()[:2]), layout="data")
+        run = spanax.start(program, plan, devices=jax.devices()[2:4])
+        losses = [float(run.step(BATCH)["loss"])]
+        run.save(tmp_path).wait()
+        resumed = spanax.restore(program, plan, tmp_path)
+        losses += [float(resumed.step(BATCH)["loss"]) for _ in range(2)]
+        more = spanax.plan(program, spanax.cluster("cpu:16"), layout="data")
+        report = spanax.check(program, more, "cpu:16", level=2, cache=False)
+    assert report.compiled.state_bytes == more.state_bytes()
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)

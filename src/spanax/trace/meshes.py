@@ -30,18 +30,18 @@ JAX = str(Path(jax.__file__).parent) + os.sep
 
 
 def outside_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called outside of any Explicit mesh of the user's program: its own arrays have another one."""
+    """The function, called outside of any mesh of the user's program: its own arrays have another one."""
 
     @wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(NO_MESH) if _is_explicit(_current()) else nullcontext():
+        with nullcontext() if _current().empty else jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
             return function(*args, **kwargs)
 
     return outside
 
 
 def methods_outside_meshes(kind: type) -> type:
-    """The class, with its public methods called outside of any Explicit mesh."""
+    """The class, with its public methods called outside of any mesh."""
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and not name.startswith("_"):
             setattr(kind, name, outside_meshes(method))
@@ -83,7 +83,7 @@ class UserMesh:
         Raises:
           SpanaxError: JAX cannot trace it with these shardings.
         """
-        return partial(self._evaluated, function) if _is_explicit(self.mesh) else self.within(function)
+        return function if self.mesh.empty else partial(self._evaluated, function)
 
     def untyped(self, batch: Any) -> Any:
         """The shapes and dtypes of a batch, without shardings."""
@@ -111,7 +111,7 @@ class UserMesh:
                 with jax.sharding.use_abstract_mesh(self.mesh):
                     return jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(treedef, avals))
             except Exception as error:
-                if not _is_raised_by_jax(error):
+                if not _is_explicit(self.mesh) or not _is_raised_by_jax(error):
                     raise
                 refused.append(error)
         sizes = ",".join(f"{name}={size}" for name, size in self.mesh.shape.items())
@@ -199,7 +199,7 @@ def _mapped(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
     params, (inner, consts) = eqn.params, opened(eqn.params["jaxpr"])
     mesh = params["mesh"].abstract_mesh
     types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
-    mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    mesh = mesh.update(axis_types=types)
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(
             lambda *args: tuple(_run(inner, consts, *args)),
