@@ -4,6 +4,7 @@ import functools
 import json
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -90,6 +91,22 @@ def test_a_train_step_of_ones_own_has_its_gradients_too() -> None:
     program = spanax.trace(build=case.build, optimizer=optax.sgd(0.1), batch=case.batch(16), train_step=step)
     found = parity(program, planned(program, "tensor", "model=8"), steps=1)
     assert found.passes and found.worst("gradients").path in {leaf.path for leaf in program.leaves}
+
+
+def test_keys_keep_their_implementation() -> None:
+    class Noisy(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(1, impl="rbg")))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.dropout(self.linear(x))
+
+    program = spanax.trace(
+        build=Noisy, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    assert parity(program, planned(program, "fsdp", "fsdp=8"), steps=2).passes
 
 
 def test_the_coarsest_dtype_decides_what_is_let_pass() -> None:

@@ -15,6 +15,7 @@ from spanax.plan.choose import plan as make_plan
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run.run import Run, start
+from spanax.run.state import placed
 from spanax.run.step.rows import rows_of
 from spanax.trace.gradients import PREFIX
 from spanax.trace.policies import GATHERED
@@ -146,7 +147,7 @@ def parity(
     batches = [made_up(program, seed + at) if batch is None else batch(at) for at in range(steps)]
     planned, recorded, alike = _recorded(as_planned(program, plan), plan)
     alone = start(recorded, _alone(recorded, plan), seed=seed, devices=devices and devices[:1])
-    born = [np.asarray(_plain(array)) for array in alone.state]
+    born = [_copied(array) for array in alone.state]
     expected = _taken(alone, batches)
     dtype = coarsest_dtype(recorded)
     noisy = []
@@ -253,18 +254,17 @@ def _jittered(program: Program, born: Sequence[Any], eps: float, seed: int) -> l
 
 
 def _placed(run: Run, plan: Plan, state: Sequence[Any]) -> list[jax.Array]:
-    keys = [jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in run.program.leaves]
-    arrays = [jax.random.wrap_key_data(array) if is_key else array for array, is_key in zip(state, keys, strict=True)]
     rows = rows_of(run.program, plan)
     places = plan.leaves if rows is None else rows.shown_as
-    placed = [jax.device_put(array, place.sharding(run.mesh)) for array, place in zip(arrays, places, strict=True)]
-    return placed if rows is None else rows.kept(placed)
+    arrays = [placed(array, place.sharding(run.mesh)) for array, place in zip(state, places, strict=True)]
+    return arrays if rows is None else rows.kept(arrays)
 
 
-def _plain(array: jax.Array) -> jax.Array:
-    """The words of a key; anything else as it is."""
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(array) if is_key else array
+def _copied(array: jax.Array) -> Any:
+    """A copy that a step cannot donate: on the host, but for keys, whose type NumPy lacks."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    return np.asarray(array)
 
 
 def _numbers(array: Any) -> np.ndarray:

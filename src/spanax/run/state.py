@@ -50,7 +50,7 @@ def born(
             # The step takes both away: a copy of a parameter has to have its own memory.
             return partial(jax.jit(jnp.copy, out_shardings=sharding), known[value])
         if value in known:
-            return partial(_placed, known[value], sharding)
+            return partial(placed, known[value], sharding)
         ops, inputs = _slice(value, producers, known)
         if _is_filled(graph, ops, inputs, value):
             return partial(_filled, known[inputs[0]], graph.avals[value], sharding)
@@ -87,15 +87,15 @@ def _is_filled(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], value: in
 
 
 def _filled(number: Any, aval: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    return _placed(np.full(aval.shape, number, aval.dtype), sharding)
+    return placed(np.full(aval.shape, number, aval.dtype), sharding)
 
 
-def _placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
+def placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
     """A copy of a value that every process has, sharded; it shares no buffer, because the step donates it."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         # Keys cannot be made from a callback: their numbers can.
         spec = jax.sharding.PartitionSpec(*sharding.spec, *(None,) * (value.ndim + 1 - len(sharding.spec)))
-        numbers = _placed(jax.random.key_data(value), jax.sharding.NamedSharding(sharding.mesh, spec))
+        numbers = placed(jax.random.key_data(value), jax.sharding.NamedSharding(sharding.mesh, spec))
         return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(value))
     # `device_put(may_alias=False)` of an array still reuses its buffer on one of several devices (jax 0.10 to 0.12).
     here = np.array(value)
