@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from spanax.show.events import reporter
+
 WEIGHTS = Path(__file__).parent / "interop" / "weights" / "gpt2"
 WIDE, NARROW = 120, 40
 HANG_SECONDS = 240
@@ -142,6 +144,14 @@ def lines(output: str) -> list[str]:
 def live(output: str) -> list[str]:
     """The lines of a progress bar."""
     return [line for line in lines(output) if "ETA" in line]
+
+
+def test_standard_error_in_a_file_stays_there(capsys: pytest.CaptureFixture[str]) -> None:
+    terminal, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as stream, reporter(as_json=False, stream=stream):
+        print("a warning", file=sys.stderr)
+    os.close(terminal)
+    assert capsys.readouterr().err == "a warning\n"
 
 
 CASES = [(name, mode) for name in VERBS if name != "launch" for mode in ("wide", "narrow", "dumb")]

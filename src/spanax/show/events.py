@@ -163,7 +163,8 @@ def _bar(console: "Console") -> Iterator[Emit]:
         TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
         TextColumn("{task.description}", markup=False, table_column=Column(ratio=6, no_wrap=True)),
     )
-    with Progress(*columns, console=console, expand=True) as progress:
+    # Rich would print on the terminal what is written to a standard error that is a file.
+    with Progress(*columns, console=console, expand=True, redirect_stderr=sys.stderr.isatty()) as progress:
         # A task has no total until the `start` event: each column must render one without.
         task = progress.add_task("compiling", total=None)
 
