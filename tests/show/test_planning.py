@@ -76,7 +76,7 @@ def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, di
     assert "attention" not in text.splitlines()[0]
 
 
-@pytest.mark.parametrize("name, on", [("mlp", "cpu:8"), ("vit", "cpu:4"), ("gpt", "a100:2x2")])
+@pytest.mark.parametrize("name, on", [("mlp", "cpu:8"), ("vit", "cpu:4"), ("vit-scan", "a100:2x2")])
 def test_rows_of_the_table_are_distinct(name: str, on: str) -> None:
     """Also those of sequence parallelism in a model without sequences: it would be the same layout under two names."""
     searched = search(name, on)
