@@ -1,6 +1,6 @@
 """What our compiled step moves and needs, beside the same step as the guides have it and as an expert writes it.
 
-Compiled for 8 simulated devices from shapes alone; nothing is run. kB a device and step, loops multiplied out: what it
+Compiled for 8 simulated devices from shapes alone; nothing is run. KiB a device and step, loops multiplied out: what it
 sends around rings, as the partitioner has it (an all-reduce of which each device keeps its part is a reduce-scatter),
 and the most that it holds by XLA's own account.
 
@@ -114,7 +114,7 @@ def main() -> None:
     args = parser.parse_args()
     wanted = args.presets.split(",") if args.presets else list(PRESETS)
     if not args.json:
-        print("| model | layout | inputs only: sent / held, kB | by hand | Spanax | Spanax over by hand |")
+        print("| model | layout | inputs only: sent / held, KiB | by hand | Spanax | Spanax over by hand |")
         print("|---|---|---|---|---|---|", flush=True)
     for name in args.workloads:
         for layout in (each for each in expert.WORKLOADS[name].presets if each in wanted):
@@ -123,7 +123,7 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
                 continue
             cells = [
-                f"{row[step]['sent_bytes'] / 1e3:,.1f} / {row[step]['peak_bytes'] / 1e3:,.1f}"
+                f"{row[step]['sent_bytes'] / 2**10:,.1f} / {row[step]['peak_bytes'] / 2**10:,.1f}"
                 for step in ("inputs-only", "expert", "spanax")
             ]
             ratio = f"{row['sent_bytes_over_expert']:.3f} / {row['peak_bytes_over_expert']:.3f}"

@@ -209,7 +209,7 @@ def cnn_loss(params: Tree, rest: Tree, batch: dict[str, jax.Array], pin: Constra
     params, channels = pin.gathered(params, CNN_RULES), ("batch", None, None, "split")
     x = pin(convolve(batch["x"], params["stem"]["kernel"], stride=2), *channels)
     x, stem_stats = batch_norm(x, params["stem_norm"], rest["stem_norm"])
-    x = pin(jax.nn.relu(x), *channels)  # without this pin, 16 kB more
+    x = pin(jax.nn.relu(x), *channels)  # without this pin, 16 KiB more
     x = pin(pool(x, -jnp.inf, jax.lax.max), *channels)
     x = pin(convolve(x, params["depthwise"]["kernel"], groups=16), *channels)
     x, depthwise_stats = batch_norm(x, params["depthwise_norm"], rest["depthwise_norm"])

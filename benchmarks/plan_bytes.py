@@ -201,7 +201,7 @@ def show(cell: Cell) -> None:
     if cell.refused:
         print(f"{name} refused: {cell.refused} | | | |", flush=True)
         return
-    ours, theirs = (sum(moved.values()) / 1e3 for moved in (cell.predicted, cell.compiled))
+    ours, theirs = (sum(moved.values()) / 2**10 for moved in (cell.predicted, cell.compiled))
     causes = cell.off()
     verdict = "XLA differs" if causes and all(causes.values()) else "off" if causes else "same"
     print(f"{name} {ours:,.1f} | {theirs:,.1f} | {cell.ratio:.3f} | {verdict} |", flush=True)
@@ -211,8 +211,8 @@ def show_off(cells: list[Cell]) -> None:
     """What is off, by cell, with the cause; and how many cells are what."""
     for cell in cells:
         for key, why in cell.off().items():
-            ours, theirs = cell.predicted.get(key, 0) / 1e3, cell.compiled.get(key, 0) / 1e3
-            print(f"{cell.model} {cell.layout} {cell.mesh}: {' '.join(key)} {ours:,.1f} kB, and XLA {theirs:,.1f}")
+            ours, theirs = cell.predicted.get(key, 0) / 2**10, cell.compiled.get(key, 0) / 2**10
+            print(f"{cell.model} {cell.layout} {cell.mesh}: {' '.join(key)} {ours:,.1f} KiB, and XLA {theirs:,.1f}")
             print(f"    {why or 'nobody knows why'}")
     priced = [cell for cell in cells if not cell.refused]
     unknown = sum(not all(cell.off().values()) for cell in priced)
@@ -235,7 +235,7 @@ def main() -> int:
     args = parser.parse_args()
     cells = []
     if not args.json:
-        print("| model | layout | mesh | predicted, kB | compiled, kB | ratio | by kind and axes |")
+        print("| model | layout | mesh | predicted, KiB | compiled, KiB | ratio | by kind and axes |")
         print("|---|---|---|---|---|---|---|")
     for model in args.models:
         for layout, mesh in layouts():

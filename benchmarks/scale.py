@@ -111,14 +111,14 @@ def row(one: Point) -> str:
     mesh = one.mesh + (f", {one.stages} stages" if one.stages > 1 else "")
     how = f"{one.remat}, {one.microbatches}"
     tail = [f"{one.layout} ({mesh})", how, f"{100 * one.mfu:.1f}", f"{100 * one.waits:.0f}"]
-    return "| " + " | ".join([*head, *tail, bytes_text(one.peak_bytes), f"{one.moved_bytes / 1e9:.1f}"]) + " |"
+    return "| " + " | ".join([*head, *tail, bytes_text(one.peak_bytes), f"{one.moved_bytes / 2**30:.1f}"]) + " |"
 
 
 def table(points: Sequence[Point]) -> str:
     """All of them in Markdown."""
     names = [
         "model", "chip", "scaling", "devices", "sequences", "layout", "remat, microbatches", "MFU, %", "waits, %",
-        "memory a device", "moved, GB",
+        "memory a device", "moved, GiB",
     ]  # fmt: skip
     return "\n".join(["| " + " | ".join(names) + " |", "|" + "---|" * len(names), *map(row, points)])
 

@@ -60,8 +60,8 @@ def soak(num_steps: int, num_devices: int, save_every: int) -> dict[str, Any]:
     sizes = [statistics.median(size for size, _, _ in part) for part in (warm[:tenth], warm[-tenth:])]
     return {
         "steps": num_steps,
-        "MB after warm-up": round(sizes[0] / 1e6, 1),
-        "MB at the end": round(sizes[1] / 1e6, 1),
+        "MiB after warm-up": round(sizes[0] / 2**20, 1),
+        "MiB at the end": round(sizes[1] / 2**20, 1),
         "growth": round(sizes[1] / sizes[0] - 1, 4),
         "open files": sorted({files for _, files, _ in warm}),
         "threads": sorted({threads for _, _, threads in warm}),

@@ -32,7 +32,7 @@ FLAGS = {
         "attention", "loss_chunks", "traceback",
     },
     "compare": {
-        "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "json",
+        "workload", "mesh", "on", "steps", "devices", "batch", "seq", "layers", "embed", "dtype", "top", "all", "json",
         "traceback",
     },
     "inspect": {"path", "leaf", "svg", "schedule", "hlo", "workload", "json", "traceback"},
@@ -152,6 +152,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "plans that are none": (["plan", "--diff", "bad.json", "bad.json"], 65, "this is not a plan file"),
     "comparing an unknown workload": (["compare", "gpt4"], 2, "unknown workload"),
     "comparing no steps": (["compare", "gpt-nano", "--steps", "0"], 2, "--steps is 0"),
+    "comparing all and a few": (["compare", "gpt-nano", "--all", "--top", "3"], 2, "--all compares all"),
     "comparing on an unknown axis": (["compare", "gpt-nano", "--mesh", "dta=8"], 2, "did you mean 'data'"),
     "comparing on another mesh": (["compare", "gpt-nano", "--mesh", "data=3"], 2, "takes 3 devices"),
     "comparing what does not divide": (["compare", "gpt-nano", "--mesh", "data=8", "--batch", "30"], 2, "divide"),

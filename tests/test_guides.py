@@ -20,7 +20,7 @@ TOLERANCE = 0.05
 """By how much a number may differ: JAX's versions trace some operations otherwise."""
 
 MARK = r"(<!-- table: {name} \(make golden\) -->\n)(.*?)(<!-- end -->)"
-GIB, GB = 2**30, 1e9
+GIB = 2**30
 
 
 @functools.cache
@@ -52,8 +52,8 @@ def layouts(workload: str, batch_size: int, on: str, rows: list[tuple[str, str]]
             microbatches=microbatches, pipeline=False,
         )  # fmt: skip
         one = next(iter((*found.candidates, *found.nearest)))
-        moved = {axes: sum(kinds.values()) / GB for axes, kinds in collectives_of(found, one).items()}
-        told = ", ".join(f"{size:.2f} GB over {axes}" for axes, size in moved.items() if size > 0.005) or "nothing"
+        moved = {axes: sum(kinds.values()) / GIB for axes, kinds in collectives_of(found, one).items()}
+        told = ", ".join(f"{size:.2f} GiB over {axes}" for axes, size in moved.items() if size > 0.005) or "nothing"
         held = f"{one.peak_bytes / GIB:.1f} GiB" + ("" if one in found.candidates else ", **too much**")
         lines.append(
             (f"`{layout}`", f"`{mesh}`", f"{state(one) / GIB:.2f} GiB", held, told, f"{one.step_seconds:.3g} s")
@@ -70,7 +70,7 @@ def data_parallel() -> str:
         one = found.candidates[0]
         moved = sum(sum(kinds.values()) for kinds in collectives_of(found, one).values())
         lines.append((count, f"{state(one) / GIB:.2f} GiB", f"{one.peak_bytes / GIB:.1f} GiB",
-                      f"{moved / GB:.2f} GB over data", f"{one.step_seconds:.3g} s"))  # fmt: skip
+                      f"{moved / GIB:.2f} GiB over data", f"{one.step_seconds:.3g} s"))  # fmt: skip
     return table(*lines)
 
 

@@ -203,14 +203,14 @@ def row(peer: Peer, reference: Peer) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]], absent: dict[str, str]) -> str:
     """The rows as a table in Markdown."""
     lines = [
-        "| peer | ratio (middle half) | s a step | tokens/s | to the first step, s | first step, s | peak, MB |",
+        "| peer | ratio (middle half) | s a step | tokens/s | to the first step, s | first step, s | peak, MiB |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in rows:
         lines.append(
             f"| {one['peer']} | {one['ratio']:.3f} ({one['low']:.3f} to {one['high']:.3f}) | {one['step_seconds']:.3f} "
             f"| {one['tokens_per_second']:,.0f} | {one['to_first_step_seconds']:.1f} | {one['first_step_seconds']:.1f} "
-            f"| {one['peak_bytes'] / 1e6:,.0f} |"
+            f"| {one['peak_bytes'] / 2**20:,.0f} |"
         )
     return "\n".join([*lines, *(f"| {name} | {why} | | | | | |" for name, why in absent.items())])
 

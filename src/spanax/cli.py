@@ -286,10 +286,11 @@ def _compare(command: CompareCommand) -> None:
     from spanax.models.workloads import load
     from spanax.run.simulate import devices
     from spanax.show.comparing import compared
+    from spanax.show.progress import progress
 
     stream = _clean_stdout() if command.json else sys.stdout
-    tell = partial(print, file=sys.stderr, flush=True)
-    text, data = compared(partial(load, command.workload), command, devices(command.devices), tell=tell)
+    with progress(sys.stderr) as tell:
+        text, data = compared(partial(load, command.workload), command, devices(command.devices), tell=tell)
     print(json.dumps(data) if command.json else text, file=stream)
 
 

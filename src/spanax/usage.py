@@ -30,7 +30,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "axes": ("spanax axes gpt2", "spanax axes mine.py:workload --json"),
     "probe": ("spanax probe --out mine.toml", "spanax plan gpt2 --on mine.toml"),
-    "compare": ("spanax compare gpt-nano --steps 10", "spanax compare gpt-nano --mesh fsdp=8 --top 3"),
+    "compare": (
+        "spanax compare gpt-nano --steps 10",
+        "spanax compare gpt-nano --mesh fsdp=4,model=2",
+        "spanax compare gpt-nano --all",
+    ),
     "inspect": (
         "spanax inspect plan.json",
         "spanax inspect runs/a --leaf embed --svg embed.svg",

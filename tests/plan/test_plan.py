@@ -432,7 +432,10 @@ def test_diff_names_what_moves() -> None:
 
 def test_it_prints_the_layout_its_reason_and_every_parameter() -> None:
     text = str(planned("gpt", "fsdp", "fsdp=8"))
-    assert text.startswith("layout fsdp on 8 devices (fsdp=8): as asked\n")
+    setting = "batch 16, sequence 32, dtypes of the model, attention plain"
+    assert text.startswith(f"layout fsdp on 8 devices (fsdp=8), {setting}: as asked\n")
+    images = str(spanax.plan(program("cnn").with_compute_dtype("bfloat16"), spanax.cluster("cpu:8"), layout="data"))
+    assert images.startswith("layout data on 8 devices (data=8), batch 16, bfloat16: as asked\n")
     assert "embed:64" in text and "P('fsdp', None)" in text
     unrolled = str(spanax.plan(program("gpt-unrolled"), spanax.cluster("cpu:8"), layout="fsdp"))
     assert "blocks.*.up.kernel x2" in unrolled

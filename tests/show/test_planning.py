@@ -1,7 +1,9 @@
 """`spanax plan`: the contract of its answer, what-ifs, and a plan that trains."""
 
 import dataclasses
+import functools
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,16 @@ import jax
 import pytest
 
 import spanax
+from programs import zoo_program
 from spanax import cli
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
+from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
 from spanax.show.planning import answer
+from spanax.show.plans import search_json, search_text
 from spanax.show.requests import PlanCommand
+from spanax.units import bytes_text
 
 SMALL = PlanCommand("gpt-nano", "cpu:8", batch=16)
 
@@ -56,6 +62,56 @@ def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
     for part in ("step ", "memory ", "moved ", "rule ", "ranked:", "layouts priced in"):
         assert part in text
     assert data["best"]["layout"] in text and max(map(len, text.splitlines())) < 400
+
+
+def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, dict[str, Any]]) -> None:
+    text, data = answered
+    first = "(fsdp=8): batch 16, sequence 64, float32, attention plain, remat none, 1 microbatch"
+    assert text.splitlines()[0].endswith(first)
+    assert (data["batch"], data["sequence_lengths"], data["dtypes"]) == (16, [64], ["float32"])
+    assert data["attention"] == ["plain"]
+    assert ": batch 1,024, sequence 64, bfloat16, attention cudnn, remat" in ask(on="h100:8", batch=1024)[0]
+    text, data = ask(workload="resnet-nano", on="h100:8", batch=None)
+    assert re.search(r"\): batch \d+, bfloat16, remat", text.splitlines()[0]) and data["sequence_lengths"] == []
+    assert "attention" not in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("name, on", [("mlp", "cpu:8"), ("vit", "cpu:4"), ("vit-scan", "a100:2x2")])
+def test_rows_of_the_table_are_distinct(name: str, on: str) -> None:
+    """Also those of sequence parallelism in a model without sequences: it would be the same layout under two names."""
+    searched = search(name, on)
+    text = search_text(searched, search_json(searched, 1000), 1000)
+    rows = text.partition("ranked:\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert len(set(rows)) == len(rows) == len(searched.candidates) > 50
+    priced = {dataclasses.replace(one, layout="", sequence=False) for one in map(hashable, searched.candidates)}
+    assert len(priced) == len(rows)
+
+
+@functools.cache
+def search(name: str, on: str) -> Search:
+    return spanax.search(zoo_program(name), on, top=1000)
+
+
+def hashable(one: Candidate) -> Candidate:
+    changes: Any = {"seconds": tuple(one.seconds.items()), "memory": tuple(one.memory.items())}
+    return dataclasses.replace(one, **changes)
+
+
+def test_rows_that_differ_in_chunks_alone_are_distinct() -> None:
+    searched = search("gpt", "a100:2x2")
+    staged = next(one for one in searched.candidates if one.num_stages == 2)
+    two = dataclasses.replace(staged, schedule="interleaved", num_chunks=2)
+    rows = dataclasses.replace(searched, candidates=(two, dataclasses.replace(two, num_chunks=3)))
+    text = search_text(rows, search_json(searched, 2), 2)
+    assert text.count(f"{two.num_stages} interleaved, 2 chunks  ") == 1
+    assert text.count(f"{two.num_stages} interleaved, 3 chunks  ") == 1
+    assert f"; stages: {two.stages_text}): batch 16" in text.splitlines()[0]
+
+
+def test_memory_is_in_binary_units(answered: tuple[str, dict[str, Any]]) -> None:
+    moved = next(line for line in answered[0].splitlines() if line.startswith("  moved"))
+    size = answered[1]["best"]["collectives"]["fsdp"]["all-gather"]
+    assert f"all-gather over fsdp {bytes_text(size)}" in moved and not re.search(r"\d [kMGT]B\b", answered[0])
 
 
 def test_simulated_devices_have_no_stages_and_rented_ones_may() -> None:

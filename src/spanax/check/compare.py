@@ -1,12 +1,12 @@
-"""Compare: every legal layout run on the devices present, in turn, beside what was predicted of it."""
+"""Compare: layouts run on the devices present, in turn, beside what was predicted of them."""
 
 import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -19,6 +19,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.choose import Request, searched
 from spanax.plan.plan import Plan
+from spanax.plan.presets import PRESETS
 from spanax.plan.search import search
 from spanax.run.placement import assert_placed
 from spanax.run.run import Run, start
@@ -30,8 +31,32 @@ Moved = Mapping[str, Mapping[str, int]]
 
 EVERY = 1_000_000
 
+CHEAPEST = 5
+"""So many layouts are compared whatever their names, unless another number is requested."""
+
+PRUNED = "priced, not compared"
+
 WARM_UP = 1
 """Steps that are not counted: the first one of a program."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a comparison is.
+
+    Attributes:
+      phase: what has ended: a layout was compiled and took its first step, or all layouts took a step.
+      done: how many of them.
+      total: of how many.
+      layout: the layout that was compiled last.
+      seconds_left: estimate of the remaining seconds, from the mean time per layout and step so far.
+    """
+
+    phase: Literal["compiled", "step"]
+    done: int
+    total: int
+    layout: str
+    seconds_left: float
 
 
 @dataclass(frozen=True)
@@ -69,16 +94,29 @@ class Compared:
         return statistics.median(self.core_seconds)
 
 
-def layouts(program: Program, here: Cluster, *, mesh: MeshShape | None = None, top: int | None = None) -> Search:
-    """Every layout that can be run of a program, priced: no stages, the batch in one, all else as a plan has it.
+def layouts(
+    program: Program, here: Cluster, *, mesh: MeshShape | None = None, top: int | None = None, every: bool = False
+) -> Search:
+    """Returns the priced layouts to compare, the cheapest first: no stages, one microbatch, otherwise as planned.
+
+    These are the `CHEAPEST` and the cheapest of each single strategy (`data`, `fsdp`, `tensor`, ...); `rejected` counts
+    the rest as `PRUNED`.
+
+    Args:
+      program: what `spanax.trace` returned.
+      here: the devices.
+      mesh: all layouts on this mesh, and no others.
+      top: so many of the cheapest instead.
+      every: all layouts instead.
 
     Raises:
-      SpanaxError: none can, or there is no such mesh.
+      SpanaxError: no layout can be run, there is no such mesh, or both `top` and `every` are requested.
     """
+    check_pruning(top, every)
     first = searched(program, here, Request(pipeline=False))
     planned = next(iter(first.programs.values()))
     remat = planned.remat if first.best is None else first.best.remat
-    found = search(planned, here, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=top or EVERY)
+    found = search(planned, here, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=EVERY)
     if not found.candidates:
         raise SpanaxError(
             f"no layout of this workload can be run on {here}" + (f" as {mesh}." if mesh else "."),
@@ -86,7 +124,34 @@ def layouts(program: Program, here: Cluster, *, mesh: MeshShape | None = None, t
             + "; ".join(f"left out {count}: {reason}" for reason, count in sorted(found.rejected.items())),
             fix="another --mesh or --batch",
         )
-    return found
+    if top is not None:
+        chosen = found.candidates[:top]
+    elif every or mesh is not None:
+        chosen = found.candidates
+    else:
+        chosen = pruned(found.candidates)
+    num_pruned = len(found.candidates) - len(chosen)
+    rejected = {**found.rejected, PRUNED: num_pruned} if num_pruned else found.rejected
+    return replace(found, candidates=chosen, rejected=rejected)
+
+
+def check_pruning(top: int | None, every: bool) -> None:
+    """Raises SpanaxError if both `top` and `every` of `layouts` are requested."""
+    if top is not None and every:
+        raise SpanaxError(f"--top {top} compares the cheapest layouts, and --all compares all.", fix="one of the two")
+
+
+def pruned(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Returns the `CHEAPEST` of some candidates and the first of each single strategy, in their order.
+
+    A single strategy is a preset without `+` in its name.
+    """
+    kept, singles = [], {name for name in PRESETS if "+" not in name}
+    for rank, one in enumerate(candidates):
+        if rank < CHEAPEST or one.layout in singles:
+            kept.append(one)
+        singles.discard(one.layout)
+    return tuple(kept)
 
 
 def compare(
@@ -95,9 +160,9 @@ def compare(
     steps: int = 10,
     devices: Sequence[Any] | None = None,
     seed: int = 0,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Compared, ...]:
-    """Run every candidate of a search, each step of all of them before the next; the fastest first.
+    """Runs every candidate of a search, each step of all of them before the next; the fastest first.
 
     They are born with the same numbers and see the same batch. The order is another in each round, so that what slows
     the machine down for a while slows all of them down alike.
@@ -107,7 +172,7 @@ def compare(
       steps: how many are counted of each.
       devices: the devices; all of this process by default.
       seed: of the parameters, the batch and the order.
-      tell: takes a line on how far it is.
+      tell: is called after each compilation and after each round of steps.
 
     Raises:
       SpanaxError: no steps, or not all of the layouts can be held at once.
@@ -131,18 +196,17 @@ def compare(
     plans = [plan_of(found, one) for one in found.candidates]
     _check_held(plans)
     batch = made_up(program, seed)
-    runs, compiled = _brought_up(program, plans, devices, seed, tell)
+    runs, compiled = _brought_up(program, plans, devices, seed, batch, steps, tell)
     taken, cores = ([list[float]() for _ in runs] for _ in range(2))
-    order = list(range(len(runs)))
-    for step in range(WARM_UP + steps):
-        tell(f"step {step + 1} of {WARM_UP + steps}, the first {WARM_UP} uncounted")
+    order, started = list(range(len(runs))), time.monotonic()
+    for step in range(1, steps + 1):
         random.Random(seed + step).shuffle(order)
         for at in order:
             began = time.process_time()
-            took = _step_seconds(runs[at], batch)
-            if step >= WARM_UP:
-                taken[at].append(took)
-                cores[at].append(time.process_time() - began)
+            taken[at].append(_step_seconds(runs[at], batch))
+            cores[at].append(time.process_time() - began)
+        left = (time.monotonic() - started) / step * (steps - step)
+        tell(Progress("step", step, steps, plans[-1].layout.name, left))
     best = min(range(len(runs)), key=lambda at: statistics.median(taken[at]))
     rows = []
     for at, one in enumerate(found.candidates):
@@ -173,14 +237,16 @@ def _brought_up(
     plans: Sequence[Plan],
     devices: Sequence[Any] | None,
     seed: int,
-    tell: Callable[[str], None],
+    batch: Any,
+    steps: int,
+    tell: Callable[[Progress], None],
 ) -> tuple[list[Run], list[Any]]:
-    """A run of each plan, from the numbers of the first one at birth, and its compiled step."""
+    """A run of each plan, from the numbers of the first one at birth, after `WARM_UP` steps; and its compiled step."""
     runs: list[Run] = []
     compiled = []
     born: list[Any] = []
+    started, stepping = time.monotonic(), 0.0
     for number, plan in enumerate(plans, 1):
-        tell(f"compiling {number} of {len(plans)}: {plan.layout.name} on {plan.mesh}")
         if not runs:
             run = start(program, plan, seed=seed, devices=devices)
             born = [array.copy() for array in run.state]
@@ -191,7 +257,11 @@ def _brought_up(
             run = Run(program, plan, mesh, [jax.device_put(a, leaf.sharding(mesh)).copy() for a, leaf in pairs])
             assert_placed(plan, run.state, mesh)
         compiled.append(run.compile())
+        stepping += sum(_step_seconds(run, batch) for _ in range(WARM_UP))
         runs.append(run)
+        mean = (time.monotonic() - started) / number
+        left = mean * (len(plans) - number) + stepping / number / WARM_UP * len(plans) * steps
+        tell(Progress("compiled", number, len(plans), f"{plan.layout.name} on {plan.mesh}", left))
     return runs, compiled
 
 
@@ -232,12 +302,12 @@ def core_distance(rows: Sequence[Compared]) -> float:
     return choice.step_core_seconds / (min(row.step_core_seconds for row in rows) or 1.0)
 
 
-def rank_correlation(rows: Sequence[Compared]) -> float:
-    """Spearman's: 1 where the predicted order is the measured one, -1 where it is the other way round.
+def rank_correlation(rows: Sequence[Compared]) -> float | None:
+    """Spearman's: 1 where the predicted order is the measured one, -1 where it is the reverse; None of one layout.
 
     Source: Spearman, 1904: the correlation of the ranks.
     """
     if len(rows) < 2:
-        return 1.0
+        return None
     priced, measured = [row.candidate.step_seconds for row in rows], [row.ratio for row in rows]
     return float(np.corrcoef(np.argsort(np.argsort(priced)), np.argsort(np.argsort(measured)))[0, 1])

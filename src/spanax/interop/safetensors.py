@@ -2,7 +2,7 @@
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and place of every tensor),
 and the tensors' bytes one behind the other. The safetensors package maps a file into memory, where what was read counts
-as held, and writes one from all of its tensors at once: 1.2 GB take it 1,177 and 1,162 MB (0.8.0), and 20 MB here.
+as held, and writes one from all of its tensors at once: 1.1 GiB take it 1,122 and 1,108 MiB (0.8.0), and 19 MiB here.
 
 Source: the section "Format" of huggingface/safetensors, README.md.
 """

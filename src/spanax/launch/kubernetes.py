@@ -157,7 +157,7 @@ def _pod(command: KubernetesCommand, request: TrainRequest, name: str, hosts: in
         "containers": [container],
         "volumes": [
             shared | {"persistentVolumeClaim": {"claimName": command.claim}},
-            # A container's own /dev/shm has 64 MB, too few for data workers and NCCL.
+            # A container's own /dev/shm has 64 MiB, too few for data workers and NCCL.
             memory | {"emptyDir": {"medium": "Memory"}},
         ],
     }

@@ -11,6 +11,7 @@ from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.assign import Pins
 from spanax.plan.cost import Costs, Grid
+from spanax.plan.defaults import contraction_dtypes
 from spanax.plan.laid import Laid
 from spanax.plan.layout import Layout
 from spanax.plan.memory import Held
@@ -19,6 +20,7 @@ from spanax.plan.place import placed
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
 from spanax.plan.resolve import resolve
+from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.space import AXES, layout_on
 from spanax.plan.tally import tally
 from spanax.trace.attended import Attended
@@ -96,6 +98,12 @@ class Candidate:
         return self.mesh.size * self.num_stages
 
     @property
+    def stages_text(self) -> str:
+        """The number of stages and how they are scheduled; empty without stages."""
+        chunks = f", {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        return f"{self.num_stages} {self.schedule}{chunks}" if self.num_stages > 1 else ""
+
+    @property
     def bottleneck(self) -> str:
         """What most of the step goes to, in a sentence."""
         name, seconds = max(self.seconds.items(), key=lambda item: item[1])
@@ -161,6 +169,20 @@ class Search:
         first = next(iter(self.programs.values())).batch[0]
         is_rows = len(first.shape) == 2 and np.issubdtype(first.dtype, np.integer)
         return self.batch_size * first.shape[1] if is_rows else None
+
+    @property
+    def setting(self) -> Setting:
+        """The batch, sequence, dtype and attention of every candidate."""
+        program = next(iter(self.programs.values()))
+        dtypes = (program.compute_dtype,) if program.compute_dtype is not None else contraction_dtypes(program)
+        return Setting(
+            batch_size=self.batch_size,
+            sequence_lengths=sequence_lengths(program.batch),
+            dtypes=dtypes,
+            attention=attention_names(
+                program.context, [axis.name for axis in program.axes], [each.kernel for each in self.attention]
+            ),
+        )
 
     @property
     def best(self) -> Candidate | None:

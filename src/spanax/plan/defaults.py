@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.trace.graph import CONTRACTIONS
@@ -96,6 +94,11 @@ def default_chunks(program: Program, cluster: Cluster, loss_chunks: int | str | 
 
 def is_float32(program: Program) -> bool:
     """Whether no matmul or convolution of a step takes floating operands other than float32."""
+    return set(contraction_dtypes(program)) <= {"float32"}
+
+
+def contraction_dtypes(program: Program) -> tuple[str, ...]:
+    """Returns the floating dtypes of the operands of a step's matmuls and convolutions, sorted."""
     graph = program.step.graph
     dtypes = {graph.avals[value].dtype for op in graph.ops() if op.name in CONTRACTIONS for value in op.inputs}
-    return {dtype for dtype in dtypes if dtype.kind not in "biu"} <= {np.dtype("float32")}
+    return tuple(sorted(str(dtype) for dtype in dtypes if dtype.kind not in "biu"))

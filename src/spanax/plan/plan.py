@@ -15,6 +15,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.price import Price
 from spanax.plan.resolve import Spec
+from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.trace.policies import GATHERED
 from spanax.units import bytes_text, count_text
 
@@ -150,6 +151,18 @@ class Plan:
         return sum(leaf.local_bytes for leaf in self.leaves if kind in (None, leaf.kind))
 
     @property
+    def setting(self) -> Setting:
+        """The batch, sequence, dtype and attention that the plan was made for."""
+        first = self.batch[0].shape if self.batch else ()
+        axes = [axis for leaf in self.leaves for axis in leaf.axes]
+        return Setting(
+            batch_size=first[0] if first else 0,
+            sequence_lengths=sequence_lengths(self.batch),
+            dtypes=(self.schedule.compute_dtype or "dtypes of the model",),
+            attention=attention_names(self.schedule.context, axes),
+        )
+
+    @property
     def param_axes(self) -> frozenset[str]:
         """The names of the axes of the parameters."""
         return frozenset(axis for leaf in self.leaves if leaf.kind == "param" for axis in leaf.axes if axis is not None)
@@ -255,7 +268,7 @@ class Plan:
     def __str__(self) -> str:
         total = sum(_size(leaf) for leaf in self.leaves if leaf.kind == "param")
         head = [
-            f"layout {self.layout.name} on {self.mesh.size} devices ({self.mesh}): {self.why}",
+            f"layout {self.layout.name} on {self.mesh.size} devices ({self.mesh}), {self.setting}: {self.why}",
             f"  {count_text(total)} parameters; a device holds "
             + ", ".join(f"{kind} {bytes_text(self.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
             + f" = {bytes_text(self.state_bytes())}",

@@ -33,6 +33,7 @@ REMAT = ("none", "dots", "full")
 SCHEDULES = ("1f1b", "interleaved")
 TOO_LARGE = "it does not fit into memory"
 UNASKED = "another layout or mesh was asked for"
+SAME_PRICE = "sequence parallelism would change neither time nor memory"
 INEXACT = "microbatches would change the loss, or evaluate it twice"
 
 
@@ -309,6 +310,9 @@ def _ranked(
     if not rows:
         return (), (), ()
     table = np.concatenate(rows, axis=1)
+    repeated = _repeated(found, table)
+    rejected[SAME_PRICE] += len(repeated)
+    table = np.delete(table, repeated, axis=1)
     fitting, others = table[:, table[4] > 0], table[:, table[4] == 0]
 
     def some(rows: np.ndarray, order: np.ndarray) -> tuple[Candidate, ...]:
@@ -322,6 +326,26 @@ def _ranked(
         fastest.append(some(part, order[np.union1d(np.arange(min(top, order.size)), firsts)]))
     leanest = np.lexsort((others[1], others[0], others[2], others[3]))[:3]
     return fastest[0], fastest[1], () if fastest[0] else some(others, leanest)
+
+
+def _repeated(found: Sequence[_Priced], table: np.ndarray) -> list[int]:
+    """The columns of `_ranked` with sequence parallelism that cost exactly what they cost without: the same layout."""
+    is_sequence = np.asarray([one.family.sequence for one in found])[table[0].astype(int)]
+    plain, others = np.flatnonzero(~is_sequence), np.flatnonzero(is_sequence)
+    others = others[np.isin(table[2, others], table[2, plain])]
+    plain = plain[np.isin(table[2, plain], table[2, others])]
+
+    def key(column: int) -> tuple[object, ...]:
+        which, at, seconds, peak = table[:4, column]
+        one, at = found[int(which)], int(at)
+        grid, costs = one.grid, one.costs
+        return (
+            one.program.remat, one.family.storing, grid.schedule, *grid.sizes[:, at], grid.num_stages[at],
+            grid.num_microbatches[at], seconds, peak, costs.flops[at],
+        )  # fmt: skip
+
+    known = {key(int(column)) for column in plain}
+    return [int(column) for column in others if key(int(column)) in known]
 
 
 def _kinds(one: _Priced) -> np.ndarray:

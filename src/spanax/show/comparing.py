@@ -5,12 +5,24 @@ from typing import Any
 
 from rich.table import Table
 
-from spanax.check.compare import Compared, Moved, compare, core_distance, distance, layouts, rank_correlation
+from spanax.check.compare import (
+    PRUNED,
+    Compared,
+    Moved,
+    Progress,
+    check_pruning,
+    compare,
+    core_distance,
+    distance,
+    layouts,
+    rank_correlation,
+)
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import cluster, local
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, collectives_of
 from spanax.show.plans import candidate_json
+from spanax.show.progress import Tell, remaining_text
 from spanax.show.requests import CompareCommand
 from spanax.show.tables import table_text
 from spanax.trace.policies import known_dtype
@@ -27,7 +39,7 @@ def compared(
     asked: CompareCommand,
     devices: Sequence[Any],
     *,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Tell = lambda text, stays: None,
 ) -> tuple[str, Data]:
     """What `spanax compare` prints: as text, and as the object of --json.
 
@@ -35,7 +47,7 @@ def compared(
       load: makes the workload, given its sizes.
       asked: the flags.
       devices: what it runs on.
-      tell: takes a line on how far it is.
+      tell: takes a line on how far it is, and whether the line stays on a terminal.
 
     Raises:
       SpanaxError: the request cannot be carried out.
@@ -47,9 +59,30 @@ def compared(
     workload = load(**{name: size for name, size in sizes.items() if size is not None})
     rate, steps = workload.learning_rate, workload.num_steps
     program = workload.trace(learning_rate=rate, num_steps=steps, compute_dtype=asked.dtype)
-    found = layouts(program, here, mesh=mesh, top=asked.top)
-    rows = compare(found, steps=asked.steps, devices=devices, tell=tell)
+    found = layouts(program, here, mesh=mesh, top=asked.top, every=asked.all)
+    tell(_start_text(found), True)
+    rows = compare(found, steps=asked.steps, devices=devices, tell=lambda now: tell(progress_text(now), False))
     return compared_text(found, rows), compared_json(found, rows) | {"workload": asked.workload, "steps": asked.steps}
+
+
+def progress_text(now: Progress) -> str:
+    """How far a comparison is, as a line.
+
+    Example:
+      >>> progress_text(Progress("compiled", 1, 9, "zero2 on fsdp=8", 39.7))
+      'compiled 1 of 9, about 40 s remaining (zero2 on fsdp=8)'
+      >>> progress_text(Progress("step", 10, 10, "", 0.0))
+      'step 10 of 10'
+    """
+    last = f" ({now.layout})" if now.phase == "compiled" else ""
+    left = f", {remaining_text(now.seconds_left)}" if now.seconds_left > 0 else ""
+    return f"{now.phase} {now.done} of {now.total}{left}{last}"
+
+
+def _start_text(found: Search) -> str:
+    count, num_pruned = len(found.candidates), found.rejected.get(PRUNED, 0)
+    more = f"; {num_pruned} more with --all" if num_pruned else ""
+    return f"compiling {_layouts(count)} on {found.cluster}: {found.setting}{more}"
 
 
 def compared_json(found: Search, rows: Sequence[Compared]) -> Data:
@@ -58,6 +91,11 @@ def compared_json(found: Search, rows: Sequence[Compared]) -> Data:
         "cluster": str(found.cluster),
         "devices": found.cluster.num_devices,
         "batch": found.batch_size,
+        "sequence_lengths": list(found.setting.sequence_lengths),
+        "dtypes": list(found.setting.dtypes),
+        "attention": list(found.setting.attention),
+        "layouts_compared": len(rows),
+        "layouts_left_out": found.rejected.get(PRUNED, 0),
         "best": _place(rows[0].candidate),
         "choice": _place(found.candidates[0]),
         "choice_ratio": distance(rows),
@@ -106,19 +144,31 @@ def compared_text(found: Search, rows: Sequence[Compared]) -> str:
             _total(row.moved),
             _total(collectives_of(found, one)),
         )
-    best = rows[0].candidate
+    best, num_pruned = rows[0].candidate, found.rejected.get(PRUNED, 0)
     by_cores = f"; by core seconds {core_distance(rows):.3f} times" if is_shared else ""
     return "\n".join(
         [
+            f"{_layouts(len(rows))} on {found.cluster}: {found.setting}, remat {choice.remat}",
+            "",
             table_text(table),
             "",
             f"the planner's choice (*), {choice.layout} on {choice.mesh}, takes {distance(rows):.3f} times as long as "
             f"the fastest, {best.layout} on {best.mesh}{by_cores}",
-            f"the predicted order and the measured one: rank correlation {rank_correlation(rows):.2f}",
+            _correlation_text(rank_correlation(rows), len(rows), num_pruned),
             *["core s: on all cores together, whoever else has the machine"] * is_shared,
             f"peak: {MEMORY_FROM}; moved: bytes of results a device and step",
         ]
     )
+
+
+def _correlation_text(correlation: float | None, count: int, num_pruned: int) -> str:
+    of = f"{count} of {count + num_pruned} layouts (--all compares all)" if num_pruned else _layouts(count)
+    value = "none" if correlation is None else f"{correlation:.2f}"
+    return f"rank correlation of the predicted and the measured order: {value}, over {of}"
+
+
+def _layouts(count: int) -> str:
+    return f"{count} layout{'s' if count > 1 else ''}"
 
 
 def _check(asked: CompareCommand) -> None:
@@ -127,6 +177,7 @@ def _check(asked: CompareCommand) -> None:
         value = getattr(asked, name)
         if value is not None and value < 1:
             raise SpanaxError(f"--{name} is {value}; it takes a whole number from 1.", fix=f"--{name} 1")
+    check_pruning(asked.top, asked.all)
 
 
 def _place(one: Candidate) -> Data:

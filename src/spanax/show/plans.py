@@ -37,7 +37,7 @@ def candidate_json(found: Search, one: Candidate) -> dict[str, Any]:
 
 def search_json(found: Search, top: int) -> dict[str, Any]:
     """The contract of `spanax plan --json`."""
-    best = found.best
+    best, setting = found.best, found.setting
     answer: dict[str, Any] = {"best": None}
     if best is not None:
         made = plan_of(found, best)
@@ -61,14 +61,16 @@ def search_json(found: Search, top: int) -> dict[str, Any]:
     return answer | {
         "cluster": str(found.cluster),
         "devices": found.cluster.num_devices,
-        "batch": found.batch_size,
+        "batch": setting.batch_size,
+        "sequence_lengths": list(setting.sequence_lengths),
+        "dtypes": list(setting.dtypes),
         "usable_bytes": found.cluster.memory_bytes,
         "reserve": RESERVE,
         "candidates": [candidate_json(found, one) for one in found.candidates[:top]],
         "rejected": found.rejected,
         "compute_dtype": next(iter(found.programs.values())).compute_dtype,
         "loss_chunks": next(iter(found.programs.values())).loss_chunks,
-        "attention": [str(each) for each in found.attention],
+        "attention": [str(each) for each in found.attention] or list(setting.attention),
         "layouts_priced": found.layouts_priced,
         "search_seconds": found.search_seconds,
         "trace_seconds": found.trace_seconds,
@@ -80,7 +82,7 @@ def search_text(found: Search, said: dict[str, Any], top: int) -> str:
     lines = []
     best = found.best
     if best is None:
-        lines.append(f"nothing fits on {found.cluster}: {shortfall(found)}.")
+        lines.append(f"nothing fits on {found.cluster} ({found.setting}): {shortfall(found)}.")
         lines.append(f"it fits with {'; or with '.join(said['fits_with'])}")
     else:
         lines += _best_lines(found, best, said["best"])
@@ -102,11 +104,11 @@ def _best_lines(found: Search, best: Candidate, said: dict[str, Any]) -> list[st
     spent = sorted(best.seconds.items(), key=lambda item: -item[1])
     held = sorted(best.memory.items(), key=lambda item: -item[1])
     mfu = f", MFU {100 * said['mfu']:.1f} %, HFU {100 * said['hfu']:.1f} %" if said["mfu"] is not None else ""
-    stages = f", {best.num_stages} stages ({best.schedule})" if best.num_stages > 1 else ""
+    stages = f"; stages: {best.stages_text}" if best.stages_text else ""
     tokens, examples = said["tokens_per_second"], said["examples_per_second"]
     speed = f"{tokens:,.0f} tokens/s" if tokens else f"{examples:,.0f} examples/s"
     return [
-        f"{best.layout} on {found.cluster} ({best.mesh}{stages}), remat {best.remat}, "
+        f"{best.layout} on {found.cluster} ({best.mesh}{stages}): {found.setting}, remat {best.remat}, "
         f"{best.microbatches} microbatch{'es' if best.microbatches > 1 else ''}",
         f"  step    {best.step_seconds:.4g} s, {speed}{mfu}; {best.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in spent if seconds > 0),
@@ -116,7 +118,7 @@ def _best_lines(found: Search, best: Candidate, said: dict[str, Any]) -> list[st
         "  moved   "
         + (
             ", ".join(
-                f"{kind} over {axis} {size / 1e9:.3g} GB"
+                f"{kind} over {axis} {bytes_text(size)}"
                 for axis, kinds in said["collectives"].items()
                 for kind, size in kinds.items()
             )
@@ -137,7 +139,7 @@ def _table(found: Search, rows: tuple[Candidate, ...]) -> str:
         table.add_row(
             one.layout,
             str(one.mesh),
-            f"{one.num_stages} {one.schedule}" if one.num_stages > 1 else "",
+            one.stages_text,
             one.remat,
             str(one.microbatches),
             f"{one.step_seconds:.4g}",

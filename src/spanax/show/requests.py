@@ -152,11 +152,13 @@ class CheckCommand:
 
 @dataclass(frozen=True)
 class CompareCommand:
-    """Run every legal layout of a workload on the devices present, in turn, and hold each against its price.
+    """Run layouts of a workload on the devices present, in turn, and compare each with its price.
+
+    By default: the five cheapest by price, and the cheapest of each single strategy (data, fsdp, tensor, ...).
 
     Attributes:
       workload: a name, or file.py:name.
-      mesh: only the layouts on this mesh.
+      mesh: all layouts on this mesh, and no others.
       on: prices by this cluster file, such as spanax probe writes; the catalogue's numbers if left out.
       steps: how many steps of each layout are counted.
       devices: how many devices; simulated on a CPU where there is no accelerator (8 by default there).
@@ -165,7 +167,8 @@ class CompareCommand:
       layers: as many layers instead of the workload's own.
       embed: as wide instead of the workload's own.
       dtype: what is computed in; left out: as spanax plan.
-      top: only so many layouts, the best by price.
+      top: so many layouts instead, the cheapest by price.
+      all: all layouts.
       json: print one JSON object.
       traceback: show the full traceback of an error.
     """
@@ -181,6 +184,7 @@ class CompareCommand:
     embed: int | None = None
     dtype: str | None = None
     top: int | None = None
+    all: bool = False
     json: bool = False
     traceback: bool = False
 

@@ -84,7 +84,6 @@ def _controls(rows: Sequence[tuple[Candidate, bool]]) -> Node:
 def _row(found: Search, one: Candidate, fits: bool, most: Sequence[float]) -> tuple[list[str | Node], dict[str, str]]:
     said = candidate_json(found, one)
     mfu = 100 * said["mfu"] if said["mfu"] is not None else None
-    stages = f"{one.num_stages} {one.schedule}" if one.num_stages > 1 else ""
     cells: list[str | Node] = [
         one.layout,
         _value(of_plan.seconds_text(one.step_seconds), one.step_seconds, most[0]),
@@ -92,7 +91,7 @@ def _row(found: Search, one: Candidate, fits: bool, most: Sequence[float]) -> tu
         _value(bytes_text(one.peak_bytes), one.peak_bytes, most[1]),
         el("span", "yes" if fits else "no", class_="fit" if fits else "fit no"),
         str(one.mesh),
-        stages,
+        one.stages_text,
         one.remat,
         _value(f"{one.microbatches}", one.microbatches),
     ]

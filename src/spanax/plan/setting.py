@@ -1,0 +1,67 @@
+"""Setting: what a step computes on, apart from its layout: batch, sequence, dtype and attention."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from spanax.trace.policies import GATHERED
+
+HEAD_AXES = ("heads", "head_dim")
+"""Axes that only attention has."""
+
+
+class _Dims(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The batch, sequence, dtype and attention of a step.
+
+    Attributes:
+      batch_size: examples in a step.
+      sequence_lengths: the distinct sizes of the batch's dims of the axis `seq`; none without sequences.
+      dtypes: what matmuls and convolutions compute in.
+      attention: `plain`, or the kernel or form that computes attention; none without attention.
+
+    Example:
+      >>> str(Setting(512, (2048,), ("bfloat16",), ("cudnn",)))
+      'batch 512, sequence 2,048, bfloat16, attention cudnn'
+    """
+
+    batch_size: int
+    sequence_lengths: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    attention: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"batch {self.batch_size:,}"]
+        if self.sequence_lengths:
+            parts.append("sequence " + " and ".join(f"{length:,}" for length in self.sequence_lengths))
+        parts.append(" and ".join(self.dtypes))
+        if self.attention:
+            parts.append("attention " + " and ".join(self.attention))
+        return ", ".join(filter(None, parts))
+
+
+def sequence_lengths(batch: Iterable[_Dims]) -> tuple[int, ...]:
+    """Returns the distinct sizes of the dims of the axis `seq`, in order."""
+    pairs = [pair for leaf in batch for pair in zip(leaf.shape, leaf.axes, strict=True)]
+    return tuple(dict.fromkeys(size for size, axis in pairs if axis == "seq"))
+
+
+def attention_names(context: str, axes: Iterable[str | None], kernels: Sequence[str | None] = ()) -> tuple[str, ...]:
+    """Returns what computes attention, each name once.
+
+    Args:
+      context: of the schedule or program.
+      axes: the names of the axes of the step or of its arrays.
+      kernels: the kernel of each attention for which one was requested; None computes it as written.
+    """
+    names = tuple(dict.fromkeys(kernel or "plain" for kernel in kernels))
+    if context != GATHERED:
+        return names if context in names else (context,)
+    return ("plain",) if not set(HEAD_AXES).isdisjoint(axes) else ()
