@@ -70,7 +70,7 @@ def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Laun
     if form == "one process":
         pytest.skip("there is no other process")
     asleep = {"ASLEEP": f"1:{24 // 2 * 7}"}
-    with running(place, "asleep", hosts=2, devices=4, flags=("--stuck-seconds", "2"), environ=asleep) as run:
+    with running(place, "asleep", hosts=2, devices=4, flags=("--stuck-seconds", "10"), environ=asleep) as run:
         run.until(lambda: run.events("begin"))
         addresses = [address for rank in range(2) for address in _listening(run.pid(rank))]
         assert run.end() == 0, run.said()
