@@ -113,7 +113,7 @@ def faults(place: Path) -> list[dict[str, Any]]:
     run = Launched.start(place, "port", *train, **how)
     with taken_port(run):
         told("coordinator's port taken", run, time.time(), "died")
-    asleep = Launched.start(place, "asleep", *train, environ={"ASLEEP": f"1:{12 * 15}"}, **how)
+    asleep = Launched.start(place, "asleep", *train, environ={"ASLEEP": f"1:{12 * 15}:1"}, **how)
     asleep.until(lambda: asleep.step() >= 12)
     told("asleep in Python, step 12 on", asleep, time.time(), "stuck")
     run = Launched.start(place, "supervisor", *train, **how)

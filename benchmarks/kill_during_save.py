@@ -83,11 +83,13 @@ def one_kill(root: Path, chance: random.Random) -> tuple[list[int], str]:
     before = set(manifest.unfinished(root))
     child, reading = forked(lambda w: save_for_ever(root, lambda step: os.write(w, f"{step}\n".encode())))
     with open(reading) as pipe:
-        first = pipe.readline()
+        first, began = pipe.readline(), time.monotonic()
         left_over = sorted(path.name for path in before & set(manifest.unfinished(root)))
-        time.sleep(chance.uniform(0, 0.15))
+        second = pipe.readline()
+        # A moment of the next save, however long one takes on this machine.
+        time.sleep(chance.uniform(0, time.monotonic() - began))
         os.kill(child, signal.SIGKILL)
-        acknowledged = [int(first), *map(int, pipe)]
+        acknowledged = [int(first), int(second), *map(int, pipe)]
     os.waitpid(child, 0)
     during = "a save" if manifest.unfinished(root) else "the rest"
     return acknowledged, f"stale {left_over}" if left_over else during

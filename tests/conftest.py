@@ -35,6 +35,9 @@ if "xla_cpu_parallel_codegen_split_count" not in os.environ["XLA_FLAGS"]:
 if version("jaxlib").startswith("0.10.") and "xla_cpu_use_fusion_emitters" not in os.environ["XLA_FLAGS"]:
     # The older of its two code generators takes half the time; jaxlib 0.12 has it no more, and aborts at the flag.
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+if "xla_cpu_collective_call_terminate_timeout_seconds" not in os.environ["XLA_FLAGS"]:
+    # XLA aborts when a device comes 40 s late to a collective, which on a busy machine is no deadlock.
+    os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 # Most test time is compile time. Sizes and costs of a cached program equal the compiled one's; only the source
 # lines in its HLO metadata may be another caller's.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
@@ -45,6 +48,19 @@ gc.set_threshold(50_000, 10, 10)
 # Subprocesses the tests start see the same source, installed or not.
 paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+ENVIRON = dict(os.environ)
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Restores the environment, which later tests' processes inherit, and fails the test that changed it."""
+    yield
+    changed = {name for name, value in ENVIRON.items() if os.environ.get(name) != value}
+    changed |= {name for name in os.environ.keys() - ENVIRON.keys() if name.startswith(("JAX_", "XLA_", "SPANAX_"))}
+    for name in changed:
+        os.environ.pop(name, None)
+    os.environ.update({name: ENVIRON[name] for name in changed & ENVIRON.keys()})
+    assert not changed, f"left behind in os.environ: {', '.join(sorted(changed))}"
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from spanax.run.record import events, heartbeat
 from spanax.run.store import manifest
 
 WORKLOAD = """
-import os, time
+import os, signal, time
 import jax
 import numpy as np
 import spanax
@@ -33,20 +33,26 @@ if skewed == RANK:
     right = time.time
     time.time = lambda: right() + int(skew)
 
+def num_until(event):
+    # RANK:EXAMPLES:ATTEMPTS, after how many examples it happens to a rank, in its first attempts.
+    rank, examples, attempts = os.environ.get(event, "-1:0:0").split(":")
+    return int(examples) if rank == RANK and int(ATTEMPT) < int(attempts) else -1
+
 class Examples:
-    # Numbers that follow from the index; in the first attempt one rank may fall asleep after so many of them.
+    # Numbers that follow from the index; a rank may fall asleep or be asked to stop after so many of them.
     def __init__(self, seq_len):
         self.seq_len, self.num_read = seq_len, 0
-        rank, at = os.environ.get("ASLEEP", "-1:0").split(":")
-        self.asleep_at = int(at) if rank == RANK and ATTEMPT == "0" else -1
+        self.asleep, self.asked = num_until("ASLEEP"), num_until("ASKED_TO_STOP")
 
     def __len__(self):
         return 4096
 
     def __getitem__(self, index):
         self.num_read += 1
-        if self.num_read == self.asleep_at:
+        if self.num_read == self.asleep:
             time.sleep(600)
+        if self.num_read == self.asked:
+            os.kill(os.getpid(), signal.SIGTERM)
         ids = np.random.default_rng(int(index)).integers(0, 64, self.seq_len + 1, dtype="int32")
         return {"inputs": ids[:-1], "targets": ids[1:], "index": np.int32(index)}
 

@@ -50,7 +50,7 @@ def test_dir_shows_the_public_names() -> None:
 def public_modules(first: str) -> str:
     """The public names that are modules, in a fresh interpreter that ran `first`."""
     code = f"{first}\nimport inspect, spanax\nprint([n for n in {NAMES!r} if inspect.ismodule(getattr(spanax, n))])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip().splitlines()[-1]
 

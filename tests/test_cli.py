@@ -257,7 +257,7 @@ def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[
     with claimed(folder / "held", resume=False):
         # Locks belong to the open file, so the second run has to be a process of its own.
         done = subprocess.run(
-            [sys.executable, "-m", "spanax", "train", "--out", "held"], capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "spanax", "train", "--out", "held"], capture_output=True, text=True, timeout=240
         )
     assert done.returncode == 73 and "is in use" in done.stderr and f"process {os.getpid()}" in done.stderr
 

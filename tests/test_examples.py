@@ -1,7 +1,6 @@
 """Every example runs and is short enough to be read; the first in a process of its own, as a user runs it."""
 
 import importlib.util
-import os
 import re
 import runpy
 import subprocess
@@ -40,7 +39,6 @@ def run_in(folder: Path, monkeypatch: pytest.MonkeyPatch, example: Path, argumen
         pytest.importorskip("sklearn", reason='the digits come with scikit-learn: pip install "spanax[examples]"')
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [str(example), *arguments])
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # examples ask for devices, which sets it
     runpy.run_path(str(example), run_name="__main__")
 
 
@@ -85,7 +83,6 @@ def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sklearn" else found(name))
     example = next(path for path in EXAMPLES if path.stem == "11_real_images")
     monkeypatch.setattr(sys, "argv", [str(example)])
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(example), run_name="__main__")
     assert 'pip install "spanax[examples]"' in str(stop.value)

@@ -63,8 +63,8 @@ def test_a_problem_is_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code = "import sys; from spanax.cli import main; main(sys.argv[1:])"
     done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", "--out", str(tmp_path / "file" / "runs"), "--json"],
-        capture_output=True, text=True, timeout=200,
+        [sys.executable, "-c", code, "doctor", "--out", str(tmp_path / "file" / "runs"), "--json", "--timeout", "240"],
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert done.returncode == 1 and found["is_well"] is False, done.stderr

@@ -10,6 +10,7 @@ import pytest
 
 from spanax.doctor.trial import MARK, devices, simulated
 
+HANG_SECONDS = 240
 ENVIRON = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
@@ -18,7 +19,7 @@ def fake(code: str) -> list[str]:
 
 
 def test_jax_starts_and_splits_the_cpu() -> None:
-    one, eight = devices(ENVIRON, 120), simulated(ENVIRON, 120)
+    one, eight = devices(ENVIRON, HANG_SECONDS), simulated(ENVIRON, HANG_SECONDS)
     assert one.state == "ok" and one.what.startswith("1 x cpu, JAX starts in"), one
     assert eight.state == "ok" and eight.what.startswith("8 devices on the CPU add up"), eight
 
@@ -34,28 +35,39 @@ def test_jax_starts_and_splits_the_cpu() -> None:
     ],
 )
 def test_a_backend_that_does_not_start(code: str, what: str, fix: str) -> None:
-    found = devices(ENVIRON, 60, command=fake(code))
+    found = devices(ENVIRON, HANG_SECONDS, command=fake(code))
     assert found.state == "problem" and what in found.what and fix in found.fix, found
     assert "JAX_PLATFORMS=cpu" in found.where
-    assert simulated(ENVIRON, 60, command=fake(code)).state == "problem"
+    assert simulated(ENVIRON, HANG_SECONDS, command=fake(code)).state == "problem"
 
 
 def test_the_last_line_of_a_backend_is_told() -> None:
-    found = devices(ENVIRON, 60, command=fake("import sys; sys.exit('no TPU is here')"))
+    found = devices(ENVIRON, HANG_SECONDS, command=fake("import sys; sys.exit('no TPU is here')"))
     assert found.where.endswith("no TPU is here")
 
 
-def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path) -> None:
-    """It shrugs signals off, and what it started holds its standard output."""
+def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ignores SIGTERM, and its own child holds its standard output."""
+    new, pid = tmp_path / "new", tmp_path / "pid"
     code = (
-        "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3000)']);"
-        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(other.pid)); time.sleep(3000)"
+        f"open({str(new)!r}, 'w').write(str(other.pid)); os.replace({str(new)!r}, {str(pid)!r}); time.sleep(3000)"
     )
+
+    class Started(subprocess.Popen[str]):
+        """A process whose timeout begins once it hangs."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while not pid.exists() and self.poll() is None:
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
     found = devices({**os.environ, "JAX_PLATFORMS": "tpu"}, 1.0, command=fake(code))
     assert found.state == "problem" and "no answer within 1 s" in found.what and "JAX_PLATFORMS=tpu" in found.where
-    stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
-    deadline = time.monotonic() + 120
+    stat = Path(f"/proc/{pid.read_text()}/stat")
+    deadline = time.monotonic() + HANG_SECONDS
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", "what it started lives on"
@@ -64,7 +76,7 @@ def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path) -> None:
 def test_what_libraries_print_is_no_answer() -> None:
     answer = '{"platform": "gpu", "kind": "H200", "devices": 4}'
     code = f"print('[Gloo] hello'); print({MARK + answer!r}); print('goodbye')"
-    found = devices({**os.environ, "JAX_PLATFORMS": ""}, 60, command=fake(code))
+    found = devices({**os.environ, "JAX_PLATFORMS": ""}, HANG_SECONDS, command=fake(code))
     assert found.state == "ok" and found.what.startswith("4 x H200 (gpu), JAX starts in"), found
 
 
@@ -73,15 +85,15 @@ def test_an_accelerator_that_jax_does_not_use(tmp_path: Path) -> None:
     for name, kind in (("nvidia0", "GPU"), ("accel3", "TPU"), ("kfd", "GPU")):
         dev = tmp_path / name
         dev.mkdir()
-        assert devices({}, 60, command=command, dev=dev).state == "ok"
+        assert devices({}, HANG_SECONDS, command=command, dev=dev).state == "ok"
         (dev / name).touch()
-        found = devices({}, 60, command=command, dev=dev)
+        found = devices({}, HANG_SECONDS, command=command, dev=dev)
         assert found.state == "warning" and f"there is a {kind}, and JAX uses the CPU" in found.what and found.fix
-        assert devices({"JAX_PLATFORMS": "cpu"}, 60, command=command, dev=dev).state == "ok"
+        assert devices({"JAX_PLATFORMS": "cpu"}, HANG_SECONDS, command=command, dev=dev).state == "ok"
 
 
 def test_a_flag_that_xla_does_not_know_ends_the_trial_and_not_us() -> None:
-    found = devices({**ENVIRON, "XLA_FLAGS": "--xla_no_such_flag=1"}, 120)
+    found = devices({**ENVIRON, "XLA_FLAGS": "--xla_no_such_flag=1"}, HANG_SECONDS)
     assert found.state == "problem" and "take the flag out of XLA_FLAGS" in found.fix, found
 
 

@@ -21,7 +21,7 @@ def told(*command: str) -> dict[str, Any]:
         env={**os.environ, "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
@@ -30,7 +30,7 @@ def told(*command: str) -> dict[str, Any]:
 def test_kills_during_a_save_lose_nothing() -> None:
     found = told("kill_during_save.py", "--kills", "20")
     assert (found["lost"], found["unreadable"], found["stale"]) == (0, 0, 0) and found["newest restored"]
-    assert found["killed in a save"] >= 10 and found["acknowledged"] >= 20
+    assert found["killed in a save"] >= 10 and found["acknowledged"] >= 40
 
 
 def test_damage_anywhere_is_found_and_the_older_step_used() -> None:

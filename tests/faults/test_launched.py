@@ -54,7 +54,9 @@ def same(run: Launched, whole: Launched) -> None:
 def test_killed_at_random_moments(place: Path, form: str, whole: Launched) -> None:
     hosts, devices = FORMS[form]
     num_kills, moments = 4 - hosts, random.Random(hosts)
-    with running(place, f"killed{hosts}", hosts=hosts, devices=devices) as run:
+    # Three steps an attempt, so that no run ends before its kills.
+    asleep = {"ASLEEP": f"0:{24 // hosts * 4}:{num_kills}"}
+    with running(place, f"killed{hosts}", hosts=hosts, devices=devices, environ=asleep) as run:
         for kill in range(num_kills):
             run.until(lambda: len(run.events("begin")) > kill)  # noqa: B023
             run.until(lambda: run.step() > run.events("begin")[-1]["step"])
@@ -69,9 +71,9 @@ def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Laun
     """The other process waits for it in a collective, for ever; meanwhile nobody outside can speak to them."""
     if form == "one process":
         pytest.skip("there is no other process")
-    asleep = {"ASLEEP": f"1:{24 // 2 * 7}"}
-    with running(place, "asleep", hosts=2, devices=4, flags=("--stuck-seconds", "2"), environ=asleep) as run:
-        run.until(lambda: run.events("begin"))
+    asleep = {"ASLEEP": f"1:{24 // 2 * 7}:1"}
+    with running(place, "asleep", hosts=2, devices=4, flags=("--stuck-seconds", "10"), environ=asleep) as run:
+        run.until(lambda: run.events("begin") and run.pid(0) and run.pid(1))
         addresses = [address for rank in range(2) for address in _listening(run.pid(rank))]
         assert run.end() == 0, run.said()
         # 127.0.0.1 as the kernel writes it, or the same in IPv6.
@@ -86,9 +88,8 @@ def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Laun
 def test_told_to_stop_it_saves_and_goes_on(place: Path, form: str, whole: Launched) -> None:
     """SIGTERM to one of the processes: all of them stop behind the same step, and none is lost."""
     hosts, devices = FORMS[form]
-    with running(place, f"told{hosts}", hosts=hosts, devices=devices) as run:
-        run.until(lambda: run.step() >= 2)
-        run.send(signal.SIGTERM, hosts - 1)
+    asked = {"ASKED_TO_STOP": f"{hosts - 1}:{24 // hosts * 5}:1"}
+    with running(place, f"told{hosts}", hosts=hosts, devices=devices, environ=asked) as run:
         assert run.end() == 75, run.said()
         (end,) = (one for one in run.events("end") if one["by"] == "rank 0")
         assert end["how"] == "preempted" and losses(run.folder)[-1][0] == end["step"]

@@ -237,7 +237,7 @@ with folder.claimed(Path(sys.argv[1]), resume=False):
     if len(sys.argv) > 3 and os.fork():
         os._exit(0)
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

@@ -32,7 +32,6 @@ def test_on_the_devices_present(devices: list[jax.Device], tmp_path: Path) -> No
     assert made.num_devices == len(devices) and made.chip.shared and made.memory_bytes == cluster("cpu:8").memory_bytes
     assert made.chip.peak_flops["fp32"] > 0 and made.chip.memory_bytes_per_second and made.chip.kernel_start_seconds
     assert made.chip.inside and made.chip.inside.name == "memory"
-    assert "# start alone: " in text or made.chip.inside.start_seconds <= 1e-3, "beside work it takes longer"
     said = tomllib.loads(text)
     assert all(value.startswith("probe of 8 x cpu, jax ") for value in said["source"].values())
     assert made.chip.sources["inside.bytes_per_second"] == said["source"]["inside.rate"]

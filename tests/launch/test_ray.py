@@ -1,7 +1,6 @@
 """Ray for real: a cluster of two nodes on this machine (`pip install 'spanax[ray]'`)."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -23,12 +22,13 @@ def cluster() -> Iterator[str]:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'spanax[ray]'")
     from ray.cluster_utils import Cluster
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    node = {"num_cpus": 1, "object_store_memory": 100 << 20}
-    nodes = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    nodes.add_node(**node)
-    yield nodes.address
-    nodes.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        node = {"num_cpus": 1, "object_store_memory": 100 << 20}
+        nodes = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+        nodes.add_node(**node)
+        yield nodes.address
+        nodes.shutdown()
 
 
 def launched(address: str, folder: Path, mode: str, *flags: str) -> subprocess.Popen[str]:
@@ -38,7 +38,7 @@ def launched(address: str, folder: Path, mode: str, *flags: str) -> subprocess.P
     return subprocess.Popen([*words, "--out", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def ended(process: subprocess.Popen[str], timeout_seconds: float = 120) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], timeout_seconds: float = 240) -> tuple[int, str]:
     try:
         _, errors = process.communicate(timeout=timeout_seconds)
     finally:
@@ -77,7 +77,7 @@ def test_stuck_ranks_write_their_stacks_and_all_start_again(cluster: str, tmp_pa
 def test_a_signal_to_the_driver_reaches_every_rank(cluster: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     driver = launched(cluster, folder, "preempted")
-    wait_for(lambda: len(attempts(folder)) == 2, 60)
+    wait_for(lambda: len(attempts(folder)) == 2, 240)
     time.sleep(0.5)
     driver.send_signal(signal.SIGTERM)
     assert ended(driver)[0] == 75
@@ -87,11 +87,11 @@ def test_a_signal_to_the_driver_reaches_every_rank(cluster: str, tmp_path: Path)
 def test_a_killed_driver_leaves_no_rank_behind(cluster: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     driver = launched(cluster, folder, "preempted")
-    wait_for(lambda: len(attempts(folder)) == 2, 60)
+    wait_for(lambda: len(attempts(folder)) == 2, 240)
     assert running(folder) == 2
     driver.kill()
     ended(driver)
-    wait_for(lambda: running(folder) == 0, 60)
+    wait_for(lambda: running(folder) == 0, 240)
 
 
 def test_two_ranks_train_gpt_nano(cluster: str, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_cluster_without_room_is_told(cluster: str, tmp_path: Path) -> None:
 def test_an_interpreter_that_is_not_on_the_nodes_is_told(cluster: str, tmp_path: Path) -> None:
     flags = ("--address", cluster, "--device", "cpu", "--python", "/nowhere/python")
     words = [sys.executable, "-m", "spanax", "launch", "ray", *flags, "--", "train", "--out", str(tmp_path / "run")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2 and "/nowhere/python" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 

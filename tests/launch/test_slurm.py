@@ -124,7 +124,7 @@ def test_a_run_with_a_killed_rank_ends_bit_equal(slurm: Slurm, tmp_path: Path) -
     flags = ("--python", sys.executable)
     assert slurm.ended(submitted(slurm, whole, *flags, args=train), 240)["ExitCode"] == "0:0", log(whole)
     number = submitted(slurm, killed, *flags, args=train)
-    wait_for(lambda: manifest.steps(killed / "checkpoints"), 120)
+    wait_for(lambda: manifest.steps(killed / "checkpoints"), 240)
     os.kill(heartbeat.read(killed)[1].pid, signal.SIGKILL)
     job = slurm.ended(number, 240)
     assert job["ExitCode"] == "0:0" and job["Restarts"] == "0", log(killed)
@@ -141,7 +141,7 @@ def test_a_preempted_run_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train = ("gpt-nano", "--steps", "60", "--save-every", "0", "--eval-batches", "1")
     number = submitted(slurm, folder, "--python", sys.executable, args=train)
-    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 2, 120)
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(losses(folder)) > 2, 240)
     slurm.run("scancel", "--signal=TERM", "--batch", number)
     wait_for(lambda: slurm.job(number)["JobState"] == "PENDING", 240)
     (reached,) = manifest.steps(folder / "checkpoints")

@@ -61,7 +61,7 @@ def test_a_port_that_is_taken_is_told_of() -> None:
             "SPANAX_HOST_DEVICES": "1",
         }
         argv = [sys.executable, "-m", "spanax", "train", "gpt-nano", "--out", "never"]
-        done = subprocess.run(argv, env=os.environ | environ, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(argv, env=os.environ | environ, capture_output=True, text=True, timeout=240)
         assert done.returncode == 70 and done.stderr.startswith("spanax: the coordinator cannot listen"), done.stderr
     _check_free(address)
 
@@ -206,5 +206,5 @@ def test_a_library_program_joins_its_group() -> None:
 )
 def test_a_library_program_never_trains_alone_in_a_group(environ: dict[str, str], message: str) -> None:
     process = started(environ, "array")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 1 and message in err, (out, err)

@@ -140,7 +140,7 @@ def test_a_call_ends_where_something_is_due(tmp_path: Path, monkeypatch: pytest.
     lines = [json.loads(line) for line in (tmp_path / "four" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "step"] == list(range(1, 13))
     seconds = [event["step_seconds"] for event in told if event["event"] == "step"]
-    assert len(set(seconds[:4])) == 1 and all(0 < one < 60 for one in seconds)
+    assert len(set(seconds[:4])) == 1 and all(one > 0 for one in seconds)
 
 
 def test_traced_steps_go_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:

@@ -40,13 +40,13 @@ print(len(devices), os.environ.get("NPROC", "none"))
 @pytest.mark.parametrize(("count", "threads"), [(1, "2"), (2, "4"), (8, "16")])
 def test_two_threads_a_device_and_none_waits_for_ever(count: int, threads: str) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
-    environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=20"
+    environ["XLA_FLAGS"] = "--xla_cpu_collective_call_terminate_timeout_seconds=120"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOOP, str(count)],
         env=environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert done.returncode == 0, done.stderr[-1000:]
     assert done.stdout.split() == [str(count), threads]
@@ -55,8 +55,15 @@ def test_two_threads_a_device_and_none_waits_for_ever(count: int, threads: str) 
 def test_a_number_of_threads_that_is_said_stays() -> None:
     environ = os.environ | {"NPROC": "5", "XLA_FLAGS": ""}
     code = "import os; from spanax.run.simulate import simulate; simulate(8); print(os.environ['NPROC'])"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["5"], done.stderr[-1000:]
+
+
+def test_after_jax_has_started_the_environment_stays() -> None:
+    before = dict(os.environ)
+    assert "--xla_force_host_platform_device_count" in before["XLA_FLAGS"]
+    jax.devices()
+    assert len(simulate(2)) == 2 and os.environ == before
 
 
 def test_after_jax_has_started_the_error_names_the_call_and_its_place() -> None:

@@ -3,11 +3,9 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,14 +17,24 @@ from boards import shown
 from launched import arrays
 from spanax.plan.plan import Plan
 from spanax.run.record.account import Account, account
+from spanax.run.record.events import read
 from spanax.run.store import manifest
 from spanax.show.page.document import document
 from spanax.show.page.pages import page_of
 from spanax.show.reporting import report
 
 WORKLOAD = """
-import jax, spanax
+import os, re, signal, sys
+import spanax
 from spanax.models import gpt
+
+def stop(event, args):
+    # So that a test kills this process at a moment of its choice.
+    if event in ("open", "os.mkdir") and re.search(os.environ["STOP_AT"], str(args[0])):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+if "STOP_AT" in os.environ:
+    sys.addaudithook(stop)
 
 def tiny(batch_size=8, seq_len=16, vocab_size=256):
     config = gpt.GPTConfig(vocab_size, seq_len, num_layers=2, num_heads=4, embed_dim=16, dropout=0.1)
@@ -95,37 +103,25 @@ def test_the_folder_says_what_was_expected_and_makes_a_page(place: Path, whole: 
     assert "Expected against measured" in text and loss in text and "could not be" not in text
 
 
-def start_and_kill(place: Path, out: str, is_time: Callable[[str], Any]) -> None:
+def start_and_kill(place: Path, out: str, stop_at: str) -> None:
+    """Train until a path that matches is opened or made, and kill the process there."""
     argv, env = command(place, "train", "tiny.py:tiny", "--out", out, *SETTINGS, "--mesh", "fsdp=4,model=2")
-    lines, errors = place / f"{out}.jsonl", place / f"{out}.err"
-    with open(lines, "w") as stdout, open(errors, "w") as stderr:
-        process = subprocess.Popen(argv, cwd=place, env=env, stdout=stdout, stderr=stderr)
-        try:
-            deadline = time.monotonic() + 240
-            while not is_time(lines.read_text()) or not is_still_time(process, lambda: is_time(lines.read_text())):
-                assert process.poll() is None and time.monotonic() < deadline, errors.read_text()
-                time.sleep(0.0005)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
-
-def is_still_time(process: subprocess.Popen[bytes], is_time: Callable[[], Any]) -> bool:
-    """Whether it is so while the process stands still, which it goes on doing then."""
-    process.send_signal(signal.SIGSTOP)
-    time.sleep(0.02)
-    if is_time():
-        return True
-    process.send_signal(signal.SIGCONT)
-    return False
+    with open(place / f"{out}.err", "w") as errors:
+        process = subprocess.Popen(argv, cwd=place, env=env | {"STOP_AT": stop_at}, stdout=errors, stderr=errors)
+    try:
+        status = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert status and status.si_code == os.CLD_STOPPED, (place / f"{out}.err").read_text()
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
-    began = time.time()
-    start_and_kill(place, "killed", lambda text: '"step": 5' in text)
+    before = time.time()
+    start_and_kill(place, "killed", r"/6\.new\w*$")
     saved = manifest.steps(place / "killed" / "checkpoints")
     events = train(place, "killed", "--resume")
-    assert events[0]["step"] == (saved[-1] if saved else 0)
+    assert saved == [2, 4] and events[0]["step"] == 4
     assert events[-1]["steps"] == 8 and events[-1]["train_loss"] == whole[-1]["train_loss"]
     recorded = [json.loads(line) for line in (place / "killed" / "metrics.jsonl").read_text().splitlines()]
     assert [e["step"] for e in recorded if e["event"] == "step"] == list(range(1, 9))
@@ -133,14 +129,16 @@ def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[d
         assert shown(place / "killed", "loss") == shown(place / "whole", "loss")
         assert [step for step, _ in shown(place / "killed", "loss")] == list(range(1, 9))
     same_bits(place / "killed", place / "whole")
-    adds_up(account(place / "killed"), began)
+    begin = next(event for event in read(place / "killed") if event["event"] == "begin")
+    adds_up(account(place / "killed"), before, begin["time"])
 
 
-def adds_up(found: Account, began: float) -> None:
-    """All time since the first process was started is in the account, and steps taken twice are told apart."""
+def adds_up(found: Account, before: float, begin: float) -> None:
+    """The account covers the time since the first process was started, and counts steps taken twice apart."""
     first, second = found.attempts
     assert (first.outcome, second.outcome) == ("killed", "finished") and found.reached == 8
-    assert found.wall_seconds == pytest.approx(second.ended - began, rel=0.01)
+    assert before - 0.1 < first.began < begin, "the kernel and time.time() differ by ticks"
+    assert found.wall_seconds == pytest.approx(second.ended - first.began)
     assert all(seconds >= 0 for seconds in found.seconds.values())
     assert all(found.seconds[name] > 0 for name in ("step", "compile", "save", "start", "restart", "restore"))
     # The first step of an attempt counts as compiling.
@@ -149,13 +147,8 @@ def adds_up(found: Account, began: float) -> None:
 
 def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
     folder = place / "cut" / "checkpoints"
-
-    def is_saving(text: str) -> bool:
-        # An older step that is being removed looks unfinished, too.
-        return bool(manifest.steps(folder)) and any(".new" in path.name for path in manifest.unfinished(folder))
-
-    start_and_kill(place, "cut", is_saving)
-    assert is_saving(""), "the save ended before the kill"
+    start_and_kill(place, "cut", r"/4\.new\w*/manifest\.json\.tmp$")
+    assert manifest.steps(folder) == [2] and [path.name[:5] for path in manifest.unfinished(folder)] == ["4.new"]
     train(place, "cut", "--resume")
     assert not manifest.unfinished(folder)
     same_bits(place / "cut", place / "whole")

@@ -211,6 +211,12 @@ def detected_processes() -> int:
 
 def prepare_devices(num_simulated: int) -> None:
     """Set how many CPU devices JAX simulates when its backend starts; without effect afterwards."""
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", num_simulated)
+    except RuntimeError:
+        return  # JAX has started: it has the devices that it has, and the caller counts them
     threads = THREADS_PER_DEVICE * num_simulated
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if threads > (cores or 1):  # XLA has a thread per core by default
@@ -218,12 +224,6 @@ def prepare_devices(num_simulated: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     # JAX refuses its own setting next to the older flag.
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
-    import jax
-
-    try:
-        jax.config.update("jax_num_cpu_devices", num_simulated)
-    except RuntimeError:
-        pass  # JAX has started: it has the devices that it has, and the caller counts them
 
 
 def obey_supervisor(environ: Mapping[str, str] = os.environ) -> bool:

@@ -164,7 +164,7 @@ def test_two_real_processes(text: Path) -> None:
         subprocess.Popen([*command, rank, port, folder, str(text)], env=environment, stdout=-1, text=True)
         for rank in "01"
     ]
-    said = [run.communicate(timeout=120)[0].splitlines() for run in runs]
+    said = [run.communicate(timeout=240)[0].splitlines() for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
     wanted = []
     for mesh in ("data=4", "model=2,data=2"):
@@ -479,7 +479,7 @@ def test_waiting_is_measured(opened: Callable[..., Batches]) -> None:
     found = opened(slow, IMAGE_PLAN, prefetch=0)
     assert found.wait_seconds == 0
     take(found, 3)
-    assert 0.1 <= found.wait_seconds < 5
+    assert found.wait_seconds >= 2 * 0.05, "the first batch may have been read before"
 
 
 def test_the_thread_ends_with_its_batches(text: Path) -> None:
@@ -507,7 +507,7 @@ def test_closed_batches_say_so(text: Path, opened: Callable[..., Batches]) -> No
 
 def test_importing_starts_no_backend_and_no_grain() -> None:
     code = "import sys, spanax.run.data.batches; print(sorted({'jax', 'grain', 'tokenizers'} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert run.stdout.strip() == "[]", run.stdout + run.stderr
 
 

@@ -2,8 +2,9 @@
 
 import json
 import os
-import random
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -222,36 +223,53 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 
 
 CHILD = """
-import json, sys, time
+import json, os, signal, struct, sys, time
 from pathlib import Path
+
+folder, attempt, fatal, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), 24
+clock = os.open(folder / "clock", os.O_RDWR)  # outlives this process; moves in sleep() alone
+sleeps = 0
+
+def now_ns():
+    return struct.unpack("q", os.pread(clock, 8, 0))[0]
+
+def sleep(seconds):
+    global sleeps
+    sleeps += 1
+    if sleeps == fatal:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.pwrite(clock, struct.pack("q", now_ns() + round(seconds * 1e9)), 0)
+
+time.time = time.monotonic = lambda: now_ns() / 1e9
+time.monotonic_ns = now_ns
+
 from spanax.run.record.account import keep_beat, reached
 from spanax.run.record.events import Events
 from spanax.run.record.heartbeat import Pulse
-from spanax.run.record.ledger import Ledger, process_age_seconds
+from spanax.run.record.ledger import Ledger
 
-folder, attempt, last = Path(sys.argv[1]), int(sys.argv[2]), 24
+sleep(1)
 events, pulse = Events(folder, attempt=attempt), Pulse(folder, 0, attempt)
 keep_beat(events)
-ledger = Ledger(attempt, reached(folder), process_age_seconds())
-(folder / f"reached{attempt}").write_text(str(ledger.reached))
+ledger = Ledger(attempt, reached(folder), age_seconds=1)
 saved = folder / "saved"
 first = int(saved.read_text()) if saved.exists() else 0
 events.tell("begin", step=first)
+log = open(folder / "steps.jsonl", "a", buffering=1)
 for step in range(first + 1, last + 1):
     ledger.enter("data")
-    time.sleep(0.01)
-    began = time.monotonic()
+    sleep(0.01)
+    is_again = step <= ledger.reached
     ledger.take(step)
-    time.sleep(0.06 + 0.002 * step)
-    spent = time.monotonic() - began
+    spent = 0.06 + 0.002 * step
+    sleep(spent)
     if step % 4 == 0:
         with ledger.within("save"):
-            time.sleep(0.02)
+            sleep(0.02)
             saved.write_text(str(step))
         events.tell("ledger", **ledger.record(step))
     ledger.enter("idle")
-    with open(folder / "steps.jsonl", "a") as file:
-        file.write(json.dumps([attempt, step, spent]) + "\\n")
+    log.write(json.dumps([attempt, step, is_again, spent]) + "\\n")
     pulse._beaten = 0
     pulse.beat("step", step, seconds=ledger.seconds())
 events.tell("ledger", **ledger.record(last))
@@ -259,33 +277,22 @@ events.tell("end", step=last)
 """
 
 
-def test_the_account_of_killed_processes_is_true(tmp_path: Path) -> None:
-    """Three kill -9: the buckets are the wall within 1 %, and `recomputed` are the steps that were taken again."""
-    chance, before, began = random.Random(7), time.time(), 0.0
-    for attempt in range(4):
-        process = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path), str(attempt)])
-        began = began or time.time()
-        log = tmp_path / "steps.jsonl"
-        stop = chance.randrange(5, 8) * (attempt + 1)
-        while attempt < 3 and process.poll() is None:
-            lines = log.read_text().splitlines() if log.exists() else []
-            if lines and json.loads(lines[-1])[:2] >= [attempt, stop]:
-                break
-            time.sleep(0.005)
-        if attempt < 3:
-            process.kill()
-        process.wait(240)
+def test_the_account_of_killed_processes_is_exact(tmp_path: Path) -> None:
+    """Three kill -9: the buckets add up to the wall time, and `recomputed` are the steps that were taken again."""
+    clock, began, gap = tmp_path / "clock", 1000, 5
+    clock.write_bytes(struct.pack("q", began * 10**9))
+    for attempt, fatal in enumerate((15, 19, 16, 0)):  # waiting for data, in a save, in a step
+        argv = [sys.executable, "-c", CHILD, str(tmp_path), str(attempt), str(fatal)]
+        assert subprocess.run(argv).returncode == (-signal.SIGKILL if fatal else 0)
+        (ended,) = struct.unpack("q", clock.read_bytes())
+        clock.write_bytes(struct.pack("q", ended + gap * 10**9))
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    again = [spent for _, _, is_again, spent in steps if is_again]
+    assert len(again) == 7
     found = account(tmp_path)
-    ended = next(event["time"] for event in read(tmp_path) if event["event"] == "end")
-    # The first process began while we waited for it to be started, which a busy machine may take its time for.
-    assert 0.99 * (ended - began) <= found.wall_seconds <= 1.01 * (ended - before)
+    assert found.wall_seconds == pytest.approx(ended / 1e9 - began, abs=1e-6)
     assert sum(found.seconds.values()) == found.wall_seconds and set(found.seconds) == set(BUCKETS)
-    again = [
-        spent
-        for attempt, step, spent in map(json.loads, log.read_text().splitlines())
-        if step <= int((tmp_path / f"reached{attempt}").read_text())
-    ]
-    assert len(again) >= 3
-    assert found.seconds["recomputed"] == pytest.approx(sum(again), abs=0.002 * len(again))
+    assert found.seconds["recomputed"] == pytest.approx(sum(again), abs=1e-6)
+    assert found.seconds["step"] == pytest.approx(sum(0.06 + 0.002 * step for step in range(1, 25)), abs=1e-6)
     assert [one.outcome for one in found.attempts] == ["killed", "killed", "killed", "finished"]
     assert found.reached == 24

@@ -178,7 +178,7 @@ def test_names_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatc
 
 def test_no_tracker_is_imported_that_is_not_asked_for() -> None:
     code = "import sys, spanax.run.tracking; print(sorted({'tensorboardX', 'wandb'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.strip() == "[]", done.stderr
 
 

@@ -266,5 +266,5 @@ print([name for name in ("jax", "numpy", "orbax") if name in sys.modules])
 
 
 def test_reading_checkpoints_imports_no_jax(step: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", NO_JAX, str(step.parent)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", NO_JAX, str(step.parent)], capture_output=True, text=True, timeout=240)
     assert done.stdout == "[] 1\n[]\n", done.stderr
