@@ -18,7 +18,7 @@ from spanax.frames import user_frames
 from spanax.interop.commands import INTEROP, carry_out
 from spanax.launch.commands import KINDS, SAYS, launch
 from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
-from spanax.run.record.folder import CONFIG, read_config
+from spanax.run.record.folder import CONFIG, read_config, recorded
 from spanax.show.mistakes import explained
 from spanax.show.requests import (
     CheckCommand,
@@ -173,17 +173,15 @@ def _overview(argv: Sequence[str]) -> None:
 
 def _with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     """The settings again, over those of a file: of --config, or of the run that is resumed."""
-    files = [Path(config.config)] if config.config is not None else []
-    recorded = Path(config.out or "") / CONFIG
-    if config.resume and recorded.is_file():
-        files.insert(0, recorded)
-    settled = TrainConfig()
-    for file in files:
+    settled, folder = TrainConfig(), Path(config.out or "")
+    before = recorded(folder) if config.resume else {}
+    if before:
+        settled = with_settings(settled, _moved(before, config), str(folder / CONFIG))
+    if config.config is not None:
+        file = Path(config.config)
         settings = read_config(file)
-        if file == recorded:
-            settings = _moved(settings, config)
-        settled = with_settings(settled, settings, str(file))
-    if not files:
+        settled = with_settings(settled, _moved(settings, config) if file == folder / CONFIG else settings, str(file))
+    if not before and config.config is None:
         return config
     again: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=settled, args=argv)
     return again

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from spanax.check.certificate import Certificate
-from spanax.documents import parse_json, read_bytes
+from spanax.documents import parse_json, read_opened
 from spanax.errors import DataError
 from spanax.plan.plan import Plan
 from spanax.show.checking import report_text
@@ -47,7 +47,7 @@ def read(path: Path) -> Plan | Certificate:
       DataError: it is neither, or cannot be read.
     """
     try:
-        text = read_bytes(path).decode()
+        text = read_opened(path).text
         data = parse_json(text)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read '{path}'.", where=str(error), fix=KNOWN) from None
