@@ -124,9 +124,10 @@ def json_line(record: Mapping[str, Any]) -> str:
       '{"step": 4, "loss": "nan", "norms": [1.5, "inf"]}'
     """
     try:
-        return json.dumps(record, allow_nan=False)
+        line = json.dumps(record, allow_nan=False)
     except ValueError:
-        return json.dumps(_named(record), allow_nan=False)
+        line = json.dumps(_named(record), allow_nan=False)
+    return line.replace("\x7f", "\\u007f")  # the one control character that JSON lets pass
 
 
 def _named(value: Any) -> Any:
@@ -137,16 +138,32 @@ def _named(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
-    """The objects in a file of JSON lines, one at a time; a line that is none, or half of one, is left out."""
+def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
+    """The objects in a file of JSON lines, one at a time; None for a damaged line: it is none, or over `max_bytes`.
+
+    The end of a file that is not a line yet is left out: whoever writes it may be about to go on.
+    """
     with open(path, "rb") as file:
         while line := file.readline(max_bytes):
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
+            if line.endswith(b"\n"):
+                if line.strip():
+                    yield _object(line)
                 continue
-            if isinstance(found, dict):
-                yield found
+            if len(line) < max_bytes:
+                return
+            while (line := file.readline(max_bytes)) and not line.endswith(b"\n"):
+                pass
+            yield None
+
+
+def _object(line: bytes) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(line)
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH:
+            _not_too_deep(found)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _not_too_deep(value: Any) -> Any:

@@ -6,15 +6,13 @@ that does not fit raises a SchemaError, which names the field.
 
 import functools
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from spanax.documents import MAX_INT
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from spanax.printable import is_printable
 
 Made = TypeVar("Made")
 
@@ -65,7 +63,7 @@ def made(kind: type[Made], data: Any, *, is_open: bool = False, is_strict: bool 
       kind: the dataclass.
       data: its fields by name.
       is_open: whether fields that the dataclass does not have are left out, as of a record that a newer version wrote.
-      is_strict: whether to refuse texts with control characters, and integers that take more than 62 bits.
+      is_strict: whether to refuse texts that are not printable in one line, and integers that take more than 62 bits.
 
     Raises:
       SchemaError: a field is unknown, missing, not of its type or not within its limits.
@@ -118,8 +116,8 @@ def _as(hint: Any, value: Any, name: str, is_open: bool, is_strict: bool) -> Any
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a text has no letters that steer a terminal, and an integer is one that a computer counts to."""
-    return not _CONTROL.search(value) if isinstance(value, str) else not isinstance(value, int) or abs(value) < MAX_INT
+    """Whether a text does not steer a terminal, and an integer is one that a computer counts to."""
+    return is_printable(value) if isinstance(value, str) else not isinstance(value, int) or abs(value) < MAX_INT
 
 
 def _is_finite(value: Any) -> bool:

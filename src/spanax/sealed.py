@@ -35,7 +35,7 @@ def sealed(text: str) -> str:
     Example:
       >>> print(sealed("steps = 7\\n"), end="")
       format = 1
-      crc32 = "5fe21c5d"
+      crc32 = "2171c51d"
       steps = 7
     """
     crc = f"{_crc(text):08x}"

@@ -50,7 +50,7 @@ def test_eight_four_six_eight(place: Path) -> None:
     """The examples come in the order of a run that never changed, and the losses are its losses."""
     for part, num_devices in enumerate((8, 4, 6, 8)):
         go_on(num_devices, 2 * part + 2, layout="fsdp")
-    begins = [one for one in events.read(place / "elastic") if one["event"] == "begin"]
+    begins = [one for one in events.read(place / "elastic").records if one["event"] == "begin"]
     assert [(one["devices"], one["step"]) for one in begins] == [(8, 0), (4, 2), (6, 4), (8, 6)]
     whole = TrainConfig(workload="small.py:small", out="whole", steps=8, seed=5, layout="fsdp")
     train(lambda **sizes: load(whole.workload, **sizes), whole, jax.devices(), lambda event: None)
@@ -83,7 +83,7 @@ def test_where_the_layout_cannot_be_had_the_planner_chooses(place: Path) -> None
     said = go_on(5, 4, layout="fsdp+tensor")
     (warning,) = (event["message"] for event in said if event["event"] == "warning")
     assert warning.startswith("8 devices before, 5 now: ") and "1 devices idle" in warning
-    (replanned,) = (one for one in events.read(place / "elastic") if one["event"] == "replanned")
+    (replanned,) = (one for one in events.read(place / "elastic").records if one["event"] == "replanned")
     assert replanned["before"] == 8 and replanned["idle"] == 1 and replanned["devices"] == 4
     assert manifest.steps(place / "elastic" / "checkpoints") == [2, 4]
 

@@ -186,7 +186,7 @@ def test_a_heartbeat_is_kept_before_the_next_attempt_writes_its_own(
     Pulse(tmp_path, rank=0, attempt=0).beat("step", 10, seconds={"start": 4, "compile": 6, "step": 22.5})
     for _ in range(2):
         keep_beat(Events(tmp_path, "supervisor", attempt=1))
-    kept = [event for event in read(tmp_path) if event["event"] == "ledger"]
+    kept = [event for event in read(tmp_path).records if event["event"] == "ledger"]
     assert len(kept) == 2 and kept[1]["attempt"] == 0 and kept[1]["wall_seconds"] == 32.5
     write(tmp_path, FAULTY[5:])
     Pulse(tmp_path, rank=0, attempt=1).beat("start", 6)
@@ -276,7 +276,7 @@ def test_the_account_of_killed_processes_is_true(tmp_path: Path) -> None:
             process.kill()
         process.wait(240)
     found = account(tmp_path)
-    ended = next(event["time"] for event in read(tmp_path) if event["event"] == "end")
+    ended = next(event["time"] for event in read(tmp_path).records if event["event"] == "end")
     # The first process began while we waited for it to be started, which a busy machine may take its time for.
     assert 0.99 * (ended - began) <= found.wall_seconds <= 1.01 * (ended - before)
     assert sum(found.seconds.values()) == found.wall_seconds and set(found.seconds) == set(BUCKETS)

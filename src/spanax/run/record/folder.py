@@ -300,8 +300,9 @@ def config_text(config: Mapping[str, Any]) -> str:
     """Settings as TOML; those that are None are left out.
 
     Example:
-      >>> config_text({"workload": "gpt2", "layout": None, "lr": 1e-4})
-      'workload = "gpt2"\nlr = 0.0001\n'
+      >>> print(config_text({"workload": "gpt2", "layout": None, "lr": 1e-4}), end="")
+      workload = "gpt2"
+      lr = 0.0001
     """
     return tomli_w.dumps({key: value for key, value in config.items() if value is not None})
 
@@ -317,8 +318,8 @@ def open_metrics(folder: Path, last_step: int) -> Lines:
 
     def kept() -> Iterator[str]:
         for event in json_lines(path) if path.exists() else ():
-            step = event.get("step", 0)
-            if isinstance(step, int) and step <= last_step and event.get("event") != "done":
+            step = None if event is None else event.get("step", 0)
+            if event is not None and isinstance(step, int) and step <= last_step and event.get("event") != "done":
                 yield json_line(event) + "\n"
 
     _replace(path, kept())
