@@ -156,7 +156,7 @@ class Launched:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Its events of one name."""
-        return [one for one in events.read(self.folder) if one["event"] == name]
+        return [one for one in events.read(self.folder).records if one["event"] == name]
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -12,7 +12,9 @@ import pytest
 from spanax import cli
 from spanax.errors import SpanaxError
 from spanax.run.config import TrainConfig
+from spanax.run.record.folder import write_records
 from spanax.run.store import manifest
+from spanax.sealed import sealed
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_errors.txt"
 
@@ -117,6 +119,8 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     ),  # fmt: skip
     "resume from nowhere": (["train", "--resume"], 2, "--resume needs the run folder"),
     "resume to an earlier step": (["train", "--out", "ended", "--resume", "--steps", "5"], 2, "step 8 already"),
+    "resume without settings": (["train", "--out", "old", "--resume"], 65, "has no 'config.toml'"),
+    "resume with half of the settings": (["train", "--out", "cut", "--resume"], 65, "does not match its checksum"),
     "missing data": (["train", "--data", "nowhere.txt"], 65, "nowhere.txt"),
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),
     "data that is not text": (["train", "--data", "latin.txt"], 65, "UTF-8"),
@@ -198,16 +202,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.toml").write_text("step = 3\n")
     (tmp_path / "type.toml").write_text('steps = "3"\n')
     (tmp_path / "units.toml").write_text('like = "h100"\nmemory = "80"\n')
-    for name in ("old", "pickled", "bare", "odd"):
+    for name in ("old", "pickled", "bare", "odd", "cut"):
         (tmp_path / name).mkdir()
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
     (tmp_path / "bare" / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")
     (tmp_path / "odd" / "model.json").write_text('{"model": "gpt2", "shape": {"vocab_size": 8}}')
     (tmp_path / "table.jsonl").write_text('{"id": 1, "content": "to be"}\n')
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "cut" / "config.toml").write_text(sealed('workload = "gpt2"\nlr = 0.01\n')[:-5])
     for step in ("4", "8"):
         (tmp_path / "ended" / "checkpoints" / step).mkdir(parents=True)
         manifest.write(tmp_path / "ended" / "checkpoints" / step)
+    write_records(tmp_path / "ended", TrainConfig().record(), "{\n}\n", [])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -283,7 +289,7 @@ def test_a_resumed_run_goes_where_it_is_told(
     flags: list[str], place: tuple[str | None, str | None], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = 'workload = "gpt2"\nsteps = 5\nseed = 3\nlayout = "fsdp+tensor"\nmesh = "fsdp=4,model=2"\n'
-    (folder / "old" / "config.toml").write_text(text)
+    (folder / "old" / "config.toml").write_text(sealed(text))
     taken: list[TrainConfig] = []
     monkeypatch.setattr(cli, "_train", taken.append)
     cli.main(["train", "--out", "old", "--resume", *flags])

@@ -1,7 +1,6 @@
 """The command line: one command a verb, the same words as the library, no logic of its own."""
 
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -13,12 +12,14 @@ from typing import Annotated, Any, Literal, TextIO, Union
 import tyro
 from tyro.conf import Positional
 
+from spanax.documents import json_line
 from spanax.errors import PREEMPTED, SpanaxError, WriteError
 from spanax.frames import user_frames
 from spanax.interop.commands import INTEROP, carry_out
 from spanax.launch.commands import KINDS, SAYS, launch
+from spanax.printable import printable_lines
 from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
-from spanax.run.record.folder import CONFIG, read_config
+from spanax.run.record.folder import CONFIG, read_config, recorded
 from spanax.show.mistakes import explained
 from spanax.show.requests import (
     CheckCommand,
@@ -149,7 +150,7 @@ def _run(argv: list[str]) -> None:
     if isinstance(command, TrainConfig):
         _train(check(_with_files(command, argv[1:])))
     elif name in INTEROP:
-        print(carry_out(command))
+        print(printable_lines(carry_out(command)))
     else:
         own: dict[Any, Callable[[Any], None]] = {
             PlanCommand: _plan, CheckCommand: _check, AxesCommand: _axes, ProbeCommand: _probe,
@@ -173,17 +174,15 @@ def _overview(argv: Sequence[str]) -> None:
 
 def _with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     """The settings again, over those of a file: of --config, or of the run that is resumed."""
-    files = [Path(config.config)] if config.config is not None else []
-    recorded = Path(config.out or "") / CONFIG
-    if config.resume and recorded.is_file():
-        files.insert(0, recorded)
-    settled = TrainConfig()
-    for file in files:
+    settled, folder = TrainConfig(), Path(config.out or "")
+    before = recorded(folder) if config.resume else {}
+    if before:
+        settled = with_settings(settled, _moved(before, config), str(folder / CONFIG))
+    if config.config is not None:
+        file = Path(config.config)
         settings = read_config(file)
-        if file == recorded:
-            settings = _moved(settings, config)
-        settled = with_settings(settled, settings, str(file))
-    if not files:
+        settled = with_settings(settled, _moved(settings, config) if file == folder / CONFIG else settings, str(file))
+    if not before and config.config is None:
         return config
     again: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=settled, args=argv)
     return again
@@ -245,10 +244,10 @@ def _plan(command: PlanCommand) -> None:
     from spanax.show.planning import answer, compare
 
     if command.diff is not None:
-        print("\n".join(compare(*command.diff)))
+        print(printable_lines("\n".join(compare(*command.diff))))
         return
     text, data = answer(partial(load, command.workload), command)
-    print(json.dumps(data) if command.json else text)
+    print(json_line(data) if command.json else printable_lines(text))
     if data.get("best") is None and "answer" not in data:
         sys.exit(2)
 
@@ -263,7 +262,7 @@ def _check(command: CheckCommand) -> None:
     from spanax.show.checking import answer
 
     text, data = answer(partial(load, command.workload), command)
-    print(json.dumps(data) if command.json else text)
+    print(json_line(data) if command.json else printable_lines(text))
     if command.fail_on and any(
         Severity.of(one["severity"]) >= Severity.of(command.fail_on) for one in data["findings"]
     ):
@@ -291,7 +290,7 @@ def _compare(command: CompareCommand) -> None:
     stream = _clean_stdout() if command.json else sys.stdout
     with progress(sys.stderr) as tell:
         text, data = compared(partial(load, command.workload), command, devices(command.devices), tell=tell)
-    print(json.dumps(data) if command.json else text, file=stream)
+    print(json_line(data) if command.json else printable_lines(text), file=stream)
 
 
 def _inspect(command: InspectCommand) -> None:
@@ -300,7 +299,7 @@ def _inspect(command: InspectCommand) -> None:
     from spanax.show.inspecting import inspected
 
     text, data = inspected(command, load, devices)
-    print(json.dumps(data) if command.json else text)
+    print(json_line(data) if command.json else text)
 
 
 def _axes(command: AxesCommand) -> None:
@@ -312,16 +311,16 @@ def _axes(command: AxesCommand) -> None:
     program = workload.trace(learning_rate=workload.learning_rate, num_steps=workload.num_steps)
     seconds = time.perf_counter() - began
     if command.json:
-        print(json.dumps({"workload": command.workload, **axes_json(program), "trace_seconds": seconds}))
+        print(json_line({"workload": command.workload, **axes_json(program), "trace_seconds": seconds}))
     else:
-        print(axes_text(program))
+        print(printable_lines(axes_text(program)))
 
 
 def _checkpoint(command: CheckpointCommand) -> None:
     from spanax.show.checkpoints import show, verify
 
     text, problems = (show if command.action == "show" else verify)(command.directory, as_json=command.json)
-    print(text)
+    print(printable_lines(text))
     if problems and command.action == "verify":
         sys.exit(65)
 
@@ -330,12 +329,12 @@ def _report(command: ReportCommand) -> None:
     if command.run.is_file() or command.out is not None:
         from spanax.show.page.pages import answer
 
-        print(answer(command))
+        print(printable_lines(answer(command)))
         return
     from spanax.show.reporting import report, report_text, sections
 
     found = report(command.run)
-    print(json.dumps(found.to_json()) if command.json else report_text(sections(found)))
+    print(json_line(found.to_json()) if command.json else printable_lines(report_text(sections(found))))
 
 
 def _doctor(command: DoctorCommand) -> None:
@@ -344,7 +343,7 @@ def _doctor(command: DoctorCommand) -> None:
 
     found = examined(out=command.out, hosts=command.hosts, timeout=command.timeout)
     in_colours = wants_colours(sys.stdout)
-    print(json.dumps(verdicts_json(found)) if command.json else verdicts_text(found, in_colours=in_colours))
+    print(json_line(verdicts_json(found)) if command.json else verdicts_text(found, in_colours=in_colours))
     if not is_well(found):
         sys.exit(1)
 

@@ -4,7 +4,6 @@ Nothing read here can name code. What is too large, too deep, said twice or no n
 says so; whoever reads a file tells the user which one it was.
 """
 
-import functools
 import json
 import math
 import os
@@ -13,10 +12,10 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
+
+from spanax.sealed import Opened, opened
 
 MAX_BYTES = 1 << 24
 """Of a JSON file. The plan of a model of 10,000 arrays takes 5 MB."""
@@ -27,9 +26,7 @@ MAX_TOML_BYTES, MAX_DOTS = 1 << 16, 64
 MAX_VALUES, MAX_DEPTH, MAX_INT = 1 << 20, 64, 1 << 62
 """How many values, one inside the other how often, and how large a whole number may be."""
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-Made = TypeVar("Made")
+_QUOTED, _LONG_QUOTES = re.compile(r""""(?:[^"\\\n]|\\.)*"|'[^'\n]*'"""), re.compile("\"{3}|'{3}")
 
 
 def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, follow_links: bool = True) -> bytes:
@@ -61,14 +58,35 @@ def read_json(path: str | os.PathLike[str], *, follow_links: bool = True) -> Any
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The table in a TOML file.
+    """The table in a TOML file; see `read_bytes` and `parse_toml`."""
+    return parse_toml(read_bytes(path, max_bytes=MAX_TOML_BYTES).decode("utf-8"))
+
+
+def read_opened(path: str | os.PathLike[str]) -> Opened:
+    """The text of a file that may be sealed.
 
     Raises:
       OSError: it cannot be read.
-      ValueError: it is no TOML, or one that nobody would write.
+      ValueError: it is no plain file, or no UTF-8; a DamagedError where it is not what was sealed.
     """
-    text = read_bytes(path, max_bytes=MAX_TOML_BYTES).decode("utf-8")
-    if any(line.count(".") >= MAX_DOTS for line in text.splitlines()):
+    return opened(read_bytes(path).decode("utf-8"))
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The table of a TOML text.
+
+    Raises:
+      ValueError: it is no TOML, or one that nobody would write.
+
+    Example:
+      >>> parse_toml('data = "a.b"')
+      {'data': 'a.b'}
+    """
+    if len(text) > MAX_TOML_BYTES:
+        raise ValueError(f"it has more than {MAX_TOML_BYTES:,} bytes")
+    # What stands in quotes is no key; where quotes may go on in the next line, nobody can say so line by line.
+    bare = text if _LONG_QUOTES.search(text) else _QUOTED.sub("", text)
+    if any(line.count(".") >= MAX_DOTS for line in bare.split("\n")):
         raise ValueError(f"a line has {MAX_DOTS} dots")
     try:
         return _not_too_deep(tomllib.loads(text))
@@ -106,9 +124,10 @@ def json_line(record: Mapping[str, Any]) -> str:
       '{"step": 4, "loss": "nan", "norms": [1.5, "inf"]}'
     """
     try:
-        return json.dumps(record, allow_nan=False)
+        line = json.dumps(record, allow_nan=False)
     except ValueError:
-        return json.dumps(_named(record), allow_nan=False)
+        line = json.dumps(_named(record), allow_nan=False)
+    return line.replace("\x7f", "\\u007f")  # the one control character that JSON lets pass
 
 
 def _named(value: Any) -> Any:
@@ -119,76 +138,32 @@ def _named(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
-    """The objects in a file of JSON lines, one at a time; a line that is none, or half of one, is left out."""
+def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
+    """The objects in a file of JSON lines, one at a time; None for a damaged line: it is none, or over `max_bytes`.
+
+    The end of a file that is not a line yet is left out: whoever writes it may be about to go on.
+    """
     with open(path, "rb") as file:
         while line := file.readline(max_bytes):
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
+            if line.endswith(b"\n"):
+                if line.strip():
+                    yield _object(line)
                 continue
-            if isinstance(found, dict):
-                yield found
+            if len(line) < max_bytes:
+                return
+            while (line := file.readline(max_bytes)) and not line.endswith(b"\n"):
+                pass
+            yield None
 
 
-def made(kind: type[Made], data: Any) -> Made:
-    """A dataclass from JSON values: every field there is, and of the type that it declares; lists become tuples.
-
-    Raises:
-      ValueError: a field is unknown, missing, or of another type.
-
-    Example:
-      >>> from spanax.units import Measure
-      >>> made(Measure, {"units": {"B": 1.0}, "low": "1 B", "high": 8, "example": "2 B"})
-      Traceback (most recent call last):
-      ValueError: high = 8 is no str
-    """
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{repr(data)[:60]} is no {kind.__name__}")
-    hints = _hints(kind)  # type: ignore[arg-type]
-    for name in data:
-        if name not in hints:
-            raise ValueError(f"a {kind.__name__} has no '{name[:60]}'")
+def _object(line: bytes) -> Mapping[str, Any] | None:
     try:
-        return kind(**{name: _as(hints[name], value, name) for name, value in data.items()})
-    except TypeError as error:  # a field without a default is missing
-        raise ValueError(str(error)) from None
-
-
-def _as(hint: Any, value: Any, name: str) -> Any:
-    """A value as a type hint wants it."""
-    origin, args = _parts(hint)
-    if origin in (Union, UnionType):
-        hint = NoneType if value is None and NoneType in args else next(arg for arg in args if arg is not NoneType)
-        origin, args = _parts(hint)
-    if origin is tuple and isinstance(value, list | tuple):
-        wanted = args[:1] * len(value) if args[-1] is Ellipsis else args
-        if len(wanted) == len(value):
-            return tuple(_as(one, item, name) for one, item in zip(wanted, value, strict=True))
-    elif is_dataclass(hint):
-        return value if type(value) is hint else made(hint, value)  # type: ignore[arg-type]
-    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {_as(args[0], key, name): _as(args[1], item, name) for key, item in value.items()}
-    elif hint is Any or (hint is float and type(value) is int):
-        return value
-    elif type(value) is hint and _is_plain(value):
-        return value
-    raise ValueError(f"{name} = {repr(value)[:60]} is no {getattr(hint, '__name__', hint)}")
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a text has no letters that steer a terminal, and a whole number is one that a computer counts to."""
-    return not _CONTROL.search(value) if isinstance(value, str) else not isinstance(value, int) or abs(value) < MAX_INT
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-@functools.cache
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    return get_origin(hint), get_args(hint)
+        found = json.loads(line)
+        if line.count(b"[") + line.count(b"{") > MAX_DEPTH:
+            _not_too_deep(found)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _not_too_deep(value: Any) -> Any:

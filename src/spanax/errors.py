@@ -19,8 +19,9 @@ A message has at most four lines: what is wrong, where with its values, and the 
 """
 
 import difflib
-import re
 from collections.abc import Iterable
+
+from spanax.printable import printable
 
 PREEMPTED = 75
 """The exit code of a run that was stopped where it was asked to, all saved: EX_TEMPFAIL of sysexits.h."""
@@ -51,7 +52,7 @@ class SpanaxError(ValueError):
 
     def __init__(self, what: str, *, where: str = "", fix: str = ""):
         lines = [what, f"  where: {where}" if where else "", f"  fix: {fix}" if fix else ""]
-        super().__init__(plain("\n".join(line for line in lines if line)))
+        super().__init__("\n".join(printable(line) for line in lines if line))
 
 
 class SizeError(SpanaxError):
@@ -156,16 +157,6 @@ class ConfigError(SpanaxError):
     """
 
     exit_code = 78
-
-
-def plain(text: str) -> str:
-    """A text without what steers a terminal: names out of files may hold anything.
-
-    Example:
-      >>> plain("one\\x1b[31m")
-      'one?[31m'
-    """
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", text)
 
 
 def first_line(error: BaseException) -> str:

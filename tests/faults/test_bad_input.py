@@ -68,7 +68,7 @@ BAD: dict[str, tuple[int, str]] = {
     "train three.py:y": (2, "'three.py' has no workload 'y'"),
     "train three.py": (2, "unknown workload 'three.py'"),
     "train --config list.toml": (2, "setting 'steps'"),
-    "train --config nan.toml": (2, "--lr is nan"),
+    "train --config nan.toml": (2, "setting 'lr' is nan; it must be a number"),
     "train --config negative.toml": (2, "--batch is -3"),
     "train --config number.toml": (2, "setting 'json' is 1"),
     "train --config folder": (65, "'folder'"),

@@ -18,6 +18,7 @@ from spanax.run.record import events
 from spanax.run.restore import restore
 from spanax.run.store import manifest
 from spanax.run.trainer import train
+from spanax.sealed import opened, sealed
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_eight_four_six_eight(place: Path) -> None:
     """The examples come in the order of a run that never changed, and the losses are its losses."""
     for part, num_devices in enumerate((8, 4, 6, 8)):
         go_on(num_devices, 2 * part + 2, layout="fsdp")
-    begins = [one for one in events.read(place / "elastic") if one["event"] == "begin"]
+    begins = [one for one in events.read(place / "elastic").records if one["event"] == "begin"]
     assert [(one["devices"], one["step"]) for one in begins] == [(8, 0), (4, 2), (6, 4), (8, 6)]
     whole = TrainConfig(workload="small.py:small", out="whole", steps=8, seed=5, layout="fsdp")
     train(lambda **sizes: load(whole.workload, **sizes), whole, jax.devices(), lambda event: None)
@@ -82,7 +83,7 @@ def test_where_the_layout_cannot_be_had_the_planner_chooses(place: Path) -> None
     said = go_on(5, 4, layout="fsdp+tensor")
     (warning,) = (event["message"] for event in said if event["event"] == "warning")
     assert warning.startswith("8 devices before, 5 now: ") and "1 devices idle" in warning
-    (replanned,) = (one for one in events.read(place / "elastic") if one["event"] == "replanned")
+    (replanned,) = (one for one in events.read(place / "elastic").records if one["event"] == "replanned")
     assert replanned["before"] == 8 and replanned["idle"] == 1 and replanned["devices"] == 4
     assert manifest.steps(place / "elastic" / "checkpoints") == [2, 4]
 
@@ -98,7 +99,7 @@ def test_what_is_asked_for_now_is_not_replaced(place: Path) -> None:
 @pytest.mark.parametrize("setting", [{"batch": 48}, {"seq": 8}, {"seed": 6}])
 def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, int]) -> None:
     (place / "elastic").mkdir()
-    (place / "elastic" / "config.toml").write_text("batch = 24\nseq = 16\nseed = 5\n")
+    (place / "elastic" / "config.toml").write_text(sealed("batch = 24\nseq = 16\nseed = 5\n"))
     settings = {"batch": 24, "seq": 16, "seed": 5} | setting
     config = TrainConfig("small.py:small", out="elastic", resume=True, steps=2, **settings)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"is to go on with {next(iter(setting.values()))}") as told:
@@ -109,9 +110,9 @@ def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, int]) -
 def test_another_version_is_told_of(place: Path) -> None:
     go_on(8, 2, layout="fsdp")
     path = place / "elastic" / "env.json"
-    environment = json.loads(path.read_text())
+    environment = json.loads(opened(path.read_text()).text)
     environment["packages"]["optax"] = "0.0.1"
-    path.write_text(json.dumps(environment))
+    path.write_text(sealed(json.dumps(environment, indent=1)))
     said = go_on(8, 4, layout="fsdp")
     (warning,) = (event["message"] for event in said if event["event"] == "warning")
     assert "optax 0.0.1, now " in warning

@@ -134,7 +134,7 @@ def size_limit() -> Iterator[Callable[[int], None]]:
 def test_files_that_cannot_grow_end_no_run(tmp_path: Path, size_limit: Callable[[int], None]) -> None:
     told = run(tmp_path / "run", {3: between_saves(lambda: size_limit(8192)), 5: between_saves(lambda: size_limit(-1))})
     assert [event["step"] for event in kinds(told, "save_failed")] == [4]
-    assert [event["step"] for event in events.read(tmp_path / "run") if event["event"] == "save_failed"] == [4]
+    assert [event["step"] for event in events.read(tmp_path / "run").records if event["event"] == "save_failed"] == [4]
     assert names(tmp_path / "run" / "checkpoints") == ["2", "6", "8"]
     assert checkpoint.verify(tmp_path / "run" / "checkpoints") == []
 
@@ -284,11 +284,11 @@ def test_a_run_folder_with_a_way_out_is_refused_untouched(tmp_path: Path, name: 
 
 def test_what_others_wrote_into_a_run_folder_is_passed_over(tmp_path: Path) -> None:
     deep = "[" * 100_000
-    (tmp_path / "events.jsonl").write_text(f'{{"event": "end"}}\n{deep}\n7\n{{"event": "hal')
+    (tmp_path / "events.jsonl").write_text(f'{{"event": "end", "time": 1}}\n{deep}\n7\n{{"event": "hal')
     (tmp_path / "heartbeats").mkdir()
     (tmp_path / "heartbeats" / "0.json").write_text(deep)
     os.mkfifo(tmp_path / "heartbeats" / "1.json")
-    assert events.read(tmp_path) == [{"event": "end"}] and heartbeat.read(tmp_path) == {}
+    assert events.read(tmp_path).records == [{"event": "end", "time": 1}] and heartbeat.read(tmp_path) == {}
 
 
 def test_a_link_in_place_of_a_temporary_is_not_followed(tmp_path: Path) -> None:

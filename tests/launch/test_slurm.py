@@ -99,7 +99,7 @@ def test_stuck_ranks_write_their_stacks_and_all_start_again(slurm: Slurm, tmp_pa
     job = slurm.ended(submitted(slurm, folder, *flags), 240)
     assert job["ExitCode"] == "0:0", log(folder)
     assert attempts(folder) == ["0 0 False", "0 1 False", "1 0 True", "1 1 True"]
-    assert "stuck" in [event["event"] for event in events.read(folder)]
+    assert "stuck" in [event["event"] for event in events.read(folder).records]
     for rank in (0, 1):
         stacks = (folder / "log" / f"rank{rank}.log").read_text()
         assert "most recent call first" in stacks and "rank.py" in stacks
@@ -128,7 +128,7 @@ def test_a_run_with_a_killed_rank_ends_bit_equal(slurm: Slurm, tmp_path: Path) -
     os.kill(heartbeat.read(killed)[1].pid, signal.SIGKILL)
     job = slurm.ended(number, 240)
     assert job["ExitCode"] == "0:0" and job["Restarts"] == "0", log(killed)
-    told = events.read(killed)
+    told = events.read(killed).records
     (died,) = [event for event in told if event["event"] == "died"]
     begun = [event for event in told if event["event"] == "begin"]
     assert died["rank"] == 1 and len(begun) == 2 and begun[1]["step"] >= 2
@@ -148,7 +148,7 @@ def test_a_preempted_run_loses_no_step(slurm: Slurm, tmp_path: Path) -> None:
     time.sleep(2)
     slurm.run("scontrol", "update", f"job={number}", "StartTime=now")
     assert slurm.ended(number, 240)["ExitCode"] == "0:0", log(folder)
-    begun = [event for event in events.read(folder) if event["event"] == "begin"]
+    begun = [event for event in events.read(folder).records if event["event"] == "begin"]
     assert 2 < reached < 60 and [(one["step"], one["attempt"]) for one in begun] == [(0, 0), (reached, 1)]
     assert len(losses(folder)) == 60
 

@@ -49,7 +49,7 @@ def supervised(folder: Path, code: str, num_hosts: int = 1, limits: Limits = QUI
 
 
 def told(folder: Path) -> list[str]:
-    return [one["event"] for one in events.read(folder)]
+    return [one["event"] for one in events.read(folder).records]
 
 
 def test_a_run_that_ends_well_is_left_alone(tmp_path: Path) -> None:
@@ -80,7 +80,9 @@ def test_what_would_end_the_same_way_is_not_started_again(tmp_path: Path, code: 
     script = f"beat('start', 0); print('spanax: the reason.', file=sys.stderr); sys.exit({code})"
     watched, said = supervised(tmp_path, script)
     assert watched.watch() == code and told(tmp_path) == ["died", "stopped"]
-    assert said[-1] == "rank 0: spanax: the reason." and events.read(tmp_path)[0]["words"] == "spanax: the reason."
+    assert (
+        said[-1] == "rank 0: spanax: the reason." and events.read(tmp_path).records[0]["words"] == "spanax: the reason."
+    )
 
 
 def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
@@ -111,7 +113,7 @@ def test_the_wait_before_a_restart_doubles_while_nothing_is_gained(tmp_path: Pat
     )
     watched.limits = limits
     assert watched.watch() == 0
-    waits = [one["wait_seconds"] for one in events.read(tmp_path) if one["event"] == "restart"]
+    waits = [one["wait_seconds"] for one in events.read(tmp_path).records if one["event"] == "restart"]
     assert waits == [0.01, 0.02, 0.01, 0.02, 0.01]
 
 
@@ -136,7 +138,7 @@ def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: P
     watched, said = supervised(tmp_path, HANGS.format(what=hang), num_hosts=2, limits=limits)
     assert watched.watch() == 0
     assert told(tmp_path) == ["stuck", "restart", "end"]
-    stuck = events.read(tmp_path)[0]
+    stuck = events.read(tmp_path).records[0]
     assert stuck["rank"] == 0 and stuck["step"] == 5 and stuck["stopped"] == ([0] if what == "is stopped" else [])
     assert "gave no sign of life" in said[0] and ("stopped by a signal" in said[0]) == (what == "is stopped")
     for rank in range(2):
@@ -176,7 +178,7 @@ sys.exit(attempt == 0)
 """
     watched, _ = supervised(tmp_path, code, num_hosts=2)
     assert watched.watch() == 0 and told(tmp_path) == ["died", "restart", "end"]
-    assert events.read(tmp_path)[1]["step"] == 7
+    assert events.read(tmp_path).records[1]["step"] == 7
 
 
 def asked(watched: Supervisor, when: Callable[[], bool]) -> int:

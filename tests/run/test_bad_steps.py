@@ -104,7 +104,7 @@ def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> Non
 def happened(out: Path, *names: str) -> list[dict[str, Any]]:
     """The events of these names, without their time."""
     hidden = ("time", "by", "attempt")
-    found = [{key: value for key, value in event.items() if key not in hidden} for event in events.read(out)]
+    found = [{key: value for key, value in event.items() if key not in hidden} for event in events.read(out).records]
     return [event for event in found if event["event"] in names]
 
 

@@ -128,7 +128,7 @@ def losses(told: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def happened(out: Path, *names: str) -> list[tuple[str, int]]:
-    return [(event["event"], event["step"]) for event in events.read(out) if event["event"] in names]
+    return [(event["event"], event["step"]) for event in events.read(out).records if event["event"] in names]
 
 
 def test_a_call_ends_where_something_is_due(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:

@@ -17,7 +17,7 @@ import pytest
 from pages import Read, a_certificate, a_plan, a_run, leaf
 from spanax import cli
 from spanax.check.certificate import Certificate
-from spanax.errors import SpanaxError
+from spanax.errors import DataError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.plan import Plan
 from spanax.plan.ticks import ticks
@@ -134,13 +134,18 @@ ODD_LOSSES = ("NaN", "1e999", "1" + 400 * "0", '"nan"', '"x"')
 
 
 def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
-    plan = a_plan(paths=(EVIL, 'a" onmouseover="alert(1)', "</style><img src=x>", "\u202egnp.\ud800"))
+    plan = a_plan(paths=(EVIL, 'a" onmouseover="alert(1)', "</style><img src=x>", "gnp."))
     plan = replace(plan, why=EVIL, layout=replace(plan.layout, name=EVIL))
+    steering = a_plan(paths=("\u202egnp.\ud800",))
+    (tmp_path / "steering.json").write_text(steering.to_json())
+    with pytest.raises(DataError, match=r"path is '\\u202egnp.\\ud800', not str"):
+        Plan.load(tmp_path / "steering.json")
     folder = a_run(tmp_path / "a", plan)
     lines = [f'{{"event": "step", "step": {60 + at}, "loss": {loss}}}' for at, loss in enumerate(ODD_LOSSES, 1)]
     with open(folder / "metrics.jsonl", "a") as file:
         file.write("\n".join([*lines, '{"event": "step", "step": "9", "loss": 1}', "[]", '{"event": "st', ""]))
     (folder / "profile" / "summary.json").write_text('{"seconds": 3}')
+    assert "\u202e" not in document(page_of(steering))
     for value in (plan, report(folder)):
         text = document(page_of(value))
         read = Read(text)

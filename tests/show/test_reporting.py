@@ -122,14 +122,35 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
     """No colours or escapes from a run folder of somebody else, and no more lines than listed."""
-    evil = {"event": "[red]died[/red]", "why": "\x1b[2J\nfine", "[bold]": float("nan"), "long": "x" * 10_000}
+    evil = {"event": "died", "why": "[red]why[/red] :smile:\x1b[2J\nfine", "[bold]": float("nan"), "long": "x" * 10_000}
     folder = a_run(tmp_path / "a", *TOLD, *((72.0 + number, 1, "[b]me", evil) for number in range(50)))
     (folder / "config.toml").write_text("not toml")
     text = said(folder)
-    assert "\x1b" not in text and "[red]died[/red]" in text and "a run in " in text
+    assert "\x1b" not in text and "[red]why[/red] :smile:\\x1b[2J\\nfine" in text and "a run in " in text
     assert "faults, and what was done, the last 40 of 52" in text and len(text.splitlines()) < 300
-    assert text.count("[red]died[/red]") == 40
+    assert text.count("[red]why[/red]") == 40
     assert max(map(len, text.splitlines())) < 160 + len(str(folder)) * 2
+
+
+def test_what_cannot_be_read_is_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = a_run(tmp_path / "a", *TOLD, END)
+    (folder / "config.toml").write_text("not toml")
+    (folder / "metrics.jsonl").write_text('{"event": "step", "step": 3, "loss": 2.5}\n{"event": "st\n[]\n')
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"event": "died", "time": null}\n' + '{"event": "[b]new", "time": 1}\n' * 2)
+    (folder / "heartbeats").mkdir()
+    for rank, pid in enumerate([None, 1 << 40, 0, "7"]):
+        beat = {"rank": rank, "pid": pid, "host": "a", "attempt": 0, "phase": "step", "step": 1}
+        (folder / "heartbeats" / f"{rank}.json").write_text(json.dumps(beat | {"step_seconds": 1, "time": BEGAN}))
+    text = said(folder)
+    for line in (
+        "events.jsonl: 1 line damaged", "metrics.jsonl: 2 lines damaged", "heartbeats/0.json: pid is None, not int",
+        "events.jsonl: 2 lines of the unknown kind '[b]new' left out", "heartbeats/2.json: pid is 0, not within 1 and",
+    ):  # fmt: skip
+        assert line in text
+    assert "cannot read the configuration" in text and "step  metrics" in text
+    cli.main(["report", str(folder), "--json"])
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 8
 
 
 def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from spanax.errors import SpanaxError
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig, with_settings
-from spanax.run.record.folder import CONFIG, read_config
+from spanax.run.record.folder import CONFIG, recorded
 from spanax.run.run import Run
 from spanax.run.traced_workload import traced
 from spanax.trace.program import Program
@@ -71,7 +71,7 @@ def program_for(path: Path, plan: Plan, load: Callable[..., Workload], workload:
     """
     config = path / CONFIG
     if config.is_file():
-        settings = with_settings(TrainConfig(), read_config(config), str(config))
+        settings = with_settings(TrainConfig(), recorded(path), str(config))
         return traced(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
     if workload is None:
         raise SpanaxError("a plan file does not say what it was made for.", fix="--workload NAME, beside --hlo")

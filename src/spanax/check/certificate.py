@@ -9,9 +9,10 @@ from typing import Any
 from spanax.check.finding import Finding, Severity
 from spanax.check.report import VERSION, Report
 from spanax.displays import display
-from spanax.documents import made, parse_json
+from spanax.documents import parse_json
 from spanax.errors import DataError, WriteError
 from spanax.plan.plan import Plan
+from spanax.schema import made
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 from spanax.check.hlo import Collective
 from spanax.check.replicated import Replicated
 from spanax.displays import display
-from spanax.documents import made, parse_json
+from spanax.documents import parse_json
 from spanax.errors import DataError, WriteError
+from spanax.schema import made
 
 VERSION = 2
 

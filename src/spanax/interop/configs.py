@@ -8,11 +8,12 @@ from typing import Any
 
 from flax import nnx
 
-from spanax.documents import made, read_json
+from spanax.documents import read_json
 from spanax.errors import DataError, first_line
 from spanax.interop.families import FAMILIES, Family
 from spanax.interop.safetensors import inside
 from spanax.models.imported import MODELS
+from spanax.schema import made
 
 CONFIG = "config.json"
 MOST = 1 << 31

@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from spanax.errors import SpanaxError
-from spanax.run.config import TrainConfig, check
+from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.record.folder import read_config
 
 
@@ -47,7 +47,7 @@ class TrainRequest:
         config = check(tyro.cli(TrainConfig, prog="spanax train", args=args))
         out = config.out
         if out is None and config.config is not None:
-            out = read_config(Path(config.config)).get("out")
+            out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).out
         if out is None:
             out = f"runs/launched-{time.strftime('%Y%m%d-%H%M%S')}"
             args += ["--out", out]

@@ -24,6 +24,7 @@ from spanax.errors import SpanaxError, WriteError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, as_flags, check
+from spanax.printable import printable_lines
 from spanax.run.record.folder import LOGS
 
 SCRIPT = "job.sh"
@@ -150,7 +151,7 @@ class Step:
         code = self.process.wait()
         self.errors.seek(0)
         told = self.errors.read().decode(errors="replace")
-        print(told, end="", file=sys.stderr, flush=True)
+        print(printable_lines(told), end="", file=sys.stderr, flush=True)
         return first_failed(told, code)
 
     def send_signal(self, number: int) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Protocol
 
 from spanax.errors import PREEMPTED, SpanaxError
 from spanax.launch.ending import Ending, ending_of, last_words
+from spanax.printable import to_stderr
 from spanax.run.record import account, heartbeat
 from spanax.run.record.events import Events
 
@@ -101,7 +101,7 @@ class Supervisor:
     start: Start
     folder: Path
     limits: Limits
-    say: Callable[[str], None] = lambda line: print(f"spanax: {line}", file=sys.stderr, flush=True)
+    say: Callable[[str], None] = to_stderr
     begun: int = 0
     _asked: list[int] = field(default_factory=list)
 

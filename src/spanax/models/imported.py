@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from spanax import DataError, SpanaxError, Workload
-from spanax.documents import made, read_json
+from spanax.documents import read_json
 from spanax.errors import first_line
 from spanax.models import gpt, images, llama, vit
+from spanax.schema import made
 
 MODEL = "model.json"
 """In a folder of weights: which model they are of, and its shape."""

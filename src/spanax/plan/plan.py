@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.displays import display
-from spanax.documents import MAX_INT, made, parse_json, read_bytes
+from spanax.documents import MAX_INT, parse_json, read_opened
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
@@ -16,6 +16,7 @@ from spanax.plan.layout import Layout
 from spanax.plan.price import Price
 from spanax.plan.resolve import Spec
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
+from spanax.schema import made
 from spanax.trace.policies import GATHERED
 from spanax.units import bytes_text, count_text
 
@@ -229,7 +230,7 @@ class Plan:
           DataError: there is no such file, or it holds no plan.
         """
         try:
-            return Plan.from_json(read_bytes(path).decode())
+            return Plan.from_json(read_opened(path).text)
         except DataError:
             raise
         except (OSError, ValueError) as error:

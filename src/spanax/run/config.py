@@ -1,16 +1,18 @@
 """TrainConfig: every setting of `spanax train`; the command line, the TOML file and config.toml are made of it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from types import UnionType
-from typing import Any, get_args, get_type_hints
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from tyro.conf import Positional
 
+from spanax.documents import MAX_TOML_BYTES
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.flags import NONE, flags_of
+from spanax.run.record.folder import config_text
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard, check_several
+from spanax.schema import SchemaError, made, short
 from spanax.trace.policies import known_accumulation, known_attention, known_chunks, known_dtype, known_policy
 
 
@@ -145,6 +147,9 @@ MOST: dict[str, float] = {"steps_per_call": 1024, "seq": 1 << 24, "seed": (1 << 
 """What is beyond every use, and then fails somewhere inside; 10**12 of all others."""
 
 
+MAX_RECORD_BYTES = MAX_TOML_BYTES - 256
+"""Of all settings as TOML: so much is read back, with a seal in front."""
+
 TYPES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
@@ -155,16 +160,17 @@ def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) 
       SpanaxError: a key that does not exist, or a value of another type.
     """
     # An error may precede the reading of the file.
-    known = {key: hint for key, hint in get_type_hints(TrainConfig).items() if key != "traceback"}
-    for key, value in settings.items():
+    known = [field.name for field in fields(TrainConfig) if field.name != "traceback"]
+    for key in settings:
         if key not in known:
             raise SpanaxError(f"unknown setting '{key}'.", where=where, fix=nearest(key, known))
-        hint = known[key]
-        wanted = get_args(hint)[0] if isinstance(hint, UnionType) else hint
-        is_right = isinstance(value, (int, float) if wanted is float else wanted)
-        if not is_right or (isinstance(value, bool) and wanted is not bool):
-            raise SpanaxError(f"setting '{key}' is {value!r}; it must be {TYPES[wanted]}.", where=where)
-    return replace(config, **settings)
+    try:
+        return made(TrainConfig, asdict(config) | dict(settings), is_strict=False)
+    except SchemaError as error:
+        wanted = next(name for kind, name in TYPES.items() if kind is error.expected)
+        raise SpanaxError(
+            f"setting '{error.name}' is {short(error.value)}; it must be {wanted}.", where=where
+        ) from None
 
 
 def check(config: TrainConfig) -> TrainConfig:
@@ -180,6 +186,7 @@ def check(config: TrainConfig) -> TrainConfig:
             raise SpanaxError(f"{flag} is {value}; it takes a number up to {most:g}.", fix=f"{flag} {most:g}")
         if value is not None and not value >= least:
             raise SpanaxError(f"{flag} is {value}; it takes a number from {least:g}.", fix=f"{flag} {least:g}")
+    _check_texts(config)
     known_dtype(config.dtype)
     if config.accumulate is not None:
         known_accumulation(config.accumulate)
@@ -202,6 +209,23 @@ def check(config: TrainConfig) -> TrainConfig:
     if config.plan is not None:
         check_alone({name: getattr(config, name) for name in OF_PLAN})
     return config
+
+
+def _check_texts(config: TrainConfig) -> None:
+    """Checks that the run can be resumed: that its record can be written and read back.
+
+    Raises:
+      SpanaxError: a setting is not UTF-8 (as an argument or file name may be), or all of them are too long.
+    """
+    texts = {name: value for name, value in asdict(config).items() if isinstance(value, str)}
+    for name, text in texts.items():
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            flag = f"--{name.replace('_', '-')}" if name != "workload" else "the workload"
+            raise SpanaxError(f"{flag} is not UTF-8: {text[:200]!r}.", fix="a name in UTF-8")
+    if len(config_text(config.record()).encode()) > MAX_RECORD_BYTES:
+        name = max(texts, key=lambda name: len(texts[name]))
+        what = f"the settings have more than {MAX_RECORD_BYTES:,} bytes, {len(texts[name]):,} letters in --{name}."
+        raise SpanaxError(what, fix="a folder or a pattern in place of a list of files")
 
 
 def check_alone(settings: Mapping[str, Any]) -> None:

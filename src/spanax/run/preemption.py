@@ -2,11 +2,12 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from spanax.printable import to_stderr
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -39,7 +40,7 @@ def listening() -> Iterator[Callable[[int], bool]]:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
-        print("spanax: stopping behind this step; once more to stop now", file=sys.stderr, flush=True)
+        to_stderr("stopping behind this step; once more to stop now")
         if is_group:
             os.kill(os.getpid(), signal.SIGTERM)
 

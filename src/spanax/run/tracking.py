@@ -1,7 +1,6 @@
 """Tracking: the trackers and the metrics.jsonl of a loop of one's own."""
 
 import os
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.documents import json_line, json_lines
+from spanax.printable import to_stderr
 from spanax.run.hosts import is_first
 from spanax.run.record import folder as run_folder
 from spanax.run.record.tensorboard import TensorBoard
@@ -107,13 +107,13 @@ def track(
         return
     place = Path(folder)
     with run_folder.claimed(place, resume=run.num_steps > 0):
-        steps = (event.get("step") for event in _known(place / run_folder.METRICS))
+        steps = (event.get("step") for event in _known(place / run_folder.METRICS) if event is not None)
         reached = max((step for step in steps if isinstance(step, int)), default=0)
         metrics = run_folder.open_metrics(place, run.num_steps)
 
         def warn(line: str) -> None:
             metrics.write(json_line({"event": "warning", "message": line}))
-            print(f"spanax: {line}", file=sys.stderr)
+            to_stderr(line)
 
         about = About(place, dict(settings or {}), summary(run), run.num_steps, reached)
         told = Trackers(named, about, warn)
@@ -139,5 +139,5 @@ def summary(run: "Run") -> dict[str, Any]:
     }
 
 
-def _known(path: Path) -> Iterator[Mapping[str, Any]]:
+def _known(path: Path) -> Iterator[Mapping[str, Any] | None]:
     return json_lines(path) if path.exists() else iter(())

@@ -291,6 +291,9 @@ def _begun(
     if config.resume:
         for change in run_folder.changed_versions(folder):
             emit({"event": "warning", "message": f"the run was last in another environment: {change}"})
+        if unsealed := run_folder.check_records(folder):
+            message = f"{', '.join(unsealed)} of '{folder}' have no checksum: not every cut or change would show"
+            emit({"event": "warning", "message": message})
         if manifest.steps(folder / run_folder.CHECKPOINTS):
             warn = lambda line: emit({"event": "warning", "message": line})  # noqa: E731
             checkpoints = folder / run_folder.CHECKPOINTS

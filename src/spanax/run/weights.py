@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.errors import DataError, WriteError, first_line
+from spanax.printable import to_stderr
 from spanax.run.hosts import from_first
 from spanax.run.record.folder import CHECKPOINTS
 from spanax.run.store import checkpoint, manifest
@@ -239,7 +238,7 @@ class Source:
           DataError: no step is good.
         """
         root = steps_of(directory).resolve()
-        say = warn or partial(print, file=sys.stderr)
+        say = warn or to_stderr
         folder = root / from_first(lambda: checkpoint.choose(root, None, say).name, DataError)
         try:
             _, leaves, _ = manifest.read_meta(folder)

@@ -1,10 +1,11 @@
 """The checkpoints of a run in words, read without JAX."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from spanax.errors import DataError, plain
+from spanax.documents import json_line
+from spanax.errors import DataError
+from spanax.printable import printable
 from spanax.run.record.folder import CHECKPOINTS
 from spanax.run.store import manifest
 from spanax.units import bytes_text
@@ -16,12 +17,13 @@ def show(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
     saved = manifest.describe(root)
     problems = [problem for step in saved for problem in step.problems]
     if as_json:
-        return json.dumps({"directory": str(root), "steps": [asdict(step) for step in saved]}, default=str), problems
+        return json_line({"directory": str(root), "steps": [asdict(step) for step in saved]}), problems
     lines = []
     for step in saved:
         state = ": ".join([step.state, *step.problems[:1]])
-        lines.append(f"step {step.step}  {bytes_text(step.bytes)}  {step.num_leaves} arrays  {step.when}  {state}")
-    return plain("\n".join(lines)) or f"no checkpoint in '{root}'", problems
+        line = f"step {step.step}  {bytes_text(step.bytes)}  {step.num_leaves} arrays  {step.when}  {state}"
+        lines.append(printable(line))
+    return "\n".join(lines) or f"no checkpoint in '{printable(root)}'", problems
 
 
 def verify(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
@@ -30,8 +32,9 @@ def verify(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
     problems = manifest.verify(root)
     steps = manifest.steps(root)
     if as_json:
-        return json.dumps({"directory": str(root), "steps": steps, "problems": problems}), problems
-    return plain("\n".join(problems)) or f"{len(steps)} steps in '{root}', every file as it was saved", problems
+        return json_line({"directory": str(root), "steps": steps, "problems": problems}), problems
+    good = f"{len(steps)} steps in '{printable(root)}', every file as it was saved"
+    return "\n".join(map(printable, problems)) or good, problems
 
 
 def _root(directory: Path) -> Path:

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from spanax.doctor.verdict import Verdict
-from spanax.show.tables import plain_text
+from spanax.printable import printable
 
 _COLOURS = {"ok": 32, "warning": 33, "problem": 31}
 
@@ -38,9 +38,9 @@ def verdicts_text(found: Sequence[Verdict], *, in_colours: bool = False) -> str:
         state = f"{one.state:7}"
         if in_colours:
             state = f"\x1b[{_COLOURS[one.state]}m{state}\x1b[0m"
-        lines.append(f"{state}  {one.name:13}  {plain_text(one.what)}")
+        lines.append(f"{state}  {one.name:13}  {printable(one.what)}")
         told = {"where": one.where, "fix": one.fix} if one.state != "ok" else {}
-        lines += [f"{'':24}{key}: {plain_text(text)}" for key, text in told.items() if text]
+        lines += [f"{'':24}{key}: {printable(text)}" for key, text in told.items() if text]
     problems, warnings = (sum(one.state == state for one in found) for state in ("problem", "warning"))
     lines.append(f"{_counted(problems, 'problem')}, {_counted(warnings, 'warning')} in {len(found)} findings")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from spanax.documents import json_line
+from spanax.printable import printable
 from spanax.run.weights import Loaded
 from spanax.show.profile_text import profile_text
 from spanax.units import bytes_text, count_text
@@ -53,6 +54,7 @@ def line(event: Event) -> str:
       >>> line({"event": "step", "step": 3, "loss": 2.5, "tokens_per_second": 12000.0, "step_seconds": 0.1})
       'step 3  loss 2.5000  12 k tokens/s  0.100 s'
     """
+    event = _printable(event)
     kind = event["event"]
     if kind == "start":
         mesh = ",".join(f"{axis}={size}" for axis, size in event["mesh"].items())
@@ -95,6 +97,15 @@ def line(event: Event) -> str:
     if kind == "profile":
         return profile_text(event)
     return ""
+
+
+def _printable(value: Any) -> Any:
+    """The same value with every text in it as one line; names of files and fields may be anybody's."""
+    if isinstance(value, dict):
+        return {printable(key): _printable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_printable(one) for one in value]
+    return printable(value) if isinstance(value, str) else value
 
 
 def metrics_text(event: Event) -> str:
@@ -176,6 +187,6 @@ def _bar(console: "Console") -> Iterator[Emit]:
                 text = line(event).partition("  ")[2] + f"  {wait}"
                 progress.update(task, completed=event["step"], description=text)
             elif text := line(event):
-                progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
         yield emit

@@ -14,6 +14,7 @@ from spanax.check.placed import Placed, copies, placed, shards
 from spanax.errors import SpanaxError, WriteError
 from spanax.plan.plan import Placement
 from spanax.plan.ticks import Ticks, ticks_of
+from spanax.printable import printable, printable_lines
 from spanax.show.drawing import devices_text, drawn, svg
 from spanax.show.requests import InspectCommand
 from spanax.show.schedules import ticks_json, ticks_text
@@ -43,7 +44,7 @@ def inspected(
     """
     found = placed(asked.path)
     chosen = [found.plan[asked.leaf]] if asked.leaf is not None else _one_of_each(found)
-    text, data = _summary(found), _json(found)
+    text, data = printable_lines(_summary(found)), _json(found)
     if asked.leaf is not None:
         text = _drawing(found, chosen[0])
         data["leaf"] = _leaf_json(found, chosen[0], with_shards=True)
@@ -105,12 +106,13 @@ def _summary(found: Placed) -> str:
 
 def _drawing(found: Placed, leaf: Placement) -> str:
     line, table = drawn(leaf, found.plan.mesh)
-    console = Console(highlight=False, color_system="auto" if wants_colours(sys.stdout) else None)
+    colours = "auto" if wants_colours(sys.stdout) else None
+    console = Console(highlight=False, markup=False, emoji=False, color_system=colours)  # type: ignore[arg-type]
     console.width = max(console.width, console.measure(table).maximum)  # a grid that is cut off shows nothing
     with console.capture() as captured:
         console.print(table)
-    reason = f"\n{leaf.reason}" if leaf.reason else ""
-    return f"{line}{reason}\n{captured.get().rstrip()}"
+    reason = f"\n{printable(leaf.reason)}" if leaf.reason else ""
+    return f"{printable(line)}{reason}\n{captured.get().rstrip()}"
 
 
 def _json(found: Placed) -> Data:

@@ -5,8 +5,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from spanax.errors import INTERNAL, MISTAKE, SpanaxError, plain
+from spanax.errors import INTERNAL, MISTAKE, SpanaxError
 from spanax.frames import user_frames
+from spanax.printable import printable_lines
 
 MAX_FRAMES = 12
 
@@ -36,11 +37,11 @@ def explained(error: BaseException, *, full: bool = False) -> tuple[str, int]:
     message, *rest = [line for line in str(error).splitlines() if line.strip()] or [""]
     what = f"{type(error).__name__}: {message}" if message else type(error).__name__
     hidden = "the full message and all frames" if rest else "all frames"
-    return plain("\n".join([f"spanax: {what}", *_lines(frames), f"  --traceback shows {hidden}"])), MISTAKE
+    return printable_lines("\n".join([f"spanax: {what}", *_lines(frames), f"  --traceback shows {hidden}"])), MISTAKE
 
 
 def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
+    return printable_lines("".join(traceback.format_exception(error)).rstrip())
 
 
 def _lines(frames: Sequence[traceback.FrameSummary]) -> Iterator[str]:

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from spanax.documents import json_lines
 from spanax.errors import DataError
-from spanax.run.record.account import Account, Event, account
+from spanax.printable import printable
+from spanax.run.record import heartbeat
+from spanax.run.record.account import Account, account
+from spanax.run.record.events import FILE
 from spanax.run.record.folder import CHECKPOINTS, CONFIG, METRICS, read_config
 from spanax.run.record.ledger import BUCKETS
 from spanax.run.store import manifest
-from spanax.show.tables import plain_text, table_text
+from spanax.show.tables import table_text
 
 MEANING = {
     "step": "steps that count",
@@ -38,6 +40,12 @@ MOST = 40
 """How many faults are listed in words, the newest ones."""
 
 
+MAX_NOTES = 8
+"""So many unknown kinds of events and damaged heartbeats are listed."""
+
+MAX_LETTERS = 300
+"""So much of a recorded value is shown."""
+
 RATES = ("step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds")
 MOMENTS = {"step": "training", "eval": "held-out"}
 
@@ -52,6 +60,7 @@ class Report:
       account: where its time went.
       checkpoint: the newest good one, if any.
       metrics: the metrics of the last logged step (`step`) and of the last evaluation (`eval`).
+      notes: what of the folder could not be read, a line each.
     """
 
     folder: Path
@@ -59,6 +68,7 @@ class Report:
     account: Account
     checkpoint: manifest.Saved | None
     metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
     @property
     def how_to_go_on(self) -> str:
@@ -74,7 +84,7 @@ class Report:
         saved = None if self.checkpoint is None else asdict(self.checkpoint)
         return {
             "folder": str(self.folder), "workload": self.workload, **self.account.to_json(), "checkpoint": saved,
-            "metrics": self.metrics, "how_to_go_on": self.how_to_go_on,
+            "metrics": self.metrics, "notes": list(self.notes), "how_to_go_on": self.how_to_go_on,
         }  # fmt: skip
 
 
@@ -95,29 +105,47 @@ def report(folder: Path) -> Report:
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder '{folder}'.", fix="the folder of a run, as spanax train --out names it")
-    found = account(folder)
+    found, notes, workload = account(folder), list[str](), ""
     try:
         workload = str(read_config(folder / CONFIG).get("workload", ""))
-    except DataError:
-        workload = ""  # a report is wanted most of runs that are not whole
+    except DataError as error:
+        notes.append(" ".join(str(error).split()))  # a report is wanted most of runs that are damaged
     good = [saved for saved in manifest.describe(folder / CHECKPOINTS) if saved.state == "good"]
-    return Report(folder, workload, found, good[-1] if good else None, _last_metrics(folder / METRICS))
+    metrics, num_damaged = _last_metrics(folder / METRICS)
+    notes += [
+        f"{name}: {_counted(count)} damaged"
+        for name, count in ((FILE, found.num_damaged), (METRICS, num_damaged))
+        if count
+    ]
+    notes += [
+        f"{FILE}: {_counted(count)} of the unknown kind '{kind}' left out"
+        for kind, count in sorted(found.unknown.items())[:MAX_NOTES]
+    ]
+    notes += heartbeat.damaged(folder)[:MAX_NOTES]
+    return Report(folder, workload, found, good[-1] if good else None, metrics, notes)
 
 
-def _last_metrics(path: Path) -> dict[str, dict[str, Any]]:
-    """The numbers of the last `step` and `eval` events of a run."""
+def _counted(count: int) -> str:
+    return "1 line" if count == 1 else f"{count:,} lines"
+
+
+def _last_metrics(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """The numbers of the last `step` and `eval` events of a run, and how many lines are damaged."""
     found: dict[str, dict[str, Any]] = {}
+    num_damaged = 0
     for event in json_lines(path) if path.is_file() else ():
-        if event.get("event") in ("step", "eval"):
-            found[str(event["event"])] = {key: event[key] for key in event if key not in (*RATES, "event")}
-    return found
+        if event is None:
+            num_damaged += 1
+        elif isinstance(kind := event.get("event"), str) and kind in MOMENTS:
+            found[kind] = {key: event[key] for key in event if key not in (*RATES, "event")}
+    return found, num_damaged
 
 
 def sections(found: Report) -> list[Section]:
     """A report as titles and tables, most important first."""
     made, first = found.account, found.account.attempts[0].began
     head = (
-        f"{found.workload or 'a run'} in {found.folder}: {100 * made.goodput:.1f} % goodput, "
+        f"{_text(found.workload) or 'a run'} in {printable(found.folder)}: {100 * made.goodput:.1f} % goodput, "
         f"{duration_text(made.seconds['step'])} of {duration_text(made.wall_seconds)} were steps that count"
     )
     spent = [
@@ -138,14 +166,14 @@ def sections(found: Report) -> list[Section]:
             duration_text(one.ended - one.began),
             one.outcome,
             f"{one.first_step}-{one.last_step}",
-            plain_text(one.place.get("devices", "")),
+            _text(one.place.get("devices", "")),
             _values(one.place.get("mesh") or {}),
         )
         for one in made.attempts
     ]
-    faults = [(duration_text(event.get("time", first) - first), *_fault(event)) for event in made.faults[-MOST:]]
+    faults = [(duration_text(event["time"] - first), *_fault(event)) for event in made.faults[-MOST:]]
     metrics = [
-        (MOMENTS[kind], plain_text(values.get("step", "")), _values({k: v for k, v in values.items() if k != "step"}))
+        (MOMENTS[kind], _text(values.get("step", "")), _values({k: v for k, v in values.items() if k != "step"}))
         for kind, values in found.metrics.items()
     ]
     listed = f", the last {MOST} of {len(made.faults)}" if len(made.faults) > MOST else ""
@@ -155,7 +183,8 @@ def sections(found: Report) -> list[Section]:
         Section(f"faults, and what was done{listed}", ("after", "by", "event", ""), faults) if faults else None,
         Section("last metrics", ("", "step", "metrics"), metrics) if metrics else None,
         Section(_checkpoint(found)),
-        Section(f"to go on: {found.how_to_go_on}"),
+        Section("could not be read", ("",), [(_text(note),) for note in found.notes]) if found.notes else None,
+        Section(f"to go on: {printable(found.how_to_go_on)}"),
     ]
     return [part for part in parts if part is not None]
 
@@ -168,8 +197,7 @@ def report_text(parts: Iterable[Section], width: int = 140) -> str:
         if part.rows:
             table = Table(*part.columns, box=None, pad_edge=False, show_header=any(part.columns))
             for row in part.rows:
-                # What a file says is text, and never a mark for rich.
-                table.add_row(*(Text(cell) for cell in row))
+                table.add_row(*row)
             lines += ["  " + line for line in table_text(table, width - 2).splitlines()]
     return "\n".join(lines)
 
@@ -194,13 +222,13 @@ def _when(unix_seconds: float) -> str:
         return f"{unix_seconds:.3g} s"
 
 
-def _fault(event: Event) -> tuple[str, str, str]:
+def _fault(event: Mapping[str, Any]) -> tuple[str, str, str]:
     """Who told, of what, and with which sentences and values; of the last words of a process, the last line."""
     told = ("event", "time", "by", "attempt", "what", "why", "words")
-    sentences = [plain_text(event[key]) for key in ("what", "why") if key in event]
-    sentences += [f"'{plain_text(line)}'" for line in str(event.get("words", "")).splitlines()[-1:]]
+    sentences = [_text(event[key]) for key in ("what", "why") if key in event]
+    sentences += [f"'{_text(line)}'" for line in str(event.get("words", "")).splitlines()[-1:]]
     values = _values({key: value for key, value in event.items() if key not in told})
-    return plain_text(event.get("by", "")), plain_text(event["event"]), " ".join(filter(None, [*sentences, values]))
+    return _text(event.get("by", "")), _text(event["event"]), " ".join(filter(None, [*sentences, values]))
 
 
 def _checkpoint(found: Report) -> str:
@@ -209,10 +237,14 @@ def _checkpoint(found: Report) -> str:
         return "last checkpoint: none"
     behind = found.account.reached - saved.step
     lost = f"; the {behind} steps after it are not saved" if behind > 0 else ""
-    return f"last checkpoint: step {saved.step}, {saved.when}{lost}"
+    return f"last checkpoint: step {saved.step}, {_text(saved.when)}{lost}"
+
+
+def _text(value: Any) -> str:
+    return printable(value, MAX_LETTERS)
 
 
 def _values(values: Any) -> str:
     if not isinstance(values, dict):
-        return plain_text(values)
-    return ", ".join(f"{plain_text(key)} {plain_text(value)}" for key, value in values.items())
+        return _text(values)
+    return ", ".join(f"{_text(key)} {_text(value)}" for key, value in values.items())

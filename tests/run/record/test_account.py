@@ -187,7 +187,7 @@ def test_a_heartbeat_is_kept_before_the_next_attempt_writes_its_own(
     Pulse(tmp_path, rank=0, attempt=0).beat("step", 10, seconds={"start": 4, "compile": 6, "step": 22.5})
     for _ in range(2):
         keep_beat(Events(tmp_path, "supervisor", attempt=1))
-    kept = [event for event in read(tmp_path) if event["event"] == "ledger"]
+    kept = [event for event in read(tmp_path).records if event["event"] == "ledger"]
     assert len(kept) == 2 and kept[1]["attempt"] == 0 and kept[1]["wall_seconds"] == 32.5
     write(tmp_path, FAULTY[5:])
     Pulse(tmp_path, rank=0, attempt=1).beat("start", 6)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spanax.run.record.events import FILE, Events, read
+from spanax.run.record.events import FILE, KINDS, Begin, Events, read
 
 
 def test_half_a_line_does_not_take_the_next_with_it(tmp_path: Path) -> None:
@@ -15,12 +15,41 @@ def test_half_a_line_does_not_take_the_next_with_it(tmp_path: Path) -> None:
     with open(tmp_path / FILE, "ab") as file:
         file.write(b'{"event": "sa')
     events.tell("end", step=7)
-    assert [event["event"] for event in read(tmp_path)] == ["begin", "end"]
+    assert [event["event"] for event in read(tmp_path).records] == ["begin", "end"]
 
 
 def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Events(tmp_path / "gone").tell("end", step=7)
-    assert "cannot write" in capsys.readouterr().err and read(tmp_path / "gone") == []
+    assert "cannot write" in capsys.readouterr().err and read(tmp_path / "gone").records == []
+
+
+def test_what_is_damaged_or_of_another_version_is_counted(tmp_path: Path) -> None:
+    """A line that is being written is neither."""
+    Events(tmp_path).tell("begin", step=3, more={"of": "a newer version"})
+    lies = [
+        b"7", b"[1]", b"{}", b'{"event": []}', b'{"event": "died"}', b'{"event": "died", "time": null}',
+        b'{"event": "died", "time": 1e999}', b'{"event": "died", "time": NaN}',
+        b'{"event": "begin", "time": 1, "step": -1}', b'{"event": "died", "time": ' + b"9" * 400 + b"}",
+        b'{"event": "ledger", "time": 1, "step": 1, "seconds": {}, "wall_seconds": 1}', b"\xff\xfe", b"[" * 100_000,
+        b'{"event": "died", "time": 1, "x": "' + b"x" * (1 << 20) + b'"}',
+    ]  # fmt: skip
+    newer = [b'{"event": "sealed", "time": 1}', b'{"event": "sealed"}', b'{"event": "\\u001b[2J"}']
+    with open(tmp_path / FILE, "ab") as file:
+        file.write(b"\n".join([*lies, *newer, b""]) + b'{"event": "en')
+    found = read(tmp_path)
+    assert [event.event for event in found.events] == ["begin"] and found.num_damaged == len(lies)
+    assert found.unknown == {"sealed": 2, "\x1b[2J": 1}
+    assert isinstance(found.events[0], Begin) and found.events[0].step == 3
+    assert found.records[0]["more"] == {"of": "a newer version"}
+
+
+def test_every_kind_that_is_written_can_be_read(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        Events(tmp_path).tell("sealed")
+    for kind in KINDS:
+        Events(tmp_path).tell(kind, step=1, seconds={"step": 1}, wall_seconds=1)
+    assert read(tmp_path).num_damaged == 1  # the silence of a `stuck` is a number
+    assert len(read(tmp_path).events) == len(KINDS) - 1
 
 
 WRITE = """
@@ -28,12 +57,12 @@ import sys
 from pathlib import Path
 from spanax.run.record.events import Events
 for number in range(200):
-    Events(Path(sys.argv[1]), by=sys.argv[2]).tell("step", number=number, long="x" * 5000)
+    Events(Path(sys.argv[1]), by=sys.argv[2]).tell("bad_step", number=number, long="x" * 5000)
 """
 
 
 def test_lines_of_two_processes_never_mix(tmp_path: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", WRITE, str(tmp_path), by]) for by in ("rank 0", "supervisor")]
     assert [writer.wait(240) for writer in writers] == [0, 0]
-    found = [(event["by"], event["number"]) for event in read(tmp_path)]
+    found = [(event["by"], event["number"]) for event in read(tmp_path).records]
     assert len(found) == 400

@@ -15,10 +15,8 @@ from typing import Any
 
 from spanax.errors import DataError
 from spanax.run.record import heartbeat
-from spanax.run.record.events import FILE, Events, read
+from spanax.run.record.events import FILE, Begin, End, Event, Events, Spent, Stuck, read
 from spanax.run.record.ledger import BUCKETS
-
-Event = dict[str, Any]
 
 OUTCOMES = {"stuck": "stuck", "died": "died", "preempted": "preempted", "end": "finished", "stopped": "stopped"}
 """How an attempt ended, by the event that says so; the first of these that was told counts."""
@@ -58,13 +56,17 @@ class Account:
       attempts: in the order they began.
       seconds: what the wall time of the run went to, by bucket; `restart` has the time between attempts in it.
       paused_seconds: between the end of a finished run and the attempt that went on with it; not part of the wall.
-      faults: events that tell of a fault or of what was done about it, in order.
+      faults: what the events say that tell of a fault or of what was done about it, in order.
+      num_damaged: lines of the events that could not be read.
+      unknown: events of each kind that this version does not know; they are not part of the account.
     """
 
     attempts: Sequence[Attempt]
     seconds: Mapping[str, float]
     paused_seconds: float
-    faults: Sequence[Event]
+    faults: Sequence[Mapping[str, Any]]
+    num_damaged: int = 0
+    unknown: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def wall_seconds(self) -> float:
@@ -106,13 +108,13 @@ def account(folder: Path) -> Account:
       >>> found.goodput, found.seconds["restart"]
       (0.64, 28)
     """
-    events = _told(folder)
-    parts = _parts(events)
+    told = read(folder)
+    parts = _parts(told.events)
     if not parts:
         raise DataError(f"'{folder}' is not a run folder.", where=f"{FILE} has no beginning", fix="the folder of a run")
     beat = heartbeat.read(folder).get(0)
-    last = None if beat is None else _record(beat)
-    begun = [part for part in parts if last is not None and part[0]["time"] <= last["time"]]
+    last = None if beat is None else _spent(beat)
+    begun = [part for part in parts if last is not None and part[0].time <= last.time]
     if last is not None and begun:
         begun[-1].append(last)
     attempts = [_attempt(part) for part in parts]
@@ -129,16 +131,16 @@ def account(folder: Path) -> Account:
             paused += gap
         else:
             seconds["restart"] += gap
-    faults = [event for event in events if event["event"] not in ("begin", "ledger", "end")]
-    return Account(attempts, seconds, paused, faults)
+    faults = [event.record for event in told.events if not isinstance(event, Begin | Spent | End)]
+    return Account(attempts, seconds, paused, faults, told.num_damaged, told.unknown)
 
 
 def reached(folder: Path) -> int:
     """The last step that was finished in a run folder, saved or not; 0 in a new one."""
     beat = heartbeat.read(folder).get(0)
-    records = [event for event in _told(folder) if _is_record(event)]
-    records += [last] if beat is not None and (last := _record(beat)) is not None else []
-    return max((record["step"] for record in records), default=0)
+    last = None if beat is None else _spent(beat)
+    spent = [event for event in (*read(folder).events, last) if isinstance(event, Spent)]
+    return max((event.step for event in spent), default=0)
 
 
 def keep_beat(events: Events) -> None:
@@ -147,15 +149,11 @@ def keep_beat(events: Events) -> None:
     To be called before the heartbeats of a killed attempt are forgotten or written anew.
     """
     beat = heartbeat.read(events.folder).get(0)
-    record = None if beat is None else _record(beat)
-    known = [event["time"] for event in _told(events.folder) if _is_record(event)]
-    if record is not None and record["time"] > max(known, default=0.0):
-        events.tell(**record)
-
-
-def _told(folder: Path) -> list[Event]:
-    """The events that can be ordered: a broken program may have written anything."""
-    return [event for event in read(folder) if isinstance(event["event"], str) and _is_number(event.get("time"))]
+    last = None if beat is None else _spent(beat)
+    known = [event.time for event in read(events.folder).events if isinstance(event, Spent)]
+    if last is not None and last.time > max(known, default=0.0):
+        values = {name: value for name, value in asdict(last).items() if name not in ("by", "record")}
+        events.tell(**values)
 
 
 def _parts(events: Sequence[Event]) -> list[list[Event]]:
@@ -165,8 +163,8 @@ def _parts(events: Sequence[Event]) -> list[list[Event]]:
     """
     parts: list[list[Event]] = []
     for event in events:
-        begins = event["event"] == "begin" and event.get("by") != "supervisor"
-        is_orphan = _is_record(event) and not (parts and parts[-1][0].get("attempt") == event.get("attempt"))
+        begins = isinstance(event, Begin) and event.by != "supervisor"
+        is_orphan = isinstance(event, Spent) and not (parts and parts[-1][0].attempt == event.attempt)
         if begins or is_orphan:
             parts.append([event])
         elif parts:
@@ -177,36 +175,37 @@ def _parts(events: Sequence[Event]) -> list[list[Event]]:
 def _attempt(events: Sequence[Event]) -> Attempt:
     """What the events of one attempt say of it."""
     begin = events[0]
-    own = [event for event in events if event.get("attempt") == begin.get("attempt")]
-    records = [event for event in own if _is_record(event)]
-    newest = max(records, key=lambda record: record["wall_seconds"], default=None)
+    own = [event for event in events if event.attempt == begin.attempt]
+    records = [event for event in own if isinstance(event, Spent)]
+    newest = max(records, key=lambda record: record.wall_seconds, default=None)
     if newest is None:
         # Killed before it could say anything of its time.
-        told = [event["time"] for event in own if event.get("by") == begin.get("by")]
-        spent = max(told) - begin["time"]
-        newest = {"time": max(told), "wall_seconds": spent, "seconds": {"start": spent}}
+        last = max(event.time for event in own if event.by == begin.by)
+        spent = last - begin.time
+        newest = Spent(event="ledger", time=last, step=0, wall_seconds=spent, seconds={"start": spent})
     # A run that was asked to stop ends, too, and says so.
-    names = {"preempted" if event.get("how") == "preempted" else event["event"] for event in own}
-    first = begin["step"] if _is_number(begin.get("step")) else 0
+    names = {"preempted" if isinstance(event, End) and event.how == "preempted" else event.event for event in own}
+    first = begin.step if isinstance(begin, Begin) else 0
+    place = ("devices", "hosts", "mesh", "layout")
     return Attempt(
-        began=newest["time"] - newest["wall_seconds"],
-        ended=newest["time"],
+        began=newest.time - newest.wall_seconds,
+        ended=newest.time,
         outcome=next((outcome for name, outcome in OUTCOMES.items() if name in names), "killed"),
         first_step=first,
-        last_step=max([first, *(record["step"] for record in records)]),
+        last_step=max([first, *(record.step for record in records)]),
         seconds=_without_silence(newest, own),
-        place={key: begin[key] for key in ("devices", "hosts", "mesh", "layout") if key in begin},
+        place={key: value for key in place if (value := getattr(begin, key, None)) is not None},
     )
 
 
-def _without_silence(record: Event, events: Sequence[Event]) -> Mapping[str, float]:
+def _without_silence(record: Spent, events: Sequence[Event]) -> Mapping[str, float]:
     """The seconds of a record without those in which the process hung, if it was woken and went on before its end."""
-    seconds = dict(record["seconds"])
+    seconds = dict(record.seconds)
     for event in events:
-        silent = event.get("seconds")
-        if event["event"] == "stuck" and _is_number(silent):
-            lost = min(silent, record["time"] - (event["time"] - silent))
-            bucket = max(seconds, key=lambda name: (name == event.get("phase"), seconds[name]))
+        if isinstance(event, Stuck) and event.seconds is not None:
+            lost = min(event.seconds, record.time - (event.time - event.seconds))
+            phase = event.phase
+            bucket = max(seconds, key=lambda name: (name == phase, seconds[name]))
             lost = max(0, min(lost, seconds[bucket]))
             seconds[bucket] -= lost
             seconds["restart"] = seconds.get("restart", 0) + lost
@@ -220,27 +219,14 @@ def _as_restart(seconds: Mapping[str, float]) -> dict[str, float]:
     return spent
 
 
-def _record(beat: heartbeat.Heartbeat) -> Event | None:
+def _spent(beat: heartbeat.Heartbeat) -> Spent | None:
     """A heartbeat as the `ledger` event it could have been; None where it says nothing of its time."""
-    spent = beat.seconds
-    record = {"event": "ledger", "time": beat.time, "attempt": beat.attempt, "step": beat.step, "seconds": spent}
-    return record | {"wall_seconds": sum(spent.values())} if _is_record(record | {"wall_seconds": 0}) else None
-
-
-def _is_record(event: Event) -> bool:
-    seconds = event.get("seconds")
-    return (
-        event["event"] == "ledger"
-        and all(_is_number(event.get(key)) for key in ("time", "step", "wall_seconds"))
-        and isinstance(seconds, dict)
-        and len(seconds) > 0
-        and all(_is_number(value) for value in seconds.values())
-    )
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value can be computed with: not NaN, and not 10 ** 400."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+    if not beat.seconds:
+        return None
+    return Spent(
+        event="ledger", time=beat.time, attempt=beat.attempt, step=beat.step, seconds=dict(beat.seconds),
+        wall_seconds=sum(beat.seconds.values()),
+    )  # fmt: skip
 
 
 def _is_alive(beat: heartbeat.Heartbeat) -> bool:

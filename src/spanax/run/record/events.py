@@ -4,15 +4,114 @@ Nothing here imports JAX: a supervisor and `spanax report` read and write the sa
 """
 
 import os
-import sys
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spanax.documents import json_line, json_lines
+from spanax.printable import to_stderr
+from spanax.schema import Count, SchemaError, Seconds, made
 
 FILE = "events.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """What all events have in common.
+
+    Attributes:
+      event: its kind, one of KINDS.
+      time: Unix seconds.
+      by: `rank 0` or `supervisor`.
+      attempt: how often the run was started again before.
+      record: all that its line says.
+    """
+
+    event: str
+    time: Seconds
+    by: str = ""
+    attempt: Count = 0
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin(Event):
+    """An attempt is ready for its first step, behind `step`."""
+
+    step: Count = 0
+    pid: Count | None = None
+    hosts: Count | None = None
+    devices: Count | None = None
+    mesh: Mapping[str, Count] | None = None
+    layout: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spent(Event):
+    """What the wall time of an attempt went to so far, by bucket (`run.record.ledger`)."""
+
+    step: Count
+    seconds: Mapping[str, Seconds]
+    wall_seconds: Seconds
+
+    def __post_init__(self) -> None:
+        if not self.seconds:
+            raise SchemaError("seconds", {}, Mapping, "seconds has no bucket")
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Event):
+    """A process of the run ended as it should."""
+
+    how: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stuck(Event):
+    """A process gave no sign of life for `seconds`, in `phase`."""
+
+    seconds: Seconds | None = None
+    phase: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault(Event):
+    """Something went wrong, or something was done about it; what exactly is for people to read."""
+
+    step: Count | None = None
+
+
+KINDS: Mapping[str, type[Event]] = {
+    "begin": Begin, "ledger": Spent, "end": End, "stuck": Stuck,
+    **dict.fromkeys(
+        ("died", "stopped", "restart", "preempted", "replanned", "bad_step", "skipped", "rolled_back", "save_failed"),
+        Fault,
+    ),
+}  # fmt: skip
+"""The kinds of events, and the schema of each."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """The events of a run.
+
+    Attributes:
+      events: in the order in which they were written.
+      num_damaged: lines that are no events, but for one that is being written.
+      unknown: how many events there are of each kind that this version does not know.
+    """
+
+    events: tuple[Event, ...] = ()
+    num_damaged: int = 0
+    unknown: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The events as plain values."""
+        return [dict(event.record) for event in self.events]
 
 
 @dataclass(frozen=True)
@@ -28,7 +127,7 @@ class Events:
       >>> import tempfile
       >>> events = Events(Path(tempfile.mkdtemp()), by="supervisor", attempt=2)
       >>> events.tell("died", rank=1, signal="SIGKILL")
-      >>> [(line["event"], line["attempt"], line["rank"]) for line in read(events.folder)]
+      >>> [(line["event"], line["attempt"], line["rank"]) for line in read(events.folder).records]
       [('died', 2, 1)]
     """
 
@@ -37,7 +136,13 @@ class Events:
     attempt: int = 0
 
     def tell(self, event: str, **values: Any) -> None:
-        """Append one event; a disk that is full or gone is told of on standard error, and ends nothing."""
+        """Append one event; a disk that is full or gone is told of on standard error, and ends nothing.
+
+        Raises:
+          KeyError: it is of a kind that nobody could read.
+        """
+        if event not in KINDS:
+            raise KeyError(event)
         record = {"event": event, "time": round(time.time(), 3), "by": self.by, "attempt": self.attempt, **values}
         line = (json_line(record) + "\n").encode()
         try:
@@ -50,12 +155,33 @@ class Events:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            print(f"spanax: cannot write to '{self.folder / FILE}': {error.strerror}: {line.decode()}", file=sys.stderr)
+            to_stderr(f"cannot write to '{self.folder / FILE}': {error.strerror}: {line.decode().rstrip()}")
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The events of a run in the order they were told; half a line, from a kill or a full disk, is left out."""
+def read(folder: Path) -> Told:
+    """The events of a run in the order in which they were written; none where there is no file."""
+    found: list[Event] = []
+    num_damaged, unknown = 0, Counter[str]()
     try:
-        return [dict(event) for event in json_lines(folder / FILE) if "event" in event]
+        for record in json_lines(folder / FILE):
+            kind = None if record is None else record.get("event")
+            if isinstance(kind, str) and kind not in KINDS:
+                unknown[kind] += 1
+            elif (event := _event(record)) is None:
+                num_damaged += 1
+            else:
+                found.append(event)
     except FileNotFoundError:
-        return []
+        return Told()
+    return Told(tuple(found), num_damaged, dict(unknown))
+
+
+def _event(record: Mapping[str, Any] | None) -> Event | None:
+    """A record as the event that it tells of; None where it is damaged."""
+    kind = None if record is None else record.get("event")
+    if record is None or not isinstance(kind, str):
+        return None
+    try:
+        return made(KINDS[kind], {**record, "record": record}, is_open=True, is_strict=False)
+    except SchemaError:
+        return None

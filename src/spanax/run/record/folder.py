@@ -11,19 +11,23 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import IO, Any
 
-from spanax.documents import json_line, json_lines, read_bytes, read_json, read_toml
+import tomli_w
+
+from spanax.documents import json_line, json_lines, parse_json, parse_toml, read_bytes, read_opened
 from spanax.errors import ConfigError, DataError, SpanaxError, WriteError
 from spanax.run.record import events, heartbeat
 from spanax.run.record.lines import Lines
 from spanax.run.record.trackers import TENSORBOARD, WANDB
 from spanax.run.store import manifest
+from spanax.schema import made
+from spanax.sealed import DamagedError, Opened, sealed
 
 CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
     "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "log", "LOCK",
@@ -33,8 +37,27 @@ CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
 SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq", "optimizer_state")
 """Settings that a run keeps for life: they make its model and the order of its data."""
 
+UNSEALED = (
+    "workload", "steps_per_call", "seed", "optimizer_state", "init_partial", "save_every", "keep", "eval_every",
+    "eval_batches", "log_every", "on_bad_step", "patience",
+)  # fmt: skip
+"""Settings in every config.toml that was written before records were sealed; one without them was cut."""
+
+EDITED = "a copy of it from elsewhere; where you edited it yourself, remove its lines `format` and `crc32`"
+
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
 """Packages that the numbers of a run follow from."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a run was last in: versions of Python and of every package, devices, and JAX's variables."""
+
+    python: str
+    platform: str = ""
+    devices: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    packages: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -140,28 +163,75 @@ def _check_inside(folder: Path) -> None:
 
 def _check_empty(folder: Path) -> None:
     saved = manifest.steps(folder / CHECKPOINTS)
-    if saved or (folder / METRICS).exists():
+    if _holds_run(folder):
         last = f"its newest checkpoint is step {saved[-1]}" if saved else "it has no checkpoint"
         raise WriteError(
             f"the run folder '{folder}' already holds a run.", where=last, fix="--resume, or another --out"
         )
 
 
+def _holds_run(folder: Path) -> bool:
+    return bool(manifest.steps(folder / CHECKPOINTS)) or os.path.lexists(folder / METRICS)
+
+
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file.
+    """The settings in a TOML file, which may be the record of a run.
 
     Raises:
-      DataError: there is no such file, or it is not TOML.
+      DataError: there is no such file, it is not TOML, or it is a record that was cut or changed.
     """
-    try:
-        return read_toml(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read the configuration '{path}'.", where=str(error)) from None
+    return _read(path, "configuration", parse_toml)[0]
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """The settings that the run in a folder was last started with; none where there is no run."""
-    return read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    """The settings that the run in a folder was last started with; none where there is no run.
+
+    Raises:
+      DataError: the folder holds a run without its settings, or they were cut or changed.
+    """
+    if not _is_recorded(folder, CONFIG):
+        return {}
+    settings, found = _read(folder / CONFIG, "configuration", parse_toml)
+    missing = [] if found.is_sealed else [f"'{name}'" for name in UNSEALED if name not in settings]
+    if missing or not found.text.endswith("\n"):
+        where = f"it has no checksum and no {(missing or ['end of a line'])[0]}: it was cut, or no run wrote it"
+        raise DataError(f"cannot read the configuration '{folder / CONFIG}'.", where=where, fix=EDITED)
+    return settings
+
+
+def check_records(folder: Path) -> list[str]:
+    """Checks that the plan and the environment of a run were not cut or changed, if there is a run in the folder.
+
+    Returns:
+      The records that have no checksum, because they were written before there were any.
+
+    Raises:
+      DataError: one of them was, or is missing.
+    """
+    parts = ((CONFIG, "configuration", parse_toml), (PLAN, "plan", parse_json), (ENV, "environment", parse_json))
+    here = [part for part in parts if _is_recorded(folder, part[0])]
+    return [name for name, what, parse in here if not _read(folder / name, what, parse)[1].is_sealed]
+
+
+def _is_recorded(folder: Path, name: str) -> bool:
+    """Whether a folder has a record; raises where it holds a run that cannot go on without."""
+    if os.path.lexists(folder / name):
+        return True
+    if _holds_run(folder):
+        fix = f"bring '{name}' back from a copy, or begin another run from these weights: --init {folder} --out ..."
+        raise DataError(f"the run folder '{folder}' has no '{name}', and holds a run.", fix=fix)
+    return False
+
+
+def _read(path: Path, what: str, parse: Callable[[str], Any]) -> tuple[Any, Opened]:
+    """What a record says, and its text."""
+    try:
+        found = read_opened(path)
+        return parse(found.text), found
+    except DamagedError as error:
+        raise DataError(f"cannot read the {what} '{path}'.", where=str(error), fix=EDITED) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the {what} '{path}'.", where=str(error)) from None
 
 
 def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
@@ -171,8 +241,9 @@ def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
       ConfigError: one of them would make it another run.
       SpanaxError: the run has taken more steps than they ask for.
     """
-    check_steps(folder, config["steps"])
     before = recorded(folder)
+    check_records(folder)
+    check_steps(folder, config["steps"])
     for key in SAME_RUN:
         if key in before and before[key] != config.get(key):
             raise ConfigError(
@@ -199,34 +270,46 @@ def check_steps(folder: Path, steps: int) -> None:
 
 def changed_versions(folder: Path) -> list[str]:
     """What of the environment that a run was last in is another now; a run may go on, but not bit for bit."""
-    try:
-        before = read_json(folder / ENV)
-        then = {name: before["packages"].get(name) for name in VERSIONS} | {"python": before["python"]}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    if not _is_recorded(folder, ENV):
         return []
+    try:
+        before = made(Environment, _read(folder / ENV, "environment", parse_json)[0], is_open=True, is_strict=False)
+    except ValueError as error:
+        raise DataError(f"cannot read the environment '{folder / ENV}'.", where=str(error)) from None
+    then = {name: before.packages.get(name) for name in VERSIONS} | {"python": before.python}
     now = {name: version(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
     return [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] not in (None, now[name])]
 
 
 def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any]) -> None:
     """Write what the run is: its resolved configuration, its plan, and the environment it runs in."""
-    lines = [f"{key} = {_toml(value)}" for key, value in config.items() if value is not None]
     described = [found.metadata for found in distributions()]  # each asks for its file to be parsed
-    environment = {
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "devices": [str(device) for device in devices],
-        "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))},
-        "packages": dict(sorted((said["Name"], said["Version"]) for said in described if said["Name"])),
-    }
-    _replace(folder / CONFIG, ["\n".join(lines) + "\n"])
+    environment = Environment(
+        python=sys.version.split()[0],
+        platform=platform.platform(),
+        devices=tuple(str(device) for device in devices),
+        environment={key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))},
+        packages=dict(sorted((said["Name"], said["Version"]) for said in described if said["Name"])),
+    )
+    _replace(folder / CONFIG, [sealed(config_text(config))])
     write_plan(folder, plan_json)
-    _replace(folder / ENV, [json.dumps(environment, indent=1) + "\n"])
+    _replace(folder / ENV, [sealed(json.dumps(asdict(environment), indent=1) + "\n")])
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """Settings as TOML; those that are None are left out.
+
+    Example:
+      >>> print(config_text({"workload": "gpt2", "layout": None, "lr": 1e-4}), end="")
+      workload = "gpt2"
+      lr = 0.0001
+    """
+    return tomli_w.dumps({key: value for key, value in config.items() if value is not None})
 
 
 def write_plan(folder: Path, plan_json: str) -> None:
     """Write the plan of the run."""
-    _replace(folder / PLAN, [plan_json])
+    _replace(folder / PLAN, [sealed(plan_json)])
 
 
 def open_metrics(folder: Path, last_step: int) -> Lines:
@@ -235,25 +318,25 @@ def open_metrics(folder: Path, last_step: int) -> Lines:
 
     def kept() -> Iterator[str]:
         for event in json_lines(path) if path.exists() else ():
-            step = event.get("step", 0)
-            if isinstance(step, int) and step <= last_step and event.get("event") != "done":
+            step = None if event is None else event.get("step", 0)
+            if event is not None and isinstance(step, int) and step <= last_step and event.get("event") != "done":
                 yield json_line(event) + "\n"
 
     _replace(path, kept())
     return Lines(path)
 
 
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else json.dumps(value)
-
-
 def _replace(path: Path, parts: Iterable[str]) -> None:
+    """Replace a file: after a power cut it has its old or its new content."""
     temporary = path.with_name(path.name + ".new")
     try:
         temporary.unlink(missing_ok=True)
-        with open(temporary, "x") as file:  # "x" follows no link
+        with open(temporary, "x", encoding="utf-8", newline="") as file:  # "x" follows no link
             file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
+        manifest.flush_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

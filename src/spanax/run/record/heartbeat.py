@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 from spanax.documents import read_json
+from spanax.schema import Count, Seconds, Within, made
 
 FOLDER = "heartbeats"
+
+Pid = Annotated[int, Within(1, (1 << 31) - 1)]
 
 APART_SECONDS = 0.1
 """Beats of one phase are at least so far apart: a small model takes thousands of steps a second."""
@@ -37,15 +40,15 @@ class Heartbeat:
       seconds: what its wall time went to so far, by bucket (`run.ledger`).
     """
 
-    rank: int
-    pid: int
+    rank: Count
+    pid: Pid
     host: str
-    attempt: int
+    attempt: Count
     phase: str
-    step: int
-    step_seconds: float
-    time: float
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    step: Count
+    step_seconds: Seconds
+    time: Seconds
+    seconds: Mapping[str, Seconds] = field(default_factory=dict)
 
 
 @dataclass
@@ -95,15 +98,15 @@ class Pulse:
 
 
 def read(folder: Path) -> dict[int, Heartbeat]:
-    """The last beat of every process of a run, by rank; a file that cannot be read is no beat."""
-    found = {}
-    for path in sorted((folder / FOLDER).glob("*.json")):
-        try:
-            beat = Heartbeat(**_checked(read_json(path)))
-        except (OSError, ValueError, TypeError):
-            continue
-        found[beat.rank] = beat
-    return found
+    """The last beat of every process of a run, by rank; a file that holds none is left out, and `damaged` names it."""
+    beats = (_beat(path) for path in _files(folder))
+    return {beat.rank: beat for beat in beats if isinstance(beat, Heartbeat)}
+
+
+def damaged(folder: Path) -> list[str]:
+    """What is wrong with the files that should hold a beat, a line each."""
+    found = ((path, _beat(path)) for path in _files(folder))
+    return [f"{FOLDER}/{path.name}: {beat}" for path, beat in found if not isinstance(beat, Heartbeat)]
 
 
 def stamp(folder: Path, rank: int) -> int | None:
@@ -120,7 +123,13 @@ def forget(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _checked(said: Any) -> dict[str, Any]:
-    if not isinstance(said, dict) or not isinstance(said.get("rank"), int) or not isinstance(said.get("step"), int):
-        raise ValueError("no heartbeat")
-    return said
+def _files(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).glob("*.json"))
+
+
+def _beat(path: Path) -> Heartbeat | Exception:
+    """The beat in a file, or why there is none."""
+    try:
+        return made(Heartbeat, read_json(path), is_open=True, is_strict=False)
+    except (OSError, ValueError) as error:
+        return error

@@ -1,12 +1,13 @@
 """Lines: a file that a run appends to, over a disk that is full for a while and a folder that vanishes."""
 
 import os
-import sys
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+from spanax.printable import to_stderr
 
 MOST_WAITING = 10_000
 """So many lines are kept in memory for a disk that takes them again; then the oldest are lost."""
@@ -38,7 +39,7 @@ class Lines:
                 told = f"cannot write '{self.path}': {error.strerror}; the run goes on, and its lines wait for room."
                 self._is_told = True
                 with suppress(OSError):  # it may be a file on the same disk
-                    print(f"spanax: {told}", file=sys.stderr, flush=True)
+                    to_stderr(told)
         else:
             self._is_told = False
 

@@ -12,7 +12,6 @@ import functools
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 import urllib.parse
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from spanax.documents import read_bytes
 from spanax.errors import DataError, DiskFullError, SpanaxError, WriteError, first_line
+from spanax.printable import to_stderr
 from spanax.run.hosts import everywhere, from_first, is_first
 from spanax.run.store import manifest
 from spanax.run.store.layers import Regrouped, told
@@ -175,7 +175,7 @@ def restore(
     if root in _RUNNING:
         # Its outcome decides which step is the newest. Errors stay with whoever waits for it.
         _RUNNING[root]._thread.join()
-    warn = warn or functools.partial(print, file=sys.stderr)
+    warn = warn or to_stderr
     folder = root / from_first(lambda: choose(root, step, warn).name, DataError)
     found = manifest.step_of(folder) or 0
     try:

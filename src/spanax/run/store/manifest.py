@@ -77,15 +77,15 @@ def write(folder: str | os.PathLike[str]) -> None:
         size, crc = _measure(folder / name)
         listed[name] = {"size": size, "crc32": f"{crc:08x}"}
     for inner in folder.rglob("*/"):
-        _flush_folder(inner)
+        flush_folder(inner)
     temporary = folder / f"{NAME}.tmp"
     with open(temporary, "wb") as file:
         file.write(_render({"format": _FORMAT, "step": step, "files": listed}))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, folder / NAME)
-    _flush_folder(folder)
-    _flush_folder(folder.parent)
+    flush_folder(folder)
+    flush_folder(folder.parent)
 
 
 def problems(folder: str | os.PathLike[str]) -> list[str]:
@@ -215,7 +215,7 @@ def settle(directory: Path) -> None:
         if _is_ours(number):
             discard(number)
         folder.rename(number)
-        _flush_folder(directory)
+        flush_folder(directory)
 
 
 def clear(directory: Path) -> None:
@@ -339,7 +339,7 @@ def _read(folder: Path) -> dict[str, Any]:
     return dict(content["files"])
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     """Makes renames and new names in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

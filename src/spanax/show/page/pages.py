@@ -1,10 +1,9 @@
 """Pages: what `spanax report` is given, recognised by what is in it, and its page."""
 
-import json
 from pathlib import Path
 
 from spanax.check.certificate import Certificate
-from spanax.documents import parse_json, read_bytes
+from spanax.documents import json_line, parse_json, read_opened
 from spanax.errors import DataError
 from spanax.plan.plan import Plan
 from spanax.show.checking import report_text
@@ -32,7 +31,7 @@ def answer(asked: ReportCommand) -> str:
     if asked.out is not None:
         lines.append(write(page_of(value), asked.out))
     if asked.json:
-        return json.dumps(value.to_json()) if isinstance(value, Report) else value.to_json()
+        return json_line(value.to_json()) if isinstance(value, Report) else value.to_json()
     if isinstance(value, Plan):
         return "\n".join([*lines, str(value)])
     if isinstance(value, Certificate):
@@ -47,7 +46,7 @@ def read(path: Path) -> Plan | Certificate:
       DataError: it is neither, or cannot be read.
     """
     try:
-        text = read_bytes(path).decode()
+        text = read_opened(path).text
         data = parse_json(text)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read '{path}'.", where=str(error), fix=KNOWN) from None

@@ -51,7 +51,7 @@ class Recorded:
 
 def recorded(report: Report) -> Recorded:
     """Read what a page shows of a run; a file that is missing or damaged becomes a note."""
-    folder, notes = report.folder, list[str]()
+    folder, notes = report.folder, list(report.notes)
     plan, profile = None, None
     try:
         plan = Plan.load(folder / PLAN)
@@ -73,6 +73,8 @@ def metrics(path: Path) -> Metrics:
     """The curves of a run, from the lines that it wrote."""
     found, is_first, is_tokens = Metrics(), False, True
     for event in json_lines(path) if path.is_file() else ():  # a pipe would never end
+        if event is None:
+            continue  # the report counts them
         step, kind = _number(event, "step"), event.get("event")
         if kind == "start":
             is_first = True  # the first step of an attempt has the compiler's time in it

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from spanax.check.lint import lint_profile
 from spanax.plan.price import Price
+from spanax.printable import printable
 from spanax.run.record.account import Account
 from spanax.run.record.ledger import BUCKETS
 from spanax.show.page import plan as of_plan
@@ -15,7 +16,6 @@ from spanax.show.page.recorded import Recorded
 from spanax.show.page.tables import table
 from spanax.show.page.tree import Node, el, fill
 from spanax.show.reporting import MEANING, Section, duration_text, sections
-from spanax.show.tables import plain_text
 from spanax.units import count_text
 
 BETWEEN = ("activations between devices", "weights between devices", "gradient sync")
@@ -26,7 +26,7 @@ def run_page(told: Recorded) -> Page:
     """A run as a page."""
     plan = told.plan
     lead = f"{plan.layout.name} on {plan.mesh}: {plan.why}." if plan is not None else "Without a plan."
-    title, blocks = plain_text(told.report.workload) or "a run", [*_blocks(told), *_of_plan(told)]
+    title, blocks = printable(told.report.workload) or "a run", [*_blocks(told), *_of_plan(told)]
     return Page("run", title, lead, _figures(told), blocks, next=told.report.how_to_go_on)
 
 
@@ -87,10 +87,10 @@ def _attempts(made: Account) -> Node:
         good = "good" if one.outcome in ("finished", "running") else "ended"
         fill(line, el("span", class_=f"seg {good}", style=place, title=told))
         mesh = one.place.get("mesh")
-        on = plain_text(",".join(f"{axis}={size}" for axis, size in mesh.items())) if isinstance(mesh, dict) else ""
+        on = printable(",".join(f"{axis}={size}" for axis, size in mesh.items())) if isinstance(mesh, dict) else ""
         after = duration_text(one.began - began)
         steps = f"{one.first_step:,}–{one.last_step:,}"
-        rows.append([str(number), after, lasted, one.outcome, steps, plain_text(one.place.get("devices", "")), on])
+        rows.append([str(number), after, lasted, one.outcome, steps, printable(one.place.get("devices", "")), on])
     heads = ("attempt", "began after", "lasted", "ended", "steps", "devices", "mesh")
     return el("div", line, table("attempts", heads, rows, {1, 2, 4, 5}))
 

@@ -3,7 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-from spanax.errors import plain
+from spanax.printable import printable_lines
 
 Node = ElementTree.Element
 Inside = Node | str | None
@@ -42,4 +42,4 @@ def html(node: Node) -> str:
 
 def _written(text: str) -> str:
     """A text that can be part of a page, whatever file it comes from."""
-    return plain(text).encode("utf-8", "replace").decode()
+    return printable_lines(text)

@@ -1,0 +1,134 @@
+"""Schema: dataclasses from the values of JSON and TOML; the one door through which records come in.
+
+A dataclass is the schema of its record: its type hints say what each field may be. Files may be anybody's, so a value
+that does not fit raises a SchemaError, which names the field.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from spanax.documents import MAX_INT
+from spanax.printable import is_printable
+
+Made = TypeVar("Made")
+
+
+class SchemaError(ValueError):
+    """A value does not fit its field.
+
+    Attributes:
+      name: the field.
+      value: what is there instead.
+      expected: the type that the field declares.
+    """
+
+    def __init__(self, name: str, value: Any, expected: Any, why: str = ""):
+        self.name, self.value, self.expected = name, value, expected
+        super().__init__(why or f"{name[:60]} is {short(value)}, not {getattr(expected, '__name__', expected)}")
+
+
+def short(value: Any) -> str:
+    """The first 60 letters of what `repr` shows.
+
+    Example:
+      >>> short(["a"]), short(1 << 20_000)
+      ("['a']", 'an integer of 20001 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)[:60]
+
+
+@dataclass(frozen=True)
+class Within:
+    """The least and the greatest value of a number, as a part of its type: `Annotated[int, Within(0, 9)]`."""
+
+    low: float
+    high: float
+
+
+Count = Annotated[int, Within(0, MAX_INT)]
+Seconds = Annotated[float, Within(0, 1e15)]
+"""A duration, or a time since 1970."""
+
+
+def made(kind: type[Made], data: Any, *, is_open: bool = False, is_strict: bool = True) -> Made:
+    """A dataclass from JSON or TOML values; lists become tuples.
+
+    Args:
+      kind: the dataclass.
+      data: its fields by name.
+      is_open: whether fields that the dataclass does not have are left out, as of a record that a newer version wrote.
+      is_strict: whether to refuse texts that are not printable in one line, and integers that take more than 62 bits.
+
+    Raises:
+      SchemaError: a field is unknown, missing, not of its type or not within its limits.
+
+    Example:
+      >>> from spanax.units import Measure
+      >>> made(Measure, {"units": {"B": 1.0}, "low": "1 B", "high": 8, "example": "2 B"})
+      Traceback (most recent call last):
+      spanax.schema.SchemaError: high is 8, not str
+    """
+    if not isinstance(data, Mapping):
+        raise SchemaError(kind.__name__, data, kind)
+    hints = _hints(kind)  # type: ignore[arg-type]
+    unknown = [name for name in data if name not in hints]
+    if unknown and not is_open:
+        name = str(unknown[0])[:60]
+        raise SchemaError(name, data[unknown[0]], None, f"'{name}' is unknown to {kind.__name__}")
+    fields = {name: _as(hints[name], value, name, is_open, is_strict) for name, value in data.items() if name in hints}
+    try:
+        return kind(**fields)
+    except TypeError as error:  # a field without a default is missing
+        raise SchemaError(kind.__name__, data, kind, str(error)) from None
+
+
+def _as(hint: Any, value: Any, name: str, is_open: bool, is_strict: bool) -> Any:
+    """A value as a type hint declares it."""
+    origin, args = _parts(hint)
+    into = functools.partial(_as, name=name, is_open=is_open, is_strict=is_strict)
+    if origin is Annotated:
+        found, limits = into(args[0], value), [limit for limit in args[1:] if isinstance(limit, Within)]
+        if any(not limit.low <= found <= limit.high for limit in limits):
+            low, high = limits[0].low, limits[0].high
+            raise SchemaError(name, value, hint, f"{name} is {short(value)}, not within {low:g} and {high:g}")
+        return found
+    if origin in (Union, UnionType):
+        return None if value is None and NoneType in args else into(next(a for a in args if a is not NoneType), value)
+    if origin is tuple and isinstance(value, list | tuple):
+        hints = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(hints) == len(value):
+            return tuple(into(one, item) for one, item in zip(hints, value, strict=True))
+    elif is_dataclass(hint):
+        return value if type(value) is hint else made(hint, value, is_open=is_open, is_strict=is_strict)  # type: ignore[arg-type]
+    elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
+        return {into(args[0], key): into(args[1], item) for key, item in value.items()}
+    elif hint is Any or (type(value) is hint and (_is_plain(value) or not is_strict) and _is_finite(value)):
+        return value
+    elif hint is float and type(value) is int and -MAX_INT < value < MAX_INT:
+        return value
+    raise SchemaError(name, value, hint)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a text does not steer a terminal, and an integer is one that a computer counts to."""
+    return is_printable(value) if isinstance(value, str) else not isinstance(value, int) or abs(value) < MAX_INT
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+@functools.cache
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    return get_origin(hint), get_args(hint)

@@ -1,0 +1,74 @@
+"""Sealed records: TOML and JSON texts that start with a checksum of the rest, so that a cut or changed byte is found.
+
+A sealed text is still TOML or JSON. Texts written before there were seals, and those that people write, have none.
+"""
+
+import re
+import zlib
+from dataclasses import dataclass
+
+FORMAT = 1
+"""The version of the seal; the first thing in a sealed text, so that no cut makes it look unsealed."""
+
+_TOML = re.compile(r'format = (\d+)\ncrc32 = "([0-9a-f]{8})"\n')
+_JSON = re.compile(r'\{\n "format": (\d+),\n "crc32": "([0-9a-f]{8})",\n')
+_REMNANT = re.compile(r'\b(format|crc32)"? ?[=:]')
+_HEAD_LENGTH = 48
+"""Where a damaged seal still shows: no single change hides both of its keys."""
+
+
+class DamagedError(ValueError):
+    """A sealed text is not what was written: cut, damaged or edited."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A text without its seal, and whether it had one."""
+
+    text: str
+    is_sealed: bool
+
+
+def sealed(text: str) -> str:
+    """The text with a seal in front: two keys of a TOML document, or the first two of an indented JSON object.
+
+    Example:
+      >>> print(sealed("steps = 7\\n"), end="")
+      format = 1
+      crc32 = "2171c51d"
+      steps = 7
+    """
+    crc = f"{_crc(text):08x}"
+    if text.startswith("{\n"):
+        return f'{{\n "format": {FORMAT},\n "crc32": "{crc}",\n{text[2:]}'
+    return f'format = {FORMAT}\ncrc32 = "{crc}"\n{text}'
+
+
+def opened(text: str) -> Opened:
+    """The text in front of which `sealed` put a seal; one that never had a seal is returned as it is.
+
+    Raises:
+      DamagedError: it is not the text that was sealed, or of a format that this version does not know.
+
+    Example:
+      >>> opened(sealed("steps = 7\\n"))
+      Opened(text='steps = 7\\n', is_sealed=True)
+      >>> opened(sealed("steps = 7\\n")[:-2])
+      Traceback (most recent call last):
+      spanax.sealed.DamagedError: it does not match its checksum: it was cut, damaged or edited
+    """
+    match = _TOML.match(text) or _JSON.match(text)
+    if match is None:
+        if _REMNANT.search(text[:_HEAD_LENGTH]):
+            raise DamagedError("its checksum cannot be read: it was cut, damaged or edited")
+        return Opened(text, is_sealed=False)
+    if int(match[1]) != FORMAT:
+        raise DamagedError(f"it has format {match[1]}, and this version reads format {FORMAT}")
+    content = ("{\n" if text.startswith("{") else "") + text[match.end() :]
+    if f"{_crc(content):08x}" != match[2]:
+        raise DamagedError("it does not match its checksum: it was cut, damaged or edited")
+    return Opened(content, is_sealed=True)
+
+
+def _crc(text: str) -> int:
+    return zlib.crc32(text.encode())

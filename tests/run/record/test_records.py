@@ -1,0 +1,190 @@
+"""Records of a run: any setting reads back, and no cut, changed or missing record is resumed from."""
+
+import os
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import hostile
+from spanax import cli
+from spanax.documents import parse_toml
+from spanax.errors import DataError, SpanaxError
+from spanax.run.config import TrainConfig, check, with_settings
+from spanax.run.record.folder import (
+    CONFIG,
+    ENV,
+    METRICS,
+    PLAN,
+    UNSEALED,
+    changed_versions,
+    check_records,
+    config_text,
+    recorded,
+    write_records,
+)
+from spanax.sealed import FORMAT, DamagedError, opened, sealed
+
+OLD = Path(__file__).parents[2] / "data" / "run_unsealed"
+"""The folder of a run of `hostile.WORKLOAD`, from before records were sealed."""
+
+PLAN_JSON = '{\n "version": 1,\n "layout": "fsdp"\n}\n'
+
+
+def run_folder(place: Path) -> Path:
+    """A folder with the records of a run that has begun."""
+    place.mkdir(exist_ok=True)
+    config = TrainConfig("mine.py:small", lr=1e-4, keep=12, xla_flags="default")
+    write_records(place, config.record(), PLAN_JSON, ["cpu:0"])
+    (place / METRICS).write_text("{}\n")
+    return place
+
+
+def resumed(folder: Path) -> dict[str, Any]:
+    """The settings of a run that goes on, once all of its records were checked."""
+    check_records(folder)
+    changed_versions(folder)
+    return recorded(folder)
+
+
+# ---- round trips
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+VALUES = {
+    str: TEXTS,
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(allow_nan=False, allow_infinity=False),
+    bool: st.booleans(),
+}
+
+
+def of_hint(hint: Any) -> st.SearchStrategy[Any]:
+    kinds = [kind for kind in (hint, *get_args(hint)) if kind in VALUES]
+    return st.one_of(*([st.none()] if type(None) in get_args(hint) else []), *(VALUES[kind] for kind in kinds))
+
+
+CONFIGS = st.builds(TrainConfig, **{name: of_hint(hint) for name, hint in get_type_hints(TrainConfig).items()})
+
+
+@settings(max_examples=300, deadline=None, database=None, derandomize=True)
+@given(CONFIGS)
+@example(TrainConfig(data="\U0001f40d.txt", tokenizer='a"b\\c', field="\x00\x1b[2J\x7f\x85\u2028\u202e", init="a\nb\r"))
+@example(TrainConfig(data=",".join(f"./part.{number}.jsonl=0.5" for number in range(99))))
+def test_any_settings_read_back(config: TrainConfig) -> None:
+    settings_read = parse_toml(opened(sealed(config_text(config.record()))).text)
+    found = with_settings(TrainConfig(), settings_read, "config.toml")
+    assert found.record() == config.record()
+
+
+def test_settings_read_back_from_a_folder(tmp_path: Path) -> None:
+    config = TrainConfig("\U0001f40d.py:x", data="caf\xe9\n\x1b[31m", tokenizer='"', lr=1e-5, init_partial=True)
+    write_records(tmp_path, config.record(), PLAN_JSON, ["cpu:0"])
+    assert with_settings(TrainConfig(), recorded(tmp_path), "").record() == config.record()
+    assert opened((tmp_path / PLAN).read_text()).text == PLAN_JSON and check_records(tmp_path) == []
+    assert changed_versions(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TrainConfig) if "str" in str(field.type)])
+def test_what_is_not_utf8_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(SpanaxError, match="is not UTF-8") as error:
+        check(replace(TrainConfig(out="a"), **{name: "caf\udce9"}))
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_settings_too_long_to_be_read_back_are_refused_at_the_start() -> None:
+    check(TrainConfig(data="\x00" * 10_000))
+    with pytest.raises(SpanaxError, match="12,000 letters in --data"):
+        check(TrainConfig(data="\x00" * 12_000))
+
+
+# ---- cuts and changes
+
+
+@pytest.mark.parametrize("name", [CONFIG, PLAN, ENV])
+def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
+    path = run_folder(tmp_path) / name
+    content = path.read_bytes()
+    assert resumed(tmp_path)["keep"] == 12
+    few = range(len(content)) if name != ENV else range(0, len(content), 7)
+    cut = [content[:end] for end in few]
+    flipped = [content[:at] + bytes([content[at] ^ 1 << (at % 8)]) + content[at + 1 :] for at in few]
+    for damaged in (*cut, *flipped, content + b"\n", content * 2):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=f"cannot read the .* '{path}'"):
+            resumed(tmp_path)
+
+
+@pytest.mark.parametrize("name", [CONFIG, PLAN, ENV])
+def test_a_run_needs_its_records(name: str, tmp_path: Path) -> None:
+    (run_folder(tmp_path) / name).unlink()
+    with pytest.raises(DataError, match=f"has no '{name}', and holds a run"):
+        resumed(tmp_path)
+    (tmp_path / METRICS).unlink()  # killed before it was a run: it begins
+    assert resumed(tmp_path) == ({} if name == CONFIG else recorded(tmp_path))
+
+
+def test_a_record_of_another_format_is_refused() -> None:
+    assert opened("lr = 1\n").is_sealed is False
+    with pytest.raises(DamagedError, match=f"format {FORMAT + 1}, and this version reads format {FORMAT}"):
+        opened(sealed("lr = 1\n").replace(f"format = {FORMAT}", f"format = {FORMAT + 1}"))
+
+
+def test_a_record_is_on_disk_before_it_takes_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def named(descriptor: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+
+    flush, replace_file = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(f"flush {named(fd)}"), flush(fd)))
+    monkeypatch.setattr(
+        os, "replace", lambda old, new, **at: (done.append(f"name {Path(new).name}"), replace_file(old, new, **at))
+    )
+    write_records(tmp_path, TrainConfig().record(), PLAN_JSON, [])
+    for name in (CONFIG, PLAN, ENV):
+        at = done.index(f"name {name}")
+        assert done[at - 1].startswith(f"flush {name}") and done[at + 1] == f"flush {tmp_path.name}"
+
+
+# ---- runs from before there were seals
+
+
+@pytest.fixture
+def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(OLD, tmp_path / "old")
+    (tmp_path / "w.py").write_text(hostile.WORKLOAD)
+    monkeypatch.chdir(tmp_path)
+    return Path("old")
+
+
+def test_an_old_run_goes_on_and_is_sealed(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["train", "--out", "old", "--resume", "--steps", "3"])
+    said = capsys.readouterr().out
+    assert "config.toml, plan.json, env.json of 'old' have no checksum" in said and "step 3  checkpoint" in said
+    assert check_records(old) == [] and recorded(old)["steps"] == 3
+
+
+def test_an_old_record_that_was_cut_is_refused(old: Path) -> None:
+    assert set(UNSEALED) <= set(recorded(old))
+    content = (old / CONFIG).read_bytes()
+    for end in range(len(content)):
+        (old / CONFIG).write_bytes(content[:end])
+        with pytest.raises(DataError):
+            recorded(old)
+    plan = (old / PLAN).read_bytes()
+    (old / CONFIG).write_bytes(content)
+    for end in range(len(plan.rstrip())):
+        (old / PLAN).write_bytes(plan[:end])
+        with pytest.raises(DataError):
+            check_records(old)
+
+
+def test_an_empty_configuration_is_not_resumed_from(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (old / CONFIG).write_text("")
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--out", "old", "--resume", "--steps", "3"])
+    assert stop.value.code == 65 and "old/config.toml" in capsys.readouterr().err
