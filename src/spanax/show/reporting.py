@@ -18,7 +18,7 @@ from spanax.errors import DataError
 from spanax.run.record.account import Account, Event, account
 from spanax.run.record.folder import CHECKPOINTS, CONFIG, METRICS, read_config
 from spanax.run.record.ledger import BUCKETS
-from spanax.run.store import manifest
+from spanax.run.store import view
 from spanax.show.tables import plain_text, table_text
 
 MEANING = {
@@ -52,13 +52,15 @@ class Report:
       account: where its time went.
       checkpoint: the newest good one, if any.
       metrics: the metrics of the last logged step (`step`) and of the last evaluation (`eval`).
+      saving: the step that is being saved, if any.
     """
 
     folder: Path
     workload: str
     account: Account
-    checkpoint: manifest.Saved | None
+    checkpoint: view.Saved | None
     metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    saving: int | None = None
 
     @property
     def how_to_go_on(self) -> str:
@@ -74,7 +76,7 @@ class Report:
         saved = None if self.checkpoint is None else asdict(self.checkpoint)
         return {
             "folder": str(self.folder), "workload": self.workload, **self.account.to_json(), "checkpoint": saved,
-            "metrics": self.metrics, "how_to_go_on": self.how_to_go_on,
+            "saving": self.saving, "metrics": self.metrics, "how_to_go_on": self.how_to_go_on,
         }  # fmt: skip
 
 
@@ -100,8 +102,10 @@ def report(folder: Path) -> Report:
         workload = str(read_config(folder / CONFIG).get("workload", ""))
     except DataError:
         workload = ""  # a report is wanted most of runs that are not whole
-    good = [saved for saved in manifest.describe(folder / CHECKPOINTS) if saved.state == "good"]
-    return Report(folder, workload, found, good[-1] if good else None, _last_metrics(folder / METRICS))
+    steps = view.describe(folder / CHECKPOINTS)
+    good = [saved for saved in steps if saved.state == "good"]
+    saving = next((saved.step for saved in steps if saved.state == view.SAVING), None)
+    return Report(folder, workload, found, good[-1] if good else None, _last_metrics(folder / METRICS), saving)
 
 
 def _last_metrics(path: Path) -> dict[str, dict[str, Any]]:
@@ -205,11 +209,12 @@ def _fault(event: Event) -> tuple[str, str, str]:
 
 def _checkpoint(found: Report) -> str:
     saved = found.checkpoint
+    saving = "" if found.saving is None else f"; step {found.saving} is being saved"
     if saved is None:
-        return "last checkpoint: none"
+        return f"last checkpoint: none{saving}"
     behind = found.account.reached - saved.step
     lost = f"; the {behind} steps after it are not saved" if behind > 0 else ""
-    return f"last checkpoint: step {saved.step}, {saved.when}{lost}"
+    return f"last checkpoint: step {saved.step}, {saved.when}{lost}{saving}"
 
 
 def _values(values: Any) -> str:
