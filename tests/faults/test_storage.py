@@ -160,9 +160,9 @@ def test_the_only_good_step_never_makes_room(tmp_path: Path) -> None:
         (tmp_path / str(step) / "plan.json").write_text("{}")
         manifest.write(tmp_path / str(step))
     (tmp_path / "3" / "plan.json").write_text("[]")
-    assert checkpoint.make_room(tmp_path) is None and names(tmp_path) == ["1", "2", "3"]
+    assert saves.make_room(tmp_path) is None and names(tmp_path) == ["1", "2", "3"]
     (tmp_path / "3" / "plan.json").write_text("{}")
-    assert [checkpoint.make_room(tmp_path) for _ in range(3)] == [1, 2, None] and names(tmp_path) == ["3"]
+    assert [saves.make_room(tmp_path) for _ in range(3)] == [1, 2, None] and names(tmp_path) == ["3"]
 
 
 # ---- read-only, removed, slow

@@ -12,7 +12,9 @@ import jax
 import pytest
 
 from spanax.errors import HostsError, SpanaxError
-from spanax.run.hosts import Hosts, _bound_to, _check_free, detected_processes
+from spanax.run import trainer
+from spanax.run.config import TrainConfig
+from spanax.run.hosts import Hosts, _bound_to, _check_free, bind_data_sockets, detected_processes
 
 GROUP = {"SPANAX_COORDINATOR": "127.0.0.1:9911", "SPANAX_NUM_HOSTS": "4"}
 
@@ -157,6 +159,7 @@ import json, sys
 import jax, numpy as np, optax
 from flax import nnx
 import spanax
+from spanax.run.ports import open_ports
 
 first = sys.argv[1]
 rows = [np.full(16, i, "float32") for i in range(16)]
@@ -172,27 +175,65 @@ cluster = spanax.local() if first == "local" else spanax.cluster("cpu:4")
 run = spanax.start(program, spanax.plan(program, cluster, layout="fsdp"))
 losses = [float(run.step(batch)["loss"]) for batch in spanax.batches([{"x": row} for row in rows], run.plan)]
 print(json.dumps({"processes": jax.process_count(), "devices": cluster.num_devices, "losses": losses}))
+print(json.dumps(open_ports()))
 """
 
+NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')
+"""Runs a command on a machine of another name."""
 
-def started(environ: dict[str, str], first: str) -> "subprocess.Popen[str]":
+
+def started(environ: dict[str, str], first: str, *within: str) -> "subprocess.Popen[str]":
     """A library program whose first call that needs devices is `first`."""
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "SPANAX_HOST_DEVICES": "2"} | environ
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, first], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*within, sys.executable, "-c", SCRIPT, first],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
 def test_a_library_program_joins_its_group() -> None:
+    """Also where the machine's name resolves to no address; nothing listens but on the coordinator's interface."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         group = {"SPANAX_COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}", "SPANAX_NUM_HOSTS": "2"}
-    processes = [started(group | {"SPANAX_HOST": str(rank)}, first) for rank, first in enumerate(("local", "start"))]
+    within = (*NAMED, "nowhere.invalid")
+    if subprocess.run([*within, "true"], capture_output=True).returncode:
+        within = ()  # only root can rename a machine
+    pairs = enumerate(("local", "start"))
+    processes = [started(group | {"SPANAX_HOST": str(rank)}, first, *within) for rank, first in pairs]
     texts = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], texts
-    results = [json.loads(out.splitlines()[-1]) for out, _ in texts]
+    results = [json.loads(out.splitlines()[-2]) for out, _ in texts]
     assert results[0] == results[1] and len(results[0]["losses"]) == 2, results
     assert (results[0]["processes"], results[0]["devices"]) == (2, 4), results
+    listens = [json.loads(out.splitlines()[-1]) for out, _ in texts]
+    # The first one also has the coordinator.
+    assert len(listens[0]) > len(listens[1]) >= 1, listens
+    assert {one.rpartition(":")[0] for both in listens for one in both} == {"127.0.0.1"}, listens
+
+
+def test_a_network_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import distributed, xla_bridge
+
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(distributed.global_state, "client", object())
+    monkeypatch.setattr(distributed.global_state, "coordinator_address", "127.0.0.1:9911")
+    monkeypatch.setattr("spanax.run.hosts._has_backend", lambda: False)
+    monkeypatch.setattr(xla_bridge, "register_backend_factory", lambda name, factory, **_: made.update({name: factory}))
+    monkeypatch.setattr(xla_bridge, "make_cpu_client", lambda collectives: collectives)
+    monkeypatch.setattr("jaxlib._jax.make_gloo_tcp_collectives", lambda distributed_client, **place: place)
+    bind_data_sockets({})
+    assert made["cpu"]() == {"hostname": "127.0.0.1"}
+    bind_data_sockets({"SPANAX_INTERFACE": "lo"})
+    assert made["cpu"]() == {"interface": "lo"}
+    with pytest.raises(SpanaxError, match="no network interface 'l0'"):
+        bind_data_sockets({"SPANAX_INTERFACE": "l0"})
+    monkeypatch.setattr(distributed.global_state, "coordinator_address", "nowhere.invalid:9911")
+    with pytest.raises(HostsError, match="cannot listen where the coordinator reaches it"):
+        bind_data_sockets({})
 
 
 @pytest.mark.parametrize(
@@ -208,3 +249,16 @@ def test_a_library_program_never_trains_alone_in_a_group(environ: dict[str, str]
     process = started(environ, "array")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 1 and message in err, (out, err)
+
+
+def test_a_port_on_every_interface_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        monkeypatch.setattr(trainer, "_start_event", lambda *_: {"event": "start"})
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(trainer, "is_first", lambda: False)
+        events = list(trainer._first_events(None, TrainConfig(), None, None))  # type: ignore[arg-type]
+        address = f"0.0.0.0:{server.getsockname()[1]}"
+    assert [event["event"] for event in events] == ["start", "warning"] and address in events[1]["message"]
+    assert address in capsys.readouterr().err

@@ -9,6 +9,8 @@ A process is told by its environment that it is one of several, by whoever start
     SPANAX_ATTEMPT       how often the run was started again before
     SPANAX_SUPERVISOR    the process that watches it, its parent; without that one it stops as if asked to; 0 for one
                          on another machine
+    SPANAX_INTERFACE     the network interface that its data sockets listen on; by default the one that leads to the
+                         coordinator
 
 If none of them is set, JAX's own cluster detection decides (TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes);
 `SPANAX_NUM_HOSTS=1` alone turns it off, for processes of a cluster that train a model each. `jax.distributed` is the
@@ -27,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spanax.errors import HostsError, SpanaxError, first_line
+from spanax.errors import HostsError, SpanaxError, first_line, nearest
 
 JOIN_SECONDS = 300
 """How long the processes wait for the last of them to come."""
@@ -116,6 +118,7 @@ class Hosts:
         import jax
 
         if jax.distributed.is_initialized():
+            bind_data_sockets()
             return
         num_hosts = self.num_hosts if self.coordinator else detected_processes() if self.detects_cluster else 1
         if not self.coordinator and num_hosts == 1:
@@ -151,6 +154,43 @@ class Hosts:
                 where=f"rank {self.rank}, coordinator {self.coordinator or 'as JAX finds it'}",
                 fix="spanax doctor --hosts HOST:PORT on each of them",
             ) from None
+        bind_data_sockets()
+
+
+def bind_data_sockets(environ: Mapping[str, str] = os.environ) -> None:
+    """Has the CPU collectives of this process (Gloo) listen on one interface, before JAX starts its backend.
+
+    JAX's own default is the address that the machine's host name resolves to: often one that others reach, sometimes
+    none of this machine. The interface is that of `SPANAX_INTERFACE`, or the one that leads to the coordinator:
+    loopback where all processes share a machine.
+
+    Raises:
+      HostsError: this process cannot listen there.
+      SpanaxError: there is no interface of that name.
+    """
+    import jax
+    from jax._src import distributed, xla_bridge  # nothing public hands collectives to the CPU backend
+    from jaxlib import _jax
+
+    client, coordinator = distributed.global_state.client, distributed.global_state.coordinator_address
+    is_gloo = jax.config.jax_cpu_collectives_implementation == "gloo"
+    if client is None or coordinator is None or not is_gloo or _has_backend():
+        return
+    interface = environ.get("SPANAX_INTERFACE")
+    if interface is None:
+        place = {"hostname": _address_towards(coordinator)}
+    else:
+        names = [name for _, name in socket.if_nameindex()]
+        if interface not in names:
+            what = f"there is no network interface '{interface}'."
+            raise SpanaxError(what, where="SPANAX_INTERFACE", fix=nearest(interface, names))
+        place = {"interface": interface}
+
+    def client_of_cpus() -> Any:
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, **place)
+        return xla_bridge.make_cpu_client(collectives=collectives)
+
+    xla_bridge.register_backend_factory("cpu", client_of_cpus, priority=0, fail_quietly=False)
 
 
 def join_group() -> None:
@@ -303,6 +343,25 @@ def _bound_to(coordinator: str) -> str:
             where="SPANAX_COORDINATOR",
             fix="host:port, such as 10.0.0.7:9911",
         ) from None
+
+
+def _address_towards(coordinator: str) -> str:
+    """The address of this machine on the way to the coordinator."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        kind = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(*kind[:3]) as way:
+            way.connect(kind[4])  # of datagrams: nothing is sent
+            address = str(way.getsockname()[0])
+        with socket.socket(kind[0]) as trial:
+            trial.bind((address, 0))
+    except (OSError, ValueError) as error:
+        raise HostsError(
+            f"this process cannot listen where the coordinator reaches it: {error}.",
+            where=f"coordinator {coordinator}",
+            fix="SPANAX_INTERFACE=NAME of the network interface between the hosts",
+        ) from None
+    return address
 
 
 def _check_free(address: str) -> None:

@@ -1,18 +1,21 @@
 """Saves: the checkpoints of a run as they fall due. One that fails costs itself, not the run."""
 
 import math
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spanax.errors import WriteError
+from spanax.errors import DiskFullError, WriteError
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
 from spanax.run.hosts import from_first
 from spanax.run.run import Run
-from spanax.run.store.checkpoint import Pending, is_full, make_room
+from spanax.run.store import manifest
+from spanax.run.store.checkpoint import Pending
 
 GRACE_SECONDS = 10.0
 """So long a run waits for the save before, once: steps of a small model may be shorter than any save. Then the disk is
@@ -109,7 +112,8 @@ class Saves:
 
     def _failed(self, step: int, error: WriteError) -> bool:
         """Tell of it; on a full disk the oldest step goes, so that the next save has its room. Whether one went."""
-        removed = from_first(lambda: str(make_room(self.folder) if is_full(error) else None), WriteError)
+        is_full = isinstance(error, DiskFullError)
+        removed = from_first(lambda: str(make_room(self.folder) if is_full else None), WriteError)
         is_removed = removed != str(None)
         self.tell({
             "event": "save_failed",
@@ -118,3 +122,18 @@ class Saves:
             "removed": int(removed) if is_removed else None,
         })  # fmt: skip
         return is_removed
+
+
+def make_room(directory: str | os.PathLike[str]) -> int | None:
+    """Removes the oldest finished step of a full disk, and returns its number; None where none can go.
+
+    The newest step stays, and goes on to be the one that a run is restored from: it is held against its manifest first.
+    """
+    found = manifest.finished(directory)
+    if len({step for step, _ in found}) < 2 or manifest.problems(found[-1][1]):
+        return None
+    step, folder = found[0]
+    with suppress(OSError):
+        manifest.discard(folder)
+        return step
+    return None

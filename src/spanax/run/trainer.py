@@ -4,6 +4,7 @@ Read this file first: it names every part of Spanax in the order in which a run 
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -30,6 +31,7 @@ from spanax.run.data.opened import is_named
 from spanax.run.hosts import Hosts, from_first, is_first
 from spanax.run.loop import Event, Loop
 from spanax.run.options import flagged
+from spanax.run.ports import is_public, open_ports, public_warning
 from spanax.run.preemption import listening
 from spanax.run.pricing import Pricing
 from spanax.run.profile import FOLDER as PROFILE
@@ -306,8 +308,13 @@ def _begun(
 
 
 def _first_events(run: Run, config: TrainConfig, folder: Path, data: Batches) -> Iterator[Event]:
-    """The events before the first step: the start, and what a partial init loaded."""
+    """The events before the first step: the start, what a partial init loaded, and what listens to everybody."""
     yield _start_event(run, config, folder, data)
+    if jax.process_count() > 1 and (addresses := [address for address in open_ports() if is_public(address)]):
+        message = public_warning(addresses)
+        if not is_first():  # its events go nowhere, and its standard error into its log
+            print(f"spanax: {message}", file=sys.stderr)
+        yield {"event": "warning", "message": message}
     if config.init_partial and run.loaded is not None:
         yield {"event": "init", **asdict(run.loaded)}
 
@@ -320,6 +327,7 @@ def _start_event(run: Run, config: TrainConfig, folder: Path, data: Batches) -> 
         "steps": config.steps,
         **summary(run),
         **({} if config.init is None or run.num_steps else {"init": config.init}),
+        **({} if jax.process_count() == 1 else {"listens": open_ports()}),
         "out": str(folder),
         "data": [asdict(each) | {"epochs": each.epochs(config.steps or 0)} for each in data.shares],
     }

@@ -17,7 +17,7 @@ from spanax.errors import DataError, WriteError, first_line
 from spanax.printable import to_stderr
 from spanax.run.hosts import from_first
 from spanax.run.record.folder import CHECKPOINTS
-from spanax.run.store import checkpoint, manifest
+from spanax.run.store import checkpoint, manifest, view
 from spanax.run.store.layers import Regrouped, told
 
 if TYPE_CHECKING:
@@ -125,6 +125,7 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
             orbax.partial.finalize(staging / manifest.ARRAYS)
         manifest.write(staging)
         manifest.settle(root)
+        view.end(staging)
     except BaseException as error:
         checkpoint.abandon(staging)
         if isinstance(error, OSError | WriteError):

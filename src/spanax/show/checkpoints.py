@@ -7,14 +7,14 @@ from spanax.documents import json_line
 from spanax.errors import DataError
 from spanax.printable import printable
 from spanax.run.record.folder import CHECKPOINTS
-from spanax.run.store import manifest
+from spanax.run.store import view
 from spanax.units import bytes_text
 
 
 def show(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
     """The steps saved in a folder, newest last, and what is wrong with any of them."""
     root = _root(directory)
-    saved = manifest.describe(root)
+    saved = view.describe(root)
     problems = [problem for step in saved for problem in step.problems]
     if as_json:
         return json_line({"directory": str(root), "steps": [asdict(step) for step in saved]}), problems
@@ -29,12 +29,15 @@ def show(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
 def verify(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
     """Every file of every step held against its checksum; the problems name the file and what differs."""
     root = _root(directory)
-    problems = manifest.verify(root)
-    steps = manifest.steps(root)
+    found = view.look(root)
+    problems = view.differences(root, found)
+    steps = sorted({one.step for one in found if one.state in ("good", "bad")})
+    saving = [one.step for one in found if one.state == view.SAVING]
     if as_json:
-        return json_line({"directory": str(root), "steps": steps, "problems": problems}), problems
-    good = f"{len(steps)} steps in '{printable(root)}', every file as it was saved"
-    return "\n".join(map(printable, problems)) or good, problems
+        return json_line({"directory": str(root), "steps": steps, "saving": saving, "problems": problems}), problems
+    more = f"; step {', '.join(map(str, saving))} is being saved" if saving else ""
+    intact = f"{len(steps)} steps in '{printable(root)}', every file as it was saved{more}"
+    return "\n".join(map(printable, problems)) or intact, problems
 
 
 def _root(directory: Path) -> Path:

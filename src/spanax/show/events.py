@@ -63,6 +63,7 @@ def line(event: Event) -> str:
             f"{event['workload']}: {count_text(event['parameters'])} parameters{begun}, layout {event['layout']} "
             f"on {mesh} ({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state a device, "
             f"into {event['out']}",
+            *([f"listening without authentication on {', '.join(event['listens'])}"] if event.get("listens") else []),
             *(_data_line(share) for share in event.get("data", ())),
         ])  # fmt: skip
     if kind == "init":

@@ -20,7 +20,7 @@ from spanax.run.record.account import Account, account
 from spanax.run.record.events import FILE
 from spanax.run.record.folder import CHECKPOINTS, CONFIG, METRICS, read_config
 from spanax.run.record.ledger import BUCKETS
-from spanax.run.store import manifest
+from spanax.run.store import view
 from spanax.show.tables import table_text
 
 MEANING = {
@@ -61,14 +61,16 @@ class Report:
       checkpoint: the newest good one, if any.
       metrics: the metrics of the last logged step (`step`) and of the last evaluation (`eval`).
       notes: what of the folder could not be read, a line each.
+      saving: the step that is being saved, if any.
     """
 
     folder: Path
     workload: str
     account: Account
-    checkpoint: manifest.Saved | None
+    checkpoint: view.Saved | None
     metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: Sequence[str] = ()
+    saving: int | None = None
 
     @property
     def how_to_go_on(self) -> str:
@@ -84,7 +86,8 @@ class Report:
         saved = None if self.checkpoint is None else asdict(self.checkpoint)
         return {
             "folder": str(self.folder), "workload": self.workload, **self.account.to_json(), "checkpoint": saved,
-            "metrics": self.metrics, "notes": list(self.notes), "how_to_go_on": self.how_to_go_on,
+            "saving": self.saving, "metrics": self.metrics, "notes": list(self.notes),
+            "how_to_go_on": self.how_to_go_on,
         }  # fmt: skip
 
 
@@ -110,7 +113,9 @@ def report(folder: Path) -> Report:
         workload = str(read_config(folder / CONFIG).get("workload", ""))
     except DataError as error:
         notes.append(" ".join(str(error).split()))  # a report is wanted most of runs that are damaged
-    good = [saved for saved in manifest.describe(folder / CHECKPOINTS) if saved.state == "good"]
+    steps = view.describe(folder / CHECKPOINTS)
+    good = [saved for saved in steps if saved.state == "good"]
+    saving = next((saved.step for saved in steps if saved.state == view.SAVING), None)
     metrics, num_damaged = _last_metrics(folder / METRICS)
     notes += [
         f"{name}: {_counted(count)} damaged"
@@ -122,7 +127,7 @@ def report(folder: Path) -> Report:
         for kind, count in sorted(found.unknown.items())[:MAX_NOTES]
     ]
     notes += heartbeat.damaged(folder)[:MAX_NOTES]
-    return Report(folder, workload, found, good[-1] if good else None, metrics, notes)
+    return Report(folder, workload, found, good[-1] if good else None, metrics, notes, saving)
 
 
 def _counted(count: int) -> str:
@@ -233,11 +238,12 @@ def _fault(event: Mapping[str, Any]) -> tuple[str, str, str]:
 
 def _checkpoint(found: Report) -> str:
     saved = found.checkpoint
+    saving = "" if found.saving is None else f"; step {found.saving} is being saved"
     if saved is None:
-        return "last checkpoint: none"
+        return f"last checkpoint: none{saving}"
     behind = found.account.reached - saved.step
     lost = f"; the {behind} steps after it are not saved" if behind > 0 else ""
-    return f"last checkpoint: step {saved.step}, {_text(saved.when)}{lost}"
+    return f"last checkpoint: step {saved.step}, {_text(saved.when)}{lost}{saving}"
 
 
 def _text(value: Any) -> str:

@@ -342,7 +342,8 @@ def test_a_save_in_progress_is_left_alone_by_the_next(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(manifest, "write", slow)
     checkpoint.save(tmp_path, 1, values(1), plan_json="{}", meta={})
-    assert reached.wait(240) and checkpoint.describe(tmp_path)[0].state == "unfinished"
+    assert reached.wait(240) and checkpoint.describe(tmp_path)[0].state == "saving"
+    assert checkpoint.verify(tmp_path) == []
     threading.Timer(0.2, go_on.set).start()
     saved(tmp_path / ".." / tmp_path.name, 2)
     assert manifest.steps(tmp_path) == [1, 2] and checkpoint.verify(tmp_path) == []
@@ -465,6 +466,7 @@ def graves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_killed_anywhere_a_good_step_is_left(graves: Path, where: str) -> None:
     root, left = graves / where, values(2 if DEATHS[where] else 1)
     assert names(root) != ["1"]
+    assert {one.state for one in checkpoint.describe(root)} <= {"good", "unfinished"}, "nobody saves any more"
     assert_same(checkpoint.restore(root, targets(), warn=no_warning).arrays, left)
     saved(root, 3)
     assert names(root) == ["1", "3"] and checkpoint.verify(root) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spanax.errors import WriteError
-from spanax.run.store import manifest
+from spanax.run.store import manifest, view
 
 FILES = {
     "plan.json": b'{"layout": "fsdp"}',
@@ -33,7 +33,8 @@ def step(tmp_path: Path) -> Path:
 
 
 def test_examples() -> None:
-    assert doctest.testmod(manifest).failed == 0 and doctest.testmod(manifest).attempted >= 6
+    found = [doctest.testmod(module) for module in (manifest, view)]
+    assert not any(one.failed for one in found) and sum(one.attempted for one in found) >= 6
 
 
 def test_a_finished_step_has_no_problems(step: Path) -> None:
@@ -180,7 +181,11 @@ def test_half_a_removed_step_is_never_taken_for_one(step: Path, monkeypatch: pyt
     monkeypatch.setattr(shutil, "rmtree", stuck)
     with pytest.raises(OSError, match="busy"):
         manifest.discard(step)
-    assert manifest.steps(step.parent) == [] and manifest.unfinished(step.parent) == [step]
+    assert manifest.steps(step.parent) == [] and manifest.unfinished(step.parent) == []
+    assert view.look(step.parent) == []
+    monkeypatch.undo()
+    manifest.clear(step.parent)
+    assert not list(step.parent.iterdir())
 
 
 def test_removal_outlasts_files_that_come_back(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +245,7 @@ def test_describe_and_verify_tell_good_bad_and_unfinished(step: Path) -> None:
     meta = {"saved_at": "2026-01-01T00:00:00+00:00", "leaves": {"w": "float32[2]"}, "meta": {"loss": 2.5}}
     (step / "meta.json").write_text(json.dumps(meta))
     manifest.write(step)
-    good, damaged, cut_short = manifest.describe(step.parent)
+    good, damaged, cut_short = view.describe(step.parent)
     assert (good.step, good.state, good.problems, good.num_leaves, good.meta) == (40, "good", (), 1, {"loss": 2.5})
     assert good.when == meta["saved_at"] and good.bytes > 2000
     assert (damaged.step, damaged.state, damaged.problems) == (
@@ -249,7 +254,7 @@ def test_describe_and_verify_tell_good_bad_and_unfinished(step: Path) -> None:
         ("manifest.json: written for step 40, found in folder 41",),
     )
     assert (cut_short.step, cut_short.state) == (42, "unfinished")
-    lines = manifest.verify(step.parent)
+    lines = view.verify(step.parent)
     assert [line.split(":")[0] for line in lines] == ["step 41", "step 42"]
 
 

@@ -24,9 +24,10 @@ from spanax.documents import read_bytes
 from spanax.errors import DataError, DiskFullError, SpanaxError, WriteError, first_line
 from spanax.printable import to_stderr
 from spanax.run.hosts import everywhere, from_first, is_first
-from spanax.run.store import manifest
+from spanax.run.store import manifest, view
 from spanax.run.store.layers import Regrouped, told
-from spanax.run.store.manifest import ARRAYS, META, PLAN, Saved, describe, discard, read_meta, verify
+from spanax.run.store.manifest import ARRAYS, META, PLAN, discard, read_meta
+from spanax.run.store.view import Saved, describe, verify
 
 if TYPE_CHECKING:
     import jax
@@ -192,26 +193,6 @@ def restore(
         raise DataError(what, where=str(folder)) from error
 
 
-def make_room(directory: str | os.PathLike[str]) -> int | None:
-    """Removes the oldest finished step of a full disk, and returns its number; None where none can go.
-
-    The newest step stays, and goes on to be the one that a run is restored from: it is held against its manifest first.
-    """
-    found = manifest.finished(directory)
-    if len({step for step, _ in found}) < 2 or manifest.problems(found[-1][1]):
-        return None
-    step, folder = found[0]
-    with contextlib.suppress(OSError):
-        discard(folder)
-        return step
-    return None
-
-
-def is_full(error: WriteError) -> bool:
-    """Whether a save failed because the disk is full."""
-    return isinstance(error, DiskFullError)
-
-
 # ---- saving
 
 
@@ -236,7 +217,7 @@ def prepare(root: Path, step: int, texts: Mapping[str, bytes]) -> Path:
             manifest.clear(root)
             if os.path.lexists(root / str(step)) and step not in manifest.steps(root):
                 raise FileExistsError(f"{root / str(step)} exists and is no checkpoint")
-            staging.mkdir()
+            view.begin(staging)
             for name, content in texts.items():
                 (staging / name).write_bytes(content)
         except OSError as error:
@@ -279,6 +260,8 @@ def _finish(response: Any, staging: Path, root: Path, step: int, keep: int | Non
     except OSError as error:
         what = f"step {step} is saved, but an older one cannot be removed: {error.strerror}."
         raise WriteError(what, where=str(error.filename or root)) from error
+    finally:
+        view.end(staging)
 
 
 def abandon(staging: Path) -> None:
@@ -289,6 +272,7 @@ def abandon(staging: Path) -> None:
     if is_first():
         with contextlib.suppress(OSError):
             discard(staging)
+    view.end(staging)
 
 
 def failure(root: Path, step: int, error: BaseException) -> WriteError:
@@ -312,12 +296,16 @@ def choose(root: Path, step: int | None, warn: Callable[[str], None]) -> Path:
         raise _nothing(root, step)
     bad: list[str] = []
     for number, folder in candidates:
-        found = manifest.problems(folder)
+        found = view.problems(folder)
+        if found is None:  # removed, or given its number, by the run that saves here
+            continue
         if not found:
             if bad:
                 warn(f"WARNING: damaged checkpoint passed over: {'; '.join(bad)}. Restoring step {number} of {root}")
             return folder
         bad.append(f"step {number}: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
+    if not bad:
+        return choose(root, step, warn)
     what = "no checkpoint is good." if step is None else f"checkpoint step {step} is damaged."
     others = [] if step is None else [str(number) for number in manifest.steps(root) if number != step]
     fix = f"other steps here: {', '.join(others)}" if others else "bring a copy back, or start in another folder"

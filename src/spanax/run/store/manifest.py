@@ -2,7 +2,8 @@
 
 A step is a folder DIR/<step>. It is written as DIR/<step>.new<attempt>, counts as that step from the moment its
 manifest is there, and then takes the plain number, from an older one of that number too: at any moment one of the two
-is whole. All that can be known and done without JAX is here.
+is whole. A step that is made or removed has a hidden name meanwhile, so that readers see it in one piece or not at all.
+All that can be known and done without JAX is here.
 """
 
 import json
@@ -11,9 +12,9 @@ import re
 import shutil
 import stat
 import time
+import uuid
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,23 +26,11 @@ NAME = "manifest.json"
 ARRAYS, PLAN, META = "arrays", "plan.json", "meta.json"
 _FORMAT = 1
 _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(\.new[0-9]*)?")
-_ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
+_HIDDEN = re.compile(r"\." + _STEP.pattern + r"\.[0-9a-f]{32}")
+ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK_BYTES = 1 << 20
 # Writes under way when a save fails may bring files back for this long after their folder was removed.
 _SETTLE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One step on disk: state is 'good', 'bad' or 'unfinished'; `when` is UTC in ISO 8601, bytes are on disk."""
-
-    step: int
-    state: str
-    bytes: int
-    num_leaves: int
-    when: str
-    problems: tuple[str, ...]
-    meta: dict[str, Any]
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
@@ -67,7 +56,7 @@ def write(folder: str | os.PathLike[str]) -> None:
     """
     folder = Path(folder)
     step = step_of(folder)
-    files, refused = _walk(folder)
+    files, refused = walk(folder)
     if step is None or refused:
         raise WriteError(f"{folder} cannot become a finished step: {'; '.join(refused) or 'its name is no step'}.")
     listed = {}
@@ -103,7 +92,7 @@ def problems(folder: str | os.PathLike[str]) -> list[str]:
         return [f"{folder.name}: {'symbolic link, refused' if folder.is_symlink() else 'not a folder'}"]
     try:
         listed = _read(folder)
-        files, found = _walk(folder)
+        files, found = walk(folder)
     except (OSError, ValueError) as error:
         return [f"{NAME}: {error}"]
     for name in sorted(listed.keys() | files.keys()):
@@ -129,7 +118,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 
 def finished(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     """(step, folder) of every finished step, newest last; of two folders of one step the newer is last."""
-    here = [(step, path) for path in _entries(directory) if (step := step_of(path)) is not None and _has_manifest(path)]
+    here = [(step, path) for path in entries(directory) if (step := step_of(path)) is not None and has_manifest(path)]
     return sorted(here, key=lambda entry: (entry[0], len(entry[1].suffix), entry[1].suffix))
 
 
@@ -137,33 +126,9 @@ def unfinished(directory: str | os.PathLike[str]) -> list[Path]:
     """Entries with a step's or a temporary's name that are no finished step: saves cut short, links, plain files."""
     return [
         path
-        for path in _entries(directory)
-        if _ORBAX_TEMPORARY in path.name or (step_of(path) is not None and not _has_manifest(path))
+        for path in entries(directory)
+        if ORBAX_TEMPORARY in path.name or (step_of(path) is not None and not has_manifest(path))
     ]
-
-
-def describe(directory: str | os.PathLike[str]) -> list[Saved]:
-    """Every step on disk, newest last, each checked byte by byte.
-
-    Example:
-      >>> describe("no/such/folder")
-      []
-    """
-    cut_short = [(step, path) for path in unfinished(directory) if (step := step_of(path)) is not None]
-    return [_describe(step, folder) for step, folder in sorted(finished(directory) + cut_short)]
-
-
-def verify(directory: str | os.PathLike[str]) -> list[str]:
-    """Every difference between the steps on disk and what was saved, a line each.
-
-    Example:
-      >>> verify("no/such/folder")
-      ['no/such/folder: no checkpoint here']
-    """
-    folders = [path for _, path in finished(directory)] + unfinished(directory)
-    if not folders:
-        return [f"{directory}: no checkpoint here"]
-    return [f"step {folder.name}: {problem}" for folder in folders for problem in problems(folder)]
 
 
 def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
@@ -221,14 +186,32 @@ def settle(directory: Path) -> None:
 def clear(directory: Path) -> None:
     """Removes what dead saves left: temporaries, and step folders that hold nothing but files of ours."""
     settle(directory)
+    for path in entries(directory):
+        if _HIDDEN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            _remove(path)
     for path in unfinished(directory):
         if _is_ours(path):
             discard(path)
 
 
+def hidden(folder: Path) -> Path:
+    """A name of its own in the folder of all steps, for a step that is made or removed: readers pass it over."""
+    return folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+
+
 def discard(folder: Path) -> None:
-    """Removes a step's folder; its manifest goes first, so half of a step is never taken for one."""
-    (folder / NAME).unlink(missing_ok=True)
+    """Removes a step's folder; it gets a hidden name first, so half of a step is never taken for one."""
+    away = hidden(folder)
+    try:
+        os.rename(folder, away)
+    except FileNotFoundError:
+        return
+    _remove(away)
+    if folder.exists():  # by writes under way
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
     give_up = time.monotonic() + _SETTLE_SECONDS
     while folder.exists():
         try:
@@ -239,19 +222,8 @@ def discard(folder: Path) -> None:
             time.sleep(0.05)
 
 
-def _describe(step: int, folder: Path) -> Saved:
-    found = problems(folder)
-    try:
-        when, leaves, meta = read_meta(folder)
-    except (OSError, ValueError):
-        when, leaves, meta = utc(folder.lstat().st_mtime), {}, {}
-    plain = folder.is_dir() and not folder.is_symlink()
-    size = sum(_walk(folder)[0].values()) if plain else 0
-    state = "unfinished" if not _has_manifest(folder) else "bad" if found else "good"
-    return Saved(step, state, size, len(leaves), when, tuple(found), meta)
-
-
-def _entries(directory: str | os.PathLike[str]) -> list[Path]:
+def entries(directory: str | os.PathLike[str]) -> list[Path]:
+    """Everything in a folder, by name; nothing where it does not exist."""
     directory = Path(directory)
     return sorted(directory.iterdir()) if directory.is_dir() else []
 
@@ -260,15 +232,16 @@ def _is_ours(folder: Path) -> bool:
     """Whether it is a real folder and a temporary, a finished step, or what is left of one."""
     if folder.is_symlink() or not folder.is_dir():
         return False
-    inside = {entry.name.split(_ORBAX_TEMPORARY)[0] for entry in folder.iterdir()}
-    return _ORBAX_TEMPORARY in folder.name or NAME in inside or inside <= {ARRAYS, PLAN, META, f"{NAME}.tmp"}
+    inside = {entry.name.split(ORBAX_TEMPORARY)[0] for entry in folder.iterdir()}
+    return ORBAX_TEMPORARY in folder.name or NAME in inside or inside <= {ARRAYS, PLAN, META, f"{NAME}.tmp"}
 
 
-def _has_manifest(folder: Path) -> bool:
+def has_manifest(folder: Path) -> bool:
+    """Whether a folder is a finished step: a real folder with a manifest."""
     return folder.is_dir() and not folder.is_symlink() and os.path.lexists(folder / NAME)
 
 
-def _walk(folder: Path) -> tuple[dict[str, int], list[str]]:
+def walk(folder: Path) -> tuple[dict[str, int], list[str]]:
     """Sizes of the plain files under a folder but its manifest, by relative name, and a line for anything else."""
     files: dict[str, int] = {}
     refused: list[str] = []

@@ -1,0 +1,179 @@
+"""View: the steps of a folder as they are at one moment, for readers of a run that saves and removes some meanwhile.
+
+Whoever saves a step holds a lock on its folder, which the kernel takes back however that process ends. So a step under
+way differs from one that was cut short. A step that is gone, or took its number, before it was read to the end is no
+damage: it is looked up again.
+"""
+
+import fcntl
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spanax.run.store import manifest
+
+SAVING = "saving"
+
+MOST_ROUNDS = 10
+"""How often a folder is listed again in which every step was replaced while it was read."""
+
+_LOCKS: dict[Path, int] = {}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One step on disk: `when` is UTC in ISO 8601, bytes are on disk.
+
+    `state` is `good`, `bad`, `saving`, or `unfinished` where the save was cut short; `folder` is its folder's name.
+    """
+
+    step: int
+    state: str
+    bytes: int
+    num_leaves: int
+    when: str
+    problems: tuple[str, ...]
+    meta: dict[str, Any]
+    folder: str = ""
+
+
+def begin(staging: Path) -> None:
+    """Makes the folder that a step is written into, locked before anybody sees it.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    new = manifest.hidden(staging)
+    new.mkdir()
+    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks: readers see the save as cut short until it is finished
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(new, staging)
+    except OSError:
+        os.close(lock)
+        new.rmdir()
+        raise
+    _LOCKS[staging] = lock
+
+
+def end(staging: Path) -> None:
+    """Unlocks what `begin` made; without effect the second time, and on processes that made nothing."""
+    if staging in _LOCKS:
+        os.close(_LOCKS.pop(staging))
+
+
+def describe(directory: str | os.PathLike[str]) -> list[Saved]:
+    """Every step on disk, newest last, each checked byte by byte.
+
+    Example:
+      >>> describe("no/such/folder")
+      []
+    """
+    return [one for one in look(directory) if manifest.step_of(one.folder) is not None]
+
+
+def verify(directory: str | os.PathLike[str]) -> list[str]:
+    """Every difference between the steps on disk and what was saved, a line each; steps under way have none.
+
+    Example:
+      >>> verify("no/such/folder")
+      ['no/such/folder: no checkpoint here']
+    """
+    return differences(directory, look(directory))
+
+
+def differences(directory: str | os.PathLike[str], steps: list[Saved]) -> list[str]:
+    """What `verify` returns for the steps that `look` returned."""
+    lines = [f"step {one.folder}: {problem}" for one in steps for problem in one.problems]
+    return lines if steps else [f"{directory}: no checkpoint here"]
+
+
+def problems(folder: Path) -> list[str] | None:
+    """As `manifest.problems`; None where the folder was removed, or took another name, meanwhile."""
+    before = _identity(folder)
+    found = manifest.problems(folder)
+    return None if before is None or (found and _identity(folder) != before) else found
+
+
+def look(directory: str | os.PathLike[str]) -> list[Saved]:
+    """Every entry with the name of a step or of a temporary, as it is now, newest last."""
+    for _ in range(MOST_ROUNDS):
+        found: dict[str, Saved] = {}
+        num_gone = 0
+        for path in _listed(directory):
+            # A save that has ended since it was listed has its plain number now.
+            for folder in dict.fromkeys((path, path.with_suffix(""))):
+                if folder.name not in found and (one := _seen(folder)) is not None:
+                    found[folder.name] = one
+                    break
+            else:
+                num_gone += 1
+        if not num_gone or any(one.state in ("good", "bad") for one in found.values()):
+            break
+    return sorted(found.values(), key=lambda one: (one.step, len(one.folder), one.folder))
+
+
+def _listed(directory: str | os.PathLike[str]) -> list[Path]:
+    paths = manifest.entries(directory)
+    return [path for path in paths if manifest.step_of(path) is not None or manifest.ORBAX_TEMPORARY in path.name]
+
+
+def _seen(folder: Path) -> Saved | None:
+    """A step as it is now; None where it is gone, or took another name before all of it was read."""
+    before = _identity(folder)
+    if before is None:
+        return None
+    # In this order: a lock that is gone belongs to a save that has finished or failed, which the second look tells.
+    is_saving = not manifest.has_manifest(folder) and _is_locked(folder) and not manifest.has_manifest(folder)
+    is_finished = manifest.has_manifest(folder)
+    found = [] if is_saving else manifest.problems(folder)
+    try:
+        when, leaves, meta = manifest.read_meta(folder)
+    except (OSError, ValueError):
+        leaves, meta = {}, {}
+        try:
+            when = manifest.utc(folder.lstat().st_mtime)
+        except FileNotFoundError:
+            return None
+    if (found or not leaves) and _identity(folder) != before:
+        return None
+    state = SAVING if is_saving else "bad" if found and is_finished else "good" if is_finished else "unfinished"
+    step = manifest.step_of(folder) or 0
+    return Saved(step, state, _num_bytes(folder), len(leaves), when, tuple(found), meta, folder.name)
+
+
+def _num_bytes(folder: Path) -> int:
+    """Of the files in a folder; 0 where it is none, or is going."""
+    try:
+        return sum(manifest.walk(folder)[0].values()) if folder.is_dir() and not folder.is_symlink() else 0
+    except OSError:
+        return 0
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Tells a folder from another one of its name; None where there is none."""
+    try:
+        entry = folder.lstat()
+    except OSError:
+        return None
+    return entry.st_dev, entry.st_ino
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether some process holds the lock of a step's folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False

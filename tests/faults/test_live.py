@@ -1,0 +1,111 @@
+"""Readers of a run that saves every step and keeps two: no error, and no damage where there is none."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spanax.run.store import checkpoint, manifest, view
+from spanax.show.checkpoints import show, verify
+from spanax.show.reporting import report, report_text, sections
+
+WORKLOAD = """
+import jax, numpy as np, optax, spanax
+from flax import nnx
+
+workload = spanax.Workload(
+    build=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
+    batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+    loss=lambda model, x: (model(x) ** 2).mean(),
+    optimizer=optax.sgd(0.1),
+    source=[np.ones(8, "float32")] * 64,
+)
+"""
+TRAIN = ("--devices", "1", "--steps", "1000000", "--save-every", "1", "--keep", "2", "--json")
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of a run that saves as fast as it can."""
+    place = tmp_path_factory.mktemp("live")
+    (place / "tiny.py").write_text(WORKLOAD)
+    argv = [sys.executable, "-m", "spanax", "train", "tiny.py:workload", "--out", "run", *TRAIN]
+    with open(place / "said.txt", "w") as said:
+        run = subprocess.Popen(argv, cwd=place, env={**os.environ, "XLA_FLAGS": ""}, stdout=said, stderr=said)
+    try:
+        while len(manifest.steps(place / "run" / "checkpoints")) < 2:
+            assert run.poll() is None, (place / "said.txt").read_text()
+            time.sleep(0.05)
+        yield place / "run"
+    finally:
+        run.send_signal(signal.SIGTERM)
+        assert run.wait() == 75, (place / "said.txt").read_text()
+
+
+def read(live: Path, count: int) -> None:
+    states: set[str] = set()
+    reached = []
+    for number in range(count):
+        if number % 3 == 0:
+            text, problems = show(live, as_json=False)
+        elif number % 3 == 1:
+            text, problems = verify(live, as_json=True)
+        else:
+            found = report(live)
+            text, problems = report_text(sections(found)), []
+            assert found.checkpoint is not None and found.account.attempts[-1].outcome == "running"
+            reached.append(found.checkpoint.step)
+        assert not problems, text
+        steps = view.describe(live / "checkpoints")
+        states |= {one.state for one in steps}
+        assert [one.state for one in steps].count("good") in (1, 2, 3), steps
+    assert states == {"good", "saving"} and reached[-1] > reached[0] and reached == sorted(reached)
+
+
+def test_reads_of_a_run_that_saves_every_step(live: Path) -> None:
+    read(live, 36)
+
+
+@pytest.mark.slow
+def test_hundreds_of_reads_of_a_run_that_saves_every_step(live: Path) -> None:
+    read(live, 500)
+
+
+def test_a_step_that_goes_while_it_is_read_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("1", "2.new0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plan.json").write_text("{}")
+        manifest.write(tmp_path / name)
+    problems = manifest.problems
+
+    def moving(folder: Path) -> list[str]:
+        if folder.name == "1":
+            manifest.discard(folder)
+        if folder.name == "2.new0":
+            manifest.settle(tmp_path)
+        return problems(folder)
+
+    monkeypatch.setattr(manifest, "problems", moving)
+    assert [(one.folder, one.state) for one in view.describe(tmp_path)] == [("2", "good")]
+    assert view.verify(tmp_path) == []
+
+
+def test_a_restore_passes_over_a_step_that_goes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("1", "2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plan.json").write_text("{}")
+        manifest.write(tmp_path / name)
+    problems, warnings = manifest.problems, []
+
+    def going(folder: Path) -> list[str]:
+        if folder.name == "2":
+            manifest.discard(folder)
+        return problems(folder)
+
+    monkeypatch.setattr(manifest, "problems", going)
+    assert checkpoint.choose(tmp_path, None, warnings.append).name == "1" and not warnings
