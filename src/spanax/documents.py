@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 MAX_BYTES = 1 << 24
 """Of a JSON file. The plan of a model of 10,000 arrays takes 5 MB."""
@@ -67,7 +67,20 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
       OSError: it cannot be read.
       ValueError: it is no TOML, or one that nobody would write.
     """
-    text = read_bytes(path, max_bytes=MAX_TOML_BYTES).decode("utf-8")
+    return parse_toml(read_bytes(path, max_bytes=MAX_TOML_BYTES))
+
+
+def parse_toml(raw: bytes) -> dict[str, Any]:
+    """The table of a TOML text.
+
+    Raises:
+      ValueError: it is no TOML, or one that nobody would write.
+
+    Example:
+      >>> parse_toml(b"steps = 4")
+      {'steps': 4}
+    """
+    text = raw.decode("utf-8")
     if any(line.count(".") >= MAX_DOTS for line in text.splitlines()):
         raise ValueError(f"a line has {MAX_DOTS} dots")
     try:
@@ -119,16 +132,31 @@ def _named(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def json_objects(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
+    """The objects in a file of JSON lines, one at a time; a line that is none, half of one, or longer is left out.
+
+    Example:
+      >>> import io
+      >>> list(json_objects(io.BytesIO(b'{"step": 1}\\n{"step": '), 1 << 10))
+      [{'step': 1}]
+    """
+    is_inside = False
+    while line := file.readline(max_bytes):
+        is_rest, is_inside = is_inside, len(line) == max_bytes and not line.endswith(b"\n")
+        if is_rest or is_inside:
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
 def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
-    """The objects in a file of JSON lines, one at a time; a line that is none, or half of one, is left out."""
+    """The objects in a file of JSON lines; see `json_objects`."""
     with open(path, "rb") as file:
-        while line := file.readline(max_bytes):
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(found, dict):
-                yield found
+        yield from json_objects(file, max_bytes)
 
 
 def made(kind: type[Made], data: Any) -> Made:
