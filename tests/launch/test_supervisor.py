@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from spanax.entries.names import LOGS
 from spanax.errors import SpanaxError
-from spanax.launch.ending import ATTEMPT, LOGS, ending_of
+from spanax.launch.ending import ATTEMPT, ending_of
 from spanax.launch.request import TrainRequest
 from spanax.launch.supervisor import Limits, Supervisor, check
 from spanax.run.record import events

@@ -28,10 +28,11 @@ from spanax.errors import EntryError
 Place = str | os.PathLike[str]
 """What names a folder: a path of the user, or a `Folder`."""
 
-MAX_DEPTH = 32
+MAX_DEPTH = 16
 """Folders in each other, below a run folder."""
 
-_TEMPORARY = re.compile(r"\.[^/]+\.[0-9a-f]{16}\.new")
+TEMPORARY = re.compile(r"\.[^/]+\.[0-9a-f]{16}\.new")
+"""The names of files that are being written."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Folder:
       Traceback (most recent call last):
       spanax.errors.EntryError: 'plan.json' is a symbolic link, and has to be a regular file.
         where: in '...'; it leads to /etc/passwd
-        fix: remove it, or copy what it leads to there
+        fix: put what it leads to in its place, or remove it
     """
 
     root: Path
@@ -80,6 +81,11 @@ class Folder:
     def name(self) -> str:
         """Its own name."""
         return self.path.name
+
+    @property
+    def outer(self) -> "Folder":
+        """The folder that holds this one."""
+        return replace(self, below=self.below[:-1]) if self.below else Folder(self.root.parent)
 
     def inner(self, *names: str) -> "Folder":
         """A folder in this one."""
@@ -115,6 +121,12 @@ class Folder:
             if error.errno == errno.ELOOP:  # the path of the user leads to itself
                 return None
             raise
+
+    def link(self, name: str) -> str:
+        """What a link leads to, as it says."""
+        within, last = self._holder(name)
+        with within.opened() as descriptor:
+            return os.readlink(last, dir_fd=descriptor)
 
     def names(self) -> list[str]:
         """The names of what it holds, sorted; none where there is no folder."""
@@ -157,7 +169,7 @@ class Folder:
         """
         for name, status in self.walk():
             kind = Kind.of(status.st_mode)
-            target = self._link(name) if kind is Kind.LINK else ""
+            target = self.link(name) if kind is Kind.LINK else ""
             if may_link_inside and target and not target.startswith("/") and ".." not in target.split("/"):
                 continue
             if kind not in (Kind.FILE, Kind.FOLDER):
@@ -206,6 +218,15 @@ class Folder:
                 os.mkdir(created.below[depth - 1], dir_fd=descriptor)
         with created.opened():
             return created
+
+    def make_new(self) -> None:
+        """Makes this folder, which must not be there.
+
+        Raises:
+          FileExistsError: something has its name.
+        """
+        with self.outer.opened() as descriptor:
+            os.mkdir(self.name, dir_fd=descriptor)
 
     def replace(self, name: str, parts: Iterable[str | bytes], *, is_durable: bool = True) -> None:
         """Writes a file anew: another process sees the old content or the new one, and never a part of it.
@@ -315,7 +336,7 @@ class Folder:
     def sweep(self) -> None:
         """Removes the temporary files that a killed process left in this folder."""
         for name in self.names():
-            if _TEMPORARY.fullmatch(name) and self.kind(name) is Kind.FILE:
+            if TEMPORARY.fullmatch(name) and self.kind(name) is Kind.FILE:
                 self.remove(name)
 
     # ---- descriptors
@@ -361,11 +382,6 @@ class Folder:
 
     def _full_name(self, name: str) -> str:
         return "/".join((*self.below, name))
-
-    def _link(self, name: str) -> str:
-        within, last = self._holder(name)
-        with within.opened() as descriptor:
-            return os.readlink(last, dir_fd=descriptor)
 
 
 def _parts(name: str) -> list[str]:
