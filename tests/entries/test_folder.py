@@ -28,7 +28,9 @@ def outside(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Folder:
-    return Folder.of(tmp_path / "run").make("heartbeats") and Folder.of(tmp_path / "run")
+    folder = Folder.of(tmp_path / "run").make()
+    folder.make("heartbeats")
+    return folder
 
 
 def sparse(path: Path, outside: Path) -> None:
@@ -140,6 +142,16 @@ def test_the_path_of_the_user_may_be_a_link(run: Folder, tmp_path: Path) -> None
     assert run.read(CONFIG) == b"steps = 4" and linked.resolved() == run
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert Folder.of(tmp_path / "loop").kind() is None
+
+
+def test_a_folder_is_made_where_the_one_that_holds_it_is(tmp_path: Path) -> None:
+    folder = Folder.of(tmp_path / "a" / "run")
+    with pytest.raises(FileNotFoundError):
+        folder.make("heartbeats")
+    assert folder.inner("checkpoints", "4").make() == folder.inner("checkpoints", "4")
+    assert folder.make("heartbeats").names() == [] and folder.names() == ["checkpoints", "heartbeats"]
+    with pytest.raises(FileExistsError):
+        folder.inner("heartbeats").make_new()
 
 
 def test_what_is_missing_is_no_refusal(run: Folder, tmp_path: Path) -> None:

@@ -213,8 +213,8 @@ def test_a_run_folder_that_became_anothers_is_left_alone(tmp_path: Path) -> None
 def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, go_on, at_once = manifest.write, threading.Event(), []
 
-    def slow(folder: Path) -> None:
-        at_once.append(len(manifest.unfinished(folder.parent)))
+    def slow(folder: Folder) -> None:
+        at_once.append(len(manifest.unfinished(folder.outer)))
         assert go_on.wait(240)
         write(folder)
 

@@ -209,15 +209,20 @@ class Folder:
     # ---- writing
 
     def make(self, name: str = "") -> "Folder":
-        """Makes a folder in this one, or this one itself, where it is missing; returns it."""
-        created = self.inner(name) if name else self
-        self.root.mkdir(parents=True, exist_ok=True)
-        for depth in range(1, len(created.below) + 1):
-            within = replace(created, below=created.below[: depth - 1])
-            with within.opened() as descriptor, suppress(FileExistsError):
-                os.mkdir(created.below[depth - 1], dir_fd=descriptor)
-        with created.opened():
-            return created
+        """Makes a folder in this one, which must be there; without a name this one and all that lead to it. Returns it.
+
+        Raises:
+          EntryError: a link, or something else that is not a folder, has its name.
+          OSError: it cannot be made.
+        """
+        folder, first = (self.inner(name), len(self.below)) if name else (self, 0)
+        if not name:
+            self.root.mkdir(parents=True, exist_ok=True)
+        for depth in range(first, len(folder.below)):
+            with replace(folder, below=folder.below[:depth]).opened() as descriptor, suppress(FileExistsError):
+                os.mkdir(folder.below[depth], dir_fd=descriptor)
+        with folder.opened():
+            return folder
 
     def make_new(self) -> None:
         """Makes this folder, which must not be there.

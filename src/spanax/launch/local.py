@@ -68,7 +68,7 @@ def started(
     argv: Sequence[str], environment: Mapping[str, str], folder: Path, rank: int, *, talks: bool = True
 ) -> subprocess.Popen[bytes]:
     """A process of a run, a child of this one, that obeys it; what it says goes into its log, or to whoever called."""
-    place = Folder.of(folder)
+    place = Folder.of(folder).make()
     place.make(LOGS)
     with place.appending(RANK_LOG.of(rank)) as log:
         os.write(log, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())

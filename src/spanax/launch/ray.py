@@ -139,7 +139,7 @@ class Host:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], folder: str, run_folder: str) -> None:
         """Start the process, in a folder and with its output at the end of its log in the run folder."""
-        place = Folder.of(run_folder)
+        place = Folder.of(run_folder).make()
         place.make(LOGS)
         with place.appending(RANK_LOG.of(environment["SPANAX_HOST"])) as output:
             os.write(output, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
