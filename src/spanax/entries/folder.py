@@ -327,16 +327,11 @@ class Folder:
 
     def remove_if_empty(self, name: str = "") -> bool:
         """Removes an empty folder, or this one; whether it is gone."""
-        try:
-            if not name and not self.below:
-                os.rmdir(self.root)
-                return True
-            within, last = self._holder(name)
-            with within.opened() as descriptor:
-                os.rmdir(last, dir_fd=descriptor)
-        except OSError:
-            return False
-        return True
+        folder = self.inner(name) if name else self
+        with suppress(OSError), folder.outer.opened() as descriptor:
+            os.rmdir(folder.name, dir_fd=descriptor)
+            return True
+        return False
 
     def sweep(self) -> None:
         """Removes the temporary files that a killed process left in this folder."""
