@@ -13,13 +13,14 @@ import tyro
 from tyro.conf import Positional
 
 from spanax.documents import json_line
+from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED, SpanaxError, WriteError
 from spanax.frames import user_frames
 from spanax.interop.commands import INTEROP, carry_out
 from spanax.launch.commands import KINDS, SAYS, launch
 from spanax.printable import printable_lines
 from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
-from spanax.run.record.folder import CONFIG, read_config, recorded
+from spanax.run.record.folder import read_config, recorded
 from spanax.show.mistakes import explained
 from spanax.show.requests import (
     CheckCommand,

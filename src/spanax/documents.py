@@ -13,7 +13,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from spanax.sealed import Opened, opened
 
@@ -138,22 +138,32 @@ def _named(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
+def json_objects(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
     """The objects in a file of JSON lines, one at a time; None for a damaged line: it is none, or over `max_bytes`.
 
     The end of a file that is not a line yet is left out: whoever writes it may be about to go on.
+
+    Example:
+      >>> import io
+      >>> list(json_objects(io.BytesIO(b'{"step": 1}\\n{"step"\\n{"step": '), 1 << 10))
+      [{'step': 1}, None]
     """
+    while line := file.readline(max_bytes):
+        if line.endswith(b"\n"):
+            if line.strip():
+                yield _object(line)
+            continue
+        if len(line) < max_bytes:
+            return
+        while (line := file.readline(max_bytes)) and not line.endswith(b"\n"):
+            pass
+        yield None
+
+
+def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
+    """The objects in a file of JSON lines; see `json_objects`."""
     with open(path, "rb") as file:
-        while line := file.readline(max_bytes):
-            if line.endswith(b"\n"):
-                if line.strip():
-                    yield _object(line)
-                continue
-            if len(line) < max_bytes:
-                return
-            while (line := file.readline(max_bytes)) and not line.endswith(b"\n"):
-                pass
-            yield None
+        yield from json_objects(file, max_bytes)
 
 
 def _object(line: bytes) -> Mapping[str, Any] | None:

@@ -5,6 +5,7 @@
     ├── NoLayoutError      2: no layout can be laid over a program on these devices
     ├── ResizeError        2: a step cannot be traced with arrays of other sizes
     ├── DataError          65: what was read is not what it should be
+    │   └── EntryError     65: something other than a regular file is in a run folder
     ├── CompilerError      70: a compiler died or took too long
     ├── HostsError         70: the processes of a run did not come together
     ├── NumbersError       70: the numbers of a run went wrong
@@ -92,6 +93,16 @@ class DataError(SpanaxError):
     """
 
     exit_code = 65
+
+
+class EntryError(DataError):
+    """An entry of a run folder is a link, a FIFO, a device, a folder or too large; exit code 65.
+
+    Example:
+      >>> print(EntryError("'LOCK' is a symbolic link, and has to be a regular file.", fix="remove it"))
+      'LOCK' is a symbolic link, and has to be a regular file.
+        fix: remove it
+    """
 
 
 class CompilerError(SpanaxError):

@@ -3,12 +3,15 @@
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.displays import display
-from spanax.documents import MAX_INT, parse_json, read_opened
+from spanax.documents import MAX_INT, parse_json, read_bytes
+from spanax.entries.folder import Folder, Place
+from spanax.entries.names import PLAN
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
@@ -17,6 +20,7 @@ from spanax.plan.price import Price
 from spanax.plan.resolve import Spec
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.schema import made
+from spanax.sealed import opened
 from spanax.trace.policies import GATHERED
 from spanax.units import bytes_text, count_text
 
@@ -229,8 +233,22 @@ class Plan:
         Raises:
           DataError: there is no such file, or it holds no plan.
         """
+        return Plan._read(lambda: read_bytes(path), path)
+
+    @staticmethod
+    def of_run(folder: Place) -> "Plan":
+        """Read the plan that a run folder or a saved step holds.
+
+        Raises:
+          DataError: there is none, or it is damaged; also its kind EntryError.
+        """
+        place = Folder.of(folder)
+        return Plan._read(lambda: place.read(PLAN), place.path / PLAN)
+
+    @staticmethod
+    def _read(read: Callable[[], bytes], path: str | Path) -> "Plan":
         try:
-            return Plan.from_json(read_opened(path).text)
+            return Plan.from_json(opened(read().decode()).text)
         except DataError:
             raise
         except (OSError, ValueError) as error:

@@ -266,12 +266,17 @@ def prepare_devices(num_simulated: int) -> None:
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
 
 
+def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a supervisor started this process."""
+    return "SPANAX_SUPERVISOR" in environ
+
+
 def obey_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
     """Under a supervisor: SIGUSR1 and every crash write all stacks to standard error, and its death asks to stop.
 
     Returns whether there is one.
     """
-    if "SPANAX_SUPERVISOR" not in environ:
+    if not is_supervised(environ):
         return False
     faulthandler.enable(STDERR)
     faulthandler.register(signal.SIGUSR1, STDERR)

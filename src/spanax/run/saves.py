@@ -1,14 +1,13 @@
 """Saves: the checkpoints of a run as they fall due. One that fails costs itself, not the run."""
 
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from spanax.entries.folder import Folder, Place
 from spanax.errors import DiskFullError, WriteError
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
@@ -34,7 +33,7 @@ class Saves:
       saved: the step that was saved last, or that the run began with.
     """
 
-    folder: Path
+    folder: Folder
     config: TrainConfig
     tell: Callable[[dict[str, Any]], None]
     renew: Callable[[], Any]
@@ -124,7 +123,7 @@ class Saves:
         return is_removed
 
 
-def make_room(directory: str | os.PathLike[str]) -> int | None:
+def make_room(directory: Place) -> int | None:
     """Removes the oldest finished step of a full disk, and returns its number; None where none can go.
 
     The newest step stays, and goes on to be the one that a run is restored from: it is held against its manifest first.

@@ -12,13 +12,13 @@ from typing import Any
 
 from rich.table import Table
 
-from spanax.documents import json_lines
-from spanax.errors import DataError
+from spanax.entries.folder import Folder
+from spanax.entries.names import CHECKPOINTS, EVENTS, METRICS
+from spanax.errors import DataError, EntryError
 from spanax.printable import printable
 from spanax.run.record import heartbeat
 from spanax.run.record.account import Account, account
-from spanax.run.record.events import FILE
-from spanax.run.record.folder import CHECKPOINTS, CONFIG, METRICS, read_config
+from spanax.run.record.folder import recorded
 from spanax.run.record.ledger import BUCKETS
 from spanax.run.store import view
 from spanax.show.tables import table_text
@@ -104,26 +104,28 @@ def report(folder: Path) -> Report:
     """Read a run folder, of a run that goes on or is over.
 
     Raises:
-      DataError: it is not a run folder.
+      DataError: it is not a run folder; also its kind EntryError.
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder '{folder}'.", fix="the folder of a run, as spanax train --out names it")
     found, notes, workload = account(folder), list[str](), ""
     try:
-        workload = str(read_config(folder / CONFIG).get("workload", ""))
+        workload = str(recorded(folder).get("workload", ""))
+    except EntryError:
+        raise
     except DataError as error:
         notes.append(" ".join(str(error).split()))  # a report is wanted most of runs that are damaged
-    steps = view.describe(folder / CHECKPOINTS)
+    steps = view.describe(Folder.of(folder).inner(CHECKPOINTS))
     good = [saved for saved in steps if saved.state == "good"]
     saving = next((saved.step for saved in steps if saved.state == view.SAVING), None)
-    metrics, num_damaged = _last_metrics(folder / METRICS)
+    metrics, num_damaged = _last_metrics(folder)
     notes += [
         f"{name}: {_counted(count)} damaged"
-        for name, count in ((FILE, found.num_damaged), (METRICS, num_damaged))
+        for name, count in ((EVENTS, found.num_damaged), (METRICS, num_damaged))
         if count
     ]
     notes += [
-        f"{FILE}: {_counted(count)} of the unknown kind '{kind}' left out"
+        f"{EVENTS}: {_counted(count)} of the unknown kind '{kind}' left out"
         for kind, count in sorted(found.unknown.items())[:MAX_NOTES]
     ]
     notes += heartbeat.damaged(folder)[:MAX_NOTES]
@@ -134,11 +136,11 @@ def _counted(count: int) -> str:
     return "1 line" if count == 1 else f"{count:,} lines"
 
 
-def _last_metrics(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+def _last_metrics(folder: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """The numbers of the last `step` and `eval` events of a run, and how many lines are damaged."""
     found: dict[str, dict[str, Any]] = {}
     num_damaged = 0
-    for event in json_lines(path) if path.is_file() else ():
+    for event in Folder.of(folder).lines(METRICS):
         if event is None:
             num_damaged += 1
         elif isinstance(kind := event.get("event"), str) and kind in MOMENTS:

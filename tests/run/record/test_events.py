@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from spanax.run.record.events import FILE, KINDS, Begin, Events, read
+from spanax.entries.names import EVENTS
+from spanax.run.record.events import KINDS, Begin, Events, read
 
 
 def test_half_a_line_does_not_take_the_next_with_it(tmp_path: Path) -> None:
     events = Events(tmp_path)
     events.tell("begin", step=0)
-    with open(tmp_path / FILE, "ab") as file:
+    with open(tmp_path / EVENTS, "ab") as file:
         file.write(b'{"event": "sa')
     events.tell("end", step=7)
     assert [event["event"] for event in read(tmp_path).records] == ["begin", "end"]
@@ -34,7 +35,7 @@ def test_what_is_damaged_or_of_another_version_is_counted(tmp_path: Path) -> Non
         b'{"event": "died", "time": 1, "x": "' + b"x" * (1 << 20) + b'"}',
     ]  # fmt: skip
     newer = [b'{"event": "sealed", "time": 1}', b'{"event": "sealed"}', b'{"event": "\\u001b[2J"}']
-    with open(tmp_path / FILE, "ab") as file:
+    with open(tmp_path / EVENTS, "ab") as file:
         file.write(b"\n".join([*lies, *newer, b""]) + b'{"event": "en')
     found = read(tmp_path)
     assert [event.event for event in found.events] == ["begin"] and found.num_damaged == len(lies)

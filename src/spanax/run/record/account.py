@@ -13,9 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from spanax.entries.names import EVENTS
 from spanax.errors import DataError
 from spanax.run.record import heartbeat
-from spanax.run.record.events import FILE, Begin, End, Event, Events, Spent, Stuck, read
+from spanax.run.record.events import Begin, End, Event, Events, Spent, Stuck, read
 from spanax.run.record.ledger import BUCKETS
 
 OUTCOMES = {"stuck": "stuck", "died": "died", "preempted": "preempted", "end": "finished", "stopped": "stopped"}
@@ -111,7 +112,9 @@ def account(folder: Path) -> Account:
     told = read(folder)
     parts = _parts(told.events)
     if not parts:
-        raise DataError(f"'{folder}' is not a run folder.", where=f"{FILE} has no beginning", fix="the folder of a run")
+        raise DataError(
+            f"'{folder}' is not a run folder.", where=f"{EVENTS} has no beginning", fix="the folder of a run"
+        )
     beat = heartbeat.read(folder).get(0)
     last = None if beat is None else _spent(beat)
     begun = [part for part in parts if last is not None and part[0].time <= last.time]

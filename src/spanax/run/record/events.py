@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spanax.documents import json_line, json_lines
+from spanax.documents import json_line
+from spanax.entries.folder import Folder
+from spanax.entries.names import EVENTS
 from spanax.printable import to_stderr
 from spanax.schema import Count, SchemaError, Seconds, made
-
-FILE = "events.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +139,7 @@ class Events:
         """Append one event; a disk that is full or gone is told of on standard error, and ends nothing.
 
         Raises:
+          EntryError: the file is something else.
           KeyError: it is of a kind that nobody could read.
         """
         if event not in KINDS:
@@ -147,32 +148,26 @@ class Events:
         line = (json_line(record) + "\n").encode()
         try:
             # One write at the end of the file: lines of two processes never mix.
-            descriptor = os.open(self.folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
+            with Folder.of(self.folder).appending(EVENTS) as descriptor:
                 size_bytes = os.fstat(descriptor).st_size
                 is_half = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
                 os.write(descriptor, b"\n" * is_half + line)
-            finally:
-                os.close(descriptor)
         except OSError as error:
-            to_stderr(f"cannot write to '{self.folder / FILE}': {error.strerror}: {line.decode().rstrip()}")
+            to_stderr(f"cannot write to '{self.folder / EVENTS}': {error.strerror}: {line.decode().rstrip()}")
 
 
 def read(folder: Path) -> Told:
     """The events of a run in the order in which they were written; none where there is no file."""
     found: list[Event] = []
     num_damaged, unknown = 0, Counter[str]()
-    try:
-        for record in json_lines(folder / FILE):
-            kind = None if record is None else record.get("event")
-            if isinstance(kind, str) and kind not in KINDS:
-                unknown[kind] += 1
-            elif (event := _event(record)) is None:
-                num_damaged += 1
-            else:
-                found.append(event)
-    except FileNotFoundError:
-        return Told()
+    for record in Folder.of(folder).lines(EVENTS):
+        kind = None if record is None else record.get("event")
+        if isinstance(kind, str) and kind not in KINDS:
+            unknown[kind] += 1
+        elif (event := _event(record)) is None:
+            num_damaged += 1
+        else:
+            found.append(event)
     return Told(tuple(found), num_damaged, dict(unknown))
 
 

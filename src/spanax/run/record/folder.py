@@ -3,36 +3,27 @@
 config.toml  plan.json  env.json  metrics.jsonl  events.jsonl  heartbeats/  log/  checkpoints/<step>/  LOCK
 """
 
-import fcntl
 import json
 import os
 import platform
-import re
-import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import tomli_w
 
-from spanax.documents import json_line, json_lines, parse_json, parse_toml, read_bytes, read_opened
-from spanax.errors import ConfigError, DataError, SpanaxError, WriteError
-from spanax.run.record import events, heartbeat
+from spanax.documents import json_line, parse_json, parse_toml, read_opened
+from spanax.entries.folder import Folder
+from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, Name
+from spanax.errors import ConfigError, DataError, EntryError, SpanaxError, WriteError
+from spanax.run.record.claim import holds_run
 from spanax.run.record.lines import Lines
-from spanax.run.record.trackers import TENSORBOARD, WANDB
 from spanax.run.store import manifest
 from spanax.schema import made
-from spanax.sealed import DamagedError, Opened, sealed
-
-CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
-    "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "log", "LOCK",
-)  # fmt: skip
-
+from spanax.sealed import DamagedError, Opened, opened, sealed
 
 SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq", "optimizer_state")
 """Settings that a run keeps for life: they make its model and the order of its data."""
@@ -60,142 +51,29 @@ class Environment:
     packages: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class Claim:
-    """A run folder that is held: the lock is the kernel's, so it goes with the process, however that ends."""
-
-    folder: Path
-    lock: IO[str]
-
-    def renew(self) -> bool:
-        """Hold the folder again where somebody removed it; whether that was so.
-
-        Raises:
-          WriteError: another run has it now, or it cannot be made again.
-        """
-        try:
-            if os.path.samestat(os.stat(self.folder / LOCK), os.fstat(self.lock.fileno())):
-                return False
-        except FileNotFoundError:
-            pass
-        lock = _locked(self.folder)
-        try:
-            _check_empty(self.folder)
-        except WriteError:
-            lock.close()
-            raise
-        self.lock.close()
-        self.lock = lock
-        return True
-
-
-@contextmanager
-def claimed(folder: Path, *, resume: bool) -> Iterator[Claim]:
-    """Hold a run folder while the run lasts.
-
-    Raises:
-      DataError: something in it lies elsewhere.
-      WriteError: another run holds it, it already has a run in it, or it cannot be written.
-    """
-    claim = Claim(folder, _locked(folder))
-    try:
-        if not resume:
-            _check_empty(folder)
-        yield claim
-    finally:
-        claim.lock.close()
-        with suppress(OSError):
-            # A request that was refused leaves nothing behind.
-            if {path.name for path in folder.iterdir()} <= {LOCK, heartbeat.FOLDER}:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked(folder: Path) -> IO[str]:
-    """The lock of a run folder, held by this process."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_inside(folder)
-        lock = open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
-    except OSError as error:
-        raise WriteError(f"cannot write to the run folder '{folder}'.", where=str(error)) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.truncate(lock.fileno(), 0)
-        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    except BlockingIOError:
-        lock.close()
-        raise WriteError(
-            f"the run folder '{folder}' is in use.",
-            where=_holder(folder),
-            fix="another --out, or end that run first",
-        ) from None
-    except OSError as error:
-        lock.close()
-        raise WriteError(f"cannot lock the run folder '{folder}'.", where=str(error)) from None
-    return lock
-
-
-def _holder(folder: Path) -> str:
-    """Who wrote itself into the lock of a folder, and whether that process is still there."""
-    with suppress(OSError, ValueError):
-        told = read_bytes(folder / LOCK, max_bytes=1024).decode().strip()
-        match = re.fullmatch(r"process (\d+) on (.+)", told)
-        is_here = match is not None and match[2] == socket.gethostname()
-        if match is not None and is_here and not Path("/proc", match[1]).exists() and Path("/proc/self").exists():
-            return f"{told}, which has ended: a process that it started holds it"
-        return told or "held by another process"
-    return "held by another process"
-
-
-def _check_inside(folder: Path) -> None:
-    """A run writes into these; in a folder from elsewhere they may be links to what is not its own."""
-    kept = (CONFIG, PLAN, ENV, METRICS, LOCK, events.FILE)
-    for name in (*kept, CHECKPOINTS, heartbeat.FOLDER, LOGS, "profile", TENSORBOARD, WANDB):
-        path = folder / name
-        if os.path.lexists(path) and (path.is_symlink() or not (path.is_file() if name in kept else path.is_dir())):
-            kind = "link" if path.is_symlink() else "thing"
-            raise DataError(
-                f"the run folder '{folder}' holds a {kind} named '{name}' that is not its own.",
-                where=f"it leads to {os.path.realpath(path)}" if path.is_symlink() else "",
-                fix="move the whole run folder to where it is to be, and name that with --out",
-            )
-
-
-def _check_empty(folder: Path) -> None:
-    saved = manifest.steps(folder / CHECKPOINTS)
-    if _holds_run(folder):
-        last = f"its newest checkpoint is step {saved[-1]}" if saved else "it has no checkpoint"
-        raise WriteError(
-            f"the run folder '{folder}' already holds a run.", where=last, fix="--resume, or another --out"
-        )
-
-
-def _holds_run(folder: Path) -> bool:
-    return bool(manifest.steps(folder / CHECKPOINTS)) or os.path.lexists(folder / METRICS)
-
-
 def read_config(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, which may be the record of a run.
 
     Raises:
       DataError: there is no such file, it is not TOML, or it is a record that was cut or changed.
     """
-    return _read(path, "configuration", parse_toml)[0]
+    return _parsed(lambda: read_opened(path), path, "configuration", parse_toml)[0]
 
 
 def recorded(folder: Path) -> dict[str, Any]:
     """The settings that the run in a folder was last started with; none where there is no run.
 
     Raises:
-      DataError: the folder holds a run without its settings, or they were cut or changed.
+      DataError: the folder holds a run without its settings, or they were cut or changed; also its kind EntryError.
     """
-    if not _is_recorded(folder, CONFIG):
+    place = Folder.of(folder)
+    if not _is_recorded(place, CONFIG):
         return {}
-    settings, found = _read(folder / CONFIG, "configuration", parse_toml)
-    missing = [] if found.is_sealed else [f"'{name}'" for name in UNSEALED if name not in settings]
-    if missing or not found.text.endswith("\n"):
+    settings, record = _read_record(place, CONFIG, "configuration", parse_toml)
+    missing = [] if record.is_sealed else [f"'{name}'" for name in UNSEALED if name not in settings]
+    if missing or not record.text.endswith("\n"):
         where = f"it has no checksum and no {(missing or ['end of a line'])[0]}: it was cut, or no run wrote it"
-        raise DataError(f"cannot read the configuration '{folder / CONFIG}'.", where=where, fix=EDITED)
+        raise DataError(f"cannot read the configuration '{place.path / CONFIG}'.", where=where, fix=EDITED)
     return settings
 
 
@@ -208,26 +86,37 @@ def check_records(folder: Path) -> list[str]:
     Raises:
       DataError: one of them was, or is missing.
     """
-    parts = ((CONFIG, "configuration", parse_toml), (PLAN, "plan", parse_json), (ENV, "environment", parse_json))
-    here = [part for part in parts if _is_recorded(folder, part[0])]
-    return [name for name, what, parse in here if not _read(folder / name, what, parse)[1].is_sealed]
+    place = Folder.of(folder)
+    parts = (
+        (CONFIG, "configuration", parse_toml),
+        (PLAN, "plan", parse_json),
+        (ENVIRONMENT, "environment", parse_json),
+    )
+    here = [part for part in parts if _is_recorded(place, part[0])]
+    return [str(name) for name, what, parse in here if not _read_record(place, name, what, parse)[1].is_sealed]
 
 
-def _is_recorded(folder: Path, name: str) -> bool:
+def _is_recorded(place: Folder, name: Name) -> bool:
     """Whether a folder has a record; raises where it holds a run that cannot go on without."""
-    if os.path.lexists(folder / name):
+    if place.kind(name) is not None:
         return True
-    if _holds_run(folder):
-        fix = f"bring '{name}' back from a copy, or begin another run from these weights: --init {folder} --out ..."
-        raise DataError(f"the run folder '{folder}' has no '{name}', and holds a run.", fix=fix)
+    if holds_run(place):
+        fix = f"bring '{name}' back from a copy, or begin another run from these weights: --init {place} --out ..."
+        raise DataError(f"the run folder '{place}' has no '{name}', and holds a run.", fix=fix)
     return False
 
 
-def _read(path: Path, what: str, parse: Callable[[str], Any]) -> tuple[Any, Opened]:
-    """What a record says, and its text."""
+def _read_record(place: Folder, name: Name, what: str, parse: Callable[[str], Any]) -> tuple[Any, Opened]:
+    """What a record of a run folder says, and its text."""
+    return _parsed(lambda: opened(place.read(name).decode("utf-8")), place.path / name, what, parse)
+
+
+def _parsed(read: Callable[[], Opened], path: Path, what: str, parse: Callable[[str], Any]) -> tuple[Any, Opened]:
     try:
-        found = read_opened(path)
-        return parse(found.text), found
+        record = read()
+        return parse(record.text), record
+    except EntryError:
+        raise
     except DamagedError as error:
         raise DataError(f"cannot read the {what} '{path}'.", where=str(error), fix=EDITED) from None
     except (OSError, ValueError) as error:
@@ -259,7 +148,7 @@ def check_steps(folder: Path, steps: int) -> None:
     Raises:
       SpanaxError: its newest checkpoint is of a later step.
     """
-    reached = max(manifest.steps(folder / CHECKPOINTS), default=0)
+    reached = max(manifest.steps(Folder.of(folder).inner(CHECKPOINTS)), default=0)
     if steps < reached:
         raise SpanaxError(
             f"cannot train to step {steps}: the run has reached step {reached} already.",
@@ -270,12 +159,16 @@ def check_steps(folder: Path, steps: int) -> None:
 
 def changed_versions(folder: Path) -> list[str]:
     """What of the environment that a run was last in is another now; a run may go on, but not bit for bit."""
-    if not _is_recorded(folder, ENV):
+    place = Folder.of(folder)
+    if not _is_recorded(place, ENVIRONMENT):
         return []
     try:
-        before = made(Environment, _read(folder / ENV, "environment", parse_json)[0], is_open=True, is_strict=False)
+        record, _ = _read_record(place, ENVIRONMENT, "environment", parse_json)
+        before = made(Environment, record, is_open=True, is_strict=False)
+    except DataError:
+        raise
     except ValueError as error:
-        raise DataError(f"cannot read the environment '{folder / ENV}'.", where=str(error)) from None
+        raise DataError(f"cannot read the environment '{folder / ENVIRONMENT}'.", where=str(error)) from None
     then = {name: before.packages.get(name) for name in VERSIONS} | {"python": before.python}
     now = {name: version(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
     return [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] not in (None, now[name])]
@@ -291,9 +184,9 @@ def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devic
         environment={key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))},
         packages=dict(sorted((said["Name"], said["Version"]) for said in described if said["Name"])),
     )
-    _replace(folder / CONFIG, [sealed(config_text(config))])
+    _replace(folder, CONFIG, [sealed(config_text(config))])
     write_plan(folder, plan_json)
-    _replace(folder / ENV, [sealed(json.dumps(asdict(environment), indent=1) + "\n")])
+    _replace(folder, ENVIRONMENT, [sealed(json.dumps(asdict(environment), indent=1) + "\n")])
 
 
 def config_text(config: Mapping[str, Any]) -> str:
@@ -309,35 +202,25 @@ def config_text(config: Mapping[str, Any]) -> str:
 
 def write_plan(folder: Path, plan_json: str) -> None:
     """Write the plan of the run."""
-    _replace(folder / PLAN, [sealed(plan_json)])
+    _replace(folder, PLAN, [sealed(plan_json)])
 
 
 def open_metrics(folder: Path, last_step: int) -> Lines:
     """The metrics file, to append to; lines of steps after `last_step` go, because they will be taken again."""
-    path = folder / METRICS
 
     def kept() -> Iterator[str]:
-        for event in json_lines(path) if path.exists() else ():
+        for event in Folder.of(folder).lines(METRICS):
             step = None if event is None else event.get("step", 0)
             if event is not None and isinstance(step, int) and step <= last_step and event.get("event") != "done":
                 yield json_line(event) + "\n"
 
-    _replace(path, kept())
-    return Lines(path)
+    _replace(folder, METRICS, kept())
+    return Lines(Folder.of(folder), METRICS)
 
 
-def _replace(path: Path, parts: Iterable[str]) -> None:
+def _replace(folder: Path, name: Name, parts: Iterable[str]) -> None:
     """Replace a file: after a power cut it has its old or its new content."""
-    temporary = path.with_name(path.name + ".new")
     try:
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "x", encoding="utf-8", newline="") as file:  # "x" follows no link
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        manifest.flush_folder(path.parent)
+        Folder.of(folder).replace(name, parts)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise WriteError(f"cannot write '{path}'.", where=str(error)) from None
+        raise WriteError(f"cannot write '{folder / name}'.", where=str(error)) from None

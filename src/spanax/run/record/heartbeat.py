@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from spanax.documents import read_json
+from spanax.documents import parse_json
+from spanax.entries.folder import Folder
+from spanax.entries.kind import Kind, refused
+from spanax.entries.names import HEARTBEAT, HEARTBEATS, Name
+from spanax.errors import first_line
 from spanax.schema import Count, Seconds, Within, made
-
-FOLDER = "heartbeats"
 
 Pid = Annotated[int, Within(1, (1 << 31) - 1)]
 
@@ -85,51 +87,63 @@ class Pulse:
             self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
             dict(seconds or {}),
         )  # fmt: skip
-        path = self.folder / FOLDER / f"{self.rank}.json"
+        place, name = Folder.of(self.folder), HEARTBEAT.of(self.rank)
         try:
-            path.parent.mkdir(exist_ok=True)
-            new = path.with_suffix(".new")
-            new.write_text(json.dumps(asdict(said)))
-            os.replace(new, path)
+            place.make(HEARTBEATS)
+            place.replace(name, [json.dumps(asdict(said))], is_durable=False)
         except OSError:
             # A full disk still takes a time: alive is alive.
             with suppress(OSError):
-                os.utime(path)
+                place.touch(name)
 
 
 def read(folder: Path) -> dict[int, Heartbeat]:
     """The last beat of every process of a run, by rank; a file that holds none is left out, and `damaged` names it."""
-    beats = (_beat(path) for path in _files(folder))
+    place = Folder.of(folder)
+    beats = (_beat(place, name) for name in _names(place))
     return {beat.rank: beat for beat in beats if isinstance(beat, Heartbeat)}
 
 
 def damaged(folder: Path) -> list[str]:
     """What is wrong with the files that should hold a beat, a line each."""
-    found = ((path, _beat(path)) for path in _files(folder))
-    return [f"{FOLDER}/{path.name}: {beat}" for path, beat in found if not isinstance(beat, Heartbeat)]
+    place = Folder.of(folder)
+    beats = ((name, _beat(place, name)) for name in _names(place))
+    return [f"{name}: {first_line(beat)}" for name, beat in beats if not isinstance(beat, Heartbeat)]
 
 
 def stamp(folder: Path, rank: int) -> int | None:
     """What changes with every beat of a process: two reads tell life without comparing two machines' clocks."""
     try:
-        return (folder / FOLDER / f"{rank}.json").stat().st_mtime_ns
+        status = Folder.of(folder).stat(HEARTBEAT.of(rank))
     except OSError:
         return None
+    return None if status is None else status.st_mtime_ns
 
 
 def forget(folder: Path) -> None:
-    """Take the beats of an earlier attempt away, so that nobody takes them for life."""
-    for path in (folder / FOLDER).glob("*"):
-        path.unlink(missing_ok=True)
+    """Take the beats of an earlier attempt away, so that nobody takes them for life.
+
+    Raises:
+      EntryError: the folder of the beats, or what has the name of one, is something else.
+    """
+    place = Folder.of(folder)
+    for name in _names(place):
+        kind = place.kind(name)
+        if kind is Kind.FOLDER:
+            raise refused(place.root, name, kind, Kind.FILE)
+        place.remove(name)
+    place.inner(HEARTBEATS).sweep()
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted((folder / FOLDER).glob("*.json"))
+def _names(place: Folder) -> list[Name]:
+    """The names of the beats in a run folder."""
+    ranks = (HEARTBEAT.value(f"{HEARTBEATS}/{name}") for name in place.inner(HEARTBEATS).names())
+    return [HEARTBEAT.of(rank) for rank in ranks if rank is not None and rank.isdecimal() and rank.isascii()]
 
 
-def _beat(path: Path) -> Heartbeat | Exception:
+def _beat(place: Folder, name: Name) -> Heartbeat | Exception:
     """The beat in a file, or why there is none."""
     try:
-        return made(Heartbeat, read_json(path), is_open=True, is_strict=False)
+        return made(Heartbeat, parse_json(place.read(name)), is_open=True, is_strict=False)
     except (OSError, ValueError) as error:
         return error

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spanax.entries.folder import Folder, Place
+from spanax.entries.kind import Kind
+from spanax.errors import EntryError
 from spanax.run.store import manifest
 
 SAVING = "saving"
@@ -39,33 +42,33 @@ class Saved:
     folder: str = ""
 
 
-def begin(staging: Path) -> None:
+def begin(staging: Folder) -> None:
     """Makes the folder that a step is written into, locked before anybody sees it.
 
     Raises:
       OSError: it cannot be made.
     """
     new = manifest.hidden(staging)
-    new.mkdir()
-    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    new.make_new()
+    lock = _descriptor(new)
     try:
         with suppress(OSError):  # a file system without locks: readers see the save as cut short until it is finished
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(new, staging)
+        staging.outer.rename(new.name, staging.name)
     except OSError:
         os.close(lock)
-        new.rmdir()
+        new.remove_if_empty()
         raise
-    _LOCKS[staging] = lock
+    _LOCKS[staging.path] = lock
 
 
-def end(staging: Path) -> None:
+def end(staging: Folder) -> None:
     """Unlocks what `begin` made; without effect the second time, and on processes that made nothing."""
-    if staging in _LOCKS:
-        os.close(_LOCKS.pop(staging))
+    if staging.path in _LOCKS:
+        os.close(_LOCKS.pop(staging.path))
 
 
-def describe(directory: str | os.PathLike[str]) -> list[Saved]:
+def describe(directory: Place) -> list[Saved]:
     """Every step on disk, newest last, each checked byte by byte.
 
     Example:
@@ -75,7 +78,7 @@ def describe(directory: str | os.PathLike[str]) -> list[Saved]:
     return [one for one in look(directory) if manifest.step_of(one.folder) is not None]
 
 
-def verify(directory: str | os.PathLike[str]) -> list[str]:
+def verify(directory: Place) -> list[str]:
     """Every difference between the steps on disk and what was saved, a line each; steps under way have none.
 
     Example:
@@ -85,27 +88,27 @@ def verify(directory: str | os.PathLike[str]) -> list[str]:
     return differences(directory, look(directory))
 
 
-def differences(directory: str | os.PathLike[str], steps: list[Saved]) -> list[str]:
+def differences(directory: Place, steps: list[Saved]) -> list[str]:
     """What `verify` returns for the steps that `look` returned."""
     lines = [f"step {one.folder}: {problem}" for one in steps for problem in one.problems]
     return lines if steps else [f"{directory}: no checkpoint here"]
 
 
-def problems(folder: Path) -> list[str] | None:
+def problems(folder: Folder) -> list[str] | None:
     """As `manifest.problems`; None where the folder was removed, or took another name, meanwhile."""
     before = _identity(folder)
     found = manifest.problems(folder)
     return None if before is None or (found and _identity(folder) != before) else found
 
 
-def look(directory: str | os.PathLike[str]) -> list[Saved]:
+def look(directory: Place) -> list[Saved]:
     """Every entry with the name of a step or of a temporary, as it is now, newest last."""
     for _ in range(MOST_ROUNDS):
         found: dict[str, Saved] = {}
         num_gone = 0
         for path in _listed(directory):
             # A save that has ended since it was listed has its plain number now.
-            for folder in dict.fromkeys((path, path.with_suffix(""))):
+            for folder in dict.fromkeys((path, path.outer.inner(path.path.with_suffix("").name))):
                 if folder.name not in found and (one := _seen(folder)) is not None:
                     found[folder.name] = one
                     break
@@ -116,12 +119,12 @@ def look(directory: str | os.PathLike[str]) -> list[Saved]:
     return sorted(found.values(), key=lambda one: (one.step, len(one.folder), one.folder))
 
 
-def _listed(directory: str | os.PathLike[str]) -> list[Path]:
+def _listed(directory: Place) -> list[Folder]:
     paths = manifest.entries(directory)
     return [path for path in paths if manifest.step_of(path) is not None or manifest.ORBAX_TEMPORARY in path.name]
 
 
-def _seen(folder: Path) -> Saved | None:
+def _seen(folder: Folder) -> Saved | None:
     """A step as it is now; None where it is gone, or took another name before all of it was read."""
     before = _identity(folder)
     if before is None:
@@ -134,10 +137,9 @@ def _seen(folder: Path) -> Saved | None:
         when, leaves, meta = manifest.read_meta(folder)
     except (OSError, ValueError):
         leaves, meta = {}, {}
-        try:
-            when = manifest.utc(folder.lstat().st_mtime)
-        except FileNotFoundError:
+        if (status := folder.stat()) is None:
             return None
+        when = manifest.utc(status.st_mtime)
     if (found or not leaves) and _identity(folder) != before:
         return None
     state = SAVING if is_saving else "bad" if found and is_finished else "good" if is_finished else "unfinished"
@@ -145,28 +147,25 @@ def _seen(folder: Path) -> Saved | None:
     return Saved(step, state, _num_bytes(folder), len(leaves), when, tuple(found), meta, folder.name)
 
 
-def _num_bytes(folder: Path) -> int:
-    """Of the files in a folder; 0 where it is none, or is going."""
+def _num_bytes(folder: Folder) -> int:
+    """Of the files in a folder; 0 where it is something else, or is being removed."""
     try:
-        return sum(manifest.walk(folder)[0].values()) if folder.is_dir() and not folder.is_symlink() else 0
-    except OSError:
+        return sum(manifest.walk(folder)[0].values()) if folder.kind() is Kind.FOLDER else 0
+    except (OSError, EntryError):
         return 0
 
 
-def _identity(folder: Path) -> tuple[int, int] | None:
+def _identity(folder: Folder) -> tuple[int, int] | None:
     """Tells a folder from another one of its name; None where there is none."""
-    try:
-        entry = folder.lstat()
-    except OSError:
-        return None
-    return entry.st_dev, entry.st_ino
+    status = folder.stat()
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
-def _is_locked(folder: Path) -> bool:
+def _is_locked(folder: Folder) -> bool:
     """Whether some process holds the lock of a step's folder."""
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:
+        descriptor = _descriptor(folder)
+    except (OSError, EntryError):
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -177,3 +176,8 @@ def _is_locked(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def _descriptor(folder: Folder) -> int:
+    with folder.opened() as descriptor:
+        return os.dup(descriptor)

@@ -1,0 +1,93 @@
+"""Names: every file of a run folder that Spanax opens, and how many bytes of it are read at most."""
+
+import re
+
+from spanax.documents import MAX_BYTES, MAX_TOML_BYTES
+
+UNBOUNDED = 1 << 62
+
+
+class Name(str):
+    """The name of a file below its folder, `*` for the part that differs, and how many bytes of it are read at most.
+
+    Example:
+      >>> Name("heartbeats/*.json", 1 << 16).of(3)
+      'heartbeats/3.json'
+    """
+
+    max_bytes: int
+
+    def __new__(cls, name: str, max_bytes: int) -> "Name":
+        created = super().__new__(cls, name)
+        created.max_bytes = max_bytes
+        return created
+
+    def of(self, value: object) -> "Name":
+        """The name of a single file."""
+        return Name(self.replace("*", str(value)), self.max_bytes)
+
+    def value(self, name: str) -> str | None:
+        """What stands for the `*` in the name of a file; None where it has another name.
+
+        Example:
+          >>> HEARTBEAT.value("heartbeats/3.json"), HEARTBEAT.value("heartbeats/3.new")
+          ('3', None)
+        """
+        match = re.fullmatch(re.escape(self).replace(r"\*", "([^/]*)"), name)
+        return match[1] if match and match.groups() else None
+
+
+CONFIG = Name("config.toml", MAX_TOML_BYTES)
+PLAN = Name("plan.json", MAX_BYTES)
+ENVIRONMENT = Name("env.json", 1 << 20)
+METRICS = Name("metrics.jsonl", 1 << 31)
+EVENTS = Name("events.jsonl", 1 << 28)
+LOCK, LEADER_LOCK, RANK_LOCK = Name("LOCK", 1 << 10), Name("LOCK.leader", 1 << 10), Name("LOCK.rank*", 1 << 10)
+HEARTBEAT = Name("heartbeats/*.json", 1 << 16)
+RANK_LOG = Name("log/rank*.log", UNBOUNDED)
+JOB_LOG = Name("log/slurm.log", UNBOUNDED)
+JOB_SCRIPT = Name("job.sh", 1 << 20)
+PROGRAM = Name("profile/step.hlo.pb", 1 << 31)
+PROFILE_SUMMARY = Name("profile/summary.json", MAX_BYTES)
+TRACE_FOLDER = "trace"
+TRACE = Name(f"profile/{TRACE_FOLDER}/*", UNBOUNDED)
+EVENT_FILE = Name("tensorboard/events.out.tfevents.*", UNBOUNDED)
+WANDB_ID = Name("wandb/id", 1 << 6)
+MODEL = Name("model.json", MAX_BYTES)
+
+MODEL_FILE_BYTES = 1 << 28
+"""Of a file that comes with weights; the largest tokenizers have a tenth of that."""
+
+IMPORTED = tuple(
+    Name(name, MODEL_FILE_BYTES)
+    for name in (
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+        "preprocessor_config.json", "model.safetensors.index.json",
+    )
+)  # fmt: skip
+"""The files that `spanax import` copies byte for byte, the index of several files last."""
+
+IN_RUN = (
+    CONFIG, PLAN, ENVIRONMENT, METRICS, EVENTS, LOCK, LEADER_LOCK, RANK_LOCK, HEARTBEAT, RANK_LOG, JOB_LOG, JOB_SCRIPT,
+    PROGRAM, PROFILE_SUMMARY, TRACE, EVENT_FILE, WANDB_ID, MODEL,
+)  # fmt: skip
+"""The files of a run folder, but for its checkpoints."""
+
+MANIFEST = Name("manifest.json", MAX_BYTES)
+META = Name("meta.json", MAX_BYTES)
+PLACES = Name("arrays/state/_sharding", MAX_BYTES)
+ARRAYS = Name("arrays/*", UNBOUNDED)
+
+IN_STEP = (MANIFEST, META, PLAN, PLACES, ARRAYS)
+"""The files of a step; Orbax and TensorStore write and read those below `arrays` by path."""
+
+CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB = (
+    "checkpoints", "heartbeats", "log", "profile", "tensorboard", "wandb",
+)  # fmt: skip
+"""The folders in a run folder."""
+
+FOLDERS = (CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB)
+
+FILES = (*IN_RUN, *(Name(f"{CHECKPOINTS}/*/{name}", name.max_bytes) for name in IN_STEP))
+"""All of them, by their names from the run folder."""
