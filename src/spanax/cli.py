@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal, TextIO, Union
 import tyro
 from tyro.conf import Positional
 
+from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED, SpanaxError, WriteError
 from spanax.frames import user_frames
 from spanax.interop.commands import INTEROP, carry_out
 from spanax.launch.commands import KINDS, SAYS, launch
 from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
-from spanax.run.record.folder import CONFIG, read_config
+from spanax.run.record.folder import read_config, recorded
 from spanax.show.mistakes import explained
 from spanax.show.requests import (
     CheckCommand,
@@ -174,17 +175,13 @@ def _overview(argv: Sequence[str]) -> None:
 def _with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
     """The settings again, over those of a file: of --config, or of the run that is resumed."""
     files = [Path(config.config)] if config.config is not None else []
-    recorded = Path(config.out or "") / CONFIG
-    if config.resume and recorded.is_file():
-        files.insert(0, recorded)
-    settled = TrainConfig()
-    for file in files:
-        settings = read_config(file)
-        if file == recorded:
-            settings = _moved(settings, config)
-        settled = with_settings(settled, settings, str(file))
-    if not files:
+    folder = Path(config.out or "")
+    before = recorded(folder) if config.resume else {}
+    if not files and not before:
         return config
+    settled = with_settings(TrainConfig(), _moved(before, config), str(folder / CONFIG))
+    for file in files:
+        settled = with_settings(settled, read_config(file), str(file))
     again: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=settled, args=argv)
     return again
 

@@ -14,7 +14,6 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import IO, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -32,11 +31,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 Made = TypeVar("Made")
 
 
-def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, follow_links: bool = True) -> bytes:
+def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> bytes:
     """What a plain file holds; a pipe or device, which may never end, is refused.
 
     Raises:
-      OSError: it cannot be read, or is a link where links are not followed.
+      OSError: it cannot be read.
       ValueError: it is no plain file, or holds more.
 
     Example:
@@ -44,8 +43,7 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, foll
       Traceback (most recent call last):
       ValueError: it is no plain file
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
-    with open(os.open(path, flags), "rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is no plain file")
@@ -55,9 +53,9 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, foll
     return content
 
 
-def read_json(path: str | os.PathLike[str], *, follow_links: bool = True) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """The value in a JSON file; see `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(path, follow_links=follow_links))
+    return parse_json(read_bytes(path))
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -132,12 +130,12 @@ def _named(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_objects(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
+def json_lines(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
     """The objects in a file of JSON lines, one at a time; a line that is none, half of one, or longer is left out.
 
     Example:
       >>> import io
-      >>> list(json_objects(io.BytesIO(b'{"step": 1}\\n{"step": '), 1 << 10))
+      >>> list(json_lines(io.BytesIO(b'{"step": 1}\\n{"step": '), 1 << 10))
       [{'step': 1}]
     """
     is_inside = False
@@ -151,12 +149,6 @@ def json_objects(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[
             continue
         if isinstance(found, dict):
             yield found
-
-
-def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any]]:
-    """The objects in a file of JSON lines; see `json_objects`."""
-    with open(path, "rb") as file:
-        yield from json_objects(file, max_bytes)
 
 
 def made(kind: type[Made], data: Any) -> Made:

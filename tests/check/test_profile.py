@@ -72,7 +72,7 @@ def test_axes_are_read_from_the_program_beside_the_trace(tmp_path: Path) -> None
     event = profile_event(run)
     assert event["event"] == "profile" and "fsdp" in event["communication"]
     assert "all-reduce" not in event["communication"]
-    (run / "profile" / PROGRAM).unlink()
+    (run / PROGRAM).unlink()
     assert "fsdp" not in profile_event(run)["communication"]
 
 

@@ -28,7 +28,9 @@ def outside(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Folder:
-    return Folder.of(tmp_path / "run").make("heartbeats") and Folder.of(tmp_path / "run")
+    folder = Folder.of(tmp_path / "run").make()
+    folder.make("heartbeats")
+    return folder
 
 
 def sparse(path: Path, outside: Path) -> None:
@@ -58,6 +60,18 @@ PUT: dict[str, Callable[[Path, Path], object]] = {
 SAYS = {"link": "a symbolic link", "dangling link": "a symbolic link", "link to a folder": "a symbolic link",
         "link to a device": "a symbolic link", "FIFO": "a FIFO", "folder": "a folder", "socket": "a socket",
         "hard link": "has another name", "sparse file": "4,294,967,296 bytes"}  # fmt: skip
+
+
+def test_touching_takes_no_hard_link_and_makes_nothing(run: Folder, outside: Path) -> None:
+    before = snapshot(outside)
+    run.touch(CONFIG)
+    os.link(outside / "file", run.path / EVENTS)
+    with pytest.raises(EntryError, match="has another name"):
+        run.touch(EVENTS)
+    run.replace(CONFIG, [])
+    os.utime(run.path / CONFIG, (0, 0))
+    run.touch(CONFIG)
+    assert run.path.joinpath(str(CONFIG)).stat().st_mtime > 0 and snapshot(outside) == before
 
 
 def append(folder: Folder, name: Name) -> None:
@@ -140,6 +154,16 @@ def test_the_path_of_the_user_may_be_a_link(run: Folder, tmp_path: Path) -> None
     assert run.read(CONFIG) == b"steps = 4" and linked.resolved() == run
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert Folder.of(tmp_path / "loop").kind() is None
+
+
+def test_a_folder_is_made_where_the_one_that_holds_it_is(tmp_path: Path) -> None:
+    folder = Folder.of(tmp_path / "a" / "run")
+    with pytest.raises(FileNotFoundError):
+        folder.make("heartbeats")
+    assert folder.inner("checkpoints", "4").make() == folder.inner("checkpoints", "4")
+    assert folder.make("heartbeats").names() == [] and folder.names() == ["checkpoints", "heartbeats"]
+    with pytest.raises(FileExistsError):
+        folder.inner("heartbeats").make_new()
 
 
 def test_what_is_missing_is_no_refusal(run: Folder, tmp_path: Path) -> None:

@@ -18,11 +18,13 @@ import pytest
 from flax import nnx
 
 import spanax
-from spanax.errors import DataError, WriteError
+from spanax.entries.folder import Folder
+from spanax.entries.names import METRICS
+from spanax.errors import EntryError, WriteError
 from spanax.run import saves
 from spanax.run.config import TrainConfig
 from spanax.run.record import events, heartbeat
-from spanax.run.record.folder import claimed
+from spanax.run.record.claim import claimed
 from spanax.run.record.lines import Lines
 from spanax.run.store import checkpoint, manifest
 from spanax.run.trainer import train
@@ -142,15 +144,15 @@ def test_files_that_cannot_grow_end_no_run(tmp_path: Path, size_limit: Callable[
 def test_lines_wait_for_room(
     tmp_path: Path, size_limit: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines = Lines(tmp_path / "a.jsonl")
+    lines, path = Lines(Folder.of(tmp_path), METRICS), tmp_path / METRICS
     lines.write("first" + "." * 4000)
     size_limit(4010)
     for at in range(3):
         lines.write(f"line {at}")
-    assert lines.path.read_text() == "first" + "." * 4000 + "\nline"
+    assert path.read_text() == "first" + "." * 4000 + "\nline"
     size_limit(-1)
     lines.write("last")
-    assert lines.path.read_text() == "first" + "." * 4000 + "\nline 0\nline 1\nline 2\nlast\n"
+    assert path.read_text() == "first" + "." * 4000 + "\nline 0\nline 1\nline 2\nlast\n"
     assert capfd.readouterr().err.count("cannot write") == 1
 
 
@@ -211,8 +213,8 @@ def test_a_run_folder_that_became_anothers_is_left_alone(tmp_path: Path) -> None
 def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, go_on, at_once = manifest.write, threading.Event(), []
 
-    def slow(folder: Path) -> None:
-        at_once.append(len(manifest.unfinished(folder.parent)))
+    def slow(folder: Folder) -> None:
+        at_once.append(len(manifest.unfinished(folder.outer)))
         assert go_on.wait(240)
         write(folder)
 
@@ -231,9 +233,9 @@ def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from spanax.run.record import folder
-folder.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
-with folder.claimed(Path(sys.argv[1]), resume=False):
+from spanax.run.record import claim
+claim.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
+with claim.claimed(Path(sys.argv[1]), resume=False):
     if len(sys.argv) > 3 and os.fork():
         os._exit(0)
     print(os.getpid(), flush=True)
@@ -277,7 +279,7 @@ def test_a_run_folder_with_a_way_out_is_refused_untouched(tmp_path: Path, name: 
     out.mkdir()
     outside.write_text("precious")
     (out / name).symlink_to(outside)
-    with pytest.raises(DataError, match=f"holds a link named '{name}'") as error:
+    with pytest.raises(EntryError, match=f"'{name}' is a symbolic link") as error:
         claimed(out, resume=True).__enter__()
     assert error.value.exit_code == 65 and outside.read_text() == "precious" and names(out) == [name]
 

@@ -7,15 +7,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from spanax.errors import SpanaxError
-from spanax.launch.ending import ATTEMPT, LOGS, ending_of
+from spanax.entries.names import LOGS
+from spanax.errors import SpanaxError, WriteError
+from spanax.launch.ending import ATTEMPT, ending_of
 from spanax.launch.request import TrainRequest
 from spanax.launch.supervisor import Limits, Supervisor, check
 from spanax.run.record import events
+from spanax.run.record.claim import claimed
+from spanax.run.record.claim import supervised as taken
+from spanax.run.record.heartbeat import Pulse
 
 BEFORE = """
 import os, signal, sys, time
@@ -55,6 +60,23 @@ def told(folder: Path) -> list[str]:
 def test_a_run_that_ends_well_is_left_alone(tmp_path: Path) -> None:
     watched, said = supervised(tmp_path, "beat('step', 3); beat('end', 3)", num_hosts=2)
     assert watched.watch() == 0 and not said and told(tmp_path) == ["end"]
+
+
+@pytest.mark.parametrize("holder", [lambda folder: claimed(folder, resume=True), lambda folder: taken(folder, 0)])
+def test_a_second_supervisor_touches_nothing_of_a_live_run(
+    holder: Callable[[Path], AbstractContextManager[object]], tmp_path: Path
+) -> None:
+    watched, _ = supervised(tmp_path, "beat('end', 3)")
+    Pulse(tmp_path, 0, 0).beat("step", 7, seconds={"step": 3.0})
+    events.Events(tmp_path).tell("begin", step=0, time=1.0)
+    (tmp_path / LOGS / "rank0.log").write_text("== attempt 0\n")
+    with holder(tmp_path):
+        before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+        with pytest.raises(WriteError, match="is in use"):
+            watched.watch()
+        after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
+        assert after == before
+    assert watched.watch() == 0 and told(tmp_path) == ["begin", "ledger", "end"]
 
 
 def test_a_killed_process_ends_the_others_and_all_start_again(tmp_path: Path) -> None:

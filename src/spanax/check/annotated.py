@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from spanax.entries.folder import Folder
+from spanax.entries.names import CONFIG
 from spanax.errors import SpanaxError
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig, with_settings
-from spanax.run.record.folder import CONFIG, read_config
+from spanax.run.record.folder import recorded
 from spanax.run.run import Run
 from spanax.run.traced_workload import traced
 from spanax.trace.program import Program
@@ -69,9 +71,8 @@ def program_for(path: Path, plan: Plan, load: Callable[..., Workload], workload:
     Raises:
       SpanaxError: nobody says which, or the plan is another's.
     """
-    config = path / CONFIG
-    if config.is_file():
-        settings = with_settings(TrainConfig(), read_config(config), str(config))
+    if Folder.of(path).kind(CONFIG) is not None:
+        settings = with_settings(TrainConfig(), recorded(path), str(path / CONFIG))
         return traced(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
     if workload is None:
         raise SpanaxError("a plan file does not say what it was made for.", fix="--workload NAME, beside --hlo")

@@ -3,23 +3,20 @@
 import base64
 import itertools
 import math
-import os
 import urllib.parse
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spanax.documents import parse_json, read_json
-from spanax.errors import DataError
+from spanax.documents import parse_json
+from spanax.entries.folder import Folder
+from spanax.entries.names import PLACES, PLAN
+from spanax.errors import DataError, EntryError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.parts import Parts
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.resolve import Spec
-from spanax.run.record.folder import CHECKPOINTS, PLAN
 from spanax.run.store import manifest
-
-SAVED = Path(manifest.ARRAYS, "state", "_sharding")
-"""Where Orbax writes down how each array lay on its devices."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +56,13 @@ def placed(path: Path) -> Placed:
         return Placed(Plan.load(path), "plan")
     if not path.is_dir():
         raise DataError(f"there is no plan or run '{path}'.", fix="a plan file, or a run folder")
-    steps = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    finished = manifest.finished(steps)
+    finished = manifest.finished(manifest.steps_of_run(path))
     if not finished:
-        if (path / PLAN).is_file():
-            return Placed(Plan.load(path / PLAN), "plan")
+        if Folder.of(path).kind(PLAN) is not None:
+            return Placed(Plan.of_run(path), "plan")
         raise DataError(f"'{path}' is no run: it has neither plan nor checkpoint.", fix="a plan file, or a run folder")
-    step, folder = max(finished)
-    plan, specs = Plan.load(folder / manifest.PLAN), _saved_specs(folder / SAVED)
+    step, folder = finished[-1]
+    plan, specs = Plan.of_run(folder), _saved_specs(folder)
     leaves, elsewhere = [], []
     for leaf in plan.leaves:
         # JAX leaves out what is whole at the end of a spec.
@@ -76,7 +72,9 @@ def placed(path: Path) -> Placed:
         spec = (*saved, *((),) * (len(leaf.shape) - len(saved)))
         by_dim = [axis for axes in spec for axis in axes]
         if len(spec) != len(leaf.shape) or not set(plan.mesh.names) >= set(by_dim):
-            raise DataError(f"'{leaf.path}' was saved in {len(spec)} dims over {by_dim}.", where=f"{folder / SAVED}")
+            raise DataError(
+                f"'{leaf.path}' was saved in {len(spec)} dims over {by_dim}.", where=f"{folder.path / PLACES}"
+            )
         if spec != leaf.spec:
             elsewhere.append((leaf.path, leaf.spec, spec))
         leaves.append(_moved(leaf, spec, plan.mesh))
@@ -129,24 +127,26 @@ def _moved(leaf: Placement, spec: Spec, mesh: MeshShape) -> Placement:
     return replace(leaf, spec=spec, local_shape=local, local_bytes=num_bytes)
 
 
-def _saved_specs(path: Path) -> dict[str, Spec]:
+def _saved_specs(folder: Folder) -> dict[str, Spec]:
     """The specs of a checkpoint's arrays by path, as far as they were written down.
 
     Raises:
       DataError: the file makes no sense.
     """
-    if not os.path.lexists(path):
-        return {}
     try:
         found = {}
-        for key, text in read_json(path, follow_links=False).items():
+        for key, text in parse_json(folder.read(PLACES)).items():
             saved = parse_json(text)
             if saved.get("sharding_type") == "NamedSharding":
                 name = urllib.parse.unquote(base64.b64decode(key).decode())
                 found[name] = tuple(_axes(by) for by in saved["partition_spec"])
         return found
+    except FileNotFoundError:
+        return {}
+    except EntryError:
+        raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"'{path}' makes no sense.", where=f"{type(error).__name__}: {error}") from None
+        raise DataError(f"'{folder.path / PLACES}' makes no sense.", where=f"{type(error).__name__}: {error}") from None
 
 
 def _axes(by: Any) -> tuple[str, ...]:

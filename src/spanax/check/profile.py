@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from spanax.documents import read_json
-from spanax.errors import DataError, WriteError, nearest
-from spanax.run.profile import FOLDER, INPUT, STEP, TRACE, WINDOW
+from spanax.documents import parse_json
+from spanax.entries.folder import Folder
+from spanax.entries.names import PROFILE, PROFILE_SUMMARY, TRACE_FOLDER
+from spanax.errors import DataError, EntryError, WriteError, nearest
+from spanax.run.profile import INPUT, STEP, WINDOW
 
 COLLECTIVE = re.compile(
     r"(?:async-)?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast|send|recv)"
@@ -25,9 +27,6 @@ CONTAINERS = re.compile(r"(while|call|conditional)([.\d]|$)")
 """Operations that last as long as those inside them."""
 
 DEVICE_PLANE = re.compile(r"/device:(?:GPU|TPU):(\d+)")
-SUMMARY = "summary.json"
-"""The summary in the folder of a profile."""
-
 OPERATION_LINES = ("XLA Ops", "Async XLA Ops")
 
 MOST = 12
@@ -118,24 +117,26 @@ def read_profile(run: Path) -> Profiled:
     Raises:
       DataError: there is none, or it cannot be read.
     """
-    path = run / FOLDER / SUMMARY
+    path = run / PROFILE_SUMMARY
     try:
-        return Profiled.from_json(read_json(path))
+        return Profiled.from_json(parse_json(Folder.of(run).read(PROFILE_SUMMARY)))
     except OSError:
-        known = sorted(str(one.parents[1]) for one in run.parent.glob(f"*/{FOLDER}/{SUMMARY}"))
+        known = sorted(str(one.parents[1]) for one in run.parent.glob(f"*/{PROFILE_SUMMARY}"))
         fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --out {run}"
         raise DataError(f"there is no profile in '{run}'.", where=str(path), fix=fix) from None
+    except EntryError:
+        raise
     except ValueError as error:
         if isinstance(error, DataError):
             raise DataError(str(error).splitlines()[0], where=str(path), fix="profile the run again") from None
         raise DataError("this is no summary of a profile.", where=f"{path}: {error}", fix="profile it again") from None
 
 
-def profiled(folder: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> Profiled:
-    """Summarise a profile folder, and keep the summary in it as summary.json.
+def profiled(run: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> Profiled:
+    """Summarise the profile of a run, and write the summary next to its trace, as summary.json.
 
     Args:
-      folder: the `profile` folder of a run.
+      run: the run folder.
       axes: the mesh axes of each collective by the name of its instruction, as the program beside the trace has them.
       module: the program whose operations count.
 
@@ -143,15 +144,17 @@ def profiled(folder: Path, *, axes: Mapping[str, str] | None = None, module: str
       DataError: there is no trace, or nothing of the program is in it.
       WriteError: the summary cannot be written.
     """
-    files = sorted((folder / TRACE).rglob("*.xplane.pb"))
+    place = Folder.of(run).inner(PROFILE, TRACE_FOLDER)
+    trace = place.checked_path() if place.kind() is not None else place.path  # JAX opens files by path
+    files = sorted(trace.rglob("*.xplane.pb"))
     if not files:
-        raise DataError(f"there is no trace in '{folder}'.", fix="spanax train ... --profile 10:20")
+        raise DataError(f"there is no trace in '{run / PROFILE}'.", fix="spanax train ... --profile 10:20")
     found = _read(files, module)
     summary = _summary(found, axes or {})
     try:
-        (folder / SUMMARY).write_text(json.dumps(summary.to_json(), indent=1) + "\n")
+        Folder.of(run).replace(PROFILE_SUMMARY, [json.dumps(summary.to_json(), indent=1) + "\n"], is_durable=False)
     except OSError as error:
-        raise WriteError(f"cannot write into '{folder}'.", where=str(error)) from None
+        raise WriteError(f"cannot write into '{run / PROFILE}'.", where=str(error)) from None
     return summary
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from spanax.documents import json_objects
+from spanax.documents import json_lines
 from spanax.entries.kind import Kind, open_folder, refused
 from spanax.entries.names import Name
 from spanax.errors import EntryError
@@ -28,10 +28,11 @@ from spanax.errors import EntryError
 Place = str | os.PathLike[str]
 """What names a folder: a path of the user, or a `Folder`."""
 
-MAX_DEPTH = 32
+MAX_DEPTH = 16
 """Folders in each other, below a run folder."""
 
-_TEMPORARY = re.compile(r"\.[^/]+\.[0-9a-f]{16}\.new")
+TEMPORARY = re.compile(r"\.[^/]+\.[0-9a-f]{16}\.new")
+"""The names of files that are being written."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Folder:
       Traceback (most recent call last):
       spanax.errors.EntryError: 'plan.json' is a symbolic link, and has to be a regular file.
         where: in '...'; it leads to /etc/passwd
-        fix: remove it, or copy what it leads to there
+        fix: put what it leads to in its place, or remove it
     """
 
     root: Path
@@ -80,6 +81,11 @@ class Folder:
     def name(self) -> str:
         """Its own name."""
         return self.path.name
+
+    @property
+    def outer(self) -> "Folder":
+        """The folder that holds this one."""
+        return replace(self, below=self.below[:-1]) if self.below else Folder(self.root.parent)
 
     def inner(self, *names: str) -> "Folder":
         """A folder in this one."""
@@ -115,6 +121,12 @@ class Folder:
             if error.errno == errno.ELOOP:  # the path of the user leads to itself
                 return None
             raise
+
+    def link(self, name: str) -> str:
+        """What a link leads to, as it says."""
+        within, last = self._holder(name)
+        with within.opened() as descriptor:
+            return os.readlink(last, dir_fd=descriptor)
 
     def names(self) -> list[str]:
         """The names of what it holds, sorted; none where there is no folder."""
@@ -157,7 +169,7 @@ class Folder:
         """
         for name, status in self.walk():
             kind = Kind.of(status.st_mode)
-            target = self._link(name) if kind is Kind.LINK else ""
+            target = self.link(name) if kind is Kind.LINK else ""
             if may_link_inside and target and not target.startswith("/") and ".." not in target.split("/"):
                 continue
             if kind not in (Kind.FILE, Kind.FOLDER):
@@ -190,22 +202,36 @@ class Folder:
         """The objects of a file of JSON lines; none where there is no file."""
         try:
             with self.reading(name) as file:
-                yield from json_objects(file)
+                yield from json_lines(file)
         except FileNotFoundError:
             return
 
     # ---- writing
 
     def make(self, name: str = "") -> "Folder":
-        """Makes a folder in this one, or this one itself, where it is missing; returns it."""
-        created = self.inner(name) if name else self
-        self.root.mkdir(parents=True, exist_ok=True)
-        for depth in range(1, len(created.below) + 1):
-            within = replace(created, below=created.below[: depth - 1])
-            with within.opened() as descriptor, suppress(FileExistsError):
-                os.mkdir(created.below[depth - 1], dir_fd=descriptor)
-        with created.opened():
-            return created
+        """Makes a folder in this one, which must be there; without a name this one and all that lead to it. Returns it.
+
+        Raises:
+          EntryError: a link, or something else that is not a folder, has its name.
+          OSError: it cannot be made.
+        """
+        folder, first = (self.inner(name), len(self.below)) if name else (self, 0)
+        if not name:
+            self.root.mkdir(parents=True, exist_ok=True)
+        for depth in range(first, len(folder.below)):
+            with replace(folder, below=folder.below[:depth]).opened() as descriptor, suppress(FileExistsError):
+                os.mkdir(folder.below[depth], dir_fd=descriptor)
+        with folder.opened():
+            return folder
+
+    def make_new(self) -> None:
+        """Makes this folder, which must not be there.
+
+        Raises:
+          FileExistsError: something has its name.
+        """
+        with self.outer.opened() as descriptor:
+            os.mkdir(self.name, dir_fd=descriptor)
 
     def replace(self, name: str, parts: Iterable[str | bytes], *, is_durable: bool = True) -> None:
         """Writes a file anew: another process sees the old content or the new one, and never a part of it.
@@ -252,16 +278,16 @@ class Folder:
         try:
             if os.fstat(descriptor).st_nlink > 1:
                 what = f"'{self._full_name(name)}' has another name (a hard link), which would change with it."
-                raise EntryError(what, where=f"in '{self.root}'", fix="make a copy of it: cp FILE COPY; mv COPY FILE")
+                raise EntryError(what, where=f"in '{self.root}'", fix="copy the run folder: cp -r")
             yield descriptor
         finally:
             os.close(descriptor)
 
     def touch(self, name: str) -> None:
-        """Sets the time of an entry to now."""
-        within, last = self._holder(name)
-        with within.opened() as descriptor:
-            os.utime(last, dir_fd=descriptor, follow_symlinks=False)
+        """Sets the time of a regular file to now, if it is there."""
+        if self.kind(name) is not None:
+            with self.appending(name) as descriptor:
+                os.utime(descriptor)
 
     def rename(self, name: str, to: str) -> None:
         """Gives an entry another name in this folder."""
@@ -301,21 +327,16 @@ class Folder:
 
     def remove_if_empty(self, name: str = "") -> bool:
         """Removes an empty folder, or this one; whether it is gone."""
-        try:
-            if not name and not self.below:
-                os.rmdir(self.root)
-                return True
-            within, last = self._holder(name)
-            with within.opened() as descriptor:
-                os.rmdir(last, dir_fd=descriptor)
-        except OSError:
-            return False
-        return True
+        folder = self.inner(name) if name else self
+        with suppress(OSError), folder.outer.opened() as descriptor:
+            os.rmdir(folder.name, dir_fd=descriptor)
+            return True
+        return False
 
     def sweep(self) -> None:
         """Removes the temporary files that a killed process left in this folder."""
         for name in self.names():
-            if _TEMPORARY.fullmatch(name) and self.kind(name) is Kind.FILE:
+            if TEMPORARY.fullmatch(name) and self.kind(name) is Kind.FILE:
                 self.remove(name)
 
     # ---- descriptors
@@ -361,11 +382,6 @@ class Folder:
 
     def _full_name(self, name: str) -> str:
         return "/".join((*self.below, name))
-
-    def _link(self, name: str) -> str:
-        within, last = self._holder(name)
-        with within.opened() as descriptor:
-            return os.readlink(last, dir_fd=descriptor)
 
 
 def _parts(name: str) -> list[str]:

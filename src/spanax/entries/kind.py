@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spanax.errors import EntryError, SpanaxError
 
-SUPPORTED = {os.open, os.stat, os.mkdir, os.unlink, os.rmdir, os.rename, os.utime, os.readlink} <= (
+SUPPORTED = {os.open, os.stat, os.mkdir, os.unlink, os.rmdir, os.rename, os.readlink} <= (
     os.supports_dir_fd
 ) and os.listdir in os.supports_fd
 """Whether this system opens files relative to a folder: Linux and macOS do."""
@@ -77,5 +77,5 @@ def refused(root: Path, name: str, kind: Kind, expected: Kind, link: str = "") -
     return EntryError(
         f"'{name}' is {kind.value}, and has to be {expected.value}.",
         where=f"in '{root}'" + (f"; it leads to {link}" if link else ""),
-        fix="remove it, or copy what it leads to there" if link else "remove it",
+        fix="put what it leads to in its place, or remove it" if link else "remove it",
     )

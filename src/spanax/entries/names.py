@@ -49,10 +49,24 @@ JOB_LOG = Name("log/slurm.log", UNBOUNDED)
 JOB_SCRIPT = Name("job.sh", 1 << 20)
 PROGRAM = Name("profile/step.hlo.pb", 1 << 31)
 PROFILE_SUMMARY = Name("profile/summary.json", MAX_BYTES)
-TRACE = Name("profile/trace/*", UNBOUNDED)
+TRACE_FOLDER = "trace"
+TRACE = Name(f"profile/{TRACE_FOLDER}/*", UNBOUNDED)
 EVENT_FILE = Name("tensorboard/events.out.tfevents.*", UNBOUNDED)
 WANDB_ID = Name("wandb/id", 1 << 6)
 MODEL = Name("model.json", MAX_BYTES)
+
+MODEL_FILE_BYTES = 1 << 28
+"""Of a file that comes with weights; the largest tokenizers have a tenth of that."""
+
+IMPORTED = tuple(
+    Name(name, MODEL_FILE_BYTES)
+    for name in (
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+        "preprocessor_config.json", "model.safetensors.index.json",
+    )
+)  # fmt: skip
+"""The files that `spanax import` copies byte for byte, the index of several files last."""
 
 IN_RUN = (
     CONFIG, PLAN, ENVIRONMENT, METRICS, EVENTS, LOCK, LEADER_LOCK, RANK_LOCK, HEARTBEAT, RANK_LOG, JOB_LOG, JOB_SCRIPT,

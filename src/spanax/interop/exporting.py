@@ -3,26 +3,28 @@
 import json
 import math
 import os
-import shutil
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from spanax.documents import read_json
+from spanax.documents import parse_json
+from spanax.entries.folder import Folder
+from spanax.entries.names import IMPORTED
 from spanax.errors import DataError, SpanaxError
 from spanax.interop.configs import CONFIG, config_json
 from spanax.interop.dims import theirs
 from spanax.interop.families import Family, family
 from spanax.interop.importing import check_dtype, params_of
-from spanax.interop.kept import FILES, read_names, writing
+from spanax.interop.kept import copy_out, read_names, writing
 from spanax.interop.matched import Array, arrays_of
-from spanax.interop.safetensors import INDEX, SINGLE, Writer, read_index, split
+from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index, split
 from spanax.models.imported import MODELS, is_imported, read_shape
 from spanax.models.workloads import load
 from spanax.run import weights
@@ -138,9 +140,9 @@ def export_weights(
         _write(source, saved_as, listed, files, out)
         if len(files) > 1:
             _write_index(listed, files, None if index is None else origin.folder, out)
-        for name in FILES:
-            if origin.folder is not None and (origin.folder / name).is_file() and name != CONFIG:
-                shutil.copyfile(origin.folder / name, out / name)
+        for name in IMPORTED[:-1]:
+            if origin.folder is not None and name != CONFIG and Folder.of(origin.folder).kind(name) is not None:
+                copy_out(origin.folder, name, out)
         _write_config(config_json(tables, config, dtypes[-1]), origin.folder, out)
     num_params = sum(math.prod(array.shape) for array in arrays)
     sizes = {name: (out / name).stat().st_size for name in files}
@@ -232,9 +234,9 @@ def _listed(
 
 def _kept_index(listed: Mapping[str, _Named], origin: _Origin) -> dict[str, str] | None:
     """Which file each tensor came in, if they came in several and are the same now."""
-    if origin.folder is None or not (origin.folder / INDEX).is_file():
+    if origin.folder is None or Folder.of(origin.folder).kind(INDEX) is None:
         return None
-    index = read_index(origin.folder)
+    index = parse_index(partial(Folder.of(origin.folder).read, IMPORTED[-1]), origin.folder / INDEX)
     return index if index.keys() == listed.keys() else None
 
 
@@ -288,7 +290,7 @@ def _write_index(
 ) -> None:
     """Write which file holds which tensor: the very index that they came with, where they did."""
     if came_with is not None:
-        shutil.copyfile(came_with / INDEX, out / INDEX)
+        copy_out(came_with, IMPORTED[-1], out)
         return
     num_params = sum(math.prod(one.shape) for one in listed.values())
     num_bytes = sum(one.num_bytes for one in listed.values())
@@ -299,9 +301,9 @@ def _write_index(
 
 def _write_config(made: dict[str, Any], came_with: Path | None, out: Path) -> None:
     """Write config.json: the one that came with the weights, in which at most the dtype is another now."""
-    told = made if came_with is None else read_json(came_with / CONFIG)
+    told = made if came_with is None else parse_json(Folder.of(came_with).read(IMPORTED[0]))
     key = "torch_dtype" if "torch_dtype" in told else "dtype"
     if came_with is not None and told.get(key) in (None, made["dtype"]):
-        shutil.copyfile(came_with / CONFIG, out / CONFIG)
+        copy_out(came_with, IMPORTED[0], out)
         return
     (out / CONFIG).write_text(json.dumps(told | {key: made["dtype"]}, indent=2, sort_keys=True) + "\n")

@@ -7,21 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from spanax.documents import read_json
-from spanax.errors import DataError, WriteError, first_line
-from spanax.interop.configs import CONFIG
+from spanax.documents import parse_json
+from spanax.entries.folder import Folder
+from spanax.entries.names import IMPORTED, MODEL, MODEL_FILE_BYTES, Name
+from spanax.errors import DataError, EntryError, WriteError, first_line
 from spanax.interop.safetensors import INDEX, SINGLE, inside
-from spanax.models.imported import MODEL
-
-FILES = (
-    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
-    "preprocessor_config.json",
-)  # fmt: skip
-"""What is kept byte for byte where it is there; model.safetensors.index.json too, of several files."""
-
-MOST_BYTES = 1 << 28
-"""Of one of them; the largest tokenizers have a tenth of that."""
 
 
 def kept(folder: Path) -> list[Path]:
@@ -30,12 +20,12 @@ def kept(folder: Path) -> list[Path]:
     Raises:
       DataError: one of them is a link out of the folder, or far too large.
     """
-    names = (*FILES, *((INDEX,) if not (folder / SINGLE).exists() else ()))
+    names = (*IMPORTED[:-1], *((INDEX,) if not (folder / SINGLE).exists() else ()))
     found = [folder / name for name in names if (folder / name).exists() or (folder / name).is_symlink()]
     for path in found:
         size = inside(path, folder).stat().st_size
-        if size > MOST_BYTES:
-            raise DataError(f"'{path}' has {size:,} bytes, and at most {MOST_BYTES:,} are taken along.")
+        if size > MODEL_FILE_BYTES:
+            raise DataError(f"'{path}' has {size:,} bytes, and at most {MODEL_FILE_BYTES:,} are taken along.")
     return found
 
 
@@ -70,7 +60,17 @@ def write_model(folder: Path, kind: str, shape: dict[str, Any], *, is_bare: bool
     """Write down which model the weights of a folder are of, and how they were called."""
     theirs = {"is_bare": is_bare, "twice": twice}
     text = json.dumps({"version": 1, "model": kind, "shape": shape, "theirs": theirs}, indent=1)
-    (folder / MODEL).write_text(text + "\n")
+    Folder.of(folder).replace(MODEL, [text + "\n"])
+
+
+def copy_out(folder: Path, name: Name, out: Path) -> None:
+    """Copy a file of an imported folder into a new one.
+
+    Raises:
+      EntryError: it is something other than a regular file, or far too large.
+    """
+    with Folder.of(folder).reading(name) as source, open(out / name, "xb") as file:
+        shutil.copyfileobj(source, file)
 
 
 def read_names(folder: Path) -> tuple[bool, tuple[str, ...]]:
@@ -80,7 +80,9 @@ def read_names(folder: Path) -> tuple[bool, tuple[str, ...]]:
       DataError: it does not say.
     """
     try:
-        theirs = read_json(folder / MODEL)["theirs"]
+        theirs = parse_json(Folder.of(folder).read(MODEL))["theirs"]
         return bool(theirs["is_bare"]), tuple(str(name) for name in theirs["twice"])
+    except EntryError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"'{folder / MODEL}' describes no model.", where=first_line(error)) from None

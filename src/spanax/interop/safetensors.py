@@ -11,16 +11,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes  # noqa: F401, which teaches numpy bfloat16 and its like
 import numpy as np
 
-from spanax.documents import MAX_BYTES, parse_json, read_json
-from spanax.errors import DataError, first_line
+from spanax.documents import MAX_BYTES, parse_json, read_bytes
+from spanax.errors import DataError, EntryError, first_line
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -232,13 +233,24 @@ def read_index(folder: Path) -> dict[str, str]:
       DataError: it is none, or names what is no file beside it.
     """
     path = inside(folder / INDEX, folder)
+    return parse_index(partial(read_bytes, path), path)
+
+
+def parse_index(read: Callable[[], bytes], path: Path) -> dict[str, str]:
+    """Which file holds which tensor, by an index; `path` is named in its error.
+
+    Raises:
+      DataError: it cannot be read, is none, or names what is no file beside it.
+    """
     try:
-        listed = read_json(path)["weight_map"]
+        listed = parse_json(read())["weight_map"]
         if not isinstance(listed, dict) or not listed or len(set(map(str, listed.values()))) > MAX_FILES:
             raise ValueError("its weight_map is no table of tensors")
         for name in listed.values():
             if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*\.safetensors", name):
                 raise ValueError(f"{repr(name)[:200]} is no file beside it")
+    except EntryError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = "it has no weight_map" if isinstance(error, KeyError | TypeError) else first_line(error)
         raise DataError(f"'{path}' is no index of safetensors.", where=reason) from None

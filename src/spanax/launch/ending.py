@@ -1,12 +1,14 @@
 """Ending: how the processes of a run ended, and what their exit codes ask for."""
 
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spanax.entries.folder import Folder
+from spanax.entries.names import RANK_LOG
 from spanax.errors import INTERNAL, MISTAKE, PREEMPTED
-from spanax.run.record.folder import LOGS
 
 FINAL = {
     2: "its request cannot be carried out",
@@ -80,12 +82,11 @@ def ending_of(codes: Sequence[int | None]) -> Ending:
 
 
 def last_words(folder: Path, rank: int) -> str:
-    """The last lines of what a process said in its last attempt."""
-    path = folder / LOGS / f"rank{rank}.log"
+    """The last lines that a process wrote into its log in its last attempt."""
     try:
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - MAX_LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
+        with Folder.of(folder).reading(RANK_LOG.of(rank)) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LOG_BYTES))
+            lines = file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
     begins = [at for at, line in enumerate(lines) if line.startswith(ATTEMPT)]

@@ -12,11 +12,12 @@ from typing import Annotated
 
 import tyro
 
+from spanax.entries.folder import Folder
+from spanax.entries.names import LOGS, RANK_LOG
 from spanax.errors import SpanaxError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest
 from spanax.launch.supervisor import Limits, Supervisor, check
-from spanax.run.record.folder import LOGS
 
 LOOPBACK = "127.0.0.1"
 
@@ -67,10 +68,10 @@ def started(
     argv: Sequence[str], environment: Mapping[str, str], folder: Path, rank: int, *, talks: bool = True
 ) -> subprocess.Popen[bytes]:
     """A process of a run, a child of this one, that obeys it; what it says goes into its log, or to whoever called."""
-    path = folder / LOGS / f"rank{rank}.log"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab", buffering=0) as log:
-        log.write(f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
+    place = Folder.of(folder).make()
+    place.make(LOGS)
+    with place.appending(RANK_LOG.of(rank)) as log:
+        os.write(log, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
         return subprocess.Popen(
             argv,
             env={**os.environ, **environment, "SPANAX_SUPERVISOR": str(os.getpid())},

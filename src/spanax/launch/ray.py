@@ -13,16 +13,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from spanax.entries.folder import Folder
+from spanax.entries.names import LOGS, RANK_LOG
 from spanax.errors import SpanaxError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import POLL_SECONDS, Limits, Supervisor, as_flags, check
-from spanax.run.record.folder import LOGS
 
 RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
 
@@ -137,11 +137,12 @@ class Host:
             one.bind((address, 0))
             return f"{address}:{one.getsockname()[1]}"
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], folder: str, log: str) -> None:
-        """Start the process, in a folder and with its output at the end of a log."""
-        Path(log).parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "ab", buffering=0) as output:
-            output.write(f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
+    def start(self, command: Sequence[str], environment: Mapping[str, str], folder: str, run_folder: str) -> None:
+        """Start the process, in a folder and with its output at the end of its log in the run folder."""
+        place = Folder.of(run_folder).make()
+        place.make(LOGS)
+        with place.appending(RANK_LOG.of(environment["SPANAX_HOST"])) as output:
+            os.write(output, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -193,8 +194,7 @@ class Cluster:
             environment |= {"JAX_PLATFORMS": "cpu", "SPANAX_HOST_DEVICES": str(command.devices_per_host)}
         folder = os.path.abspath(self.request.folder)
         for rank, host in enumerate(hosts):
-            log = os.path.join(folder, LOGS, f"rank{rank}.log")
-            host.must("start", words, environment | {"SPANAX_HOST": str(rank)}, os.getcwd(), log)
+            host.must("start", words, environment | {"SPANAX_HOST": str(rank)}, os.getcwd(), folder)
         return hosts
 
     def close(self) -> None:

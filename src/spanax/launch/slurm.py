@@ -20,13 +20,13 @@ from typing import IO, Annotated, Literal
 
 import tyro
 
+from spanax.entries.folder import Folder
+from spanax.entries.names import JOB_LOG, JOB_SCRIPT, LOGS, RANK_LOG
 from spanax.errors import SpanaxError, WriteError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, as_flags, check
-from spanax.run.record.folder import LOGS
-
-SCRIPT = "job.sh"
+from spanax.run.record.claim import check_entries
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def script(command: SlurmCommand, request: TrainRequest) -> str:
         "signal": "B:TERM@120",
         "requeue": True,
         "open-mode": "append",
-        "output": str(folder / LOGS / "slurm.log").replace("%", "%%"),
+        "output": str(folder / JOB_LOG).replace("%", "%%"),
     }
     cpus = f" --cpus-per-task={command.cpus_per_host}" if command.cpus_per_host else ""
-    log = shlex.quote(str(folder / LOGS).replace("%", "%%") + "/rank%t.log")
+    log = shlex.quote(str(folder).replace("%", "%%") + f"/{RANK_LOG.of('%t')}")
     spanax = f"{shlex.quote(command.python)} -m spanax"
     start = f"srun --kill-on-bad-exit=1{cpus} --open-mode=append --output={log} {spanax}"
     flags = ["--hosts", str(hosts), *as_flags(check(command.limits)), "--start", start]
@@ -106,6 +106,7 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
 
     Raises:
       SpanaxError: there is no Slurm here, or it refuses the job.
+      EntryError: something other than a regular file or folder is in the run folder.
       WriteError: the run folder cannot be written.
     """
     request = TrainRequest.of(argv)
@@ -114,11 +115,14 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
         print(text, end="")
         return 0
     sbatch = _tool("sbatch")
-    file = request.folder / SCRIPT
+    place, file = Folder.of(request.folder), request.folder / JOB_SCRIPT
     try:
-        # Slurm opens its log before anything of ours runs, and makes no folders.
-        (request.folder / LOGS).mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        check_entries(place.make())
+        # Slurm opens its log by path, before anything of ours runs, and makes no folders.
+        place.make(LOGS)
+        with place.appending(JOB_LOG):
+            pass
+        place.replace(JOB_SCRIPT, [text])
     except OSError as error:
         raise WriteError(f"cannot write to the run folder '{request.folder}'.", where=str(error)) from None
     done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True)
@@ -148,8 +152,9 @@ class Step:
     def failed(self) -> tuple[int, int]:
         """The rank that failed first and its exit code, once all have ended."""
         code = self.process.wait()
-        self.errors.seek(0)
-        told = self.errors.read().decode(errors="replace")
+        with self.errors:
+            self.errors.seek(0)
+            told = self.errors.read().decode(errors="replace")
         print(told, end="", file=sys.stderr, flush=True)
         return first_failed(told, code)
 
@@ -234,9 +239,11 @@ def started(command: Sequence[str], hosts: int, environment: Mapping[str, str], 
         host = _output("srun", "--relative=1", "--nodes=1", "--ntasks=1", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
         if not host:
             raise SpanaxError("the second node of the job does not answer.", where="srun --relative=1")
+    place = Folder.of(folder)
+    place.make(LOGS)
     for number in range(hosts):
-        with open(folder / LOGS / f"rank{number}.log", "a") as log:
-            log.write(f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n")
+        with place.appending(RANK_LOG.of(number)) as log:
+            os.write(log, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
     joined = {"SPANAX_COORDINATOR": f"{host}:{_free_port(host)}", "SPANAX_NUM_HOSTS": str(hosts)}
     # The parent of a rank is Slurm's.
     told = {**os.environ, **environment, **(joined if hosts > 1 else {}), "SPANAX_SUPERVISOR": "0"}

@@ -19,6 +19,7 @@ from typing import Protocol
 from spanax.errors import PREEMPTED, SpanaxError
 from spanax.launch.ending import Ending, ending_of, last_words
 from spanax.run.record import account, heartbeat
+from spanax.run.record.claim import supervised
 from spanax.run.record.events import Events
 
 POLL_SECONDS = 0.2
@@ -96,6 +97,7 @@ class Supervisor:
       limits: when to give up on them.
       say: takes a line for people.
       begun: how often the run was begun before by who started this process; its attempts count from there.
+      rank: the first of the processes that it starts, where each host of a run has a supervisor.
     """
 
     start: Start
@@ -103,10 +105,20 @@ class Supervisor:
     limits: Limits
     say: Callable[[str], None] = lambda line: print(f"spanax: {line}", file=sys.stderr, flush=True)
     begun: int = 0
+    rank: int = 0
     _asked: list[int] = field(default_factory=list)
 
     def watch(self) -> int:
-        """Start, watch and start again until the run has ended; returns its exit code."""
+        """Start, watch and start again until the run has ended; returns its exit code.
+
+        Raises:
+          EntryError: something other than a regular file or folder is in the run folder.
+          WriteError: the run folder is in use, or cannot be written; nothing in it was touched.
+        """
+        with supervised(self.folder, self.rank):
+            return self._watch()
+
+    def _watch(self) -> int:
         attempt = fallen = 0
         last_step, backoff_seconds = -1, self.limits.backoff_seconds
         with self._signals():

@@ -13,7 +13,6 @@ from spanax.errors import PREEMPTED
 from spanax.launch import local, slurm
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, Process, Supervisor, check
-from spanax.run.record.folder import LOGS
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
     """
     hosts, request, words = count("hosts", command.hosts), TrainRequest.of(argv), shlex.split(command.start)
     is_slurm = words[:1] == ["srun"]
-    (request.folder / LOGS).mkdir(parents=True, exist_ok=True)
+    rank = 0 if is_slurm else int(os.environ.get("SPANAX_HOST", 0))
 
     def start(attempt: int) -> Sequence[Process]:
         environment = {"SPANAX_ATTEMPT": str(attempt)}
@@ -47,11 +46,11 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
         if is_slurm:
             return slurm.started(full, hosts, environment, request.folder)
         # The one process of this machine, one of several of its run where the environment says so.
-        return [local.started(full, environment, request.folder, int(os.environ.get("SPANAX_HOST", 0)))]
+        return [local.started(full, environment, request.folder, rank)]
 
     # How often the job itself was begun again: a JobSet tells the first, Slurm the second.
     begun = int(os.environ.get("SPANAX_ATTEMPT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
-    code = Supervisor(start, request.folder, check(command.limits), begun=begun).watch()
+    code = Supervisor(start, request.folder, check(command.limits), begun=begun, rank=rank).watch()
     if code == PREEMPTED and is_slurm:
         slurm.requeue()
     return code

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from spanax import DataError, SpanaxError, Workload
-from spanax.documents import made, read_json
-from spanax.errors import first_line
+from spanax.documents import made, parse_json
+from spanax.entries.folder import Folder
+from spanax.entries.names import MODEL
+from spanax.errors import EntryError, first_line
 from spanax.models import gpt, images, llama, vit
-
-MODEL = "model.json"
-"""In a folder of weights: which model they are of, and its shape."""
 
 MODELS: dict[str, tuple[Any, Any]] = {
     "gpt2": (gpt.GPT, gpt.GPTConfig),
@@ -53,7 +52,7 @@ def shaped(
 
 def is_imported(folder: Path) -> bool:
     """Whether a folder holds weights that were brought in."""
-    return (folder / MODEL).is_file()
+    return Folder.of(folder).kind(MODEL) is not None
 
 
 def read_shape(folder: Path) -> tuple[str, Any]:
@@ -63,9 +62,11 @@ def read_shape(folder: Path) -> tuple[str, Any]:
       DataError: it does not say.
     """
     try:
-        data = read_json(folder / MODEL)
+        data = parse_json(Folder.of(folder).read(MODEL))
         _, shape = MODELS[data["model"]]
         return data["model"], made(shape, data["shape"])
+    except EntryError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"'{folder / MODEL}' describes no model.", where=first_line(error)) from None
 

@@ -3,12 +3,15 @@
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.displays import display
 from spanax.documents import MAX_INT, made, parse_json, read_bytes
+from spanax.entries.folder import Folder, Place
+from spanax.entries.names import PLAN
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
@@ -215,8 +218,22 @@ class Plan:
         Raises:
           DataError: there is no such file, or it holds no plan.
         """
+        return Plan._read(lambda: read_bytes(path), path)
+
+    @staticmethod
+    def of_run(folder: Place) -> "Plan":
+        """Read the plan that a run folder or a saved step holds.
+
+        Raises:
+          DataError: there is none, or it is damaged; also its kind EntryError.
+        """
+        place = Folder.of(folder)
+        return Plan._read(lambda: place.read(PLAN), place.path / PLAN)
+
+    @staticmethod
+    def _read(read: Callable[[], bytes], path: str | Path) -> "Plan":
         try:
-            return Plan.from_json(read_bytes(path).decode())
+            return Plan.from_json(read().decode())
         except DataError:
             raise
         except (OSError, ValueError) as error:

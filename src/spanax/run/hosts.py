@@ -226,12 +226,17 @@ def prepare_devices(num_simulated: int) -> None:
         pass  # JAX has started: it has the devices that it has, and the caller counts them
 
 
+def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether a supervisor started this process."""
+    return "SPANAX_SUPERVISOR" in environ
+
+
 def obey_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
     """Under a supervisor: SIGUSR1 and every crash write all stacks to standard error, and its death asks to stop.
 
     Returns whether there is one.
     """
-    if "SPANAX_SUPERVISOR" not in environ:
+    if not is_supervised(environ):
         return False
     faulthandler.enable(STDERR)
     faulthandler.register(signal.SIGUSR1, STDERR)

@@ -1,17 +1,15 @@
 """Profile: a trace of some steps of a run, with the program they ran, in a folder that is read offline."""
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from spanax.entries.folder import Folder
+from spanax.entries.names import PROFILE, PROGRAM, TRACE_FOLDER
 from spanax.errors import WriteError
 from spanax.run.run import Run
-
-FOLDER, TRACE, PROGRAM = "profile", "trace", "step.hlo.pb"
-"""The folder in the run folder; in it the trace of JAX's profiler, and XLA's program, serialized."""
 
 WINDOW, INPUT, STEP = "spanax window", "spanax input", "spanax step"
 """Names in the trace: all that was traced, waiting for a batch, and one step as the host sees it."""
@@ -19,7 +17,7 @@ WINDOW, INPUT, STEP = "spanax window", "spanax input", "spanax step"
 
 @dataclass(eq=False)
 class Profile:
-    """Traces the steps from `first` to `last`, both included, into `folder`."""
+    """Traces the steps from `first` to `last`, both included, into `profile/` of a run folder."""
 
     first: int
     last: int
@@ -30,15 +28,17 @@ class Profile:
         """Compile the step, and keep XLA's program: the trace names its operations.
 
         Raises:
+          EntryError: something other than a folder has its name.
           WriteError: the folder cannot be written.
         """
-        shutil.rmtree(self.folder, ignore_errors=True)
+        place = Folder.of(self.folder)
         try:
-            self.folder.mkdir(parents=True)
+            place.remove_folder(PROFILE)
+            place.make(PROFILE)
             modules = run.compile().runtime_executable().hlo_modules()
-            (self.folder / PROGRAM).write_bytes(modules[0].as_serialized_hlo_module_proto())
+            place.replace(PROGRAM, [modules[0].as_serialized_hlo_module_proto()], is_durable=False)
         except OSError as error:
-            raise WriteError(f"cannot write the profile '{self.folder}'.", where=str(error)) from None
+            raise WriteError(f"cannot write the profile '{self.folder / PROFILE}'.", where=str(error)) from None
 
     def before(self, run: Run) -> None:
         """Start the trace if the step that comes is the first one, or the first that is left of a resumed run."""
@@ -47,7 +47,8 @@ class Profile:
         jax.block_until_ready(run.state)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # every Python call of the host would slow it down, and hide what matters
-        jax.profiler.start_trace(str(self.folder / TRACE), profiler_options=options)
+        trace = Folder.of(self.folder).inner(PROFILE).checked_path() / TRACE_FOLDER  # JAX opens files by path
+        jax.profiler.start_trace(str(trace), profiler_options=options)
         self._window = jax.profiler.TraceAnnotation(WINDOW)
         self._window.__enter__()
 

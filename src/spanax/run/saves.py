@@ -4,15 +4,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from spanax.errors import WriteError
+from spanax.entries.folder import Folder
+from spanax.errors import DiskFullError, WriteError
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
 from spanax.run.hosts import from_first
 from spanax.run.run import Run
-from spanax.run.store.checkpoint import Pending, is_full, make_room
+from spanax.run.store.checkpoint import Pending, make_room
 
 GRACE_SECONDS = 10.0
 """So long a run waits for the save before, once: steps of a small model may be shorter than any save. Then the disk is
@@ -31,7 +31,7 @@ class Saves:
       saved: the step that was saved last, or that the run began with.
     """
 
-    folder: Path
+    folder: Folder
     config: TrainConfig
     tell: Callable[[dict[str, Any]], None]
     renew: Callable[[], Any]
@@ -109,7 +109,9 @@ class Saves:
 
     def _failed(self, step: int, error: WriteError) -> bool:
         """Tell of it; on a full disk the oldest step goes, so that the next save has its room. Whether one went."""
-        removed = from_first(lambda: str(make_room(self.folder) if is_full(error) else None), WriteError)
+        removed = from_first(
+            lambda: str(make_room(self.folder) if isinstance(error, DiskFullError) else None), WriteError
+        )
         is_removed = removed != str(None)
         self.tell({
             "event": "save_failed",

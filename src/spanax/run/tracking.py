@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spanax.documents import json_line, json_lines
+from spanax.documents import json_line
+from spanax.entries.folder import Folder
+from spanax.entries.names import METRICS, TENSORBOARD
 from spanax.run.hosts import is_first
 from spanax.run.record import folder as run_folder
+from spanax.run.record.claim import claimed
 from spanax.run.record.tensorboard import TensorBoard
-from spanax.run.record.trackers import TENSORBOARD, About, Trackers, check_trackers
+from spanax.run.record.trackers import About, Trackers, check_trackers
 from spanax.run.record.wandb import WeightsAndBiases
 
 if TYPE_CHECKING:
@@ -86,6 +89,7 @@ def track(
 
     Raises:
       SpanaxError: a tracker is unknown or not installed.
+      EntryError: something other than a regular file or folder is in the folder.
       WriteError: the folder is in use, or already holds a run and this one is new.
 
     Example:
@@ -106,8 +110,8 @@ def track(
         yield Tracking(None, None)
         return
     place = Path(folder)
-    with run_folder.claimed(place, resume=run.num_steps > 0):
-        steps = (event.get("step") for event in _known(place / run_folder.METRICS))
+    with claimed(place, resume=run.num_steps > 0):
+        steps = (event.get("step") for event in Folder.of(place).lines(METRICS))
         reached = max((step for step in steps if isinstance(step, int)), default=0)
         metrics = run_folder.open_metrics(place, run.num_steps)
 
@@ -137,7 +141,3 @@ def summary(run: "Run") -> dict[str, Any]:
         "why": plan.why,
         "state_bytes_per_device": plan.state_bytes(),
     }
-
-
-def _known(path: Path) -> Iterator[Mapping[str, Any]]:
-    return json_lines(path) if path.exists() else iter(())

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 
 from spanax.documents import json_line
+from spanax.entries.folder import Folder
+from spanax.entries.names import CHECKPOINTS, PLAN
 from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
@@ -27,15 +29,15 @@ from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches, batches
 from spanax.run.data.examples import TooFew
 from spanax.run.data.opened import is_named
-from spanax.run.hosts import Hosts, from_first, is_first
+from spanax.run.hosts import Hosts, from_first, is_first, is_supervised
 from spanax.run.loop import Event, Loop
 from spanax.run.options import flagged
 from spanax.run.preemption import listening
 from spanax.run.pricing import Pricing
-from spanax.run.profile import FOLDER as PROFILE
 from spanax.run.profile import Profile
 from spanax.run.record import account
 from spanax.run.record import folder as run_folder
+from spanax.run.record.claim import Claim, claimed
 from spanax.run.record.events import Events
 from spanax.run.record.heartbeat import Pulse
 from spanax.run.record.ledger import Ledger, process_age_seconds
@@ -82,7 +84,7 @@ def train(
         if config.resume:
             run_folder.check_same_run(folder, config.record())
         steps = profiled_steps(config)
-        profile = None if steps is None else Profile(*steps, folder / PROFILE)
+        profile = None if steps is None else Profile(*steps, folder)
         plan = flagged(planned or _chosen(program, config, folder, devices, emit, events), config.xla_flags, devices)
         check_wished(config.schedule, plan)
         read = partial(
@@ -113,7 +115,7 @@ def train(
         is_over = stack.enter_context(listening())
         remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
         renew = partial(from_first, partial(_renewed, claim, records, tell), WriteError)
-        saves = Saves(folder / run_folder.CHECKPOINTS, config, tell, renew, saved=run.num_steps)
+        saves = Saves(Folder.of(folder).inner(CHECKPOINTS), config, tell, renew, saved=run.num_steps)
         if is_leader and planned is None:
             warn = lambda line: tell({"event": "warning", "message": line})  # noqa: E731
             beside.submit(pricing.find, partial(run_folder.write_plan, folder), warn)
@@ -157,10 +159,10 @@ def _planned(config: TrainConfig, num_devices: int) -> Plan:
 
 def _in_recorded_dtype(program: Program, folder: Path, devices: list[Any]) -> Program:
     """Returns the program in the compute dtype of the run that is resumed, whatever the devices prefer."""
-    recorded = folder / run_folder.PLAN
-    dtype = Plan.load(recorded).schedule.compute_dtype if recorded.is_file() else None
-    default = default_dtype(program, local(devices))
-    if not recorded.is_file() or dtype == default:
+    if Folder.of(folder).kind(PLAN) is None:
+        return program
+    dtype = Plan.of_run(folder).schedule.compute_dtype
+    if dtype == default_dtype(program, local(devices)):
         return program
     return program.with_compute_dtype(dtype or "float32")
 
@@ -212,19 +214,19 @@ def _replanned(place: Callable[..., Plan], devices: list[Any]) -> Plan:
     return place(local(devices[:1]))
 
 
-def _claimed(config: TrainConfig, stack: ExitStack) -> tuple[Path, run_folder.Claim | None]:
+def _claimed(config: TrainConfig, stack: ExitStack) -> tuple[Path, Claim | None]:
     """The run folder, known to all, and the claim of the first process on it."""
-    held: list[run_folder.Claim] = []
+    held: list[Claim] = []
 
     def claim() -> str:
         folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
-        held.append(stack.enter_context(run_folder.claimed(folder, resume=config.resume)))
+        held.append(stack.enter_context(claimed(folder, resume=config.resume, is_supervised=is_supervised())))
         return str(folder)
 
     return Path(from_first(claim, WriteError)), next(iter(held), None)
 
 
-def _renewed(claim: run_folder.Claim | None, records: Callable[[], None], tell: Callable[[Event], None]) -> str:
+def _renewed(claim: Claim | None, records: Callable[[], None], tell: Callable[[Event], None]) -> str:
     """The run folder, made again where somebody removed it while the run went on."""
     if claim is not None and claim.renew():
         records()
@@ -291,9 +293,9 @@ def _begun(
     if config.resume:
         for change in run_folder.changed_versions(folder):
             emit({"event": "warning", "message": f"the run was last in another environment: {change}"})
-        if manifest.steps(folder / run_folder.CHECKPOINTS):
+        checkpoints = Folder.of(folder).inner(CHECKPOINTS)
+        if manifest.steps(checkpoints):
             warn = lambda line: emit({"event": "warning", "message": line})  # noqa: E731
-            checkpoints = folder / run_folder.CHECKPOINTS
             return restore(program, plan, checkpoints, devices=devices, warn=warn, guard=config.guard)
         emit({"event": "warning", "message": f"'{folder}' has no finished checkpoint: starting from step 0"})
     return start(

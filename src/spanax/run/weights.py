@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spanax.entries.folder import Folder
+from spanax.entries.names import META, PLAN
 from spanax.errors import DataError, WriteError, first_line
 from spanax.run.hosts import from_first
-from spanax.run.record.folder import CHECKPOINTS
 from spanax.run.store import checkpoint, manifest
 from spanax.run.store.layers import Regrouped, told
 
@@ -83,17 +84,6 @@ def listed(paths: Sequence[str], most: int = 6) -> str:
     return ", ".join(paths[:most]) + more
 
 
-def steps_of(path: str | os.PathLike[str]) -> Path:
-    """The folder of steps: the one named, or the one in the run folder named.
-
-    Example:
-      >>> steps_of("no/such/run").name
-      'run'
-    """
-    folder = Path(path)
-    return folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
-
-
 def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: Mapping[str, Any]) -> None:
     """Save arrays as step 0 of a folder; the host holds no more than the largest of them twice.
 
@@ -107,9 +97,9 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
       DataError: what a part is made from is damaged; nothing is left.
       WriteError: the place cannot be written; nothing is left.
     """
-    root = directory.resolve()
+    root = Folder.of(directory).resolved()
     leaves = {path: told(part) for path, part in parts.items()}
-    texts = {manifest.PLAN: plan_json.encode(), manifest.META: manifest.meta_text(leaves, meta)}
+    texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
     staging = checkpoint.prepare(root, 0, texts)
     try:
         orbax = checkpoint.orbax_v1()
@@ -121,9 +111,9 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
         with context:
             for batch in batches({path: _num_bytes(part) for path, part in parts.items()}):
                 made = {checkpoint.stored_name(path): parts[path].make() for path in batch}
-                orbax.partial.save(staging / manifest.ARRAYS, made)
+                orbax.partial.save(staging.checked_path() / manifest.ARRAYS, made)
                 del made
-            orbax.partial.finalize(staging / manifest.ARRAYS)
+            orbax.partial.finalize(staging.path / manifest.ARRAYS)
         manifest.write(staging)
         manifest.settle(root)
     except BaseException as error:
@@ -228,7 +218,7 @@ class Source:
     """The newest good step of a folder: its number, its folder, and dtype and shape of its weights by path."""
 
     step: int
-    folder: Path
+    folder: Folder
     saved: Mapping[str, str]
 
     @staticmethod
@@ -238,9 +228,9 @@ class Source:
         Raises:
           DataError: no step is good.
         """
-        root = steps_of(directory).resolve()
+        root = manifest.steps_of_run(directory).resolved()
         say = warn or partial(print, file=sys.stderr)
-        folder = root / from_first(lambda: checkpoint.choose(root, None, say).name, DataError)
+        folder = root.inner(from_first(lambda: checkpoint.choose(root, None, say).name, DataError))
         try:
             _, leaves, _ = manifest.read_meta(folder)
         except (OSError, ValueError) as error:
@@ -290,7 +280,7 @@ class Source:
         try:
             for batch in batches({path: _num_bytes(target) for path, target in targets.items()}):
                 arrays = {path: targets[path] for path in batch}
-                found |= checkpoint.load(self.folder / manifest.ARRAYS, arrays, is_all=False)
+                found |= checkpoint.load(self.folder.inner(manifest.ARRAYS), arrays, is_all=False)
         except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
             what = f"checkpoint step {self.step} is as it was saved but cannot be loaded."
             raise DataError(what, where=f"{self.folder}: {first_line(error)}") from error

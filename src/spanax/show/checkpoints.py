@@ -4,8 +4,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from spanax.entries.folder import Folder
+from spanax.entries.kind import Kind
 from spanax.errors import DataError, plain
-from spanax.run.record.folder import CHECKPOINTS
 from spanax.run.store import manifest
 from spanax.units import bytes_text
 
@@ -34,9 +35,9 @@ def verify(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
     return plain("\n".join(problems)) or f"{len(steps)} steps in '{root}', every file as it was saved", problems
 
 
-def _root(directory: Path) -> Path:
+def _root(directory: Path) -> Folder:
     """The folder of steps: the one named, or the one in the run folder named."""
-    root = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
-    if not root.is_dir():
+    root = manifest.steps_of_run(directory)
+    if root.kind() is not Kind.FOLDER:
         raise DataError(f"there is no folder '{directory}'.", fix="a run folder, or its checkpoints folder")
     return root

@@ -6,9 +6,10 @@ from typing import Any
 from spanax.check.hlo import collectives
 from spanax.check.lint import lint_profile, waived
 from spanax.check.profile import profiled
+from spanax.entries.folder import Folder
+from spanax.entries.names import PROFILE, PROGRAM
 from spanax.plan.plan import Plan
-from spanax.run.profile import FOLDER, PROGRAM
-from spanax.run.record.folder import CONFIG, PLAN, read_config
+from spanax.run.record.folder import recorded
 from spanax.show.source_text import source_text
 
 
@@ -19,12 +20,12 @@ def profile_event(run: Path) -> dict[str, Any]:
     Raises:
       DataError: there is no trace in it.
     """
-    folder, made, known = run / FOLDER, Plan.load(run / PLAN), None
-    if (folder / PROGRAM).is_file():
-        found = collectives((folder / PROGRAM).read_bytes(), made.mesh)
+    place, made, known = Folder.of(run), Plan.of_run(run), None
+    if place.kind(PROGRAM) is not None:
+        found = collectives(place.read(PROGRAM), made.mesh)
         known = {one.name: one.axes for one in found}
-    summary = profiled(folder, axes=known)
-    text = source_text(str(read_config(run / CONFIG).get("workload", "")))
+    summary = profiled(run, axes=known)
+    text = source_text(str(recorded(run).get("workload", "")))
     findings = waived(lint_profile(summary), text, made.allow)
     told = [one.to_json() for one in findings]
-    return {"event": "profile", **summary.to_json(), "out": str(folder), "findings": told}
+    return {"event": "profile", **summary.to_json(), "out": str(run / PROFILE), "findings": told}

@@ -13,10 +13,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from spanax.documents import json_lines
-from spanax.errors import DataError
+from spanax.entries.folder import Folder
+from spanax.entries.names import CHECKPOINTS, METRICS
+from spanax.errors import DataError, EntryError
 from spanax.run.record.account import Account, Event, account
-from spanax.run.record.folder import CHECKPOINTS, CONFIG, METRICS, read_config
+from spanax.run.record.folder import recorded
 from spanax.run.record.ledger import BUCKETS
 from spanax.run.store import manifest
 from spanax.show.tables import plain_text, table_text
@@ -91,23 +92,25 @@ def report(folder: Path) -> Report:
     """Read a run folder, of a run that goes on or is over.
 
     Raises:
-      DataError: it is not a run folder.
+      DataError: it is not a run folder; also its kind EntryError.
     """
     if not folder.is_dir():
         raise DataError(f"there is no folder '{folder}'.", fix="the folder of a run, as spanax train --out names it")
     found = account(folder)
     try:
-        workload = str(read_config(folder / CONFIG).get("workload", ""))
+        workload = str(recorded(folder).get("workload", ""))
+    except EntryError:
+        raise
     except DataError:
         workload = ""  # a report is wanted most of runs that are not whole
-    good = [saved for saved in manifest.describe(folder / CHECKPOINTS) if saved.state == "good"]
-    return Report(folder, workload, found, good[-1] if good else None, _last_metrics(folder / METRICS))
+    good = [saved for saved in manifest.describe(Folder.of(folder).inner(CHECKPOINTS)) if saved.state == "good"]
+    return Report(folder, workload, found, good[-1] if good else None, _last_metrics(folder))
 
 
-def _last_metrics(path: Path) -> dict[str, dict[str, Any]]:
+def _last_metrics(folder: Path) -> dict[str, dict[str, Any]]:
     """The numbers of the last `step` and `eval` events of a run."""
     found: dict[str, dict[str, Any]] = {}
-    for event in json_lines(path) if path.is_file() else ():
+    for event in Folder.of(folder).lines(METRICS):
         if event.get("event") in ("step", "eval"):
             found[str(event["event"])] = {key: event[key] for key in event if key not in (*RATES, "event")}
     return found

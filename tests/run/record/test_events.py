@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from spanax.run.record.events import FILE, Events, read
+from spanax.entries.names import EVENTS
+from spanax.run.record.events import Events, read
 
 
 def test_half_a_line_does_not_take_the_next_with_it(tmp_path: Path) -> None:
     events = Events(tmp_path)
     events.tell("begin", step=0)
-    with open(tmp_path / FILE, "ab") as file:
+    with open(tmp_path / EVENTS, "ab") as file:
         file.write(b'{"event": "sa')
     events.tell("end", step=7)
     assert [event["event"] for event in read(tmp_path)] == ["begin", "end"]

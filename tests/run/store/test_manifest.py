@@ -4,13 +4,16 @@ import doctest
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from spanax.entries.folder import Folder
 from spanax.errors import WriteError
 from spanax.run.store import manifest
 
@@ -128,13 +131,15 @@ def test_links_and_special_files_are_refused(step: Path) -> None:
         manifest.write(step)
     (step / "manifest.json").unlink()
     os.mkfifo(step / "manifest.json")
-    assert manifest.problems(step)[0].startswith("manifest.json: damaged")
+    assert manifest.problems(step) == [
+        "manifest.json: '40/manifest.json' is a FIFO, and has to be a regular file.",
+    ]
 
 
 def test_a_linked_step_is_no_step_and_never_removed(step: Path) -> None:
     link = step.parent / "50"
     link.symlink_to(step)
-    assert manifest.steps(step.parent) == [40] and manifest.unfinished(step.parent) == [link]
+    assert manifest.steps(step.parent) == [40] and paths(manifest.unfinished(step.parent)) == [link]
     assert manifest.problems(link) == ["50: symbolic link, refused"]
     manifest.clear(step.parent)
     assert link.is_symlink() and manifest.problems(step) == []
@@ -158,7 +163,7 @@ def test_clear_removes_dead_saves_and_nothing_else(step: Path) -> None:
     for name in [
         "41/arrays.orbax-checkpoint-tmp/x",
         "42/plan.json",
-        "42/manifest.json.tmp",
+        f"42/.manifest.json.{'a' * 16}.new",
         "43.new0/meta.json",
         "44/",
     ]:
@@ -173,23 +178,23 @@ def test_clear_removes_dead_saves_and_nothing_else(step: Path) -> None:
 
 
 def test_half_a_removed_step_is_never_taken_for_one(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stuck(_: Path) -> None:
+    def stuck(_: str, *, dir_fd: int) -> None:
         raise OSError(16, "Device or resource busy")
 
     monkeypatch.setattr(manifest, "_SETTLE_SECONDS", 0.1)
     monkeypatch.setattr(shutil, "rmtree", stuck)
     with pytest.raises(OSError, match="busy"):
         manifest.discard(step)
-    assert manifest.steps(step.parent) == [] and manifest.unfinished(step.parent) == [step]
+    assert manifest.steps(step.parent) == [] and paths(manifest.unfinished(step.parent)) == [step]
 
 
 def test_removal_outlasts_files_that_come_back(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rmtree, late = shutil.rmtree, iter([True, True])
 
-    def raced(folder: Path) -> None:
+    def raced(name: str, *, dir_fd: int) -> None:
         if next(late, False):
             raise OSError(39, "Directory not empty")
-        rmtree(folder)
+        rmtree(name, dir_fd=dir_fd)
 
     monkeypatch.setattr(shutil, "rmtree", raced)
     manifest.discard(step)
@@ -199,14 +204,19 @@ def test_removal_outlasts_files_that_come_back(step: Path, monkeypatch: pytest.M
 @pytest.mark.skipif(sys.platform != "linux", reason="looks descriptors up in /proc")
 def test_everything_is_on_disk_before_the_manifest_appears(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    fsync, replace = os.fsync, os.replace
+    fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    monkeypatch.setattr(os, "replace", lambda *names: (done.append("replace"), replace(*names)))
+    monkeypatch.setattr(os, "rename", lambda *names, **folders: (done.append("rename"), rename(*names, **folders)))
     manifest.write(step)
-    before, after = done[: done.index("replace")], done[done.index("replace") + 1 :]
+    before, after = done[: done.index("rename")], done[done.index("rename") + 1 :]
     everything = {str(path) for path in step.rglob("*") if path.name != "manifest.json"}
-    assert set(before) >= everything | {str(step / "manifest.json.tmp")}
+    assert set(before) >= everything
+    assert any(re.fullmatch(rf"{step}/\.manifest\.json\.[0-9a-f]{{16}}\.new", name) for name in before)
     assert after == [str(step), str(step.parent)]
+
+
+def paths(folders: Iterable[Folder]) -> list[Path]:
+    return [folder.path for folder in folders]
 
 
 def copied(step: Path, name: str) -> Path:
@@ -217,7 +227,7 @@ def test_a_finished_successor_takes_over_its_number(step: Path) -> None:
     new = copied(step, "40.new7")
     (new / "plan.json").write_bytes(b"newer")
     manifest.write(new)
-    assert [path for _, path in manifest.finished(step.parent)] == [step, new]
+    assert paths(folder for _, folder in manifest.finished(step.parent)) == [step, new]
     manifest.settle(step.parent)
     assert (step / "plan.json").read_bytes() == b"newer" and manifest.problems(step) == [] and not new.exists()
 

@@ -13,9 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from spanax.entries.names import EVENTS
 from spanax.errors import DataError
 from spanax.run.record import heartbeat
-from spanax.run.record.events import FILE, Events, read
+from spanax.run.record.events import Events, read
 from spanax.run.record.ledger import BUCKETS
 
 Event = dict[str, Any]
@@ -109,7 +110,9 @@ def account(folder: Path) -> Account:
     events = _told(folder)
     parts = _parts(events)
     if not parts:
-        raise DataError(f"'{folder}' is not a run folder.", where=f"{FILE} has no beginning", fix="the folder of a run")
+        raise DataError(
+            f"'{folder}' is not a run folder.", where=f"{EVENTS} has no beginning", fix="the folder of a run"
+        )
     beat = heartbeat.read(folder).get(0)
     last = None if beat is None else _record(beat)
     begun = [part for part in parts if last is not None and part[0]["time"] <= last["time"]]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spanax.documents import json_line, json_lines
-
-FILE = "events.jsonl"
+from spanax.documents import json_line
+from spanax.entries.folder import Folder
+from spanax.entries.names import EVENTS
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,25 @@ class Events:
     attempt: int = 0
 
     def tell(self, event: str, **values: Any) -> None:
-        """Append one event; a disk that is full or gone is told of on standard error, and ends nothing."""
+        """Append one event; a disk that is full or gone is told of on standard error, and ends nothing.
+
+        Raises:
+          EntryError: the file is something else.
+        """
         record = {"event": event, "time": round(time.time(), 3), "by": self.by, "attempt": self.attempt, **values}
         line = (json_line(record) + "\n").encode()
         try:
             # One write at the end of the file: lines of two processes never mix.
-            descriptor = os.open(self.folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            try:
+            with Folder.of(self.folder).appending(EVENTS) as descriptor:
                 size_bytes = os.fstat(descriptor).st_size
                 is_half = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
                 os.write(descriptor, b"\n" * is_half + line)
-            finally:
-                os.close(descriptor)
         except OSError as error:
-            print(f"spanax: cannot write to '{self.folder / FILE}': {error.strerror}: {line.decode()}", file=sys.stderr)
+            print(
+                f"spanax: cannot write to '{self.folder / EVENTS}': {error.strerror}: {line.decode()}", file=sys.stderr
+            )
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The events of a run in the order they were told; half a line, from a kill or a full disk, is left out."""
-    try:
-        return [dict(event) for event in json_lines(folder / FILE) if "event" in event]
-    except FileNotFoundError:
-        return []
+    return [dict(event) for event in Folder.of(folder).lines(EVENTS) if "event" in event]

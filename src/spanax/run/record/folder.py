@@ -3,148 +3,27 @@
 config.toml  plan.json  env.json  metrics.jsonl  events.jsonl  heartbeats/  log/  checkpoints/<step>/  LOCK
 """
 
-import fcntl
 import json
 import os
 import platform
-import re
-import shutil
-import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import distributions, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from spanax.documents import json_line, json_lines, read_bytes, read_json, read_toml
-from spanax.errors import ConfigError, DataError, SpanaxError, WriteError
-from spanax.run.record import events, heartbeat
+from spanax.documents import json_line, parse_json, parse_toml, read_toml
+from spanax.entries.folder import Folder
+from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, Name
+from spanax.errors import ConfigError, DataError, EntryError, SpanaxError, WriteError
 from spanax.run.record.lines import Lines
-from spanax.run.record.trackers import TENSORBOARD, WANDB
 from spanax.run.store import manifest
-
-CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
-    "config.toml", "plan.json", "env.json", "metrics.jsonl", "checkpoints", "log", "LOCK",
-)  # fmt: skip
-
 
 SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq", "optimizer_state")
 """Settings that a run keeps for life: they make its model and the order of its data."""
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax")
 """Packages that the numbers of a run follow from."""
-
-
-@dataclass(eq=False)
-class Claim:
-    """A run folder that is held: the lock is the kernel's, so it goes with the process, however that ends."""
-
-    folder: Path
-    lock: IO[str]
-
-    def renew(self) -> bool:
-        """Hold the folder again where somebody removed it; whether that was so.
-
-        Raises:
-          WriteError: another run has it now, or it cannot be made again.
-        """
-        try:
-            if os.path.samestat(os.stat(self.folder / LOCK), os.fstat(self.lock.fileno())):
-                return False
-        except FileNotFoundError:
-            pass
-        lock = _locked(self.folder)
-        try:
-            _check_empty(self.folder)
-        except WriteError:
-            lock.close()
-            raise
-        self.lock.close()
-        self.lock = lock
-        return True
-
-
-@contextmanager
-def claimed(folder: Path, *, resume: bool) -> Iterator[Claim]:
-    """Hold a run folder while the run lasts.
-
-    Raises:
-      DataError: something in it lies elsewhere.
-      WriteError: another run holds it, it already has a run in it, or it cannot be written.
-    """
-    claim = Claim(folder, _locked(folder))
-    try:
-        if not resume:
-            _check_empty(folder)
-        yield claim
-    finally:
-        claim.lock.close()
-        with suppress(OSError):
-            # A request that was refused leaves nothing behind.
-            if {path.name for path in folder.iterdir()} <= {LOCK, heartbeat.FOLDER}:
-                shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked(folder: Path) -> IO[str]:
-    """The lock of a run folder, held by this process."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _check_inside(folder)
-        lock = open(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
-    except OSError as error:
-        raise WriteError(f"cannot write to the run folder '{folder}'.", where=str(error)) from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.truncate(lock.fileno(), 0)
-        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-    except BlockingIOError:
-        lock.close()
-        raise WriteError(
-            f"the run folder '{folder}' is in use.",
-            where=_holder(folder),
-            fix="another --out, or end that run first",
-        ) from None
-    except OSError as error:
-        lock.close()
-        raise WriteError(f"cannot lock the run folder '{folder}'.", where=str(error)) from None
-    return lock
-
-
-def _holder(folder: Path) -> str:
-    """Who wrote itself into the lock of a folder, and whether that process is still there."""
-    with suppress(OSError, ValueError):
-        told = read_bytes(folder / LOCK, max_bytes=1024).decode().strip()
-        match = re.fullmatch(r"process (\d+) on (.+)", told)
-        is_here = match is not None and match[2] == socket.gethostname()
-        if match is not None and is_here and not Path("/proc", match[1]).exists() and Path("/proc/self").exists():
-            return f"{told}, which has ended: a process that it started holds it"
-        return told or "held by another process"
-    return "held by another process"
-
-
-def _check_inside(folder: Path) -> None:
-    """A run writes into these; in a folder from elsewhere they may be links to what is not its own."""
-    kept = (CONFIG, PLAN, ENV, METRICS, LOCK, events.FILE)
-    for name in (*kept, CHECKPOINTS, heartbeat.FOLDER, LOGS, "profile", TENSORBOARD, WANDB):
-        path = folder / name
-        if os.path.lexists(path) and (path.is_symlink() or not (path.is_file() if name in kept else path.is_dir())):
-            kind = "link" if path.is_symlink() else "thing"
-            raise DataError(
-                f"the run folder '{folder}' holds a {kind} named '{name}' that is not its own.",
-                where=f"it leads to {os.path.realpath(path)}" if path.is_symlink() else "",
-                fix="move the whole run folder to where it is to be, and name that with --out",
-            )
-
-
-def _check_empty(folder: Path) -> None:
-    saved = manifest.steps(folder / CHECKPOINTS)
-    if saved or (folder / METRICS).exists():
-        last = f"its newest checkpoint is step {saved[-1]}" if saved else "it has no checkpoint"
-        raise WriteError(
-            f"the run folder '{folder}' already holds a run.", where=last, fix="--resume, or another --out"
-        )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -160,8 +39,20 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def recorded(folder: Path) -> dict[str, Any]:
-    """The settings that the run in a folder was last started with; none where there is no run."""
-    return read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    """The settings that the run in a folder was last started with; none where there is no run.
+
+    Raises:
+      DataError: they are damaged; also its kind EntryError.
+    """
+    place = Folder.of(folder)
+    try:
+        return parse_toml(place.read(CONFIG))
+    except FileNotFoundError:
+        return {}
+    except EntryError:
+        raise
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the configuration '{place.path / CONFIG}'.", where=str(error)) from None
 
 
 def check_same_run(folder: Path, config: Mapping[str, Any]) -> None:
@@ -188,7 +79,7 @@ def check_steps(folder: Path, steps: int) -> None:
     Raises:
       SpanaxError: its newest checkpoint is of a later step.
     """
-    reached = max(manifest.steps(folder / CHECKPOINTS), default=0)
+    reached = max(manifest.steps(Folder.of(folder).inner(CHECKPOINTS)), default=0)
     if steps < reached:
         raise SpanaxError(
             f"cannot train to step {steps}: the run has reached step {reached} already.",
@@ -200,8 +91,10 @@ def check_steps(folder: Path, steps: int) -> None:
 def changed_versions(folder: Path) -> list[str]:
     """What of the environment that a run was last in is another now; a run may go on, but not bit for bit."""
     try:
-        before = read_json(folder / ENV)
+        before = parse_json(Folder.of(folder).read(ENVIRONMENT))
         then = {name: before["packages"].get(name) for name in VERSIONS} | {"python": before["python"]}
+    except EntryError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
     now = {name: version(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
@@ -219,42 +112,35 @@ def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devic
         "environment": {key: os.environ[key] for key in sorted(os.environ) if key.startswith(("JAX_", "XLA_"))},
         "packages": dict(sorted((said["Name"], said["Version"]) for said in described if said["Name"])),
     }
-    _replace(folder / CONFIG, ["\n".join(lines) + "\n"])
+    _replace(folder, CONFIG, ["\n".join(lines) + "\n"])
     write_plan(folder, plan_json)
-    _replace(folder / ENV, [json.dumps(environment, indent=1) + "\n"])
+    _replace(folder, ENVIRONMENT, [json.dumps(environment, indent=1) + "\n"])
 
 
 def write_plan(folder: Path, plan_json: str) -> None:
     """Write the plan of the run."""
-    _replace(folder / PLAN, [plan_json])
+    _replace(folder, PLAN, [plan_json])
 
 
 def open_metrics(folder: Path, last_step: int) -> Lines:
     """The metrics file, to append to; lines of steps after `last_step` go, because they will be taken again."""
-    path = folder / METRICS
 
     def kept() -> Iterator[str]:
-        for event in json_lines(path) if path.exists() else ():
+        for event in Folder.of(folder).lines(METRICS):
             step = event.get("step", 0)
             if isinstance(step, int) and step <= last_step and event.get("event") != "done":
                 yield json_line(event) + "\n"
 
-    _replace(path, kept())
-    return Lines(path)
+    _replace(folder, METRICS, kept())
+    return Lines(Folder.of(folder), METRICS)
 
 
 def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else json.dumps(value)
 
 
-def _replace(path: Path, parts: Iterable[str]) -> None:
-    temporary = path.with_name(path.name + ".new")
+def _replace(folder: Path, name: Name, parts: Iterable[str]) -> None:
     try:
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "x") as file:  # "x" follows no link
-            file.writelines(parts)
-        os.replace(temporary, path)
+        Folder.of(folder).replace(name, parts)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise WriteError(f"cannot write '{path}'.", where=str(error)) from None
+        raise WriteError(f"cannot write '{folder / name}'.", where=str(error)) from None

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from spanax.documents import read_json
-
-FOLDER = "heartbeats"
+from spanax.documents import parse_json
+from spanax.entries.folder import Folder
+from spanax.entries.kind import Kind, refused
+from spanax.entries.names import HEARTBEAT, HEARTBEATS, Name
 
 APART_SECONDS = 0.1
 """Beats of one phase are at least so far apart: a small model takes thousands of steps a second."""
@@ -82,24 +83,22 @@ class Pulse:
             self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
             dict(seconds or {}),
         )  # fmt: skip
-        path = self.folder / FOLDER / f"{self.rank}.json"
+        place, name = Folder.of(self.folder), HEARTBEAT.of(self.rank)
         try:
-            path.parent.mkdir(exist_ok=True)
-            new = path.with_suffix(".new")
-            new.write_text(json.dumps(asdict(said)))
-            os.replace(new, path)
+            place.make(HEARTBEATS)
+            place.replace(name, [json.dumps(asdict(said))], is_durable=False)
         except OSError:
             # A full disk still takes a time: alive is alive.
             with suppress(OSError):
-                os.utime(path)
+                place.touch(name)
 
 
 def read(folder: Path) -> dict[int, Heartbeat]:
     """The last beat of every process of a run, by rank; a file that cannot be read is no beat."""
-    found = {}
-    for path in sorted((folder / FOLDER).glob("*.json")):
+    found, place = {}, Folder.of(folder)
+    for name in _names(place):
         try:
-            beat = Heartbeat(**_checked(read_json(path)))
+            beat = Heartbeat(**_checked(parse_json(place.read(name))))
         except (OSError, ValueError, TypeError):
             continue
         found[beat.rank] = beat
@@ -109,15 +108,31 @@ def read(folder: Path) -> dict[int, Heartbeat]:
 def stamp(folder: Path, rank: int) -> int | None:
     """What changes with every beat of a process: two reads tell life without comparing two machines' clocks."""
     try:
-        return (folder / FOLDER / f"{rank}.json").stat().st_mtime_ns
+        status = Folder.of(folder).stat(HEARTBEAT.of(rank))
     except OSError:
         return None
+    return None if status is None else status.st_mtime_ns
 
 
 def forget(folder: Path) -> None:
-    """Take the beats of an earlier attempt away, so that nobody takes them for life."""
-    for path in (folder / FOLDER).glob("*"):
-        path.unlink(missing_ok=True)
+    """Take the beats of an earlier attempt away, so that nobody takes them for life.
+
+    Raises:
+      EntryError: the folder of the beats, or what has the name of one, is something else.
+    """
+    place = Folder.of(folder)
+    for name in _names(place):
+        kind = place.kind(name)
+        if kind is Kind.FOLDER:
+            raise refused(place.root, name, kind, Kind.FILE)
+        place.remove(name)
+    place.inner(HEARTBEATS).sweep()
+
+
+def _names(place: Folder) -> list[Name]:
+    """The names of the beats in a run folder."""
+    ranks = (HEARTBEAT.value(f"{HEARTBEATS}/{name}") for name in place.inner(HEARTBEATS).names())
+    return [HEARTBEAT.of(rank) for rank in ranks if rank is not None and rank.isdecimal() and rank.isascii()]
 
 
 def _checked(said: Any) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+
+from spanax.entries.folder import Folder
+from spanax.entries.names import Name
 
 MOST_WAITING = 10_000
 """So many lines are kept in memory for a disk that takes them again; then the oldest are lost."""
@@ -18,13 +20,15 @@ class Lines:
 
     Example:
       >>> import tempfile
-      >>> lines = Lines(Path(tempfile.mkdtemp()) / "metrics.jsonl")
+      >>> from spanax.entries.names import METRICS
+      >>> lines = Lines(Folder.of(tempfile.mkdtemp()), METRICS)
       >>> lines.write("{}")
-      >>> lines.path.read_text()
-      '{}\\n'
+      >>> lines.folder.read(METRICS)
+      b'{}\\n'
     """
 
-    path: Path
+    folder: Folder
+    name: Name
     _waiting: deque[bytes] = field(default_factory=partial(deque, maxlen=MOST_WAITING))
     _is_told: bool = False
 
@@ -35,7 +39,8 @@ class Lines:
             self._flush()
         except OSError as error:
             if not self._is_told:
-                told = f"cannot write '{self.path}': {error.strerror}; the run goes on, and its lines wait for room."
+                path = self.folder.path / self.name
+                told = f"cannot write '{path}': {error.strerror}; the run goes on, and its lines wait for room."
                 self._is_told = True
                 with suppress(OSError):  # it may be a file on the same disk
                     print(f"spanax: {told}", file=sys.stderr, flush=True)
@@ -44,8 +49,7 @@ class Lines:
 
     def _flush(self) -> None:
         # Opened every time: a file that was removed, or whose folder was, would take lines that nobody can read.
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
+        with self.folder.appending(self.name) as descriptor:
             while self._waiting:
                 written = os.write(descriptor, self._waiting[0])
                 rest = self._waiting[0][written:]
@@ -53,5 +57,3 @@ class Lines:
                     self._waiting[0] = rest
                 else:
                     self._waiting.popleft()
-        finally:
-            os.close(descriptor)

@@ -6,11 +6,13 @@ import socket
 import struct
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spanax.run.record.trackers import TENSORBOARD, About
+from spanax.entries.folder import Folder
+from spanax.entries.names import EVENT_FILE, TENSORBOARD, Name
+from spanax.run.record.trackers import About
 
 
 @dataclass(eq=False)
@@ -21,18 +23,17 @@ class TensorBoard:
     disk ends, and the run would then wait for it.
     """
 
-    _path: Path = field(default_factory=Path)
+    _folder: Folder = Folder(Path())
+    _name: Name = EVENT_FILE
 
     def begin(self, about: About) -> None:
         """A file of its own for each attempt; what comes behind its step hides what an earlier one wrote there."""
         from tensorboardX.summary import text
 
-        folder = about.folder / TENSORBOARD
-        folder.mkdir(exist_ok=True)
-        name = (
-            f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"  # read in the order of names
-        )
-        self._path = folder / name
+        self._folder = Folder.of(about.folder)
+        self._folder.make(TENSORBOARD)
+        # TensorBoard reads files in the order of their names.
+        self._name = EVENT_FILE.of(f"{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
         self._write(file_version="brain.Event:2")
         if about.step:
             self.back(about.step)
@@ -63,9 +64,6 @@ class TensorBoard:
         record = Record(wall_time=time.time(), **values).SerializeToString()
         size = struct.pack("<Q", len(record))
         whole = size + struct.pack("<I", masked_crc32c(size)) + record + struct.pack("<I", masked_crc32c(record))
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
+        with self._folder.appending(self._name) as descriptor:
             if os.write(descriptor, whole) < len(whole):
-                raise OSError(f"'{self._path}' took a part of an event only")
-        finally:
-            os.close(descriptor)
+                raise OSError(f"'{self._folder.path / self._name}' took a part of an event only")

@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from spanax.entries.names import TENSORBOARD, WANDB
 from spanax.errors import SpanaxError, first_line, nearest
 
-TENSORBOARD, WANDB = "tensorboard", "wandb"
 NEEDS = {TENSORBOARD: "tensorboardX", WANDB: "wandb"}
 """The trackers that have a name, and the package of each."""
 

@@ -4,13 +4,12 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from spanax.documents import read_bytes
-from spanax.run.record.trackers import WANDB, About
+from spanax.entries.folder import Folder
+from spanax.entries.names import WANDB, WANDB_ID
+from spanax.run.record.trackers import About
 
 UPLOAD_SECONDS = 60.0
 """So long the end of a run waits for what is still to be sent; `wandb sync` sends the rest."""
@@ -28,12 +27,12 @@ class WeightsAndBiases:
         """Steps that an attempt before told of are not told again: their numbers cannot be taken back."""
         import wandb
 
-        folder = about.folder / WANDB
-        folder.mkdir(exist_ok=True)
-        before = _kept_id(folder / "id")
+        place = Folder.of(about.folder)
+        place.make(WANDB).checked_path(may_link_inside=True)  # wandb itself opens files there by path
+        before = _recorded_id(place)
         self._told = max(about.reached, about.step) if before else 0
         self._run = wandb.init(
-            id=before or _new_id(folder / "id"),
+            id=before or _new_id(place),
             resume="allow",
             dir=str(about.folder),
             project=os.environ.get("WANDB_PROJECT", "spanax"),
@@ -59,16 +58,15 @@ class WeightsAndBiases:
             self._run.finish()
 
 
-def _kept_id(path: Path) -> str | None:
-    with suppress(OSError, ValueError):
-        found = re.fullmatch(r"[a-z0-9]{8,64}", read_bytes(path, max_bytes=64, follow_links=False).decode())
-        return found[0] if found else None
-    return None
+def _recorded_id(place: Folder) -> str | None:
+    try:
+        text = place.read(WANDB_ID).decode()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    return text if re.fullmatch(r"[a-z0-9]{8,64}", text) else None
 
 
-def _new_id(path: Path) -> str:
-    made = secrets.token_hex(8)
-    path.unlink(missing_ok=True)
-    with open(path, "x") as file:  # "x" follows no link
-        file.write(made)
-    return made
+def _new_id(place: Folder) -> str:
+    new_id = secrets.token_hex(8)
+    place.replace(WANDB_ID, [new_id])
+    return new_id

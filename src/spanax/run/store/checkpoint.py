@@ -21,12 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from spanax.documents import read_bytes
+from spanax.entries.folder import Folder, Place
+from spanax.entries.kind import Kind
+from spanax.entries.names import META, PLAN, Name
 from spanax.errors import DataError, DiskFullError, SpanaxError, WriteError, first_line
 from spanax.run.hosts import everywhere, from_first, is_first
 from spanax.run.store import manifest
 from spanax.run.store.layers import Regrouped, told
-from spanax.run.store.manifest import ARRAYS, META, PLAN, Saved, describe, discard, read_meta, verify
+from spanax.run.store.manifest import ARRAYS, Saved, describe, discard, read_meta, verify
 
 if TYPE_CHECKING:
     import jax
@@ -59,7 +61,7 @@ class Pending:
     `seconds` is how long it took, once it has ended.
     """
 
-    def __init__(self, root: Path, step: int, finish: Callable[[], None]):
+    def __init__(self, root: Folder, step: int, finish: Callable[[], None]):
         self.step = step
         self._root, self._finish = root, finish
         self._error: WriteError | None = None
@@ -81,8 +83,8 @@ class Pending:
         """
         self._thread.join()
         is_everywhere = everywhere(self._error is None)
-        if _RUNNING.get(self._root) is self:
-            del _RUNNING[self._root]
+        if _RUNNING.get(self._root.path) is self:
+            del _RUNNING[self._root.path]
         if self._error is not None:
             raise self._error
         if not is_everywhere:
@@ -131,16 +133,16 @@ def save(
       WriteError: the place cannot be written.
     """
     step = _checked(step, arrays, keep)
-    root = Path(directory).resolve()
+    root = Folder.of(directory).resolved()
     leaves = {key: told(value) for key, value in arrays.items()}
     texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
     stored = {stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
     with _STARTING:
-        if root in _RUNNING:
-            _RUNNING[root].wait()
+        if root.path in _RUNNING:
+            _RUNNING[root.path].wait()
         staging = prepare(root, step, texts)
         try:
-            response = _start(staging / ARRAYS, stored)
+            response = _start(staging.checked_path() / ARRAYS, stored)
         except BaseException as error:
             abandon(staging)
             if isinstance(error, OSError):
@@ -148,7 +150,7 @@ def save(
             raise
         pending = Pending(root, step, lambda: _finish(response, staging, root, step, keep))
         pending._thread.start()
-        _RUNNING[root] = pending
+        _RUNNING[root.path] = pending
     return pending
 
 
@@ -171,19 +173,19 @@ def restore(
       DataError: no step is good, the one asked for is not, or the saved arrays differ from `targets`.
       SpanaxError: a target has no sharding, or one that does not divide its shape.
     """
-    root = Path(directory).resolve()
-    if root in _RUNNING:
+    root = Folder.of(directory).resolved()
+    if root.path in _RUNNING:
         # Its outcome decides which step is the newest. Errors stay with whoever waits for it.
-        _RUNNING[root]._thread.join()
+        _RUNNING[root.path]._thread.join()
     warn = warn or functools.partial(print, file=sys.stderr)
-    folder = root / from_first(lambda: choose(root, step, warn).name, DataError)
+    folder = root.inner(from_first(lambda: choose(root, step, warn).name, DataError))
     found = manifest.step_of(folder) or 0
     try:
-        plan_json = read_bytes(folder / PLAN).decode()
+        plan_json = folder.read(PLAN).decode()
         _, leaves, meta = read_meta(folder)
         regrouped = Regrouped.of(leaves, targets)
         compare(found, folder, leaves, regrouped.reads)
-        arrays = regrouped.finish(load(folder / ARRAYS, regrouped.reads))
+        arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads))
         return Restored(found, arrays, plan_json, meta)
     except SpanaxError:
         raise
@@ -192,7 +194,7 @@ def restore(
         raise DataError(what, where=str(folder)) from error
 
 
-def make_room(directory: str | os.PathLike[str]) -> int | None:
+def make_room(directory: Place) -> int | None:
     """Removes the oldest finished step of a full disk, and returns its number; None where none can go.
 
     The newest step stays, and goes on to be the one that a run is restored from: it is held against its manifest first.
@@ -205,11 +207,6 @@ def make_room(directory: str | os.PathLike[str]) -> int | None:
         discard(folder)
         return step
     return None
-
-
-def is_full(error: WriteError) -> bool:
-    """Whether a save failed because the disk is full."""
-    return isinstance(error, DiskFullError)
 
 
 # ---- saving
@@ -225,26 +222,26 @@ def _checked(step: int, arrays: Mapping[str, Any], keep: int | None) -> int:
     return int(step)
 
 
-def prepare(root: Path, step: int, texts: Mapping[str, bytes]) -> Path:
+def prepare(root: Folder, step: int, texts: Mapping[Name, bytes]) -> Folder:
     """Clears leftovers, then makes the folder to write into, on the first process; the same answer on all."""
     # A name of its own, so that late writes of a failed save never mix with those of the next.
-    staging = root / f"{step}.new{next(_ATTEMPTS)}"
+    staging = root.inner(f"{step}.new{next(_ATTEMPTS)}")
 
     def make() -> str:
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            root.make()
             manifest.clear(root)
-            if os.path.lexists(root / str(step)) and step not in manifest.steps(root):
-                raise FileExistsError(f"{root / str(step)} exists and is no checkpoint")
-            staging.mkdir()
+            if root.kind(str(step)) is not None and step not in manifest.steps(root):
+                raise FileExistsError(f"{root.path / str(step)} exists and is no checkpoint")
+            staging.make_new()
             for name, content in texts.items():
-                (staging / name).write_bytes(content)
+                staging.replace(name, [content], is_durable=False)
         except OSError as error:
             abandon(staging)
             raise failure(root, step, error) from error
         return staging.name
 
-    return root / from_first(make, WriteError)
+    return root.inner(from_first(make, WriteError))
 
 
 def _start(folder: Path, stored: Mapping[str, jax.Array]) -> Any:
@@ -259,7 +256,7 @@ def _start(folder: Path, stored: Mapping[str, jax.Array]) -> Any:
         return orbax.save_async(folder, dict(stored))
 
 
-def _finish(response: Any, staging: Path, root: Path, step: int, keep: int | None) -> None:
+def _finish(response: Any, staging: Folder, root: Folder, step: int, keep: int | None) -> None:
     """Ends a save: arrays, manifest, place of an older one of that number, then the steps over `keep`."""
     try:
         # Returns after a barrier: then every process has written its part.
@@ -275,13 +272,13 @@ def _finish(response: Any, staging: Path, root: Path, step: int, keep: int | Non
         # A run that went back to an older step must not lose what it just saved to its abandoned future.
         others = [number for number in manifest.steps(root) if number != step]
         for number in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
-            discard(root / str(number))
+            discard(root.inner(str(number)))
     except OSError as error:
         what = f"step {step} is saved, but an older one cannot be removed: {error.strerror}."
         raise WriteError(what, where=str(error.filename or root)) from error
 
 
-def abandon(staging: Path) -> None:
+def abandon(staging: Folder) -> None:
     """Removes a half-written step once Orbax's threads, which know of no failure but their own, are done with it."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
@@ -291,7 +288,7 @@ def abandon(staging: Path) -> None:
             discard(staging)
 
 
-def failure(root: Path, step: int, error: BaseException) -> WriteError:
+def failure(root: Folder, step: int, error: BaseException) -> WriteError:
     # Text alone: TensorStore, which writes the arrays, raises a ValueError for everything that its C++ reports.
     is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))  # text: TensorStore
     reason = FULL if is_out else first_line(error)
@@ -305,7 +302,7 @@ def failure(root: Path, step: int, error: BaseException) -> WriteError:
 # ---- restoring
 
 
-def choose(root: Path, step: int | None, warn: Callable[[str], None]) -> Path:
+def choose(root: Folder, step: int | None, warn: Callable[[str], None]) -> Folder:
     """The folder of the newest good step, or of the one asked for."""
     candidates = [(number, path) for number, path in reversed(manifest.finished(root)) if step in (None, number)]
     if not candidates:
@@ -324,9 +321,10 @@ def choose(root: Path, step: int | None, warn: Callable[[str], None]) -> Path:
     raise DataError(what, where=f"{root}: {'; '.join(bad)}", fix=fix)
 
 
-def _nothing(root: Path, step: int | None) -> DataError:
+def _nothing(root: Folder, step: int | None) -> DataError:
     cut_short = [path.name for path in manifest.unfinished(root)]
-    state = "" if root.is_dir() else " does not exist" if not root.exists() else " is not a folder"
+    kind = root.kind()
+    state = "" if kind is Kind.FOLDER else " does not exist" if kind is None else " is not a folder"
     state = f"{root}{state}" + (f" holds only unfinished: {', '.join(cut_short)}" if cut_short else "")
     if step is None:
         return DataError("no checkpoint found.", where=state, fix="name the folder that holds the numbered steps")
@@ -335,7 +333,7 @@ def _nothing(root: Path, step: int | None) -> DataError:
 
 
 def compare(
-    step: int, folder: Path, leaves: Mapping[str, str], targets: Mapping[str, Any], *, fix: str | None = None
+    step: int, folder: Folder, leaves: Mapping[str, str], targets: Mapping[str, Any], *, fix: str | None = None
 ) -> None:
     """Raises one error for all paths, shapes and dtypes that differ, or one for a sharding that does not fit."""
     wanted = {key: told(target) for key, target in targets.items()}
@@ -358,7 +356,7 @@ def compare(
             raise SpanaxError(f"{key} cannot be laid out so.", where=first_line(error)) from error
 
 
-def load(folder: Path, targets: Mapping[str, Any], *, is_all: bool = True) -> dict[str, jax.Array]:
+def load(folder: Folder, targets: Mapping[str, Any], *, is_all: bool = True) -> dict[str, jax.Array]:
     """The arrays of a step's folder `arrays`: all that are there, or just the targets."""
     import jax
     import numpy as np
@@ -367,7 +365,7 @@ def load(folder: Path, targets: Mapping[str, Any], *, is_all: bool = True) -> di
     context = orbax_v1().Context()
     context.pytree.loading.partial_load = not is_all
     with context:
-        loaded = orbax_v1().load(folder, stored) if stored else {}
+        loaded = orbax_v1().load(folder.checked_path(), stored) if stored else {}
 
     def empty(target: Any) -> jax.Array:
         zeros = np.zeros(target.shape, target.dtype)

@@ -8,7 +8,6 @@ is whole. All that can be known and done without JAX is here.
 import json
 import os
 import re
-import shutil
 import stat
 import time
 import zlib
@@ -18,11 +17,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from spanax.documents import parse_json, read_bytes, read_json
-from spanax.errors import SpanaxError, WriteError
+from spanax.documents import parse_json
+from spanax.entries.folder import TEMPORARY, Folder, Place
+from spanax.entries.kind import Kind
+from spanax.entries.names import CHECKPOINTS, MANIFEST, META, PLAN, UNBOUNDED, Name
+from spanax.errors import EntryError, SpanaxError, WriteError, first_line
 
-NAME = "manifest.json"
-ARRAYS, PLAN, META = "arrays", "plan.json", "meta.json"
+NAME = MANIFEST
+ARRAYS = "arrays"
 _FORMAT = 1
 _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(\.new[0-9]*)?")
 _ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
@@ -65,27 +67,22 @@ def write(folder: str | os.PathLike[str]) -> None:
       WriteError: the folder's name is not a step, or it holds a link or special file.
       OSError: a file cannot be read, flushed or written.
     """
-    folder = Path(folder)
-    step = step_of(folder)
-    files, refused = _walk(folder)
+    place = _step(folder)
+    step = step_of(place)
+    files, refused = _walk(place)
     if step is None or refused:
         raise WriteError(f"{folder} cannot become a finished step: {'; '.join(refused) or 'its name is no step'}.")
     listed = {}
     for name in sorted(files):
-        with open(folder / name, "rb") as file:
+        with place.reading(Name(name, UNBOUNDED)) as file:
             os.fsync(file.fileno())
-        size, crc = _measure(folder / name)
+        size, crc = _measure(place, name)
         listed[name] = {"size": size, "crc32": f"{crc:08x}"}
-    for inner in folder.rglob("*/"):
-        _flush_folder(inner)
-    temporary = folder / f"{NAME}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(_render({"format": _FORMAT, "step": step, "files": listed}))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, folder / NAME)
-    _flush_folder(folder)
-    _flush_folder(folder.parent)
+    for name, status in place.walk():
+        if stat.S_ISDIR(status.st_mode):
+            place.inner(name).flush()
+    place.replace(MANIFEST, [_render({"format": _FORMAT, "step": step, "files": listed})])
+    place.outer.flush()
 
 
 def problems(folder: str | os.PathLike[str]) -> list[str]:
@@ -98,14 +95,14 @@ def problems(folder: str | os.PathLike[str]) -> list[str]:
       >>> problems("no/such/folder/40")
       ['40: not a folder']
     """
-    folder = Path(folder)
-    if folder.is_symlink() or not folder.is_dir():
-        return [f"{folder.name}: {'symbolic link, refused' if folder.is_symlink() else 'not a folder'}"]
+    place = _step(folder)
+    if (kind := place.kind()) is not Kind.FOLDER:
+        return [f"{place.name}: {'symbolic link, refused' if kind is Kind.LINK else 'not a folder'}"]
     try:
-        listed = _read(folder)
-        files, found = _walk(folder)
+        listed = _read(place)
+        files, found = _walk(place)
     except (OSError, ValueError) as error:
-        return [f"{NAME}: {error}"]
+        return [f"{NAME}: {first_line(error)}"]
     for name in sorted(listed.keys() | files.keys()):
         if name not in files:
             leaves = name.startswith("/") or ".." in name.split("/")
@@ -113,11 +110,22 @@ def problems(folder: str | os.PathLike[str]) -> list[str]:
         elif name not in listed:
             found.append(f"{name}: extra, not in the manifest")
         else:
-            found += _differences(folder / name, name, files[name], listed[name])
+            found += _differences(place, name, files[name], listed[name])
     return found
 
 
-def steps(directory: str | os.PathLike[str]) -> list[int]:
+def steps_of_run(directory: Place) -> Folder:
+    """The folder of steps: the one named, or the one in the run folder named.
+
+    Example:
+      >>> steps_of_run("no/such/run").name
+      'run'
+    """
+    place = Folder.of(directory)
+    return place if place.kind(CHECKPOINTS) is None else place.inner(CHECKPOINTS)
+
+
+def steps(directory: Place) -> list[int]:
     """Numbers of the finished steps, newest last; `unfinished` has the rest.
 
     Example:
@@ -127,22 +135,22 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
     return sorted({step for step, _ in finished(directory)})
 
 
-def finished(directory: str | os.PathLike[str]) -> list[tuple[int, Path]]:
+def finished(directory: Place) -> list[tuple[int, Folder]]:
     """(step, folder) of every finished step, newest last; of two folders of one step the newer is last."""
-    here = [(step, path) for path in _entries(directory) if (step := step_of(path)) is not None and _has_manifest(path)]
-    return sorted(here, key=lambda entry: (entry[0], len(entry[1].suffix), entry[1].suffix))
+    entries = [(step_of(folder), folder) for folder in _entries(directory)]
+    return sorted([(step, folder) for step, folder in entries if step is not None and _has_manifest(folder)], key=_age)
 
 
-def unfinished(directory: str | os.PathLike[str]) -> list[Path]:
+def unfinished(directory: Place) -> list[Folder]:
     """Entries with a step's or a temporary's name that are no finished step: saves cut short, links, plain files."""
     return [
-        path
-        for path in _entries(directory)
-        if _ORBAX_TEMPORARY in path.name or (step_of(path) is not None and not _has_manifest(path))
+        folder
+        for folder in _entries(directory)
+        if _ORBAX_TEMPORARY in folder.name or (step_of(folder) is not None and not _has_manifest(folder))
     ]
 
 
-def describe(directory: str | os.PathLike[str]) -> list[Saved]:
+def describe(directory: Place) -> list[Saved]:
     """Every step on disk, newest last, each checked byte by byte.
 
     Example:
@@ -150,17 +158,17 @@ def describe(directory: str | os.PathLike[str]) -> list[Saved]:
       []
     """
     cut_short = [(step, path) for path in unfinished(directory) if (step := step_of(path)) is not None]
-    return [_describe(step, folder) for step, folder in sorted(finished(directory) + cut_short)]
+    return [_describe(step, folder) for step, folder in sorted(finished(directory) + cut_short, key=_age)]
 
 
-def verify(directory: str | os.PathLike[str]) -> list[str]:
+def verify(directory: Place) -> list[str]:
     """Every difference between the steps on disk and what was saved, a line each.
 
     Example:
       >>> verify("no/such/folder")
       ['no/such/folder: no checkpoint here']
     """
-    folders = [path for _, path in finished(directory)] + unfinished(directory)
+    folders = [folder for _, folder in finished(directory)] + unfinished(directory)
     if not folders:
         return [f"{directory}: no checkpoint here"]
     return [f"step {folder.name}: {problem}" for folder in folders for problem in problems(folder)]
@@ -179,10 +187,10 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
         raise SpanaxError(f"meta cannot be saved: {error}.", fix="give JSON values only") from error
 
 
-def read_meta(folder: Path) -> tuple[str, dict[str, str], dict[str, Any]]:
+def read_meta(folder: Place) -> tuple[str, dict[str, str], dict[str, Any]]:
     """When a step was saved, its leaves, and the caller's values; ValueError when the file is not one of ours."""
     try:
-        document = read_json(folder / META, follow_links=False)
+        document = parse_json(_step(folder).read(META))
         return (
             str(document["saved_at"]),
             {str(k): str(v) for k, v in document["leaves"].items()},
@@ -202,109 +210,117 @@ def utc(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def settle(directory: Path) -> None:
+def settle(directory: Place) -> None:
     """Gives every finished DIR/<step>.new<attempt> its plain number, and removes what it replaces."""
-    here = finished(directory)
+    place = Folder.of(directory)
+    here = finished(place)
     for step, folder in here:
-        if not folder.suffix:
+        number = place.inner(str(step))
+        if folder == number:
             continue
-        number = directory / str(step)
         if (step, number) in here and problems(folder) and not problems(number):
             discard(folder)
             continue
         if _is_ours(number):
             discard(number)
-        folder.rename(number)
-        _flush_folder(directory)
+        place.rename(folder.name, number.name)
+        place.flush()
 
 
-def clear(directory: Path) -> None:
+def clear(directory: Place) -> None:
     """Removes what dead saves left: temporaries, and step folders that hold nothing but files of ours."""
     settle(directory)
-    for path in unfinished(directory):
-        if _is_ours(path):
-            discard(path)
+    for folder in unfinished(directory):
+        if _is_ours(folder):
+            discard(folder)
 
 
-def discard(folder: Path) -> None:
+def discard(folder: Place) -> None:
     """Removes a step's folder; its manifest goes first, so half of a step is never taken for one."""
-    (folder / NAME).unlink(missing_ok=True)
+    place = _step(folder)
+    place.remove(MANIFEST)
     give_up = time.monotonic() + _SETTLE_SECONDS
-    while folder.exists():
+    while place.kind() is not None:
         try:
-            shutil.rmtree(folder)
+            place.outer.remove_folder(place.name)
         except OSError:
             if time.monotonic() > give_up:
                 raise
             time.sleep(0.05)
 
 
-def _describe(step: int, folder: Path) -> Saved:
+def _step(folder: Place) -> Folder:
+    """The folder of a step, as an entry of the folder of all steps."""
+    path = Path(folder)
+    return folder if isinstance(folder, Folder) else Folder(path.parent, (path.name,))
+
+
+def _age(entry: tuple[int, Folder]) -> tuple[int, int, str]:
+    """What steps are sorted by."""
+    step, folder = entry
+    return step, len(folder.path.suffix), folder.path.suffix
+
+
+def _describe(step: int, folder: Folder) -> Saved:
     found = problems(folder)
     try:
         when, leaves, meta = read_meta(folder)
     except (OSError, ValueError):
-        when, leaves, meta = utc(folder.lstat().st_mtime), {}, {}
-    plain = folder.is_dir() and not folder.is_symlink()
+        when, leaves, meta = utc(status.st_mtime if (status := folder.stat()) else 0), {}, {}
+    plain = folder.kind() is Kind.FOLDER
     size = sum(_walk(folder)[0].values()) if plain else 0
     state = "unfinished" if not _has_manifest(folder) else "bad" if found else "good"
     return Saved(step, state, size, len(leaves), when, tuple(found), meta)
 
 
-def _entries(directory: str | os.PathLike[str]) -> list[Path]:
-    directory = Path(directory)
-    return sorted(directory.iterdir()) if directory.is_dir() else []
+def _entries(directory: Place) -> list[Folder]:
+    place = Folder.of(directory)
+    return [place.inner(name) for name in place.names()]
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_ours(folder: Folder) -> bool:
     """Whether it is a real folder and a temporary, a finished step, or what is left of one."""
-    if folder.is_symlink() or not folder.is_dir():
+    if folder.kind() is not Kind.FOLDER:
         return False
-    inside = {entry.name.split(_ORBAX_TEMPORARY)[0] for entry in folder.iterdir()}
-    return _ORBAX_TEMPORARY in folder.name or NAME in inside or inside <= {ARRAYS, PLAN, META, f"{NAME}.tmp"}
+    inside = {name.split(_ORBAX_TEMPORARY)[0] for name in folder.names() if not TEMPORARY.fullmatch(name)}
+    return _ORBAX_TEMPORARY in folder.name or MANIFEST in inside or inside <= {ARRAYS, PLAN, META}
 
 
-def _has_manifest(folder: Path) -> bool:
-    return folder.is_dir() and not folder.is_symlink() and os.path.lexists(folder / NAME)
+def _has_manifest(folder: Folder) -> bool:
+    return folder.kind() is Kind.FOLDER and folder.kind(MANIFEST) is not None
 
 
-def _walk(folder: Path) -> tuple[dict[str, int], list[str]]:
+def _walk(folder: Folder) -> tuple[dict[str, int], list[str]]:
     """Sizes of the plain files under a folder but its manifest, by relative name, and a line for anything else."""
     files: dict[str, int] = {}
     refused: list[str] = []
-    waiting = [folder]
-    while waiting:
-        with os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                name = Path(entry.path).relative_to(folder).as_posix()
-                mode = entry.stat(follow_symlinks=False).st_mode
-                if stat.S_ISDIR(mode):
-                    waiting.append(Path(entry.path))
-                elif not stat.S_ISREG(mode):
-                    refused.append(f"{name}: {'symbolic link' if stat.S_ISLNK(mode) else 'not a plain file'}, refused")
-                elif name != NAME:
-                    files[name] = entry.stat(follow_symlinks=False).st_size
+    for name, status in folder.walk():
+        kind = Kind.of(status.st_mode)
+        if kind is Kind.FILE and name != MANIFEST:
+            files[name] = status.st_size
+        elif kind not in (Kind.FILE, Kind.FOLDER):
+            refused.append(f"{name}: {'symbolic link' if kind is Kind.LINK else 'not a plain file'}, refused")
     return files, sorted(refused)
 
 
-def _measure(path: Path) -> tuple[int, int]:
+def _measure(folder: Folder, name: str) -> tuple[int, int]:
     """Size and crc32 of a file, read in pieces."""
     size = crc = 0
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+    with folder.reading(Name(name, UNBOUNDED)) as file:
         while chunk := file.read(_CHUNK_BYTES):
             size += len(chunk)
             crc = zlib.crc32(chunk, crc)
     return size, crc
 
 
-def _differences(path: Path, name: str, size: int, wanted: Any) -> list[str]:
+def _differences(folder: Folder, name: str, size: int, wanted: Any) -> list[str]:
     """At most one line on how a file differs from its manifest entry."""
     if not isinstance(wanted, dict) or wanted.keys() != {"size", "crc32"}:
         return [f"{name}: its manifest entry makes no sense"]
     if size != wanted["size"]:
         return [f"{name}: size differs, {wanted['size']} B saved, {size} B now"]
     try:
-        crc = f"{_measure(path)[1]:08x}"
+        crc = f"{_measure(folder, name)[1]:08x}"
     except OSError as error:
         return [f"{name}: cannot be read, {error.strerror}"]
     return [] if crc == wanted["crc32"] else [f"{name}: checksum differs, {wanted['crc32']} saved, {crc} now"]
@@ -316,16 +332,18 @@ def _render(content: dict[str, Any]) -> bytes:
     return (json.dumps({**content, "crc32": f"{crc:08x}"}, indent=1) + "\n").encode()
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Folder) -> dict[str, Any]:
     """The files a manifest lists; ValueError when its bytes are not exactly what `write` would have written."""
-    if not os.path.lexists(folder / NAME):
+    if folder.kind(MANIFEST) is None:
         raise ValueError("missing, so the save was never finished")
     content: Any = None
     try:
-        raw = read_bytes(folder / NAME, follow_links=False)
+        raw = folder.read(MANIFEST)
         content = parse_json(raw)
         # Comparing bytes, not values, also finds a flip that JSON reads the same (white space, the case of a digit).
         intact = isinstance(content, dict) and content.pop("crc32", None) is not None and _render(content) == raw
+    except EntryError:
+        raise
     except ValueError:
         intact = False
     if not intact:
@@ -337,12 +355,3 @@ def _read(folder: Path) -> dict[str, Any]:
     if content.get("step") != step_of(folder):
         raise ValueError(f"written for step {content.get('step')!r}, found in folder {folder.name}")
     return dict(content["files"])
-
-
-def _flush_folder(folder: Path) -> None:
-    """Makes renames and new names in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

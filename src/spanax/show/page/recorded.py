@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.profile import Profiled, read_profile
-from spanax.documents import json_lines
-from spanax.errors import DataError, first_line
+from spanax.entries.folder import Folder
+from spanax.entries.names import METRICS, PROFILE
+from spanax.errors import DataError, EntryError, first_line
 from spanax.plan.plan import Plan
-from spanax.run.profile import FOLDER
-from spanax.run.record.folder import METRICS, PLAN
 from spanax.show.page.curves import Points
 from spanax.show.reporting import Report
 
@@ -54,25 +53,29 @@ def recorded(report: Report) -> Recorded:
     folder, notes = report.folder, list[str]()
     plan, profile = None, None
     try:
-        plan = Plan.load(folder / PLAN)
+        plan = Plan.of_run(folder)
+    except EntryError:
+        raise
     except DataError as error:
         notes.append(first_line(error))
-    if (folder / FOLDER).is_dir():
+    if Folder.of(folder).kind(PROFILE) is not None:
         try:
             profile = read_profile(folder)
+        except EntryError:
+            raise
         except DataError as error:
             notes.append(first_line(error))
-    found = metrics(folder / METRICS)
+    found = metrics(folder)
     for name, points in (("loss", found.loss), ("held-out loss", found.held_out)):
         if points.num_odd:
             notes.append(f"{points.num_odd:,} of {points.num_taken:,} values of the {name} are no numbers")
     return Recorded(report, found, plan, profile, tuple(notes))
 
 
-def metrics(path: Path) -> Metrics:
-    """The curves of a run, from the lines that it wrote."""
+def metrics(folder: Path) -> Metrics:
+    """The curves of a run, from the lines that it wrote into its folder."""
     found, is_first, is_tokens = Metrics(), False, True
-    for event in json_lines(path) if path.is_file() else ():  # a pipe would never end
+    for event in Folder.of(folder).lines(METRICS):
         step, kind = _number(event, "step"), event.get("event")
         if kind == "start":
             is_first = True  # the first step of an attempt has the compiler's time in it
