@@ -316,6 +316,62 @@ def asserted_times(root: Path) -> list[str]:
     return sorted(problems)
 
 
+OPENS_RUN_FOLDERS = ("run/record/", "run/store/", "launch/", "show/", "check/placed.py", "check/profile.py", "cli.py")
+OPENS = {
+    "open", "read_text", "write_text", "read_bytes", "write_bytes", "read_json", "read_toml", "unlink", "mkdir",
+    "rmdir", "iterdir", "glob", "rglob", "symlink_to", "hardlink_to", "is_file", "is_dir", "exists",
+    "is_symlink", "lstat",
+}  # fmt: skip
+OPENS_OF_OS = {
+    "open", "replace", "rename", "remove", "unlink", "makedirs", "mkdir", "listdir", "scandir", "walk", "stat", "lstat",
+    "utime", "link", "symlink", "rmdir", "exists", "lexists", "isfile", "isdir", "islink",
+}  # fmt: skip
+# What these open is not in a run folder, or is the path that the user names.
+OPENS_ELSEWHERE = {
+    "check/placed.py": {"path.is_file()", "path.is_dir()"},
+    "check/profile.py": {"trace.rglob('*.xplane.pb')", "run.parent.glob(f'*/{PROFILE_SUMMARY}')"},
+    "cli.py": {
+        "os.open(os.devnull, os.O_WRONLY)", "command.run.is_file()", "command.out.is_dir()",
+        "command.out.parent.is_dir()",
+        "command.out.write_text(probe(devices(command.devices), seconds=command.seconds))",
+    },
+    "launch/kubernetes.py": {"shutil.which('kubectl')"},
+    "launch/local.py": {"Path('/dev/nvidiactl').exists()"},
+    "launch/ray.py": {"shutil.which('ray')"},
+    "launch/slurm.py": {"shutil.which(name)", "tempfile.TemporaryFile()"},
+    "launch/supervisor.py": {"Path(f'/proc/{one.pid}/stat').read_text()"},
+    "run/record/claim.py": {"Path('/proc/self').exists()", "Path('/proc', match[1]).exists()"},
+    "run/record/folder.py": {"read_toml(path)"},
+    "run/record/ledger.py": {"open('/proc/self/stat')"},
+    "show/checking.py": {"Path(file).read_text()"},
+    "show/inspecting.py": {"path.write_text(text)"},
+    "show/page/document.py": {
+        "files(__package__).joinpath(name).read_text(encoding='utf-8')",
+        "path.write_text(document(page), encoding='utf-8')",
+    },
+    "show/page/pages.py": {"asked.run.is_file()", "read_bytes(path)"},
+    "show/reporting.py": {"folder.is_dir()"},
+    "show/source_text.py": {"path.read_text()", "path.is_file()"},
+}  # fmt: skip
+
+
+def opened_by_path(root: Path) -> list[str]:
+    """Entries of run folders that are opened by path, past `spanax.entries`, which follows no link there."""
+    problems = []
+    for path, _, tree in sources(root):
+        is_of_run = path.startswith(OPENS_RUN_FOLDERS) or (path.startswith("run/") and path.count("/") == 1)
+        for node in ast.walk(tree):
+            if not is_of_run or path == "run/kept_programs.py" or not isinstance(node, ast.Call):
+                continue
+            module, _, name = ast.unparse(node.func).rpartition(".")
+            opens = name in OPENS_OF_OS if module in ("os", "os.path") else name in OPENS or module in UNPACKS
+            if opens and ast.unparse(node) not in OPENS_ELSEWHERE.get(path, ()):
+                problems.append(f"{path}:{node.lineno}: {ast.unparse(node.func)} opens an entry by path")
+    return problems
+
+
+UNPACKS = {"shutil", "tempfile", "glob"}
+
 RULES: list[Callable[[Path], list[str]]] = [
     wrong_way,
     import_cycles,
@@ -325,6 +381,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     too_many_comments,
     left_undone,
     swallowed,
+    opened_by_path,
 ]
 TEST_RULES: list[Callable[[Path], list[str]]] = [asserted_times]
 
@@ -364,6 +421,10 @@ BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (swallowed, "a.py", "x = 'full' in str(error)\n", "a.py:1: decides by the text"),
     (swallowed, "a.py", "x = str(error).startswith('no')\n", "a.py:1: decides by the text"),
     (swallowed, "a.py", "x = re.search('no', str(error))\n", "a.py:1: decides by the text"),
+    (opened_by_path, "run/record/a.py", "open(folder / 'x')\n", "a.py:1: open opens an entry by path"),
+    (opened_by_path, "run/a.py", "(folder / 'x').read_text()\n", "read_text opens an entry by path"),
+    (opened_by_path, "launch/a.py", "os.replace(new, path)\n", "os.replace opens an entry by path"),
+    (opened_by_path, "show/a.py", "shutil.rmtree(folder)\n", "shutil.rmtree opens an entry by path"),
     (left_undone, "a.py", "x = 1  # TO" + "DO: two\n", "a.py:1: TODO"),
     (asserted_times, "a.py", "assert time.process_time() - began < 3 and x == 1\n", "began < 3 limits elapsed time"),
     (asserted_times, "a.py", "def f():\n    spent = time.time() - t\n    assert spent <= MAX_S\n", "a.py:3: spent <="),
