@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spanax.entries.folder import Folder
 from spanax.run.store import checkpoint, manifest
 
 Damage = Callable[[bytes, random.Random], bytes | None]
@@ -62,7 +63,7 @@ def campaign(num_trials: int, seed: int) -> dict[str, Any]:
             file.unlink() if damaged is None else file.write_bytes(damaged)
             name = file.relative_to(root / "2").as_posix()
             is_found = any(name in problem for problem in manifest.problems(root / "2"))
-            number = checkpoint.choose(root, None, lambda _: None).name
+            number = checkpoint.choose(Folder.of(root), None, lambda _: None).name
             if trial % 50 == 0:
                 found = checkpoint.restore(root, targets, warn=lambda _: None)
                 is_found &= all(np.array_equal(found.arrays[key], older[key]) for key in older)

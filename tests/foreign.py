@@ -128,8 +128,8 @@ class Place:
 
     def call(self, *command: str) -> None:
         """Call a verb that has to succeed."""
-        code, said = called(list(command), self.root)
-        assert code == 0, said
+        code, text = called(list(command), self.root)
+        assert code == 0, text
 
     def train(self, out: str, *, root: Path | None = None) -> list[str]:
         """The words of a run in a folder."""
@@ -185,8 +185,10 @@ def names(place: Place, verb: str) -> list[str]:
     listed = set()
     for pattern in patterns:
         matching = sorted(str(path.relative_to(folder)) for path in folder.glob(str(pattern)))
-        # Of the many files of an array a few stand for all, and folders among them for themselves.
+        # Of the many files of an array or a trace a few stand for all: some at the top, and the deepest.
         listed |= {*matching[-4:]} if matching else {pattern.replace("*", "0")}
+        deeper = [path for name in matching for path in (folder / name).rglob("*") if path.is_file()]
+        listed |= {str(path.relative_to(folder)) for path in sorted(deeper, key=lambda path: len(path.parts))[-1:]}
         listed |= {str(Path(name).parent) for name in listed} - {"."}
     return sorted(listed)
 
@@ -226,20 +228,20 @@ def problem(place: Place, verb: str, name: str, kind: str, root: Path) -> str:
     folder, outside = root / ("imported" if verb == "export" else "run"), root / "outside"
     prepared(place, folder, outside, name, kind, is_bare=verb == "train")
     before = snapshot(outside)
-    code, said = called(VERBS[verb](place, root), place.root)
+    code, text = called(VERBS[verb](place, root), place.root)
     after = snapshot(outside)
     shutil.rmtree(outside)
     wrong = [
         after != before and f"outside: {sorted(before.items() ^ after.items())}",
-        "Traceback (most recent call last)" in said and "a traceback",
+        "Traceback (most recent call last)" in text and "a traceback",
         code not in ENDS and f"exit code {code}",
-        SECRET in said and "the output holds what lies outside",
+        SECRET in text and "the output holds what lies outside",
         *(f"{path} holds what lies outside" for path in leaked(root) if kind != "hard link"),
     ]
     for inner in root.iterdir():
         shutil.rmtree(inner) if inner.is_dir() and not inner.is_symlink() else inner.unlink()
     listed = "; ".join(part for part in wrong if part)
-    return listed and f"{verb}, {name} is a {kind}: {listed}\n{said[-3000:]}"
+    return listed and f"{verb}, {name} is a {kind}: {listed}\n{text[-3000:]}"
 
 
 def prepared(place: Place, folder: Path, outside: Path, name: str, kind: str, *, is_bare: bool) -> None:

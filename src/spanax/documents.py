@@ -12,7 +12,6 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 from spanax.sealed import Opened, opened
@@ -29,11 +28,11 @@ MAX_VALUES, MAX_DEPTH, MAX_INT = 1 << 20, 64, 1 << 62
 _QUOTED, _LONG_QUOTES = re.compile(r""""(?:[^"\\\n]|\\.)*"|'[^'\n]*'"""), re.compile("\"{3}|'{3}")
 
 
-def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, follow_links: bool = True) -> bytes:
+def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> bytes:
     """What a plain file holds; a pipe or device, which may never end, is refused.
 
     Raises:
-      OSError: it cannot be read, or is a link where links are not followed.
+      OSError: it cannot be read.
       ValueError: it is no plain file, or holds more.
 
     Example:
@@ -41,8 +40,7 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, foll
       Traceback (most recent call last):
       ValueError: it is no plain file
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
-    with open(os.open(path, flags), "rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is no plain file")
@@ -52,9 +50,9 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, foll
     return content
 
 
-def read_json(path: str | os.PathLike[str], *, follow_links: bool = True) -> Any:
+def read_json(path: str | os.PathLike[str]) -> Any:
     """The value in a JSON file; see `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(path, follow_links=follow_links))
+    return parse_json(read_bytes(path))
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -138,14 +136,14 @@ def _named(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def json_objects(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
+def json_lines(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
     """The objects in a file of JSON lines, one at a time; None for a damaged line: it is none, or over `max_bytes`.
 
     The end of a file that is not a line yet is left out: whoever writes it may be about to go on.
 
     Example:
       >>> import io
-      >>> list(json_objects(io.BytesIO(b'{"step": 1}\\n{"step"\\n{"step": '), 1 << 10))
+      >>> list(json_lines(io.BytesIO(b'{"step": 1}\\n{"step"\\n{"step": '), 1 << 10))
       [{'step': 1}, None]
     """
     while line := file.readline(max_bytes):
@@ -158,12 +156,6 @@ def json_objects(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[
         while (line := file.readline(max_bytes)) and not line.endswith(b"\n"):
             pass
         yield None
-
-
-def json_lines(path: Path, max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
-    """The objects in a file of JSON lines; see `json_objects`."""
-    with open(path, "rb") as file:
-        yield from json_objects(file, max_bytes)
 
 
 def _object(line: bytes) -> Mapping[str, Any] | None:

@@ -62,6 +62,18 @@ SAYS = {"link": "a symbolic link", "dangling link": "a symbolic link", "link to 
         "hard link": "has another name", "sparse file": "4,294,967,296 bytes"}  # fmt: skip
 
 
+def test_touching_takes_no_hard_link_and_makes_nothing(run: Folder, outside: Path) -> None:
+    before = snapshot(outside)
+    run.touch(CONFIG)
+    os.link(outside / "file", run.path / EVENTS)
+    with pytest.raises(EntryError, match="has another name"):
+        run.touch(EVENTS)
+    run.replace(CONFIG, [])
+    os.utime(run.path / CONFIG, (0, 0))
+    run.touch(CONFIG)
+    assert run.path.joinpath(str(CONFIG)).stat().st_mtime > 0 and snapshot(outside) == before
+
+
 def append(folder: Folder, name: Name) -> None:
     with folder.appending(name) as descriptor:
         os.write(descriptor, b"more")

@@ -21,17 +21,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> foreign.Place:
 
 
 def problems(place: foreign.Place, verb: str, cases: Iterable[tuple[str, str]], root: Path) -> list[str]:
-    found = (foreign.problem(place, verb, name, kind, root) for name, kind in cases)
-    return [wrong for wrong in found if wrong]
+    failures = (foreign.problem(place, verb, name, kind, root) for name, kind in cases)
+    return [wrong for wrong in failures if wrong]
 
 
 @pytest.mark.parametrize("verb", [*foreign.LIGHT, "train"])
 def test_a_sample_of_foreign_entries(verb: str, written: foreign.Place, tmp_path: Path) -> None:
-    assert not (found := problems(written, verb, foreign.sample(written, verb), tmp_path)), "\n".join(found)
+    assert not (failures := problems(written, verb, foreign.sample(written, verb), tmp_path)), "\n".join(failures)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", foreign.VERBS)
 def test_every_foreign_entry(verb: str, trained: foreign.Place, tmp_path: Path) -> None:
-    found = problems(trained, verb, foreign.cases(trained, verb), tmp_path)
-    assert not found, f"{len(found)} cases\n" + "\n".join(found)
+    failures = problems(trained, verb, foreign.cases(trained, verb), tmp_path)
+    assert not failures, f"{len(failures)} cases\n" + "\n".join(failures)

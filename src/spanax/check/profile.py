@@ -133,7 +133,7 @@ def read_profile(run: Path) -> Profiled:
 
 
 def profiled(run: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> Profiled:
-    """Summarise the profile of a run, and keep the summary beside its trace as summary.json.
+    """Summarise the profile of a run, and write the summary next to its trace, as summary.json.
 
     Args:
       run: the run folder.

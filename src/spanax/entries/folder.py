@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from spanax.documents import json_objects
+from spanax.documents import json_lines
 from spanax.entries.kind import Kind, open_folder, refused
 from spanax.entries.names import Name
 from spanax.errors import EntryError
@@ -202,7 +202,7 @@ class Folder:
         """The objects of a file of JSON lines, None for a damaged line; nothing where there is no file."""
         try:
             with self.reading(name) as file:
-                yield from json_objects(file)
+                yield from json_lines(file)
         except FileNotFoundError:
             return
 
@@ -278,16 +278,16 @@ class Folder:
         try:
             if os.fstat(descriptor).st_nlink > 1:
                 what = f"'{self._full_name(name)}' has another name (a hard link), which would change with it."
-                raise EntryError(what, where=f"in '{self.root}'", fix="make a copy of it: cp FILE COPY; mv COPY FILE")
+                raise EntryError(what, where=f"in '{self.root}'", fix="copy the run folder: cp -r")
             yield descriptor
         finally:
             os.close(descriptor)
 
     def touch(self, name: str) -> None:
-        """Sets the time of an entry to now."""
-        within, last = self._holder(name)
-        with within.opened() as descriptor:
-            os.utime(last, dir_fd=descriptor, follow_symlinks=False)
+        """Sets the time of a regular file to now, if it is there."""
+        if self.kind(name) is not None:
+            with self.appending(name) as descriptor:
+                os.utime(descriptor)
 
     def rename(self, name: str, to: str) -> None:
         """Gives an entry another name in this folder."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spanax.errors import EntryError, SpanaxError
 
-SUPPORTED = {os.open, os.stat, os.mkdir, os.unlink, os.rmdir, os.rename, os.utime, os.readlink} <= (
+SUPPORTED = {os.open, os.stat, os.mkdir, os.unlink, os.rmdir, os.rename, os.readlink} <= (
     os.supports_dir_fd
 ) and os.listdir in os.supports_fd
 """Whether this system opens files relative to a folder: Linux and macOS do."""

@@ -153,8 +153,9 @@ class Step:
     def failed(self) -> tuple[int, int]:
         """The rank that failed first and its exit code, once all have ended."""
         code = self.process.wait()
-        self.errors.seek(0)
-        told = self.errors.read().decode(errors="replace")
+        with self.errors:
+            self.errors.seek(0)
+            told = self.errors.read().decode(errors="replace")
         print(printable_lines(told), end="", file=sys.stderr, flush=True)
         return first_failed(told, code)
 

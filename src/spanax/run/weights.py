@@ -110,7 +110,7 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
         with context:
             for batch in batches({path: _num_bytes(part) for path, part in parts.items()}):
                 made = {checkpoint.stored_name(path): parts[path].make() for path in batch}
-                orbax.partial.save(staging.path / manifest.ARRAYS, made)
+                orbax.partial.save(staging.checked_path() / manifest.ARRAYS, made)
                 del made
             orbax.partial.finalize(staging.path / manifest.ARRAYS)
         manifest.write(staging)

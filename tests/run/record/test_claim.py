@@ -1,4 +1,4 @@
-"""Claims: who may hold a run folder beside whom, and that whoever is refused has touched nothing."""
+"""Claims: who may hold a run folder together, and that whoever is refused has touched nothing."""
 
 import os
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def snapshot(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 @pytest.mark.parametrize("second", CLAIMS)
 @pytest.mark.parametrize("first", CLAIMS)
-def test_who_may_hold_a_run_folder_beside_whom(first: str, second: str, tmp_path: Path) -> None:
+def test_who_may_hold_a_run_folder_together(first: str, second: str, tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     with CLAIMS[first](folder), ExitStack() as stack:
         before = snapshot(folder)
@@ -90,6 +90,13 @@ def test_a_link_is_refused_before_a_lock_is_made(name: str, tmp_path: Path) -> N
         with pytest.raises(EntryError, match=f"'{name}' is a symbolic link"):
             claim_of(tmp_path / "run").__enter__()
     assert os.listdir(tmp_path / "run") == [name] and (tmp_path / "outside").read_text() == "precious"
+
+
+def test_what_a_killed_process_was_writing_goes(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    (folder / f".config.toml.{'a' * 16}.new").touch()
+    with claimed(folder, resume=True):
+        assert sorted(os.listdir(folder)) == ["LOCK", "events.jsonl", "heartbeats", "log"]
 
 
 def test_a_refused_request_leaves_nothing_but_what_is_not_its_own(tmp_path: Path) -> None:

@@ -426,7 +426,7 @@ def die(*_, **__):
 
 def before(last):
     rename = os.rename
-    return lambda name, new, **at: die() if new == last else rename(name, new, **at)
+    return lambda name, new, **folders: die() if new == last else rename(name, new, **folders)
 
 start = checkpoint._start
 patch = {{

@@ -211,7 +211,7 @@ def test_everything_is_on_disk_before_the_manifest_appears(step: Path, monkeypat
     done: list[str] = []
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
-    monkeypatch.setattr(os, "rename", lambda *names, **at: (done.append("rename"), rename(*names, **at)))
+    monkeypatch.setattr(os, "rename", lambda *names, **folders: (done.append("rename"), rename(*names, **folders)))
     manifest.write(step)
     before, after = done[: done.index("rename")], done[done.index("rename") + 1 :]
     everything = {str(path) for path in step.rglob("*") if path.name != "manifest.json"}

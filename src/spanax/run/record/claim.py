@@ -83,6 +83,7 @@ def claimed(folder: Path, *, resume: bool, is_supervised: bool = False) -> Itera
             _check_free(folder, LEADER_LOCK)
         if not resume:
             _check_empty(folder)
+        Folder.of(folder).sweep()
         yield claim
 
 
