@@ -20,6 +20,7 @@ from typing import Any
 
 from spanax.documents import parse_json, read_bytes, read_json
 from spanax.errors import SpanaxError, WriteError
+from spanax.schema import SchemaError, made
 
 NAME = "manifest.json"
 ARRAYS, PLAN, META = "arrays", "plan.json", "meta.json"
@@ -42,6 +43,15 @@ class Saved:
     when: str
     problems: tuple[str, ...]
     meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json says: when a step was saved, its leaves, and the caller's values."""
+
+    saved_at: str
+    leaves: Mapping[str, str]
+    meta: Mapping[str, Any]
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
@@ -172,9 +182,9 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
     Raises:
       SpanaxError: the values are none of JSON.
     """
-    document = {"saved_at": utc(time.time()), "leaves": dict(leaves), "meta": dict(meta)}
+    document = Meta(utc(time.time()), dict(leaves), dict(meta))
     try:
-        return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+        return (json.dumps(vars(document), indent=1, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:
         raise SpanaxError(f"meta cannot be saved: {error}.", fix="give JSON values only") from error
 
@@ -182,14 +192,10 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
 def read_meta(folder: Path) -> tuple[str, dict[str, str], dict[str, Any]]:
     """When a step was saved, its leaves, and the caller's values; ValueError when the file is not one of ours."""
     try:
-        document = read_json(folder / META, follow_links=False)
-        return (
-            str(document["saved_at"]),
-            {str(k): str(v) for k, v in document["leaves"].items()},
-            dict(document["meta"]),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{META} makes no sense") from error
+        found = made(Meta, read_json(folder / META, follow_links=False), is_strict=False)
+    except SchemaError as error:
+        raise ValueError(f"{META} makes no sense: {error}") from error
+    return found.saved_at, dict(found.leaves), dict(found.meta)
 
 
 def utc(seconds: float) -> str:
