@@ -41,6 +41,7 @@ if "xla_cpu_collective_call_terminate_timeout_seconds" not in os.environ["XLA_FL
 # Most test time is compile time. Sizes and costs of a cached program equal the compiled one's; only the source
 # lines in its HLO metadata may be another caller's.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(ROOT / ".cache" / "hypothesis"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 # What was traced stays for the session: to go through it for cycles as often as by default is a twentieth of the time.

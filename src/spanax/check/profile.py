@@ -17,6 +17,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROFILE_SUMMARY, TRACE_FOLDER
 from spanax.errors import DataError, EntryError, WriteError, nearest
 from spanax.run.profile import INPUT, STEP, WINDOW
+from spanax.schema import Count, SchemaError, Seconds, made
 
 COLLECTIVE = re.compile(
     r"(?:async-)?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast|send|recv)"
@@ -95,20 +96,29 @@ class Profiled:
           True
         """
         try:
-            seconds = {name.replace(" ", "_"): float(value) for name, value in data["seconds"].items()}
-            by_axis, operations = (
-                {str(name): float(value) for name, value in data[key].items()}
-                for key in ("communication", "operations")
-            )
+            told = made(_Summary, data)
+            seconds = {name.replace(" ", "_"): value for name, value in told.seconds.items()}
             found = Profiled(
-                int(data["steps"]), int(data["devices"]), float(data["step_seconds"]),
-                by_axis=by_axis, operations=operations, **seconds,
+                told.steps, told.devices, told.step_seconds, by_axis=told.communication, operations=told.operations,
+                **seconds,
             )  # fmt: skip
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise DataError("this is no summary of a profile.", where=f"{type(error).__name__}: {error}") from None
+        except (SchemaError, TypeError) as error:  # a TypeError where a part of the step has another name
+            raise DataError("this is no summary of a profile.", where=str(error)) from None
         if not 0 < found.step_seconds < math.inf:
             raise DataError("this is no summary of a profile: a step takes no time.")
         return found
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """A profile as `Profiled.to_json` writes it."""
+
+    steps: Count
+    devices: Count
+    step_seconds: Seconds
+    seconds: Mapping[str, Seconds]
+    communication: Mapping[str, Seconds]
+    operations: Mapping[str, Seconds]
 
 
 def read_profile(run: Path) -> Profiled:

@@ -1,11 +1,13 @@
 """Restore: a run goes on from a checkpoint, on this plan, whatever plan and devices it was saved from."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import jax
 
+from spanax.errors import DataError
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
 from spanax.run.placement import assert_placed, build_mesh
@@ -13,8 +15,18 @@ from spanax.run.run import Run
 from spanax.run.step.guard import Guard, History
 from spanax.run.step.rows import rows_of
 from spanax.run.store import checkpoint
+from spanax.schema import Count, SchemaError, Within, made
 from spanax.trace.meshes import outside_meshes
 from spanax.trace.program import Program
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a run saves of itself with its arrays; see `spanax.run.run.Run.save`."""
+
+    build_seed: Annotated[int, Within(0, (1 << 64) - 1)] | None = None
+    position: Mapping[str, Any] | None = None
+    history: tuple[tuple[Count, Mapping[str, float]], ...] | None = None
 
 
 @outside_meshes
@@ -72,10 +84,23 @@ def restore(
         for leaf, placement in zip(program.leaves, places, strict=True)
     }
     found = checkpoint.restore(directory, targets, step=step, warn=warn)
-    program = program.with_seed(found.meta.get("build_seed", program.init.seed or 0))
+    meta = _meta(found.meta, directory)
+    program = program.with_seed(meta.build_seed if meta.build_seed is not None else program.init.seed or 0)
     state = [found.arrays[leaf.path] for leaf in program.leaves]
     state = state if rows is None else rows.kept(state)
     assert_placed(plan, state, mesh)
-    history = History.of(found.meta.get("history"), found.step)
-    position = found.meta.get("position")
+    history = History.of(meta.history, found.step)
+    position = None if meta.position is None else dict(meta.position)
     return Run(program, plan, mesh, state, num_steps=found.step, position=position, guard=guard, history=history)
+
+
+def _meta(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> Meta:
+    """What a run saved of itself with its arrays.
+
+    Raises:
+      DataError: it is not what a run saves.
+    """
+    try:
+        return made(Meta, values, is_open=True, is_strict=False)
+    except SchemaError as error:
+        raise DataError("the checkpoint was not saved by a run.", where=f"{directory}: {error}") from None

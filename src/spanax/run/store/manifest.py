@@ -14,6 +14,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from spanax.entries.folder import TEMPORARY, Folder, Place
 from spanax.entries.kind import Kind
 from spanax.entries.names import CHECKPOINTS, MANIFEST, META, PLAN, UNBOUNDED, Name
 from spanax.errors import EntryError, SpanaxError, WriteError, first_line
+from spanax.schema import SchemaError, made
 
 NAME = MANIFEST
 ARRAYS = "arrays"
@@ -33,6 +35,15 @@ ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK_BYTES = 1 << 20
 # Writes under way when a save fails may bring files back for this long after their folder was removed.
 _SETTLE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What meta.json says: when a step was saved, its leaves, and the caller's values."""
+
+    saved_at: str
+    leaves: Mapping[str, str]
+    meta: Mapping[str, Any]
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
@@ -145,9 +156,9 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
     Raises:
       SpanaxError: the values are none of JSON.
     """
-    document = {"saved_at": utc(time.time()), "leaves": dict(leaves), "meta": dict(meta)}
+    document = Meta(utc(time.time()), dict(leaves), dict(meta))
     try:
-        return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+        return (json.dumps(vars(document), indent=1, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:
         raise SpanaxError(f"meta cannot be saved: {error}.", fix="give JSON values only") from error
 
@@ -155,14 +166,10 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
 def read_meta(folder: Place) -> tuple[str, dict[str, str], dict[str, Any]]:
     """When a step was saved, its leaves, and the caller's values; ValueError when the file is not one of ours."""
     try:
-        document = parse_json(step_folder(folder).read(META))
-        return (
-            str(document["saved_at"]),
-            {str(k): str(v) for k, v in document["leaves"].items()},
-            dict(document["meta"]),
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{META} makes no sense") from error
+        found = made(Meta, parse_json(step_folder(folder).read(META)), is_strict=False)
+    except SchemaError as error:
+        raise ValueError(f"{META} makes no sense: {error}") from error
+    return found.saved_at, dict(found.leaves), dict(found.meta)
 
 
 def utc(seconds: float) -> str:
