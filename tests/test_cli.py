@@ -22,7 +22,7 @@ FLAGS = {
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
         "field", "track", "optimizer_state", "xla_flags", "accumulate", "attention", "steps_per_call", "loss_chunks",
-        "init_partial", "traceback",
+        "init_partial", "accept_changed_model", "traceback",
     },
     "axes": {"workload", "batch", "seq", "json", "traceback"},
     "check": {

@@ -1,15 +1,19 @@
 """Restore: a run goes on from a checkpoint, on this plan, whatever plan and devices it was saved from."""
 
 import os
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.run.hosts import is_first
 from spanax.run.placement import assert_placed, build_mesh
 from spanax.run.run import Run
+from spanax.run.same_model import compared
 from spanax.run.step.guard import Guard, History
 from spanax.run.step.rows import rows_of
 from spanax.run.store import checkpoint
@@ -31,7 +35,8 @@ def restore(
     """The run that was saved in a folder, laid out by `plan`: parameters, optimizer, RNG, statistics, step.
 
     Every file is held against its checksum first. When the newest step is damaged, the next older good one is
-    taken, with a loud line. `run.position` is the data position: `spanax.batches(..., position=run.position)`.
+    taken, with a loud line; another line lists what differs where the program computes something else. `run.position`
+    is the data position: `spanax.batches(..., position=run.position)`.
 
     Args:
       program: the program that was saved; its paths, shapes and dtypes must match. A list of blocks in one of the two
@@ -72,6 +77,10 @@ def restore(
         for leaf, placement in zip(program.leaves, places, strict=True)
     }
     found = checkpoint.restore(directory, targets, step=step, warn=warn)
+    differences = compared(program, found.leaves, found.meta).differences
+    if differences and is_first():
+        message = f"step {found.step} was saved by another program: {'; '.join(differences)}"
+        (warn or partial(print, file=sys.stderr))(f"WARNING: {message}")
     program = program.with_seed(found.meta.get("build_seed", program.init.seed or 0))
     state = [found.arrays[leaf.path] for leaf in program.leaves]
     state = state if rows is None else rows.kept(state)
