@@ -24,7 +24,7 @@ FLAGS = {
         "dtype", "remat", "out", "init", "resume", "save_every", "keep", "eval_every", "eval_batches", "log_every",
         "profile", "config", "json", "microbatches", "schedule", "chunks", "on_bad_step", "spike", "patience",
         "field", "track", "optimizer_state", "xla_flags", "accumulate", "attention", "steps_per_call", "loss_chunks",
-        "init_partial", "traceback",
+        "init_partial", "accept_changed_model", "traceback",
     },
     "axes": {"workload", "batch", "seq", "json", "traceback"},
     "check": {
@@ -102,8 +102,12 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),
     "unknown dtype": (["train", "--dtype", "float23"], 2, "did you mean 'float32'"),
     "unknown optimizer state": (["train", "--optimizer-state", "bfloat8"], 2, "did you mean 'bfloat16'"),
-    "an option that is none": (["train", "--xla-flags", "xla_dump_to=/tmp"], 2, "cannot read the option 'xla_dump_to"),
-    "unknown option": (["train", "--xla-flags", "xla_such=true"], 2, "No such compile option: 'xla_such'"),
+    "an option that is none": (["train", "--xla-flags", "xla_dump_to=7"], 2, "cannot set the option 'xla_dump_to"),
+    "unknown option": (
+        ["train", "--xla-flags", "xla_max_concurrent_host_send_recv=1"],
+        2,
+        "No such compile option: 'xla_max_concurrent_host_send_recv'",
+    ),
     "unknown policy for bad steps": (["train", "--on-bad-step", "roll-back"], 2, "did you mean 'rollback'"),
     "a spike that is none": (["train", "--spike", "1"], 2, "--spike is 1.0; it takes a number from 1.1"),
     "no number of bad steps": (["train", "--patience", "-1"], 2, "--patience is -1"),

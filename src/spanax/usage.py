@@ -14,6 +14,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "spanax train gpt-nano --steps 20",
         "spanax train gpt2 --mesh fsdp=4,model=2 --data my_texts/ --out runs/a",
         "spanax train gpt2 --out runs/a --resume --mesh fsdp=8",
+        "spanax train mine.py:workload --out runs/a --resume --accept-changed-model",
         "spanax train mine.py:workload --layout fsdp --config settings.toml",
     ),
     "plan": (

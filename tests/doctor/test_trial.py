@@ -1,6 +1,7 @@
 """JAX tried in a process of its own: one that works, and ones that hang, abort, fail or say nothing."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -8,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
+import spanax
+from spanax.check.compile import _run
+from spanax.check.target import target_of
 from spanax.doctor.trial import MARK, devices, simulated
+from spanax.errors import CompilerError
+from spanax.hardware.cluster import cluster
 
 HANG_SECONDS = 240
+PACKAGE = Path(spanax.__file__).parent
 ENVIRON = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
 
 
@@ -39,6 +46,27 @@ def test_a_backend_that_does_not_start(code: str, what: str, fix: str) -> None:
     assert found.state == "problem" and what in found.what and fix in found.fix, found
     assert "JAX_PLATFORMS=cpu" in found.where
     assert simulated(ENVIRON, HANG_SECONDS, command=fake(code)).state == "problem"
+
+
+def test_files_of_the_folder_it_is_started_in_are_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jax.py").write_text("import pathlib; pathlib.Path('executed').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    assert devices(ENVIRON, 120).state == "ok"
+    words = ("launch", "local", "--", "train", "no-such-workload", "--out", "run")
+    done = subprocess.run([sys.executable, "-P", "-m", "spanax", *words], capture_output=True, text=True, env=ENVIRON)
+    assert done.returncode == 2 and "no-such-workload" in done.stderr, done.stderr
+    (tmp_path / "job").mkdir()
+    with pytest.raises(CompilerError, match="request.json"):  # its child has got so far
+        _run(tmp_path / "job", target_of(cluster("h100:8")), 120)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_every_python_that_is_started_leaves_its_folder_out() -> None:
+    words = re.compile(r"""(.{6})(["' ]-m["', ]+spanax)""")
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "__main__.py"]
+    starts = [(path.name, *found) for path in files for found in words.findall(path.read_text())]
+    assert len(starts) >= 9 and all("-P" in before for _, before, _ in starts), starts
 
 
 def test_the_last_line_of_a_backend_is_told() -> None:

@@ -63,7 +63,7 @@ def test_words_of_the_command_reach_the_script_whole() -> None:
     words = shlex.split(text.partition("exec ")[2].replace("\\\n", ""))
     assert words[words.index("--") + 1 :] == request.argv(is_again=False)
     start = shlex.split(words[words.index("--start") + 1])
-    assert start[0] == "srun" and start[-2:] == ["-m", "spanax"]
+    assert start[0] == "srun" and start[-3:] == ["-P", "-m", "spanax"]
 
 
 BAD = {

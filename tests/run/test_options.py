@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,13 @@ import spanax
 import zoo
 from spanax.errors import DataError, SpanaxError
 from spanax.hardware.flags import FLAGS, checked, default_flags, flags_of, for_platform
+from spanax.hardware.options import OPTIONS
 from spanax.plan.plan import Plan
 from spanax.run.options import check_accepted
 from spanax.run.run import Run
 
 GIVEN = ("xla_gpu_autotune_level=2", "xla_cpu_enable_fast_math=True", "xla_tpu_such=1")
+LEVEL = "xla_gpu_autotune_level=1"
 
 
 def planned(on: str = "cpu:8") -> tuple[spanax.Program, Plan]:
@@ -66,22 +69,45 @@ def test_this_jaxlib_knows_the_options_for_gpus(one, devices: list[jax.Device]) 
     ("said", "found"),
     [
         ("none", ()),
-        ("default", ("xla_a=1",)),
-        ("xla_b=true", ("xla_b=True",)),
-        ("default,--xla_b=FALSE", ("xla_a=1", "xla_b=False")),
-        ("default,xla_a=2.5", ("xla_a=2.5",)),
+        ("default", (LEVEL,)),
+        ("xla_gpu_triton_gemm_any=true", ("xla_gpu_triton_gemm_any=True",)),
+        ("default,--XLA_cpu_use_onednn=FALSE", (LEVEL, "xla_cpu_use_onednn=False")),
+        ("default,xla_gpu_autotune_level=-1", ("xla_gpu_autotune_level=-1",)),
     ],
 )
 def test_what_a_user_asks_for(said: str, found: tuple[str, ...]) -> None:
-    assert flags_of(said, ("xla_a=1",)) == found
+    assert flags_of(said, (LEVEL,)) == found
 
 
 @pytest.mark.parametrize(
-    "said", ["xla_dump_to=/tmp/x", "xla_b", "b=1", "xla_b=1;2", "none,xla_b=1", "", "xla_b=True True"]
+    "said",
+    [
+        *("xla_dump_to=/tmp/x", "xla_dump_to=7", "xla_dump_to=true", "--XLA_DUMP_TO=1", "xla_b=1", "b=1", ""),
+        *(f"xla_gpu_autotune_level{value}" for value in ("", "=", "=1;2", "=True", "=1.5", "=٧")),
+        *("none,xla_gpu_autotune_level=1", "xla_gpu_triton_gemm_any=1", "xla_gpu_triton_gemm_any=True True"),
+    ],
 )
 def test_what_is_no_option(said: str) -> None:
-    with pytest.raises(SpanaxError, match="cannot read the option"):
+    with pytest.raises(SpanaxError, match="cannot set the option"):
         flags_of(said, ())
+
+
+def test_the_listed_options_write_no_file(devices: list[jax.Device], tmp_path: Path, monkeypatch) -> None:
+    """The compiler knows most of them, with the type that is listed, and all of those set in one program."""
+    monkeypatch.chdir(tmp_path)
+    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "int32"))
+    known = {}
+    for name, kind in OPTIONS.items():
+        value = "False" if kind is bool else "1"
+        with suppress(jax.errors.JaxRuntimeError):
+            lowered.compile(compiler_options={name: value})
+            known[name] = value
+    assert {name for name in OPTIONS if name.startswith("xla_cpu_")} - known.keys() <= {"xla_cpu_use_fusion_emitters"}
+    assert len([name for name in known if name.startswith("xla_gpu_")]) > 30
+    lowered.compile(compiler_options=known)
+    assert not list(tmp_path.iterdir())
+    lowered.compile(compiler_options={"xla_dump_to": "7"})
+    assert list(tmp_path.iterdir())
 
 
 def test_a_plan_carries_them_and_a_plan_without_is_as_before(devices: list[jax.Device]) -> None:
@@ -90,7 +116,7 @@ def test_a_plan_carries_them_and_a_plan_without_is_as_before(devices: list[jax.D
     assert Plan.from_json(plan.to_json()) == plan
     assert "xla_flags" not in json.loads(planned()[1].to_json())
     hostile = plan.to_json().replace(plan.xla_flags[0], "xla_dump_to=/tmp/x")
-    with pytest.raises(DataError, match="cannot read the option 'xla_dump_to"):
+    with pytest.raises(DataError, match="cannot set the option 'xla_dump_to"):
         Plan.from_json(hostile)
 
 

@@ -1,4 +1,4 @@
-"""Child: one compilation in a process of its own, for devices that are not here. `python -m spanax.check.child DIR`.
+"""Child: one compilation in a process of its own, for devices that are not here. `python -P -m spanax.check.child DIR`.
 
 A compiler may die, hang, or hold the machine's one lock on its library; none of that may happen to the process that
 asks. DIR holds `request.json` and `program.mlirbc`; the answer is left there as `answer.json` and `compiled.pb`.

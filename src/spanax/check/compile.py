@@ -94,8 +94,10 @@ def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags:
 def _run(folder: Path, target: Target, timeout: float) -> str:
     """Let the child work; what it wrote."""
     log = folder / "log.txt"
-    command = [sys.executable, "-m", "spanax.check.child", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-P", "-m", "spanax.check.child", str(folder)]
+    # Where this process finds its packages, but not the folder it works in, whose files would shadow them.
+    found = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
     with log.open("wb") as file:
         try:
             code = subprocess.run(

@@ -1,4 +1,4 @@
-"""Trial: JAX started in a process of its own, `python -m spanax.doctor.trial [NUM_SIMULATED]`.
+"""Trial: JAX started in a process of its own, `python -P -m spanax.doctor.trial [NUM_SIMULATED]`.
 
 A plugin may hang, abort, or print what it likes; none of that may happen to the process that asks.
 """
@@ -19,7 +19,7 @@ from typing import Any
 from spanax.doctor.software import THREADS
 from spanax.doctor.verdict import Verdict
 
-COMMAND = (sys.executable, "-m", "spanax.doctor.trial")
+COMMAND = (sys.executable, "-P", "-m", "spanax.doctor.trial")
 MARK = "spanax-doctor-trial:"
 """What the line with the answer begins with: C++ libraries print to standard output, too."""
 

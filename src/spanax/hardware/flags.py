@@ -7,13 +7,14 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from spanax.errors import SpanaxError
+from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
+from spanax.hardware.options import OPTIONS
 
 NONE, DEFAULT = "none", "default"
 
-GIVEN = re.compile(r"(xla_[a-z0-9_]{1,100})=(true|false|-?\d{1,18}(?:\.\d{1,18})?)", re.IGNORECASE)
-"""An option and its value. No text: options that take one name files to be read, or written."""
+VALUES = {bool: re.compile("true|false", re.IGNORECASE), int: re.compile("-?[0-9]{1,18}")}
+"""What a value of an option is written as, by its type."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,20 @@ def checked(flag: str) -> str:
     Raises:
       SpanaxError: that is no option, or no value that an option may have here.
     """
-    match = GIVEN.fullmatch(flag.strip().removeprefix("--"))
-    if match is None:
+    name, _, value = flag.strip().removeprefix("--").partition("=")
+    kind = OPTIONS.get(name.lower())
+    if kind is None:
         raise SpanaxError(
-            f"cannot read the option '{flag.strip()[:200]}' for XLA.",
-            where="one is xla_NAME=VALUE, and a value true, false or a number; others go into XLA_FLAGS",
-            fix="--xla-flags none, default, or default,xla_gpu_triton_gemm_any=true",
+            f"cannot set the option '{name[:100]}' for XLA: it is not on the list of those that change the program alone.",
+            where="spanax/hardware/options.py; XLA_FLAGS in the environment takes every option",
+            fix=f"--xla-flags none, default, or a known option: {nearest(name, OPTIONS)}",
         )
-    return f"{match[1].lower()}={match[2].capitalize()}"
+    if not VALUES[kind].fullmatch(value):
+        raise SpanaxError(
+            f"cannot set the option '{name}' for XLA to '{value[:100]}'.",
+            fix=f"{name}={'true or false' if kind is bool else 'a whole number'}",
+        )
+    return f"{name.lower()}={value.capitalize()}"
 
 
 def for_platform(flags: tuple[str, ...], platform: str) -> dict[str, str]:

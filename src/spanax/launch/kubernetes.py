@@ -143,7 +143,7 @@ def _pod(command: KubernetesCommand, request: TrainRequest, name: str, hosts: in
         "name": "worker",
         "image": command.image,
         # Whoever loses a host must start all of them again, so a supervisor in one pod restarts nothing.
-        "command": [command.python, "-m", "spanax", "launch", "workers", "--restarts", "0", "--"]
+        "command": [command.python, "-P", "-m", "spanax", "launch", "workers", "--restarts", "0", "--"]
         + request.argv(is_again=False),
         "env": _environment(command, name, hosts),
         "resources": {"limits": {RESOURCES[command.device]: devices}},

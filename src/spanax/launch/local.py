@@ -57,7 +57,7 @@ def start(command: LocalCommand, request: TrainRequest, attempt: int) -> list[su
         shared |= {"SPANAX_COORDINATOR": f"{LOOPBACK}:{_free_port()}", "SPANAX_NUM_HOSTS": str(command.hosts)}
     if command.devices_per_host is not None:
         shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_host)
-    argv = [sys.executable, "-m", "spanax", *request.argv(is_again=attempt > 0)]
+    argv = [sys.executable, "-P", "-m", "spanax", *request.argv(is_again=attempt > 0)]
     return [
         started(argv, shared | {"SPANAX_HOST": str(rank)} | _gpus(command, rank), request.folder, rank, talks=rank == 0)
         for rank in range(command.hosts)

@@ -61,7 +61,7 @@ def job(command: RayCommand, request: TrainRequest) -> list[str]:
     flags = [word for name, value in said.items() for word in (f"--{name}", str(value))]
     flags += ["--wait-seconds", f"{command.wait_seconds:g}", *as_flags(command.limits)]
     flags += ["--together"] * command.together
-    driver = [command.python, "-m", "spanax", "launch", "ray", *flags, "--python", command.python, "--"]
+    driver = [command.python, "-P", "-m", "spanax", "launch", "ray", *flags, "--python", command.python, "--"]
     driver += request.argv(is_again=False)
     return ["ray", "job", "submit", "--address", command.address, "--no-wait", "--", *driver]
 
@@ -184,7 +184,7 @@ class Cluster:
         """
         hosts = [Worker(host) for host in self._placed()]
         command = self.command
-        words = [command.python, "-m", "spanax", *self.request.argv(is_again=attempt > 0)]
+        words = [command.python, "-P", "-m", "spanax", *self.request.argv(is_again=attempt > 0)]
         environment = {
             "SPANAX_COORDINATOR": hosts[0].must("coordinator"),
             "SPANAX_NUM_HOSTS": str(len(hosts)),
@@ -241,7 +241,7 @@ def launch(command: RayCommand, argv: Sequence[str]) -> int:
     one, hosts, request = bundle(command), count("hosts", command.hosts), TrainRequest.of(argv)
     is_submitted = command.address.startswith(("http://", "https://"))
     if command.dry_run:
-        words = [command.python, "-m", "spanax", *request.argv(is_again=False)]
+        words = [command.python, "-P", "-m", "spanax", *request.argv(is_again=False)]
         print(shlex.join(job(command, request)) if is_submitted else f"{hosts} x {one}: {shlex.join(words)}")
         return 0
     if is_submitted:

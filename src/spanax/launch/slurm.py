@@ -88,7 +88,7 @@ def script(command: SlurmCommand, request: TrainRequest) -> str:
     }
     cpus = f" --cpus-per-task={command.cpus_per_host}" if command.cpus_per_host else ""
     log = shlex.quote(str(folder).replace("%", "%%") + f"/{RANK_LOG.of('%t')}")
-    spanax = f"{shlex.quote(command.python)} -m spanax"
+    spanax = f"{shlex.quote(command.python)} -P -m spanax"
     start = f"srun --kill-on-bad-exit=1{cpus} --open-mode=append --output={log} {spanax}"
     flags = ["--hosts", str(hosts), *as_flags(check(command.limits)), "--start", start]
     lines = [

@@ -25,7 +25,7 @@ class WorkersCommand:
       limits: when to start again, and when to give up.
     """
 
-    start: str = f"{shlex.quote(sys.executable)} -m spanax"
+    start: str = f"{shlex.quote(sys.executable)} -P -m spanax"
     hosts: int = 1
     limits: Annotated[Limits, tyro.conf.arg(name="")] = field(default_factory=Limits)
 

@@ -60,6 +60,7 @@ class TrainConfig:
       init_partial: with init, load the weights that match by path and shape, and list the others: for a model that has
         more, such as LoRA adapters or a new head.
       resume: go on from the newest good checkpoint in the run folder, on any mesh.
+      accept_changed_model: with resume, go on also where the model or the loss computes something else than before.
       save_every: steps between checkpoints; 0 saves at the end only.
       keep: how many checkpoints to keep.
       eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.
@@ -105,6 +106,7 @@ class TrainConfig:
     init: str | None = None
     init_partial: bool = False
     resume: bool = False
+    accept_changed_model: bool = False
     save_every: int = 100
     keep: int = 3
     eval_every: int = 0
@@ -122,7 +124,7 @@ class TrainConfig:
 
     def record(self) -> dict[str, Any]:
         """The settings that make up the run, without where it lies and how it was called."""
-        how = ("out", "resume", "profile", "config", "json", "traceback")
+        how = ("out", "resume", "accept_changed_model", "profile", "config", "json", "traceback")
         return {key: value for key, value in asdict(self).items() if key not in how}
 
     @property

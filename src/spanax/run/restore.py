@@ -10,8 +10,11 @@ import jax
 from spanax.errors import DataError
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.printable import to_stderr
+from spanax.run.hosts import is_first
 from spanax.run.placement import assert_placed, build_mesh
 from spanax.run.run import Run
+from spanax.run.same_model import compared
 from spanax.run.step.guard import Guard, History
 from spanax.run.step.rows import rows_of
 from spanax.run.store import checkpoint
@@ -43,7 +46,8 @@ def restore(
     """The run that was saved in a folder, laid out by `plan`: parameters, optimizer, RNG, statistics, step.
 
     Every file is held against its checksum first. When the newest step is damaged, the next older good one is
-    taken, with a loud line. `run.position` is the data position: `spanax.batches(..., position=run.position)`.
+    taken, with a loud line; another line lists what differs where the program computes something else. `run.position`
+    is the data position: `spanax.batches(..., position=run.position)`.
 
     Args:
       program: the program that was saved; its paths, shapes and dtypes must match. A list of blocks in one of the two
@@ -85,6 +89,10 @@ def restore(
     }
     found = checkpoint.restore(directory, targets, step=step, warn=warn)
     meta = _meta(found.meta, directory)
+    differences = compared(program, found.leaves, found.meta).differences
+    if differences and is_first():
+        message = f"step {found.step} was saved by another program: {'; '.join(differences)}"
+        (warn or to_stderr)(f"WARNING: {message}")
     program = program.with_seed(meta.build_seed if meta.build_seed is not None else program.init.seed or 0)
     state = [found.arrays[leaf.path] for leaf in program.leaves]
     state = state if rows is None else rows.kept(state)

@@ -19,6 +19,7 @@ from spanax.run.data.batches import Batches
 from spanax.run.evaluation import num_fewer, smaller_evaluation
 from spanax.run.first_step import FirstStep, warn_user
 from spanax.run.placement import abstract_arrays, assert_placed, build_mesh
+from spanax.run.same_model import meta_of
 from spanax.run.state import born
 from spanax.run.step.given import given
 from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
@@ -205,8 +206,7 @@ class Run:
         """
         self._note(self.num_steps)
         position, history = None if data is None else data.state(), self.history.record() if self.guard else None
-        program, plan = self.program, self.plan.to_json()
-        meta = {"fingerprint": program.fingerprint, "position": position, "history": history} | program.init.meta
+        plan, meta = self.plan.to_json(), meta_of(self.program, position, history)
         return checkpoint.save(directory, self.num_steps, self.arrays(), plan_json=plan, meta=meta, keep=keep)
 
     def model(self) -> nnx.Module:

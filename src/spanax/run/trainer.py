@@ -47,6 +47,7 @@ from spanax.run.record.trackers import About, Trackers
 from spanax.run.remedy import Remedy
 from spanax.run.restore import restore
 from spanax.run.run import Run, start
+from spanax.run.same_model import check_same_model
 from spanax.run.saves import Saves
 from spanax.run.store import checkpoint, manifest
 from spanax.run.traced_workload import source_of, traced
@@ -84,7 +85,7 @@ def train(
         planned = None if config.plan is None else _planned(config, len(devices))
         workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
         if config.resume:
-            run_folder.check_same_run(folder, config.record())
+            _check_same(folder, program, load, config, planned, emit)
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder)
         plan = flagged(planned or _chosen(program, config, folder, devices, emit, events), config.xla_flags, devices)
@@ -157,6 +158,27 @@ def _planned(config: TrainConfig, num_devices: int) -> Plan:
             fix=f"--devices {plan.mesh.size}, or a plan for {num_devices}",
         )
     return plan
+
+
+def _check_same(
+    folder: Path,
+    program: Program,
+    load: Callable[..., Workload],
+    config: TrainConfig,
+    planned: Plan | None,
+    emit: Callable[[Event], None],
+) -> None:
+    """Raises if a run that is resumed has other settings, or another model unless --accept-changed-model is set."""
+    run_folder.check_same_run(folder, config.record())
+    before = {name: value for name, value in run_folder.recorded(folder).items() if name in ("lr", "steps")}
+    is_changed = any(value != getattr(config, name) for name, value in before.items())
+    check_same_model(
+        Folder.of(folder).inner(CHECKPOINTS),
+        program,
+        as_before=(lambda: traced(load, replace(config, **before), planned)[2]) if is_changed else None,
+        accepts=config.accept_changed_model,
+        warn=lambda line: emit({"event": "warning", "message": line}),
+    )
 
 
 def _in_recorded_dtype(program: Program, folder: Path, devices: list[Any]) -> Program:
@@ -285,6 +307,7 @@ def _compiled(run: Run, config: TrainConfig, beside: Executor) -> Future[None]:
     prepare = partial(run.prepare, min(config.steps_per_call, config.steps or 1))
     compiled = beside.submit(prepare if jax.process_count() == 1 else lambda: None)
     beside.submit(checkpoint.warm_up)
+    beside.submit(lambda: run.program.computation)
     return compiled
 
 

@@ -13,6 +13,7 @@ from spanax.displays import display
 from spanax.trace.attended import Attended
 from spanax.trace.axes import Axis, table
 from spanax.trace.census import label_key
+from spanax.trace.computation import Computation
 from spanax.trace.graph import Graph
 from spanax.trace.initial import Initial
 from spanax.trace.microbatches import Microbatches
@@ -67,6 +68,7 @@ class Program:
     _computed_in: Callable[[str | None, str | None, int], "Program"] = field(repr=False)
     _resized: Callable[[str | None, int, str, int, Shapes], Graph] = field(repr=False)
     _accumulates: Callable[[], Microbatches] = field(repr=False)
+    _computes: Callable[[], Computation] = field(repr=False)
     run_loss: Callable[[list[Any], Any], tuple[list[Any], dict[str, Any]]] | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
@@ -87,6 +89,14 @@ class Program:
         """What ties a plan or a checkpoint to this program: its leaves' paths, shapes and dtypes."""
         text = repr([(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in (*self.leaves, *self.batch)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def computation(self) -> Computation:
+        """What the step computes, the same for every variant of the program: layout, remat, microbatches, dtype.
+
+        The first call may trace the step once more.
+        """
+        return self._computes()
 
     @cached_property
     def params_by_class(self) -> dict[int, list[tuple[str, tuple[int | None, ...]]]]:

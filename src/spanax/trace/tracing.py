@@ -13,6 +13,7 @@ from spanax.trace.attended import Attended, attended
 from spanax.trace.axes import aligned, discover, warn_of_unknown
 from spanax.trace.batch import abstract_batch
 from spanax.trace.chunked import chunked
+from spanax.trace.computation import Computation
 from spanax.trace.gradients import recording
 from spanax.trace.graph import Graph, from_jaxpr, has_remat
 from spanax.trace.grown import grown
@@ -78,6 +79,28 @@ def trace(
       >>> [(leaf.path, leaf.shape, leaf.kind) for leaf in program.leaves][:2]
       [('bias', (2,), 'param'), ('kernel', (4, 2), 'param')]
     """
+    return _trace(
+        build=build, optimizer=optimizer, batch=batch, loss=loss, train_step=train_step, microbatches=microbatches,
+        compute_dtype=compute_dtype, clip_norm=clip_norm, remat=remat, accumulate=accumulate, eager_build=eager_build,
+    )  # fmt: skip
+
+
+def _trace(
+    *,
+    build: Any,
+    optimizer: Any,
+    batch: Any,
+    loss: Any,
+    train_step: Any,
+    clip_norm: float | None,
+    accumulate: str,
+    microbatches: int = 1,
+    compute_dtype: Any = None,
+    remat: str | None = None,
+    eager_build: bool = False,
+    computes: Callable[[], Computation] | None = None,
+) -> Program:
+    """As `trace`; `computes` is that of the program of which this one is a variant."""
     chosen = partial(chosen_step, loss, train_step, compute_dtype, clip_norm)
     chosen(remat, microbatches, GATHERED, 1, accumulate)  # raises on a wrong request before anything is traced
     typed, batch_leaves, batch_treedef = abstract_batch(batch)
@@ -87,8 +110,8 @@ def trace(
     variables, init = initial(source, optimizer, mesh)
     state, batch, mesh = variables.abstract(), mesh.untyped(typed), mesh.with_state(variables.leaves)
     again = partial(
-        mesh.within(trace), batch=typed, loss=loss, train_step=train_step, compute_dtype=compute_dtype,
-        clip_norm=clip_norm, accumulate=accumulate,
+        mesh.within(_trace), batch=typed, loss=loss, train_step=train_step, compute_dtype=compute_dtype,
+        clip_norm=clip_norm, accumulate=accumulate, computes=computes or (lambda: tracing.computes()),
     )  # fmt: skip
     tracing = _Tracing(
         loss, compute_dtype, accumulate, chosen, variables, mesh, state, batch, batch_leaves,
@@ -99,7 +122,7 @@ def trace(
                 build=source, optimizer=optimizer, compute_dtype=dtype, remat=policy, microbatches=microbatches
             )
         ),
-        program=partial(_program, init, batch_treedef),
+        program=partial(_program, init, batch_treedef, computes),
     )  # fmt: skip
     return tracing.retrace(remat, microbatches, GATHERED, 1)
 
@@ -169,6 +192,18 @@ class _Tracing:
         return accumulates
 
     @cached_property
+    def computes(self) -> Callable[[], Computation]:
+        """What the step computes, in the variant that every request for another one begins from."""
+
+        @cache
+        def computes() -> Computation:
+            asked = (None, 1, GATHERED, 1)
+            program = self.retrace(*asked) if self.compute_dtype is None else self.computed_in(None, None, 1)
+            return Computation.of(program.step, program.leaves)
+
+        return computes
+
+    @cached_property
     def run_loss(self) -> Callable[[list[Any], Any], tuple[list[Any], dict[str, Any]]] | None:
         """The loss on a state and a batch of any size; None where there is only a train step."""
         return None if self.loss is None else self.mesh.traced(partial(_run_loss, self.variables, self.loss))
@@ -192,7 +227,13 @@ class _Tracing:
 
 
 def _program(
-    init: Initial, batch_treedef: Any, tracing: _Tracing, traced: Traced, evaluation: Traced | None, **variant: Any
+    init: Initial,
+    batch_treedef: Any,
+    computes: Callable[[], Computation] | None,
+    tracing: _Tracing,
+    traced: Traced,
+    evaluation: Traced | None,
+    **variant: Any,
 ) -> Program:
     dtype = None if tracing.compute_dtype is None else jax.numpy.dtype(tracing.compute_dtype).name
     leaves, batch = with_axes(traced, tracing.variables.leaves, tracing.batch_leaves)
@@ -200,7 +241,8 @@ def _program(
         leaves=leaves, batch=batch, step=traced, evaluation=evaluation, init=init, variables=tracing.variables,
         batch_treedef=batch_treedef, _retrace=tracing.retrace, _recorded=tracing.recorded, _seeded=tracing.seeded,
         _computed_in=tracing.computed_in, compute_dtype=dtype,
-        _resized=tracing.resized, _accumulates=tracing.accumulates, run_loss=tracing.run_loss, **variant,
+        _resized=tracing.resized, _accumulates=tracing.accumulates, run_loss=tracing.run_loss,
+        _computes=computes or tracing.computes, **variant,
     )  # fmt: skip
 
 

@@ -47,12 +47,13 @@ _RUNNING: dict[Path, Pending] = {}
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` found: the step, its arrays by dotted path, and the texts saved beside them."""
+    """What `restore` found: the step, its arrays by dotted path, the texts saved with them, and what was saved."""
 
     step: int
     arrays: dict[str, jax.Array]
     plan_json: str
     meta: dict[str, Any]
+    leaves: dict[str, str]
 
 
 @final
@@ -187,7 +188,7 @@ def restore(
         regrouped = Regrouped.of(leaves, targets)
         compare(found, folder, leaves, regrouped.reads)
         arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads))
-        return Restored(found, arrays, plan_json, meta)
+        return Restored(found, arrays, plan_json, meta, leaves)
     except SpanaxError:
         raise
     except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
