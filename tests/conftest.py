@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +51,15 @@ gc.set_threshold(50_000, 10, 10)
 paths = (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 ENVIRON = dict(os.environ)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def backend() -> None:
+    """Starts JAX, where a backend can start: else the first test that calls `spanax train` chooses the devices."""
+    import jax
+
+    with suppress(RuntimeError):
+        jax.devices()
 
 
 @pytest.fixture(autouse=True)

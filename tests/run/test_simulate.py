@@ -66,6 +66,17 @@ def test_after_jax_has_started_the_environment_stays() -> None:
     assert len(simulate(2)) == 2 and os.environ == before
 
 
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_a_group_on_cpus_keeps_no_programs(num_hosts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jax.config.jax_enable_compilation_cache
+    monkeypatch.setattr(jax, "process_count", lambda: num_hosts)
+    try:
+        simulate(8)
+        assert jax.config.jax_enable_compilation_cache == (num_hosts == 1)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+
+
 def test_after_jax_has_started_the_error_names_the_call_and_its_place() -> None:
     jax.devices()
     with pytest.raises(SpanaxError, match=r"JAX has already started, with 8 cpu devices") as caught:

@@ -64,7 +64,11 @@ def _started(wanted: int | None) -> list[Any]:
     hosts.join()
     import jax
 
-    return jax.devices()
+    here = jax.devices()
+    if here[0].platform == "cpu" and jax.process_count() > 1:
+        # On CPUs only rank 0 finds programs that JAX kept, and its collectives wait 30 s for ranks that compile.
+        jax.config.update("jax_enable_compilation_cache", False)
+    return here
 
 
 def _share(wanted: int, num_hosts: int) -> int:
