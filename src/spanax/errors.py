@@ -3,6 +3,7 @@
     SpanaxError            exit code 2: something asked for cannot be done
     ├── SizeError          2: a workload has no such size to change
     ├── NoLayoutError      2: no layout can be laid over a program on these devices
+    ├── IdleAxisError      2: a mesh axis has nothing to shard in a program
     ├── ResizeError        2: a step cannot be traced with arrays of other sizes
     ├── DataError          65: what was read is not what it should be
     │   └── EntryError     65: something other than a regular file is in a run folder
@@ -70,6 +71,15 @@ class NoLayoutError(SpanaxError):
 
     Example:
       >>> NoLayoutError("no layout divides a batch of 7 among 8 devices.", fix="a batch of 8").exit_code
+      2
+    """
+
+
+class IdleAxisError(SpanaxError):
+    """A mesh axis shards no weight and saves no work in a program; exit code 2.
+
+    Example:
+      >>> IdleAxisError("mesh axis 'expert' (2) has nothing to split in this program.").exit_code
       2
     """
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import IdleAxisError, SpanaxError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, Layout
 from spanax.plan.parts import Parts
@@ -18,10 +18,6 @@ SMALL = 16
 
 SENT_TO = -1
 """The rank of experts that tokens are sent to: what only says which are chosen is split along the batch instead."""
-
-
-class IdleAxisError(SpanaxError):
-    """A mesh axis has nothing to split in a program."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,17 @@ class Taken:
         return f"'{self.axis}' already splits another dim of {self.path}"
 
 
-Reason = Uneven | Taken
+@dataclass(frozen=True)
+class Scored:
+    """A named axis is not sharded because only a router's scores have it: no weight and no work would be divided."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"only a router's scores have {self.name}"
+
+
+Reason = Uneven | Taken | Scored
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +111,8 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
     """Decide which classes each mesh axis splits; of stages each has so many chunks of the layers.
 
     Raises:
-      SpanaxError: the batch or a pinned axis does not divide, or a mesh axis would have nothing to split.
+      IdleAxisError: a mesh axis would shard no weight and save no work.
+      SpanaxError: the batch or a pinned axis does not divide.
     """
     _check_mapped(program, mesh)
     axes = program.step.axes
@@ -148,8 +155,10 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
             label = next(iter(square))
             accepted, taken[label] = {label: square[label]}, taken.get(label, 1) * size
             del reasons[label]
-        if not any(rank == 0 for rank in accepted.values()) and not (accepted and axis in layout.exclusive):
-            raise _idle(program, axis, size, names, reasons, layout, mesh)
+        working = [rank for label, rank in accepted.items() if label in program.step.worked]
+        if 0 not in working and not (working and axis in layout.exclusive):
+            scored = {label: Scored(names[rank]) for label, rank in accepted.items() if rank == 0}
+            raise _idle(program, axis, size, names, reasons | scored, layout, mesh)
         ranks[axis] = accepted
     if layout.sequence_axis and mesh.ways([layout.sequence_axis]) > 1:
         size = mesh.ways([layout.sequence_axis])
@@ -254,5 +263,7 @@ def _idle(
 
 
 def _largest_below(program: Program, names: Sequence[str], size: int) -> int:
-    ways = [program.step.axes.ways[label] for name in names for label in program.step.labels_by_name.get(name, ())]
+    step = program.step
+    labels = step.worked.intersection(label for name in names for label in step.labels_by_name.get(name, ()))
+    ways = [step.axes.ways[label] for label in labels]
     return max((k for k in range(1, size) for way in ways if way % k == 0), default=1)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spanax.errors import SpanaxError
+from spanax.errors import IdleAxisError, SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
-from spanax.plan.assign import IdleAxisError, Pins
+from spanax.plan.assign import Pins
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
 from spanax.plan.resolve import Resolver, annotated, resolve

@@ -6,11 +6,12 @@ a kernel of the platform computes. Both are decided here, before anything runs.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.plan.around import Around, around
 from spanax.plan.partition import Split, as_masks, partition, union
+from spanax.plan.resized import SCATTERS, resized, writes_shards
 from spanax.plan.resolve import Constraint, Resolver, Spec
 from spanax.trace.graph import CONTRACTIONS, Op
 from spanax.trace.primitives import independent_dims, reshape_groups
@@ -42,6 +43,7 @@ class Use:
       summed: the mesh axes over which the results of shards are then added up.
       parts: into how many the groups of a convolution are divided.
       around: how an attention that is one operation is divided.
+      is_isolated: whether an optimization barrier keeps the compiler from computing its first operand inside of it.
     """
 
     inputs: tuple[Constraint | None, ...]
@@ -51,6 +53,7 @@ class Use:
     summed: tuple[str, ...] = ()
     parts: int = 1
     around: Around | None = None
+    is_isolated: bool = False
 
 
 def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | None]) -> dict[Op, Use]:
@@ -70,7 +73,8 @@ def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Con
     if op.name == "reshape":
         return _turned(resolver, traced, op, constraints) or _gathered(op, constraints)
     found = _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _spread(op, constraints)
-    return found or _gathered(op, constraints)
+    found = found or _resized(traced, op, constraints) or _gathered(op, constraints)
+    return _isolated(traced, op, constraints, found)
 
 
 def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
@@ -229,16 +233,36 @@ def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> 
 
 
 def _spread(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
-    """A pad between elements (`associative_scan`, the gradient of a strided slice), whole along the dims it spreads.
+    """A pad between elements or by fewer than none, replicated along the dims that it spreads or cuts.
 
-    XLA's partitioner dies where one of them is split (jaxlib 0.10.2 and 0.12.0.1: tests/run/test_parity.py).
+    XLA's partitioner dies where elements are spread along a sharded dim (`associative_scan`, the gradient of a strided
+    slice: tests/run/test_parity.py), and computes wrong numbers for a negative pad of a replicated operand into a
+    sharded result (tests/run/step/test_parts_of_sharded_dims.py); both in jaxlib 0.10.2 and 0.12.0.1.
     """
-    dims = [at for at, (_, _, between) in enumerate(op.params.get("padding_config", ())) if between]
+    config = op.params.get("padding_config", ())
+    dims = [dim for dim, (low, high, between) in enumerate(config) if between or low < 0 or high < 0]
     lies = [constraints[value] for value in (op.inputs[0], op.outputs[0])] if dims else []
-    if not any(one is not None and one.computed[dim] for one in lies for dim in dims):
+    if not any(one is not None and (one.spec[dim] or one.computed[dim]) for one in lies for dim in dims):
         return None
     whole = [None if one is None else _whole_along(one, dims) for one in lies]
     return Use((whole[0], None), (whole[1],))
+
+
+def _resized(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+    """Operands and results of a slice, a pad or a concatenation, replicated along what does not divide."""
+    stored = _gathered(op, constraints) or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
+    values = (*op.inputs, *op.outputs)
+    lies = [use or constraints[value] for use, value in zip((*stored.inputs, *stored.outputs), values, strict=True)]
+    placed = resized(traced.graph, op, lies)
+    return None if placed is None else Use(*placed)
+
+
+def _isolated(traced: Traced, op: Op, constraints: Sequence[Constraint | None], use: Use | None) -> Use | None:
+    """The use of an operation whose first operand needs an optimization barrier."""
+    if op.name not in SCATTERS or op.inputs[0] in traced.uniform:
+        return use
+    use = use or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
+    return replace(use, is_isolated=True) if writes_shards(op, use.inputs[0] or constraints[op.inputs[0]]) else use
 
 
 def _whole_along(constraint: Constraint, dims: Collection[int]) -> Constraint:

@@ -78,9 +78,8 @@ def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
             is_weight = not axes.origins[weight] & Origin.BATCH and axes.origins[other] & Origin.BATCH
             if label not in keys[weight] or not is_weight:
                 continue
-            made, taken = ({*keys[value]} for value in (op.outputs[0], other))
             # One number for each expert, and nothing else that the weight alone has: a score.
-            if {label} in (made - taken, taken - made):
+            if [label] in _own_dims(op, weight, axes.classes[weight]):
                 scoring.add(keys[weight])
             else:
                 inside.update(key for key in (keys[other], keys[op.outputs[0]]) if label in key)
@@ -99,6 +98,17 @@ def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
     weights = {_key(axes.classes[value], traced) for value in graph.body.inputs if axes.origins[value] == Origin.PARAM}
     has_experts = any(label in key for key in weights - scoring)
     return Routing(has_experts, frozenset(scoring), frozenset(inside - scoring), *counts)
+
+
+def _own_dims(op: "Op", weight: int, labels: Labels) -> tuple[list[int | None], list[int | None]]:
+    """The classes of the dims of a weight that a product has of it alone, and of those that it sums over.
+
+    Counted by dim: experts from an axis to itself (a residual stream) have its class twice, and are no scores.
+    """
+    summed, passed = contraction_dims(op)
+    side = 0 if op.inputs[0] == weight else 1
+    free = [dims[side] for dims in passed if dims[1 - side] < 0]
+    return [labels[dim] for dim in free], [labels[dims[side]] for dims in summed]
 
 
 def _key(labels: Labels, traced: "Traced") -> Key:

@@ -50,6 +50,16 @@ class Traced:
         return routed(self)
 
     @cached_property
+    def worked(self) -> frozenset[int]:
+        """Classes of dims that a weight or an activation has, beyond the scores by which experts are chosen.
+
+        Experts in a Python loop have a router whose scores are a class of their own: to shard that class would divide
+        neither the weights of the experts nor their work.
+        """
+        worked = {labels for labels in self.axes.classes if labels not in self.routed}
+        return frozenset(label for labels in worked for label in labels if label is not None)
+
+    @cached_property
     def census(self) -> list[Kind]:
         """Its kinds of operations, each with how often it runs."""
         return census(self)

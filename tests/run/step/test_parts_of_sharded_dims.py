@@ -13,6 +13,9 @@ from flax import nnx
 
 import spanax
 from spanax.errors import SpanaxError
+from spanax.plan.resolve import Constraint
+from spanax.run.step.replay import ConstraintError, Replay
+from spanax.trace.graph import Body, Graph
 
 EXPERTS, EMBED, MLP, TOKENS = 8, 8, 16, 32
 
@@ -65,8 +68,9 @@ def batch() -> dict[str, np.ndarray]:
     return {name: random.normal(size=(TOKENS, EMBED)).astype(np.float32) for name in ("x", "y")}
 
 
-def traced(build: Callable[..., nnx.Module]) -> spanax.Program:
-    return spanax.trace(build=build, optimizer=optax.adam(1e-2), batch=batch(), loss=loss)
+def traced(build: Callable[..., nnx.Module], rate: float = 0.0) -> spanax.Program:
+    optimizer = optax.sgd(rate) if rate else optax.adam(1e-2)
+    return spanax.trace(build=build, optimizer=optimizer, batch=batch(), loss=loss)
 
 
 def losses(program: spanax.Program, plan: spanax.Plan) -> list[float]:
@@ -108,3 +112,51 @@ def test_small_values_that_do_not_divide_are_gathered_and_large_ones_refused() -
     large = make(batch=batch(), loss=lambda model, batch: jnp.square(model(batch["x"]).reshape(4, 8, 64).max(1)).mean())
     with pytest.raises(SpanaxError, match="does not divide 8 ways"):
         spanax.plan(large, "cpu:8", layout="data")
+
+
+SHIFTED: dict[str, Callable[[Any, jax.Array], jax.Array]] = {
+    # Scattered into: a parameter, its gradient, and what is computed replicated and used both ways.
+    "set": lambda model, h: model.down(h * model.scale[...].at[3].set(0.0)),
+    "set after cumsum": lambda model, h: model.down(
+        h * (jnp.cumsum(model.scale[...]) + model.scale[...]).at[3].set(0.0)
+    ),
+    "shifted": lambda model, h: model.down(h) + model.short(jnp.cumsum(h, 1)[:, 1:] * h[:, :-1]),
+    "cut": lambda model, h: model.down(h * jax.lax.pad(jnp.cumsum(model.scale[...]), 0.0, [(-1, 1, 0)])),
+}
+
+
+class Shifted(nnx.Module):
+    """Layers whose hidden values, or a scale of theirs, are used in part."""
+
+    def __init__(self, part: str, rngs: nnx.Rngs):
+        self.part = part
+        self.up, self.down = nnx.Linear(EMBED, MLP, rngs=rngs), nnx.Linear(MLP, EMBED, rngs=rngs)
+        self.short = nnx.Linear(MLP - 1, EMBED, rngs=rngs)
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (MLP,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return SHIFTED[self.part](self, self.up(x))
+
+
+def parameters(program: spanax.Program, plan: spanax.Plan) -> Any:
+    run = spanax.start(program, plan, seed=1)
+    run.step(batch())
+    return jax.device_get(nnx.to_pure_dict(nnx.state(run.model(), nnx.Param)))
+
+
+@pytest.mark.parametrize("part", SHIFTED)
+def test_parts_of_a_sharded_dim_leave_the_numbers_of_one_device(part: str) -> None:
+    program = traced(partial(Shifted, part), rate=0.1)  # Adam's first step would hide the size of a gradient
+    expected = parameters(program, spanax.plan(program, "cpu:1", layout="data"))
+    for num_devices, mesh in ((8, "fsdp=8"), (8, "fsdp=2,model=4"), (4, "data=2,model=2")):
+        plan = spanax.plan(program, f"cpu:{num_devices}", mesh=mesh)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), parameters(program, plan), expected)
+
+
+def test_a_constraint_that_does_not_fit_a_value_raises() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    replay = Replay(Graph(Body((), (), ()), (), {}), (), {}, mesh)
+    with pytest.raises(ConstraintError, match=r"does not fit shape \(2, 4\)"):
+        replay.constrained(jnp.zeros((2, 4)), Constraint((("data",),)))
+    with pytest.raises(ConstraintError, match=r"does not fit shape \(7, 4\)"):
+        replay.constrained(jnp.zeros((7, 4)), Constraint((("data",), ())))

@@ -31,11 +31,12 @@ from spanax.trace.primitives import ELEMENTWISE
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
 DROPPED = frozenset({"sharding_constraint", "reshard"})
 
-RESIZES = frozenset({"slice", "dynamic_slice", "pad", "concatenate"})
-"""Operations with the dims of their first operand, some of another size."""
-
 GROUPS = ("feature_group_count", "batch_group_count")
 """Of a convolution, what a device has a part of."""
+
+
+class ConstraintError(AssertionError):
+    """A constraint that does not fit the value it is put on: an error of Spanax, whatever the user asked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +85,11 @@ class Replay:
     def constrained(
         self, array: Any, constraint: Constraint | None, leading: Sequence[str | tuple[str, ...] | None] = ()
     ) -> Any:
-        """An array where a constraint wants it; the dims before those that it speaks of are split as `leading` says."""
+        """An array where a constraint wants it; the dims before those that it speaks of are split as `leading` says.
+
+        Raises:
+          ConstraintError: the constraint does not fit the shape of the array.
+        """
         # What lies on the host was put there from a device, split as it was there.
         is_single = self.mesh.size == math.prod(self.mesh.shape[axis] for axis in self.manual)
         if any(leading) and constraint is None:
@@ -92,6 +97,7 @@ class Replay:
         if constraint is None or is_single or jax.typeof(array).memory_space == jax.memory.Space.Host:
             return array
         spec = _partition_spec(constraint, self.manual, leading)
+        _check_fits(array.shape, spec, self.mesh)
         return jax.lax.with_sharding_constraint(array, spec if self.manual else _sharding(self.mesh, spec))
 
     def _compute(self, op: Op, ins: Sequence[Any]) -> list[Any]:
@@ -106,6 +112,8 @@ class Replay:
         if use is not None:
             for brought in filter(None, (use.first, use.inputs)):
                 ins = [self.constrained(array, wanted) for array, wanted in zip(ins, brought, strict=True)]
+            if use.is_isolated:
+                ins = [lax.optimization_barrier(ins[0]), *ins[1:]]
         if op.name in DROPPED:
             outs = list(ins[:1])
         elif late:
@@ -124,23 +132,14 @@ class Replay:
         is_plain = op.name in ELEMENTWISE - {"convert_element_type"} and use is None
         carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         found = []
-        for value, out in zip(op.outputs, outs, strict=True):
-            wanted = None if self._cuts(op, value) else constraints[value]
+        placed = use.outputs if use is not None else (None,) * len(outs)
+        for value, out, before in zip(op.outputs, outs, placed, strict=True):
+            wanted = constraints[value]
             known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
+            # A result that is placed already stays so: a constraint with open dims would leave those to the compiler.
+            known = known or (before is not None and (wanted is None or before.spec == wanted.spec))
             found.append(out if known else self.constrained(out, wanted, late))
         return found
-
-    def _cuts(self, op: Op, value: int) -> bool:
-        """Whether a result is replicated along a dim that is part of a sharded one, such as 7 elements of 8.
-
-        XLA's partitioner fails where such a result is constrained to be replicated ("Expected instruction to have shape
-        equal to s32[8], actual shape is s32[7]", jax 0.10.2 and 0.12.0): it is left to the compiler.
-        """
-        source, wanted = self.constraints[op.inputs[0]] if op.inputs else None, self.constraints[value]
-        if op.name not in RESIZES or source is None or wanted is None or any(wanted.spec):
-            return False
-        sizes = zip(source.spec, self.graph.shape(op.inputs[0]), self.graph.shape(value), strict=True)
-        return any(by and before != after for by, before, after in sizes)
 
     def _product(self, op: Op, ins: Sequence[Any], use: Use | None) -> list[Any] | None:
         """A matmul as CPUs take it best; None for all else."""
@@ -233,6 +232,15 @@ def _shard_by_shard(
     # Inside of a manual part of the mesh it is the rest that is split here, of the mesh that is known there.
     where: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
     return list(jax.shard_map(instead or part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **where)(*ins))
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
+    """Raises where a spec is of another rank than a shape, or does not divide it: JAX would ignore both."""
+    axes = [() if by in (None, PartitionSpec.UNCONSTRAINED) else by if isinstance(by, tuple) else (by,) for by in spec]
+    ways = [math.prod(mesh.shape[axis] for axis in by) for by in axes]
+    if len(ways) != len(shape) or any(size % parts for size, parts in zip(shape, ways, strict=True)):
+        raise ConstraintError(f"sharding constraint {spec} does not fit shape {shape} on mesh {dict(mesh.shape)}.")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -262,14 +262,15 @@ class Stage:
         if is_layer is None:
             return run()
 
-        def placed(going: Sequence[Any], left: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            lies = [self.replay.constraints[value] for value in outputs]
-            found = [self.replay.constrained(*pair) for pair in zip([*going, *left], lies, strict=True)]
-            return found[: len(going)], found[len(going) :]
+        def place(going: Sequence[Any], left: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            constraints, late = self.replay.constraints, self.replay.unreduced.of
+            arrays = zip([*going, *left], outputs, strict=True)
+            placed = [self.replay.constrained(array, constraints[value], late(value)) for array, value in arrays]
+            return placed[: len(going)], placed[len(going) :]
 
         left = jax.eval_shape(run)[1]
-        zeros = lambda: placed(carried, [jnp.zeros(each.shape, each.dtype) for each in left])  # noqa: E731
-        return self._choose(is_layer, lambda: placed(*run()), zeros)
+        zeros = lambda: place(carried, [jnp.zeros(each.shape, each.dtype) for each in left])  # noqa: E731
+        return self._choose(is_layer, lambda: place(*run()), zeros)
 
     def _collected(self, array: Any, left: Any, part: Any) -> Any:
         """What layers leave for the head, with that of one chunk; the next chunk's comes over its padding."""
