@@ -19,7 +19,7 @@ from spanax.errors import WriteError
 from spanax.interop import export_weights, import_weights
 from spanax.interop.safetensors import Writer, tensors
 from spanax.models.workloads import load
-from spanax.run.store import manifest
+from spanax.run.store import view
 from spanax.run.weights import Source
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -71,7 +71,7 @@ def answered(folder: Path, inputs: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_come_in_and_go_out_again(name: str, tmp_path: Path) -> None:
     done = import_weights(WEIGHTS / name, KINDS[name], tmp_path / "in")
-    assert not done.left_out and manifest.verify(tmp_path / "in") == []
+    assert not done.left_out and view.verify(tmp_path / "in") == []
     export_weights(tmp_path / "in", KINDS[name], tmp_path / "out")
     assert digests(tmp_path / "out") == digests(WEIGHTS / name), "not the bytes that came in"
     inputs, logits = told(name)
