@@ -27,7 +27,15 @@ from spanax.trace.rates import injected_rate, with_logged
 from spanax.trace.resized import Shapes, resized_graph
 from spanax.trace.step import as_metrics, chosen_step
 from spanax.trace.traced import Traced
-from spanax.trace.variables import Leaf, Variables, check_optimizer, plain_variables
+from spanax.trace.variables import (
+    Leaf,
+    Variables,
+    check_optimizer,
+    lowered,
+    plain_variables,
+    wants_hijax,
+    with_defaults,
+)
 
 
 def trace(
@@ -108,9 +116,11 @@ def _trace(
     check_optimizer(optimizer)
     source: Any = Eager(build) if eager_build and not isinstance(build, Eager) else build
     variables, init = initial(source, optimizer, mesh)
+    # A user's step may write to hijax Variables inside of `jax.grad`; the step that is made around a loss does not.
+    variables = replace(variables, is_hijax=train_step is not None and wants_hijax())
     state, batch, mesh = variables.abstract(), mesh.untyped(typed), mesh.with_state(variables.leaves)
     again = partial(
-        mesh.within(_trace), batch=typed, loss=loss, train_step=train_step, compute_dtype=compute_dtype,
+        mesh.within(with_defaults(_trace)), batch=typed, loss=loss, train_step=train_step, compute_dtype=compute_dtype,
         clip_norm=clip_norm, accumulate=accumulate, computes=computes or (lambda: tracing.computes()),
     )  # fmt: skip
     tracing = _Tracing(
@@ -247,10 +257,14 @@ def _program(
 
 
 def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
-    model, optimizer = variables.merge(values)
-    metrics = as_metrics(step(model, optimizer, batch))
-    after = variables.split(model, optimizer)
-    return after, injected_rate(variables.leaves, after) | metrics
+    def run(values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:
+        with nnx.var_defaults(hijax=variables.is_hijax):
+            model, optimizer = variables.merge(values)
+            metrics = as_metrics(step(model, optimizer, batch))
+            after = variables.split(model, optimizer)
+        return after, injected_rate(variables.leaves, after) | metrics
+
+    return (lowered(run) if variables.is_hijax else run)(values, batch)
 
 
 def _run_loss(variables: Variables, loss: Any, values: list[Any], batch: Any) -> tuple[list[Any], dict[str, Any]]:

@@ -11,7 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import errors as nnx_errors
 from flax import nnx
+from jax.extend import core
 
 from spanax.errors import SpanaxError
 from spanax.trace.raw_arrays import traced_as_data
@@ -54,11 +57,15 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Variables:
-    """How a model and its optimizer are taken apart: NNX's graph, the tree, and the leaves in its order."""
+    """How a model and its optimizer are taken apart: NNX's graph, the tree, and the leaves in its order.
+
+    `is_hijax`: the model and optimizer that `merge` returns have hijax Variables.
+    """
 
     graphdef: Any
     treedef: Any
     leaves: tuple[Leaf, ...]
+    is_hijax: bool = False
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of every leaf."""
@@ -71,8 +78,11 @@ class Variables:
 
     def merge(self, values: Sequence[Any]) -> tuple[nnx.Module, nnx.Optimizer]:
         """A model and optimizer of their own that hold these values."""
+        state = jax.tree.unflatten(self.treedef, values)
+        if self.is_hijax:
+            return nnx.merge(self.graphdef, nnx.with_vars(state, hijax=True))
         # A copy: without it, statistics and RNG counts cannot be written under a trace.
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, values), copy=True)
+        return nnx.merge(self.graphdef, state, copy=True)
 
     def split(self, model: nnx.Module, optimizer: nnx.Optimizer) -> list[Any]:
         """The values of a model and optimizer after a step, in the order of the leaves.
@@ -82,6 +92,8 @@ class Variables:
         """
         nnx.pop(model, nnx.Intermediate)  # what `sow` left behind is not state
         _, state = nnx.split((model, optimizer))
+        if self.is_hijax:
+            state = nnx.with_vars(state, hijax=False)
         before = [leaf.path for leaf in self.leaves]
         after = [path for path, _, _ in _named_values(state)]
         if before != after:
@@ -96,6 +108,17 @@ class Variables:
                     fix="keep the shape and dtype of every variable, for example with .astype(...)",
                 )
         return values
+
+
+def lowered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function without the equations of hijax Variables, which only JAX's own transformations understand."""
+
+    def run(*args: Any) -> Any:
+        traced = jax.jit(function).trace(*args)
+        values = core.jaxpr_as_fun(traced.lojax.jaxpr)(*jax.tree.leaves(args))
+        return jax.tree.unflatten(traced.out_tree, values)
+
+    return run
 
 
 def changed_variables(by: str, odd: Sequence[str], where: str = "") -> SpanaxError:
@@ -134,6 +157,39 @@ def plain_variables() -> Iterator[None]:
     """New Variables are neither sharded, nor hijax types or references: the state is a list of arrays."""
     with nnx.use_eager_sharding(False), nnx.var_defaults(hijax=False, ref=False):
         yield
+
+
+def wants_hijax() -> bool:
+    """Whether the user's new Variables are hijax types (`nnx.var_defaults(hijax=True)`) that a train step can write."""
+    return bool(nnx.var_defaults().hijax) and _is_writable()
+
+
+@functools.cache
+def _is_writable() -> bool:
+    """Whether hijax Variables can be written inside JAX's transformations; Flax 0.12.12 refuses."""
+
+    def write() -> Any:
+        variable = nnx.Variable(jnp.zeros(()), hijax=True, ref=False)
+        variable[...] = jnp.ones(())
+        return variable[...]
+
+    try:
+        jax.eval_shape(write)
+    except nnx_errors.ImmutableVariableError:
+        return False
+    return True
+
+
+def with_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called with the kind of Variables that is the default now."""
+    defaults = nnx.var_defaults()
+
+    @functools.wraps(function)
+    def under(*args: Any, **kwargs: Any) -> Any:
+        with nnx.var_defaults(hijax=defaults.hijax, ref=defaults.ref):
+            return function(*args, **kwargs)
+
+    return under
 
 
 def check_optimizer(optimizer: Any) -> None:
