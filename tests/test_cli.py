@@ -143,6 +143,10 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "wrong type": (["train", "--config", "type.toml"], 2, "it must be an integer"),
     "not toml": (["train", "--config", "latin.txt"], 65, "cannot read the configuration"),
     "out is a file": (["train", "--out", "empty.txt"], 73, "cannot write to the run folder"),
+    "a link in a run": (["train", "--out", "foreign", "--resume"], 65, "'config.toml' is a symbolic link"),
+    "a FIFO in a run": (["report", "foreign"], 65, "'events.jsonl' is a FIFO"),
+    "a hard link in a run": (["train", "--out", "twice"], 65, "'LOCK' has another name"),
+    "a folder in a run": (["launch", "local", "--", "train", "--out", "nested"], 65, "'LOCK' is a folder"),
     "out has a run": (["train", "--out", "old"], 73, "already holds a run"),
     "no devices named": (["plan", "gpt-nano"], 2, "needs to know the devices"),
     "unknown chip": (["plan", "gpt-nano", "--on", "h10:8"], 2, "did you mean 'h100'"),
@@ -214,6 +218,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "table.jsonl").write_text('{"id": 1, "content": "to be"}\n')
     (tmp_path / "old" / "metrics.jsonl").write_text("{}\n")
     (tmp_path / "cut" / "config.toml").write_text(sealed('workload = "gpt2"\nlr = 0.01\n')[:-5])
+    for name in ("foreign", "twice", "nested/LOCK"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "foreign" / "config.toml").symlink_to("../bad.toml")
+    os.mkfifo(tmp_path / "foreign" / "events.jsonl")
+    os.link(tmp_path / "empty.txt", tmp_path / "twice" / "LOCK")
     for step in ("4", "8"):
         (tmp_path / "ended" / "checkpoints" / step).mkdir(parents=True)
         manifest.write(tmp_path / "ended" / "checkpoints" / step)
