@@ -10,7 +10,7 @@ from spanax import DataError, SpanaxError, Workload
 from spanax.documents import read_json
 from spanax.errors import first_line
 from spanax.models import gpt, images, llama, vit
-from spanax.schema import made
+from spanax.schema import parsed
 
 MODEL = "model.json"
 """In a folder of weights: which model they are of, and its shape."""
@@ -66,7 +66,7 @@ def read_shape(folder: Path) -> tuple[str, Any]:
     try:
         data = read_json(folder / MODEL)
         _, shape = MODELS[data["model"]]
-        return data["model"], made(shape, data["shape"])
+        return data["model"], parsed(shape, data["shape"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"'{folder / MODEL}' describes no model.", where=first_line(error)) from None
 

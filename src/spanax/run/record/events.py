@@ -13,7 +13,7 @@ from typing import Any
 
 from spanax.documents import json_line, json_lines
 from spanax.printable import to_stderr
-from spanax.schema import Count, SchemaError, Seconds, made
+from spanax.schema import Count, SchemaError, Seconds, parsed
 
 FILE = "events.jsonl"
 
@@ -95,7 +95,7 @@ KINDS: Mapping[str, type[Event]] = {
 
 
 @dataclass(frozen=True)
-class Told:
+class EventLog:
     """The events of a run.
 
     Attributes:
@@ -158,9 +158,9 @@ class Events:
             to_stderr(f"cannot write to '{self.folder / FILE}': {error.strerror}: {line.decode().rstrip()}")
 
 
-def read(folder: Path) -> Told:
+def read(folder: Path) -> EventLog:
     """The events of a run in the order in which they were written; none where there is no file."""
-    found: list[Event] = []
+    events: list[Event] = []
     num_damaged, unknown = 0, Counter[str]()
     try:
         for record in json_lines(folder / FILE):
@@ -170,10 +170,10 @@ def read(folder: Path) -> Told:
             elif (event := _event(record)) is None:
                 num_damaged += 1
             else:
-                found.append(event)
+                events.append(event)
     except FileNotFoundError:
-        return Told()
-    return Told(tuple(found), num_damaged, dict(unknown))
+        return EventLog()
+    return EventLog(tuple(events), num_damaged, dict(unknown))
 
 
 def _event(record: Mapping[str, Any] | None) -> Event | None:
@@ -182,6 +182,6 @@ def _event(record: Mapping[str, Any] | None) -> Event | None:
     if record is None or not isinstance(kind, str):
         return None
     try:
-        return made(KINDS[kind], {**record, "record": record}, is_open=True, is_strict=False)
+        return parsed(KINDS[kind], {**record, "record": record}, is_open=True, is_strict=False)
     except SchemaError:
         return None

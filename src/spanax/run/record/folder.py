@@ -26,7 +26,7 @@ from spanax.run.record import events, heartbeat
 from spanax.run.record.lines import Lines
 from spanax.run.record.trackers import TENSORBOARD, WANDB
 from spanax.run.store import manifest
-from spanax.schema import made
+from spanax.schema import parsed
 from spanax.sealed import DamagedError, Opened, sealed
 
 CONFIG, PLAN, ENV, METRICS, CHECKPOINTS, LOGS, LOCK = (
@@ -191,9 +191,9 @@ def recorded(folder: Path) -> dict[str, Any]:
     """
     if not _is_recorded(folder, CONFIG):
         return {}
-    settings, found = _read(folder / CONFIG, "configuration", parse_toml)
-    missing = [] if found.is_sealed else [f"'{name}'" for name in UNSEALED if name not in settings]
-    if missing or not found.text.endswith("\n"):
+    settings, record = _read(folder / CONFIG, "configuration", parse_toml)
+    missing = [] if record.is_sealed else [f"'{name}'" for name in UNSEALED if name not in settings]
+    if missing or not record.text.endswith("\n"):
         where = f"it has no checksum and no {(missing or ['end of a line'])[0]}: it was cut, or no run wrote it"
         raise DataError(f"cannot read the configuration '{folder / CONFIG}'.", where=where, fix=EDITED)
     return settings
@@ -226,8 +226,8 @@ def _is_recorded(folder: Path, name: str) -> bool:
 def _read(path: Path, what: str, parse: Callable[[str], Any]) -> tuple[Any, Opened]:
     """What a record says, and its text."""
     try:
-        found = read_opened(path)
-        return parse(found.text), found
+        record = read_opened(path)
+        return parse(record.text), record
     except DamagedError as error:
         raise DataError(f"cannot read the {what} '{path}'.", where=str(error), fix=EDITED) from None
     except (OSError, ValueError) as error:
@@ -273,7 +273,7 @@ def changed_versions(folder: Path) -> list[str]:
     if not _is_recorded(folder, ENV):
         return []
     try:
-        before = made(Environment, _read(folder / ENV, "environment", parse_json)[0], is_open=True, is_strict=False)
+        before = parsed(Environment, _read(folder / ENV, "environment", parse_json)[0], is_open=True, is_strict=False)
     except ValueError as error:
         raise DataError(f"cannot read the environment '{folder / ENV}'.", where=str(error)) from None
     then = {name: before.packages.get(name) for name in VERSIONS} | {"python": before.python}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 from spanax.documents import read_json
-from spanax.schema import Count, Seconds, Within, made
+from spanax.schema import Count, Seconds, Within, parsed
 
 FOLDER = "heartbeats"
 
@@ -105,8 +105,8 @@ def read(folder: Path) -> dict[int, Heartbeat]:
 
 def damaged(folder: Path) -> list[str]:
     """What is wrong with the files that should hold a beat, a line each."""
-    found = ((path, _beat(path)) for path in _files(folder))
-    return [f"{FOLDER}/{path.name}: {beat}" for path, beat in found if not isinstance(beat, Heartbeat)]
+    beats = ((path, _beat(path)) for path in _files(folder))
+    return [f"{FOLDER}/{path.name}: {beat}" for path, beat in beats if not isinstance(beat, Heartbeat)]
 
 
 def stamp(folder: Path, rank: int) -> int | None:
@@ -130,6 +130,7 @@ def _files(folder: Path) -> list[Path]:
 def _beat(path: Path) -> Heartbeat | Exception:
     """The beat in a file, or why there is none."""
     try:
-        return made(Heartbeat, read_json(path), is_open=True, is_strict=False)
+        beat = parsed(Heartbeat, read_json(path), is_open=True, is_strict=False)
     except (OSError, ValueError) as error:
         return error
+    return beat if path.stem == str(beat.rank) else ValueError(f"it is the beat of rank {beat.rank}")

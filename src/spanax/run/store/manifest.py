@@ -20,7 +20,7 @@ from typing import Any
 
 from spanax.documents import parse_json, read_bytes, read_json
 from spanax.errors import SpanaxError, WriteError
-from spanax.schema import SchemaError, made
+from spanax.schema import SchemaError, parsed
 
 NAME = "manifest.json"
 ARRAYS, PLAN, META = "arrays", "plan.json", "meta.json"
@@ -192,10 +192,10 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
 def read_meta(folder: Path) -> tuple[str, dict[str, str], dict[str, Any]]:
     """When a step was saved, its leaves, and the caller's values; ValueError when the file is not one of ours."""
     try:
-        found = made(Meta, read_json(folder / META, follow_links=False), is_strict=False)
+        record = parsed(Meta, read_json(folder / META, follow_links=False), is_strict=False)
     except SchemaError as error:
         raise ValueError(f"{META} makes no sense: {error}") from error
-    return found.saved_at, dict(found.leaves), dict(found.meta)
+    return record.saved_at, dict(record.leaves), dict(record.meta)
 
 
 def utc(seconds: float) -> str:
