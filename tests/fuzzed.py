@@ -15,7 +15,7 @@ import time
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,11 +58,11 @@ STEERING = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
 def template() -> dict[str, bytes]:
     """The files of a run that died once and went on, by path."""
     with tempfile.TemporaryDirectory() as place:
-        made = Path(place) / "run"
-        shutil.copytree(OLD, made)
-        config = with_settings(TrainConfig(), folder.read_config(made / folder.CONFIG), "")
-        folder.write_records(made, config.record(), (made / folder.PLAN).read_text(), ["cpu:0"])
-        for at, (event, values) in enumerate({
+        target = Path(place) / "run"
+        shutil.copytree(OLD, target)
+        config = with_settings(TrainConfig(), folder.read_config(target / folder.CONFIG), "")
+        folder.write_records(target, config.record(), (target / folder.PLAN).read_text(), ["cpu:0"])
+        for position, (event, values) in enumerate({
             "died": {"rank": 1, "what": "it was killed.", "words": "hm\nouch", "code": -9},
             "restart": {"what": "it was killed.", "step": 2, "wait_seconds": 1.0},
             "begin": {"step": 2, "devices": 1, "hosts": 1, "mesh": {"data": 1}, "layout": "data", "pid": 7},
@@ -72,14 +72,14 @@ def template() -> dict[str, bytes]:
             "stopped": {"why": "it would end the same way again", "what": "it died", "code": 70, "step": 3},
             "ledger": {"step": 4, "seconds": {"restart": 2.0, "step": 3.0}, "wall_seconds": 5.0},
         }.items()):  # fmt: skip
-            Events(made, attempt=1).tell(event, time=2e9 + at, **values)
+            Events(target, attempt=1).tell(event, time=2e9 + position, **values)
         seconds = {"compute": 0.1, "communication": 0.1, "idle": 0.0, "host": 0.0, "input wait": 0.0}
         profile = {"steps": 6, "devices": 8, "step_seconds": 0.2, "seconds": seconds, "communication": {"fsdp": 0.1}}
-        (made / "profile").mkdir()
-        (made / "profile" / "summary.json").write_text(json.dumps(profile | {"operations": {"fusion.1": 0.1}}))
-        (made / "log").mkdir()
-        (made / "log" / "rank0.log").write_text("== attempt 0\nsomething\nspanax: the reason\n")
-        return {path.relative_to(made).as_posix(): path.read_bytes() for path in made.rglob("*") if path.is_file()}
+        (target / "profile").mkdir()
+        (target / "profile" / "summary.json").write_text(json.dumps(profile | {"operations": {"fusion.1": 0.1}}))
+        (target / "log").mkdir()
+        (target / "log" / "rank0.log").write_text("== attempt 0\nsomething\nspanax: the reason\n")
+        return {path.relative_to(target).as_posix(): path.read_bytes() for path in target.rglob("*") if path.is_file()}
 
 
 def changed(data: Any, rng: random.Random) -> Any:
@@ -112,9 +112,9 @@ def rewritten(name: str, content: bytes, rng: random.Random) -> bytes:
         return rng.choice(cut)
     if name.endswith(".jsonl"):
         lines = content.decode().splitlines()
-        for at in rng.sample(range(len(lines)), rng.randrange(1, 4)):
-            line = json.dumps(changed(json.loads(lines[at]), rng))
-            lines[at] = line if rng.random() < 0.9 else line[: rng.randrange(len(line))]
+        for position in rng.sample(range(len(lines)), rng.randrange(1, 4)):
+            line = json.dumps(changed(json.loads(lines[position]), rng))
+            lines[position] = line if rng.random() < 0.9 else line[: rng.randrange(len(line))]
         if rng.random() < 0.1:
             rng.shuffle(lines)
         return ("\n".join(lines) + rng.choice(["\n", ""])).encode()
@@ -191,7 +191,7 @@ def resume(place: Path) -> None:
         for _, step in manifest.finished(place / folder.CHECKPOINTS):
             try:
                 meta = _meta(manifest.read_meta(step)[2], step)
-            except ValueError as error:  # as the checkpoint's own reader does
+            except (OSError, ValueError) as error:  # as the checkpoint's own reader does
                 raise DataError(str(error)) from error
             History.of(meta.history, 2)
             if meta.position is not None:
@@ -204,19 +204,16 @@ HERE = SimpleNamespace(source=POSITION["source"], _order=POSITION["order"])
 """The batches of the run, as far as a position is compared with them."""
 
 
-READERS: dict[str, Callable[[Path], object]] = {
-    "report": command("report"),
-    "report --json": command("report", "--json"),
-    "report -o": page,
-    "inspect": command("inspect"),
-    "inspect --json": command("inspect", "--json"),
-    "checkpoint show": command("checkpoint", "show"),
-    "checkpoint show --json": command("checkpoint", "show", "--json"),
-    "checkpoint verify": command("checkpoint", "verify"),
-    "heartbeats": lambda place: (heartbeat.read(place), heartbeat.damaged(place)),
-    "resume": resume,
-    "supervise": supervise,
+READERS: dict[str, Sequence[Callable[[Path], object]]] = {
+    "report": (command("report"), command("report", "--json"), page),
+    "inspect": (command("inspect"), command("inspect", "--json")),
+    "checkpoint show": (command("checkpoint", "show"), command("checkpoint", "show", "--json")),
+    "checkpoint verify": (command("checkpoint", "verify"),),
+    "heartbeats": (lambda place: (heartbeat.read(place), heartbeat.damaged(place)),),
+    "resume": (resume,),
+    "supervise": (supervise,),
 }
+"""What reads a folder, each in several forms; a folder is read in one of them."""
 
 
 @dataclass
@@ -241,18 +238,18 @@ class Campaign:
 
 
 @mock.patch("os.fsync", lambda descriptor: None)
-def run(count: int, first: int, place: Path) -> Campaign:
+def read_folders(count: int, first: int, place: Path) -> Campaign:
     """Have every reader read `count` folders; no power is cut here, so that nothing waits for a disk."""
     campaign, files = Campaign(), template()
     for seed in range(first, first + count):
         target = place / f"f{seed}"
         spoil(target, files, random.Random(seed))
         began = time.process_time()
-        for name, read in READERS.items():
+        for name, forms in READERS.items():
             said, outcome = io.StringIO(), "read"
             try:
                 with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                    read(target)
+                    forms[seed % len(forms)](target)
             except SpanaxError as error:
                 outcome = "refused"
                 said.write(str(error))
@@ -261,8 +258,8 @@ def run(count: int, first: int, place: Path) -> Campaign:
             text = said.getvalue()
             if text.startswith("spanax: "):
                 outcome = "refused"
-            if "Traceback" in text or (found := STEERING.search(text)):
-                shown = text[-600:] if "Traceback" in text else f"{found!r} in {text[-300:]!r}"
+            if "Traceback" in text or (match := STEERING.search(text)):
+                shown = text[-600:] if "Traceback" in text else f"{match!r} in {text[-300:]!r}"
                 campaign.failures.append(f"{seed} {name}: {shown}")
             campaign.outcomes[f"{name}, {outcome}"] += 1
         campaign.cpu_seconds = max(campaign.cpu_seconds, (time.process_time() - began, seed))
@@ -276,4 +273,4 @@ if __name__ == "__main__":
     parser.add_argument("--first", type=int, default=0)
     flags = parser.parse_args()
     with tempfile.TemporaryDirectory() as where:
-        print(run(flags.count, flags.first, Path(where)))
+        print(read_folders(flags.count, flags.first, Path(where)))

@@ -122,10 +122,9 @@ def json_line(record: Mapping[str, Any]) -> str:
       '{"step": 4, "loss": "nan", "norms": [1.5, "inf"]}'
     """
     try:
-        line = json.dumps(record, allow_nan=False)
+        return json.dumps(record, allow_nan=False)
     except ValueError:
-        line = json.dumps(_named(record), allow_nan=False)
-    return line.replace("\x7f", "\\u007f")  # the one control character that JSON lets pass
+        return json.dumps(_named(record), allow_nan=False)
 
 
 def _named(value: Any) -> Any:
@@ -160,12 +159,12 @@ def json_lines(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[st
 
 def _object(line: bytes) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
         if line.count(b"[") + line.count(b"{") > MAX_DEPTH:
-            _not_too_deep(found)
+            _not_too_deep(value)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _not_too_deep(value: Any) -> Any:

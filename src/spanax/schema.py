@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from spanax.documents import MAX_INT
 from spanax.printable import is_printable
 
-Made = TypeVar("Made")
+Record = TypeVar("Record")
 
 
 class SchemaError(ValueError):
@@ -56,7 +56,7 @@ Seconds = Annotated[float, Within(0, 1e15)]
 """A duration, or a time since 1970."""
 
 
-def made(kind: type[Made], data: Any, *, is_open: bool = False, is_strict: bool = True) -> Made:
+def parsed(kind: type[Record], data: Any, *, is_open: bool = False, is_strict: bool = True) -> Record:
     """A dataclass from JSON or TOML values; lists become tuples.
 
     Args:
@@ -70,7 +70,7 @@ def made(kind: type[Made], data: Any, *, is_open: bool = False, is_strict: bool 
 
     Example:
       >>> from spanax.units import Measure
-      >>> made(Measure, {"units": {"B": 1.0}, "low": "1 B", "high": 8, "example": "2 B"})
+      >>> parsed(Measure, {"units": {"B": 1.0}, "low": "1 B", "high": 8, "example": "2 B"})
       Traceback (most recent call last):
       spanax.schema.SchemaError: high is 8, not str
     """
@@ -93,19 +93,19 @@ def _as(hint: Any, value: Any, name: str, is_open: bool, is_strict: bool) -> Any
     origin, args = _parts(hint)
     into = functools.partial(_as, name=name, is_open=is_open, is_strict=is_strict)
     if origin is Annotated:
-        found, limits = into(args[0], value), [limit for limit in args[1:] if isinstance(limit, Within)]
-        if any(not limit.low <= found <= limit.high for limit in limits):
+        result, limits = into(args[0], value), [limit for limit in args[1:] if isinstance(limit, Within)]
+        if any(not limit.low <= result <= limit.high for limit in limits):
             low, high = limits[0].low, limits[0].high
             raise SchemaError(name, value, hint, f"{name} is {short(value)}, not within {low:g} and {high:g}")
-        return found
+        return result
     if origin in (Union, UnionType):
         return None if value is None and NoneType in args else into(next(a for a in args if a is not NoneType), value)
     if origin is tuple and isinstance(value, list | tuple):
         hints = args[:1] * len(value) if args[-1] is Ellipsis else args
         if len(hints) == len(value):
-            return tuple(into(one, item) for one, item in zip(hints, value, strict=True))
+            return tuple(into(part, item) for part, item in zip(hints, value, strict=True))
     elif is_dataclass(hint):
-        return value if type(value) is hint else made(hint, value, is_open=is_open, is_strict=is_strict)  # type: ignore[arg-type]
+        return value if type(value) is hint else parsed(hint, value, is_open=is_open, is_strict=is_strict)  # type: ignore[arg-type]
     elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
         return {into(args[0], key): into(args[1], item) for key, item in value.items()}
     elif hint is Any or (type(value) is hint and (_is_plain(value) or not is_strict) and _is_finite(value)):

@@ -60,13 +60,13 @@ def record(kind: Any, **values: Any) -> dict[str, Any]:
 
 def test_every_text_is_evil() -> None:
     texts = [field.name for field in fields(TrainConfig) if "str" in str(field.type)]
-    found = record(TrainConfig)
-    assert len(texts) > 15 and all(found[name] == EVIL for name in texts)
+    match = record(TrainConfig)
+    assert len(texts) > 15 and all(match[name] == EVIL for name in texts)
     assert record(Heartbeat)["seconds"] == {EVIL: 1} and record(KINDS["begin"])["mesh"] == {EVIL: 1}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run folder in which every recorded text, key and file name is EVIL."""
     monkeypatch.chdir(tmp_path)
     place = tmp_path / "run"
@@ -82,17 +82,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         record(
             kind,
             event=name,
-            time=1_700_000_000 + at,
+            time=1_700_000_000 + number,
             record=0,
             **{EVIL: EVIL, "what": EVIL, "why": EVIL, "words": EVIL},
         )
-        for at, (name, kind) in enumerate(KINDS.items())
+        for number, (name, kind) in enumerate(KINDS.items())
     ]
     lines += [{"event": EVIL, "time": 1}, {"event": EVIL}]
-    lines = [one | ({"seconds": {EVIL: 1.0, "step": 1.0}} if one["event"] == "ledger" else {}) for one in lines]
-    (place / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + EVIL + "\n")
+    lines = [entry | ({"seconds": {EVIL: 1.0, "step": 1.0}} if entry["event"] == "ledger" else {}) for entry in lines]
+    (place / "events.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in lines) + EVIL + "\n")
     metrics = [{"event": kind, "step": 3, EVIL: EVIL, "loss": 1.0, "val_loss": 1.0} for kind in ("step", "eval", EVIL)]
-    (place / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in metrics))
+    (place / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in metrics))
     for name, values in {"0": record(Heartbeat, rank=0), "1": {"pid": EVIL}, EVIL: {EVIL: EVIL}}.items():
         (place / "heartbeats" / f"{name}.json").write_text(json.dumps(values))
     (place / "log" / "rank0.log").write_text(f"== attempt 0\n{EVIL}\n{EVIL}\n")
@@ -105,15 +105,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (place / "checkpoints" / f"3{EVIL}").mkdir()
     (place / "plans").mkdir()
     plan = json.loads((fuzzed.OLD / "plan.json").read_text())
-    for at, spoiled in enumerate([plan | {key: EVIL} for key in plan] + [plan | {EVIL: EVIL}]):
-        (place / "plans" / f"{at}.json").write_text(json.dumps(spoiled))
+    for number, spoiled in enumerate([plan | {key: EVIL} for key in plan] + [plan | {EVIL: EVIL}]):
+        (place / "plans" / f"{number}.json").write_text(json.dumps(spoiled))
     return place
 
 
 def steers(text: str) -> str | None:
     """What in a text a terminal would obey."""
-    found = re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|\nspanax: done", text)
-    return None if found is None else repr(text[max(0, found.start() - 200) : found.end() + 20])
+    match = re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]|\nspanax: done", text)
+    return None if match is None else repr(text[max(0, match.start() - 200) : match.end() + 20])
 
 
 VERBS = [
@@ -136,28 +136,28 @@ def test_no_verb_prints_what_steers_a_terminal(
         cli.main(argv)
     except SystemExit as stop:
         assert stop.code != 70
-    said = capsys.readouterr()
-    assert said.out or said.err
-    for text in said:
+    output = capsys.readouterr()
+    assert output.out or output.err
+    for text in output:
         assert steers(text) is None and "Traceback" not in text
         assert "--json" not in argv or not text or json.loads(text)
 
 
 def test_what_is_recorded_is_shown_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No markup, and no emoji code, is read as one."""
+    """No markup, and no emoji code, is interpreted."""
     for argv in (["report", "run"], ["checkpoint", "show", "run"], ["checkpoint", "verify", "run"]):
         with pytest.raises(SystemExit) if argv[1] == "verify" else pytest.MonkeyPatch.context():
             cli.main(argv)
         assert SHOWN in capsys.readouterr().out, argv
 
 
-@pytest.mark.parametrize("at", range(len(json.loads((fuzzed.OLD / "plan.json").read_text())) + 1))
-def test_no_plan_file_steers_a_terminal(at: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("number", range(len(json.loads((fuzzed.OLD / "plan.json").read_text())) + 1))
+def test_no_plan_file_steers_a_terminal(number: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["inspect"], ["report"], ["plan", "--diff", "run/plan.json"]):
         with pytest.raises(SystemExit) as stop:
-            cli.main([*argv, f"run/plans/{at}.json"])
-        said = capsys.readouterr()
-        assert stop.value.code == 65 and said.err.startswith("spanax: ") and steers(said.out + said.err) is None
+            cli.main([*argv, f"run/plans/{number}.json"])
+        output = capsys.readouterr()
+        assert stop.value.code == 65 and output.err.startswith("spanax: ") and steers(output.out + output.err) is None
 
 
 def test_a_supervisor_quotes_no_escapes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,8 +165,8 @@ def test_a_supervisor_quotes_no_escapes(folder: Path, capsys: pytest.CaptureFixt
         return [subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(65)"])]
 
     assert Supervisor(start, folder, Limits()).watch() == 65
-    said = capsys.readouterr().err
-    assert SHOWN in said and steers(said) is None and len(said.splitlines()) < 12
+    output = capsys.readouterr().err
+    assert SHOWN in output and steers(output) is None and len(output.splitlines()) < 12
 
 
 @pytest.mark.parametrize("kind", ["start", "init", "warning", "save_failed", "bad_step", "preempted", "done"])

@@ -19,7 +19,7 @@ from spanax.errors import WriteError
 from spanax.interop import export_weights, import_weights
 from spanax.interop.safetensors import Writer, tensors
 from spanax.models.workloads import load
-from spanax.run.store import view
+from spanax.run.store import manifest, view
 from spanax.run.weights import Source
 
 WEIGHTS = Path(__file__).parent / "weights"

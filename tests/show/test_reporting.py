@@ -142,15 +142,18 @@ def test_what_cannot_be_read_is_counted_and_shown(tmp_path: Path, capsys: pytest
     for rank, pid in enumerate([None, 1 << 40, 0, "7"]):
         beat = {"rank": rank, "pid": pid, "host": "a", "attempt": 0, "phase": "step", "step": 1}
         (folder / "heartbeats" / f"{rank}.json").write_text(json.dumps(beat | {"step_seconds": 1, "time": BEGAN}))
+    alien = beat | {"pid": 7, "rank": 9, "step_seconds": 1, "time": BEGAN}
+    (folder / "heartbeats" / "4.json").write_text(json.dumps(alien))
     text = said(folder)
     for line in (
-        "events.jsonl: 1 line damaged", "metrics.jsonl: 2 lines damaged", "heartbeats/0.json: pid is None, not int",
-        "events.jsonl: 2 lines of the unknown kind '[b]new' left out", "heartbeats/2.json: pid is 0, not within 1 and",
+        "events.jsonl: 1 line damaged", "events.jsonl: 2 lines of the unknown kind '[b]new' left out",
+        "metrics.jsonl: 2 lines damaged", "heartbeats/0.json: pid is None, not int",
+        "heartbeats/2.json: pid is 0, not within 1 and", "heartbeats/4.json: it is the beat of rank 9",
     ):  # fmt: skip
         assert line in text
     assert "cannot read the configuration" in text and "step  metrics" in text
     cli.main(["report", str(folder), "--json"])
-    assert len(json.loads(capsys.readouterr().out)["notes"]) == 8
+    assert len(json.loads(capsys.readouterr().out)["notes"]) == 9
 
 
 def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

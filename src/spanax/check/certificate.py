@@ -12,7 +12,7 @@ from spanax.displays import display
 from spanax.documents import parse_json
 from spanax.errors import DataError, WriteError
 from spanax.plan.plan import Plan
-from spanax.schema import made
+from spanax.schema import parsed
 
 
 @dataclass(frozen=True)
@@ -79,4 +79,4 @@ class Certificate:
 
 def _finding(data: Mapping[str, Any]) -> Finding:
     told = {key: value for key, value in data.items() if key not in ("bytes", "severity")}
-    return made(Finding, told | {"num_bytes": data["bytes"], "severity": Severity.of(data["severity"])})
+    return parsed(Finding, told | {"num_bytes": data["bytes"], "severity": Severity.of(data["severity"])})

@@ -17,7 +17,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROFILE_SUMMARY, TRACE_FOLDER
 from spanax.errors import DataError, EntryError, WriteError, nearest
 from spanax.run.profile import INPUT, STEP, WINDOW
-from spanax.schema import Count, SchemaError, Seconds, made
+from spanax.schema import Count, SchemaError, Seconds, parsed
 
 COLLECTIVE = re.compile(
     r"(?:async-)?(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute|collective-broadcast|send|recv)"
@@ -96,11 +96,11 @@ class Profiled:
           True
         """
         try:
-            told = made(_Summary, data)
-            seconds = {name.replace(" ", "_"): value for name, value in told.seconds.items()}
+            summary = parsed(_Summary, data)
+            seconds = {name.replace(" ", "_"): value for name, value in summary.seconds.items()}
             found = Profiled(
-                told.steps, told.devices, told.step_seconds, by_axis=told.communication, operations=told.operations,
-                **seconds,
+                summary.steps, summary.devices, summary.step_seconds, by_axis=summary.communication,
+                operations=summary.operations, **seconds,
             )  # fmt: skip
         except (SchemaError, TypeError) as error:  # a TypeError where a part of the step has another name
             raise DataError("this is no summary of a profile.", where=str(error)) from None

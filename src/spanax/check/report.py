@@ -11,7 +11,7 @@ from spanax.check.replicated import Replicated
 from spanax.displays import display
 from spanax.documents import parse_json
 from spanax.errors import DataError, WriteError
-from spanax.schema import made
+from spanax.schema import parsed
 
 VERSION = 2
 
@@ -156,7 +156,7 @@ class Report:
         told = {key: value for key, value in data.items() if key not in ADDED}
         moved = [one for one in told.get("collectives") or () if isinstance(one, dict)]
         told["collectives"] = [{key: value for key, value in one.items() if key != "bytes"} for one in moved]
-        found = made(Report, told)
+        found = parsed(Report, told)
         if found.level not in LEVELS:
             raise ValueError(f"level = {found.level} is none")
         return found

@@ -13,7 +13,7 @@ from spanax.errors import DataError, first_line
 from spanax.interop.families import FAMILIES, Family
 from spanax.interop.safetensors import inside
 from spanax.models.imported import MODELS
-from spanax.schema import made
+from spanax.schema import parsed
 
 CONFIG = "config.json"
 MOST = 1 << 31
@@ -90,7 +90,7 @@ def _shape(path: Path, name: str, family: Family, found: Mapping[str, Any]) -> A
     if family.model[0] == "llama":
         values |= _rope(path, found)
     try:
-        shape: Any = made(kind, {key: value for key, value in values.items() if key in known})
+        shape: Any = parsed(kind, {key: value for key, value in values.items() if key in known})
         numbers = [getattr(shape, key) for key in known]
         if any(type(number) is int and not 1 <= number < MOST for number in numbers):
             raise ValueError("a size is not a whole number from 1 to 2**31")

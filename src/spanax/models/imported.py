@@ -12,7 +12,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import MODEL
 from spanax.errors import EntryError, first_line
 from spanax.models import gpt, images, llama, vit
-from spanax.schema import made
+from spanax.schema import parsed
 
 MODELS: dict[str, tuple[Any, Any]] = {
     "gpt2": (gpt.GPT, gpt.GPTConfig),
@@ -65,7 +65,7 @@ def read_shape(folder: Path) -> tuple[str, Any]:
     try:
         data = parse_json(Folder.of(folder).read(MODEL))
         _, shape = MODELS[data["model"]]
-        return data["model"], made(shape, data["shape"])
+        return data["model"], parsed(shape, data["shape"])
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

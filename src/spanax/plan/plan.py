@@ -19,7 +19,7 @@ from spanax.plan.layout import Layout
 from spanax.plan.price import Price
 from spanax.plan.resolve import Spec
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
-from spanax.schema import made
+from spanax.schema import parsed
 from spanax.sealed import opened
 from spanax.trace.policies import GATHERED
 from spanax.units import bytes_text, count_text
@@ -208,7 +208,7 @@ class Plan:
             data["allow"] = _texts("allow", data.get("allow", []), "SPX001 embed")
             flags = _texts("xla_flags", data.get("xla_flags", []), "xla_gpu_triton_gemm_any=True")
             data["xla_flags"] = tuple(map(checked, flags))
-            return _possible(made(Plan, data))
+            return _possible(parsed(Plan, data))
         except DataError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -12,7 +12,7 @@ from spanax.hardware.flags import NONE, flags_of
 from spanax.run.record.folder import config_text
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard, check_several
-from spanax.schema import SchemaError, made, short
+from spanax.schema import SchemaError, parsed, short
 from spanax.trace.policies import known_accumulation, known_attention, known_chunks, known_dtype, known_policy
 
 
@@ -167,11 +167,11 @@ def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) 
         if key not in known:
             raise SpanaxError(f"unknown setting '{key}'.", where=where, fix=nearest(key, known))
     try:
-        return made(TrainConfig, asdict(config) | dict(settings), is_strict=False)
+        return parsed(TrainConfig, asdict(config) | dict(settings), is_strict=False)
     except SchemaError as error:
-        wanted = next(name for kind, name in TYPES.items() if kind is error.expected)
+        expected = next(name for kind, name in TYPES.items() if kind is error.expected)
         raise SpanaxError(
-            f"setting '{error.name}' is {short(error.value)}; it must be {wanted}.", where=where
+            f"setting '{error.name}' is {short(error.value)}; it must be {expected}.", where=where
         ) from None
 
 

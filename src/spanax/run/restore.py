@@ -18,7 +18,7 @@ from spanax.run.same_model import compared
 from spanax.run.step.guard import Guard, History
 from spanax.run.step.rows import rows_of
 from spanax.run.store import checkpoint
-from spanax.schema import Count, SchemaError, Within, made
+from spanax.schema import Count, SchemaError, Within, parsed
 from spanax.trace.meshes import outside_meshes
 from spanax.trace.program import Program
 
@@ -109,6 +109,6 @@ def _meta(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> Meta:
       DataError: it is not what a run saves.
     """
     try:
-        return made(Meta, values, is_open=True, is_strict=False)
+        return parsed(Meta, values, is_open=True, is_strict=False)
     except SchemaError as error:
         raise DataError("the checkpoint was not saved by a run.", where=f"{directory}: {error}") from None

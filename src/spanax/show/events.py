@@ -103,9 +103,9 @@ def line(event: Event) -> str:
 def _printable(value: Any) -> Any:
     """The same value with every text in it as one line; names of files and fields may be anybody's."""
     if isinstance(value, dict):
-        return {printable(key): _printable(one) for key, one in value.items()}
+        return {printable(key): _printable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_printable(one) for one in value]
+        return [_printable(item) for item in value]
     return printable(value) if isinstance(value, str) else value
 
 

@@ -138,14 +138,14 @@ def _counted(count: int) -> str:
 
 def _last_metrics(folder: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """The numbers of the last `step` and `eval` events of a run, and how many lines are damaged."""
-    found: dict[str, dict[str, Any]] = {}
+    metrics: dict[str, dict[str, Any]] = {}
     num_damaged = 0
     for event in Folder.of(folder).lines(METRICS):
         if event is None:
             num_damaged += 1
         elif isinstance(kind := event.get("event"), str) and kind in MOMENTS:
-            found[kind] = {key: event[key] for key in event if key not in (*RATES, "event")}
-    return found, num_damaged
+            metrics[kind] = {key: event[key] for key in event if key not in (*RATES, "event")}
+    return metrics, num_damaged
 
 
 def sections(found: Report) -> list[Section]:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from spanax.schema import made
+from spanax.schema import parsed
 from spanax.trace.graph import BODIES, REMAT, Body, Graph, Op
 from spanax.trace.marks import GRADIENT, METRIC
 from spanax.trace.rates import LEARNING_RATE
@@ -106,7 +106,7 @@ class Computation:
         Raises:
           ValueError: they are none.
         """
-        return made(Computation, data)
+        return parsed(Computation, data)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

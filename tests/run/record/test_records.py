@@ -76,8 +76,8 @@ CONFIGS = st.builds(TrainConfig, **{name: of_hint(hint) for name, hint in get_ty
 @example(TrainConfig(data=",".join(f"./part.{number}.jsonl=0.5" for number in range(99))))
 def test_any_settings_read_back(config: TrainConfig) -> None:
     settings_read = parse_toml(opened(sealed(config_text(config.record()))).text)
-    found = with_settings(TrainConfig(), settings_read, "config.toml")
-    assert found.record() == config.record()
+    config_read = with_settings(TrainConfig(), settings_read, "config.toml")
+    assert config_read.record() == config.record()
 
 
 def test_settings_read_back_from_a_folder(tmp_path: Path) -> None:
@@ -111,7 +111,10 @@ def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
     assert resumed(tmp_path)["keep"] == 12
     few = range(len(content)) if name != ENV else range(0, len(content), 7)
     cut = [content[:end] for end in few]
-    flipped = [content[:at] + bytes([content[at] ^ 1 << (at % 8)]) + content[at + 1 :] for at in few]
+    flipped = [
+        content[:position] + bytes([content[position] ^ 1 << (position % 8)]) + content[position + 1 :]
+        for position in few
+    ]
     for damaged in (*cut, *flipped, content + b"\n", content * 2):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=f"cannot read the .* '{path}'"):
@@ -142,19 +145,21 @@ def test_a_record_is_on_disk_before_it_takes_its_name(tmp_path: Path, monkeypatc
     flush, replace_file = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(f"flush {named(fd)}"), flush(fd)))
     monkeypatch.setattr(
-        os, "replace", lambda old, new, **at: (done.append(f"name {Path(new).name}"), replace_file(old, new, **at))
+        os,
+        "replace",
+        lambda old, new: (done.append(f"name {Path(new).name}"), replace_file(old, new)),
     )
     write_records(tmp_path, TrainConfig().record(), PLAN_JSON, [])
     for name in (CONFIG, PLAN, ENV):
-        at = done.index(f"name {name}")
-        assert done[at - 1].startswith(f"flush {name}") and done[at + 1] == f"flush {tmp_path.name}"
+        position = done.index(f"name {name}")
+        assert done[position - 1].startswith(f"flush {name}") and done[position + 1] == f"flush {tmp_path.name}"
 
 
 # ---- runs from before there were seals
 
 
 @pytest.fixture
-def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def old(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(OLD, tmp_path / "old")
     (tmp_path / "w.py").write_text(hostile.WORKLOAD)
     monkeypatch.chdir(tmp_path)
@@ -163,8 +168,8 @@ def old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_an_old_run_goes_on_and_is_sealed(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cli.main(["train", "--out", "old", "--resume", "--steps", "3"])
-    said = capsys.readouterr().out
-    assert "config.toml, plan.json, env.json of 'old' have no checksum" in said and "step 3  checkpoint" in said
+    output = capsys.readouterr().out
+    assert "config.toml, plan.json, env.json of 'old' have no checksum" in output and "step 3  checkpoint" in output
     assert check_records(old) == [] and recorded(old)["steps"] == 3
 
 

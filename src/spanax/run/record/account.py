@@ -109,8 +109,8 @@ def account(folder: Path) -> Account:
       >>> found.goodput, found.seconds["restart"]
       (0.64, 28)
     """
-    told = read(folder)
-    parts = _parts(told.events)
+    log = read(folder)
+    parts = _parts(log.events)
     if not parts:
         raise DataError(
             f"'{folder}' is not a run folder.", where=f"{EVENTS} has no beginning", fix="the folder of a run"
@@ -134,8 +134,8 @@ def account(folder: Path) -> Account:
             paused += gap
         else:
             seconds["restart"] += gap
-    faults = [event.record for event in told.events if not isinstance(event, Begin | Spent | End)]
-    return Account(attempts, seconds, paused, faults, told.num_damaged, told.unknown)
+    faults = [event.record for event in log.events if not isinstance(event, Begin | Spent | End)]
+    return Account(attempts, seconds, paused, faults, log.num_damaged, log.unknown)
 
 
 def reached(folder: Path) -> int:

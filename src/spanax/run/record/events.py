@@ -15,7 +15,7 @@ from spanax.documents import json_line
 from spanax.entries.folder import Folder
 from spanax.entries.names import EVENTS
 from spanax.printable import to_stderr
-from spanax.schema import Count, SchemaError, Seconds, made
+from spanax.schema import Count, SchemaError, Seconds, parsed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ KINDS: Mapping[str, type[Event]] = {
 
 
 @dataclass(frozen=True)
-class Told:
+class EventLog:
     """The events of a run.
 
     Attributes:
@@ -156,9 +156,9 @@ class Events:
             to_stderr(f"cannot write to '{self.folder / EVENTS}': {error.strerror}: {line.decode().rstrip()}")
 
 
-def read(folder: Path) -> Told:
+def read(folder: Path) -> EventLog:
     """The events of a run in the order in which they were written; none where there is no file."""
-    found: list[Event] = []
+    events: list[Event] = []
     num_damaged, unknown = 0, Counter[str]()
     for record in Folder.of(folder).lines(EVENTS):
         kind = None if record is None else record.get("event")
@@ -167,8 +167,8 @@ def read(folder: Path) -> Told:
         elif (event := _event(record)) is None:
             num_damaged += 1
         else:
-            found.append(event)
-    return Told(tuple(found), num_damaged, dict(unknown))
+            events.append(event)
+    return EventLog(tuple(events), num_damaged, dict(unknown))
 
 
 def _event(record: Mapping[str, Any] | None) -> Event | None:
@@ -177,6 +177,6 @@ def _event(record: Mapping[str, Any] | None) -> Event | None:
     if record is None or not isinstance(kind, str):
         return None
     try:
-        return made(KINDS[kind], {**record, "record": record}, is_open=True, is_strict=False)
+        return parsed(KINDS[kind], {**record, "record": record}, is_open=True, is_strict=False)
     except SchemaError:
         return None

@@ -22,7 +22,7 @@ from spanax.errors import ConfigError, DataError, EntryError, SpanaxError, Write
 from spanax.run.record.claim import holds_run
 from spanax.run.record.lines import Lines
 from spanax.run.store import manifest
-from spanax.schema import made
+from spanax.schema import parsed
 from spanax.sealed import DamagedError, Opened, opened, sealed
 
 SAME_RUN = ("workload", "data", "field", "tokenizer", "seed", "batch", "seq", "optimizer_state")
@@ -164,7 +164,7 @@ def changed_versions(folder: Path) -> list[str]:
         return []
     try:
         record, _ = _read_record(place, ENVIRONMENT, "environment", parse_json)
-        before = made(Environment, record, is_open=True, is_strict=False)
+        before = parsed(Environment, record, is_open=True, is_strict=False)
     except DataError:
         raise
     except ValueError as error:

@@ -19,7 +19,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.kind import Kind, refused
 from spanax.entries.names import HEARTBEAT, HEARTBEATS, Name
 from spanax.errors import first_line
-from spanax.schema import Count, Seconds, Within, made
+from spanax.schema import Count, Seconds, Within, parsed
 
 Pid = Annotated[int, Within(1, (1 << 31) - 1)]
 
@@ -144,6 +144,7 @@ def _names(place: Folder) -> list[Name]:
 def _beat(place: Folder, name: Name) -> Heartbeat | Exception:
     """The beat in a file, or why there is none."""
     try:
-        return made(Heartbeat, parse_json(place.read(name)), is_open=True, is_strict=False)
+        beat = parsed(Heartbeat, parse_json(place.read(name)), is_open=True, is_strict=False)
     except (OSError, ValueError) as error:
         return error
+    return beat if HEARTBEAT.value(name) == str(beat.rank) else ValueError(f"it is the beat of rank {beat.rank}")

@@ -24,7 +24,7 @@ from spanax.entries.folder import TEMPORARY, Folder, Place
 from spanax.entries.kind import Kind
 from spanax.entries.names import CHECKPOINTS, MANIFEST, META, PLAN, UNBOUNDED, Name
 from spanax.errors import EntryError, SpanaxError, WriteError, first_line
-from spanax.schema import SchemaError, made
+from spanax.schema import SchemaError, parsed
 
 NAME = MANIFEST
 ARRAYS = "arrays"
@@ -166,10 +166,10 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
 def read_meta(folder: Place) -> tuple[str, dict[str, str], dict[str, Any]]:
     """When a step was saved, its leaves, and the caller's values; ValueError when the file is not one of ours."""
     try:
-        found = made(Meta, parse_json(step_folder(folder).read(META)), is_strict=False)
+        record = parsed(Meta, parse_json(step_folder(folder).read(META)), is_strict=False)
     except SchemaError as error:
         raise ValueError(f"{META} makes no sense: {error}") from error
-    return found.saved_at, dict(found.leaves), dict(found.meta)
+    return record.saved_at, dict(record.leaves), dict(record.meta)
 
 
 def utc(seconds: float) -> str:
