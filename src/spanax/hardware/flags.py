@@ -138,8 +138,8 @@ def checked(flag: str) -> str:
     kind = OPTIONS.get(name.lower())
     if kind is None:
         raise SpanaxError(
-            f"cannot set the option '{name[:100]}' for XLA: it is not on the list of those that change the program alone.",
-            where="spanax/hardware/options.py; XLA_FLAGS in the environment takes every option",
+            f"cannot set the option '{name[:100]}' for XLA: it is not among those that change the program alone.",
+            where="listed in spanax/hardware/options.py; XLA_FLAGS in the environment takes every option",
             fix=f"--xla-flags none, default, or a known option: {nearest(name, OPTIONS)}",
         )
     if not VALUES[kind].fullmatch(value):

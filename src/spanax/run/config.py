@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 from tyro.conf import Positional
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import SpanaxError, nearest, plain
 from spanax.hardware.flags import NONE, flags_of
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard, check_several
@@ -199,11 +199,25 @@ def check(config: TrainConfig) -> TrainConfig:
         check_several(config.guard, config.steps_per_call)
     profiled_steps(config)
     check_trackers(config.track)
+    check_path("--out", config.out)
     if config.resume and config.out is None:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
     if config.plan is not None:
         check_alone({name: getattr(config, name) for name in OF_PLAN})
     return config
+
+
+def check_path(flag: str, path: str | None) -> None:
+    """Checks that a path to write to reads as what it is, wherever it is printed, pasted or sent.
+
+    Raises:
+      SpanaxError: it is empty, begins or ends with a blank, or has a control character.
+    """
+    if path is not None and (path != path.strip() or not path or plain(path) != path or "\n" in path or "\t" in path):
+        raise SpanaxError(
+            f"{flag} is {path!r}: it is empty, begins or ends with a blank, or has a control character.",
+            fix=f"{flag} runs/NAME",
+        )
 
 
 def check_alone(settings: Mapping[str, Any]) -> None:
