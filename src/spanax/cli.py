@@ -135,7 +135,17 @@ def _is_of_stdout(error: BrokenPipeError) -> bool:
     return False
 
 
+def _check_readable(argv: Sequence[str]) -> None:
+    """Raises if a word, or the folder that relative paths are in, is not UTF-8: no record could name it."""
+    for what, text in (*(("an argument", word) for word in argv), ("the working folder", os.getcwd())):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise SpanaxError(f"{what} is not UTF-8: {ascii(text)}.") from None
+
+
 def _run(argv: list[str]) -> None:
+    _check_readable(argv)
     if argv == ["--version"]:
         from importlib.metadata import version
 

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shlex
 from typing import TextIO
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
@@ -60,6 +61,18 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "launch workers": ("spanax launch workers -- train gpt2 --out runs/a",),
 }
 """By command, what people write; the whole command line at the empty name."""
+
+
+def resume_command(folder: str | os.PathLike[str], steps: int | None = None) -> str:
+    """The command that goes on with a run, to be pasted into a shell; with `steps`, to that many in all.
+
+    Example:
+      >>> resume_command("runs/first try", 20)
+      "spanax train --out 'runs/first try' --resume --steps 20"
+    """
+    path = os.fspath(folder)
+    out = [f"--out={path}"] if path.startswith("-") else ["--out", path]
+    return shlex.join(["spanax", "train", *out, "--resume", *([] if steps is None else ["--steps", str(steps)])])
 
 
 def described(what: object, name: str) -> str:

@@ -3,11 +3,16 @@
 With those of tests/test_cli.py, whose words are kept as golden files, there are more than 120.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from spanax import cli
+from spanax.errors import WriteError
+from spanax.run import hosts
 
 # a command -> the exit code, and what its answer names
 BAD: dict[str, tuple[int, str]] = {
@@ -156,3 +161,33 @@ def test_bad_input_is_answered(
 
 def test_there_are_enough() -> None:
     assert len(BAD) >= 80
+
+
+@pytest.mark.parametrize("path", ["", " ", "a ", " a", "a\n", "a\tb", "a\x1b[31m"])
+@pytest.mark.parametrize("before", [["train"], ["launch", "local", "--", "train"]], ids=["train", "launch"])
+def test_a_run_folder_whose_name_is_not_what_it_looks_like(
+    before: list[str], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*before, "--out", path])
+    assert stop.value.code == 2 and "begins or ends with a blank" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["report", b"caf\xe9"], ["train", b"--out=caf\xe9"], ["launch", "local", b"\xff"]])
+def test_a_path_that_is_not_utf_8_is_one_line(words: list[str | bytes], tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "spanax", *words], cwd=tmp_path, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("spanax: an argument is not UTF-8: ") and "\\udc" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_first_process_decides_keeps_its_blanks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental import multihost_utils
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda letters: letters)
+    assert hosts.from_first(lambda: " a é ", WriteError) == " a é "
+    with pytest.raises(WriteError, match="4097 letters"):
+        hosts.from_first(lambda: "a" * 4097, WriteError)

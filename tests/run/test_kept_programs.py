@@ -3,8 +3,12 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
+
+from spanax.run.data.cache import cache_folder, untrusted
 from spanax.run.kept_programs import FOLDER, THRESHOLD, keep_programs, prune
 
 
@@ -32,8 +36,49 @@ def test_a_place_and_a_threshold_that_are_said_stay(tmp_path: Path) -> None:
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "spanax").write_text("a file where the folder would be")
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    keep_programs(environ)
+    with pytest.warns(UserWarning, match="compiled programs are not kept in .*: it cannot be written"):
+        keep_programs(environ)
     assert environ == {"XDG_CACHE_HOME": str(tmp_path)}
+
+
+def test_no_program_comes_from_the_folder_one_works_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for home in ("", "relative"):
+        environ = {"XDG_CACHE_HOME": home}
+        with pytest.warns(UserWarning, match="not an absolute path") if home else nullcontext():
+            keep_programs(environ)
+        assert environ[FOLDER] == str(tmp_path / "home" / ".cache" / "spanax" / "compiled")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.parametrize("where", ["", "spanax", "spanax/compiled"])
+def test_no_program_comes_from_where_everybody_writes(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "cache"
+    (home / "spanax" / "compiled").mkdir(parents=True)
+    (home / where).chmod(0o777)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    environ = {"XDG_CACHE_HOME": str(home)}
+    with pytest.warns(UserWarning, match="everybody can write to '"):
+        keep_programs(environ)
+    assert environ.get(FOLDER) != str(home / "spanax" / "compiled")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_cache_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "spanax").mkdir()
+    os.chown(tmp_path / "spanax", 12345, -1)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.warns(UserWarning, match="belongs to another user"):
+        assert cache_folder() == tmp_path / "home" / ".cache" / "spanax"
+    (tmp_path / "home").mkdir(mode=0o777)
+    (tmp_path / "home").chmod(0o777)
+    with pytest.warns(UserWarning) as warnings:
+        folder = cache_folder()
+    assert len(warnings) == 2 and not untrusted(folder) and folder.stat().st_mode & 0o077 == 0
 
 
 WORKLOAD = """

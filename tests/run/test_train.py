@@ -19,6 +19,7 @@ from spanax.plan.plan import Plan
 from spanax.run.record.account import Account, account
 from spanax.run.record.events import read
 from spanax.run.store import manifest
+from spanax.show.events import line
 from spanax.show.page.document import document
 from spanax.show.page.pages import page_of
 from spanax.show.reporting import report
@@ -66,6 +67,23 @@ def train(place: Path, out: str, *args: str) -> list[dict[str, Any]]:
     done = spanax_cli(place, "train", "tiny.py:tiny", "--out", out, *SETTINGS, *args)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_the_command_to_go_on_runs_as_printed(tmp_path: Path) -> None:
+    place = tmp_path / "my 'first' \"runs\" $HOME"
+    place.mkdir()
+    (place / "tiny.py").write_text(WORKLOAD)
+    (place / "spanax").write_text(f'#!/bin/sh\nexec {sys.executable} -m spanax "$@"\n')
+    (place / "spanax").chmod(0o755)
+    (place / "out's").mkdir()
+    args = ("--out", "out's/a; b", "--steps", "2", "--devices", "1", "--eval-batches", "1")
+    done = spanax_cli(place, "train", "tiny.py:tiny", *args)
+    _, command = done.stdout.rstrip().rsplit("\nto go on: ", 1)
+    assert json.loads(spanax_cli(place, "report", "out's/a; b", "--json").stdout)["how_to_go_on"] == command
+    environ = {**os.environ, "PYTHONWARNINGS": "", "PATH": f".:{os.environ['PATH']}"}
+    again = subprocess.run(["sh", "-c", command], cwd=place, env=environ, capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0 and "done: 4 steps" in again.stdout, again.stdout + again.stderr
+    assert line({"event": "preempted", "step": 3, "out": "a; b"}).endswith("spanax train --out 'a; b' --resume")
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ faults, and what was done
   42.0 s  supervisor  died     it was killed. 'ouch' rank 1
   43.0 s  supervisor  restart  after_seconds 1, from_step 6
 last checkpoint: step 10, 2026-01-02T03:04:05Z; the 2 steps after it are not saved
-to go on: spanax train --out FOLDER --resume --steps N"""
+to go on: spanax train --out FOLDER --resume --steps 24"""
 
 
 def a_run(folder: Path, *told: tuple[float, int, str, dict[str, Any]]) -> Path:
@@ -117,7 +117,7 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [one["outcome"] for one in found["attempts"]] == ["died", "finished"]
     assert [event["event"] for event in found["faults"]] == ["died", "restart"]
     assert found["checkpoint"]["step"] == 12 and found["workload"] == "gpt-nano"
-    assert found["how_to_go_on"] == f"spanax train --out {folder} --resume --steps N"
+    assert found["how_to_go_on"] == f"spanax train --out {folder} --resume --steps 24"
 
 
 def test_what_a_file_says_stays_text(tmp_path: Path) -> None:

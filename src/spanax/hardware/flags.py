@@ -3,11 +3,12 @@
 They go to the compiler with the step alone; what stands in XLA_FLAGS holds for the whole process, and stays.
 """
 
+import difflib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.options import OPTIONS
 
@@ -137,10 +138,12 @@ def checked(flag: str) -> str:
     name, _, value = flag.strip().removeprefix("--").partition("=")
     kind = OPTIONS.get(name.lower())
     if kind is None:
+        close = difflib.get_close_matches(name, OPTIONS, n=1)
+        example = "--xla-flags none, default, or xla_gpu_triton_gemm_any=true"
         raise SpanaxError(
-            f"cannot set the option '{name[:100]}' for XLA: it is not on the list of those that change the program alone.",
-            where="spanax/hardware/options.py; XLA_FLAGS in the environment takes every option",
-            fix=f"--xla-flags none, default, or a known option: {nearest(name, OPTIONS)}",
+            f"cannot set the option '{name[:100]}' for XLA: it is not among those that change the program alone.",
+            where="listed in spanax/hardware/options.py; XLA_FLAGS in the environment takes every option",
+            fix=f"did you mean '{close[0]}'?" if close else example,
         )
     if not VALUES[kind].fullmatch(value):
         raise SpanaxError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from spanax.errors import SpanaxError
-from spanax.run.config import TrainConfig, check, with_settings
+from spanax.run.config import TrainConfig, check, check_path, with_settings
 from spanax.run.record.folder import read_config
 
 
@@ -48,6 +48,7 @@ class TrainRequest:
         out = config.out
         if out is None and config.config is not None:
             out = with_settings(TrainConfig(), read_config(Path(config.config)), config.config).out
+            check_path("out", out)
         if out is None:
             out = f"runs/launched-{time.strftime('%Y%m%d-%H%M%S')}"
             args += ["--out", out]

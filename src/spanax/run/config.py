@@ -9,6 +9,7 @@ from tyro.conf import Positional
 from spanax.documents import MAX_TOML_BYTES
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.flags import NONE, flags_of
+from spanax.printable import is_printable
 from spanax.run.record.folder import config_text
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard, check_several
@@ -206,6 +207,7 @@ def check(config: TrainConfig) -> TrainConfig:
         check_several(config.guard, config.steps_per_call)
     profiled_steps(config)
     check_trackers(config.track)
+    check_path("--out", config.out)
     if config.resume and config.out is None:
         raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
     if config.plan is not None:
@@ -228,6 +230,19 @@ def _check_texts(config: TrainConfig) -> None:
         name = max(texts, key=lambda name: len(texts[name]))
         what = f"the settings have more than {MAX_RECORD_BYTES:,} bytes, {len(texts[name]):,} letters in --{name}."
         raise SpanaxError(what, fix="a folder or a pattern in place of a list of files")
+
+
+def check_path(flag: str, path: str | None) -> None:
+    """Checks that a path to write to reads as what it is, wherever it is printed, pasted or sent.
+
+    Raises:
+      SpanaxError: it is empty, begins or ends with a blank, or has a control character.
+    """
+    if path is not None and (path != path.strip() or not path or not is_printable(path)):
+        raise SpanaxError(
+            f"{flag} is {path!r}: it is empty, begins or ends with a blank, or has a control character.",
+            fix=f"{flag} runs/NAME",
+        )
 
 
 def check_alone(settings: Mapping[str, Any]) -> None:

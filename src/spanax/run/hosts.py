@@ -321,8 +321,10 @@ def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
             text = decide()
         except Exception as error:
             failed = error
-    letters = np.frombuffer(text.encode()[:LONGEST_TEXT].ljust(LONGEST_TEXT), np.uint8)
-    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(letters))).decode().strip()
+    if len(text.encode()) > LONGEST_TEXT:
+        failed, text = kind(f"the first process decided on {len(text)} letters, over {LONGEST_TEXT}."), ""
+    letters = np.frombuffer(text.encode().ljust(LONGEST_TEXT, b"\0"), np.uint8)
+    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(letters))).rstrip(b"\0").decode()
     if failed is not None or not text:
         raise failed or kind("the first process cannot go on, and says why.")
     return text

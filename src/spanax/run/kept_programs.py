@@ -4,11 +4,12 @@ They are code: a run folder may come from a stranger, so they lie in the cache f
 """
 
 import os
+import warnings
 from collections.abc import MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from spanax.run.data.cache import cache_folder
+from spanax.run.data.cache import cache_folder, untrusted
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
 """The variable with which JAX is told where, when it is imported."""
@@ -22,7 +23,8 @@ MOST_BYTES = 2 << 30
 def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     """Have JAX keep what it compiles; to be called before it is imported.
 
-    A place and a threshold that the environment names stay; nothing is kept where nothing can be written.
+    A place and a threshold that the environment names stay; nothing is kept where nothing can be written, and a warning
+    says so.
 
     Example:
       >>> import tempfile
@@ -34,11 +36,12 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     if FOLDER in environ:  # its owner prunes it
         environ.setdefault(THRESHOLD, "0")
         return
-    home = environ.get("XDG_CACHE_HOME")
-    folder = cache_folder(None if home is None else Path(home) / "spanax") / "compiled"
+    folder = cache_folder(environ=environ) / "compiled"
     with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK | os.X_OK):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    reason = untrusted(folder) if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
+    if reason:
+        warnings.warn(f"compiled programs are not kept in '{folder}': {reason}.", stacklevel=2)
         return
     prune(folder, MOST_BYTES)
     environ[FOLDER] = str(folder)

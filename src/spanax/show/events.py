@@ -10,6 +10,7 @@ from spanax.printable import printable
 from spanax.run.weights import Loaded
 from spanax.show.profile_text import profile_text
 from spanax.units import bytes_text, count_text
+from spanax.usage import resume_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,7 +93,7 @@ def line(event: Event) -> str:
     if kind == "warning":
         return f"WARNING: {event['message']}"
     if kind == "preempted":
-        return f"stopped behind step {event['step']}, all saved\nto go on: --out {event['out']} --resume"
+        return f"stopped behind step {event['step']}, all saved\nto go on: {resume_command(event['out'])}"
     if kind == "done":
         return _done_line(event)
     if kind == "profile":
@@ -146,7 +147,7 @@ def _done_line(event: Event) -> str:
     if event.get("tokens_per_second") is not None:
         parts.append(rate_text(event))
         parts.append(f"data wait {100 * event['data_wait_fraction']:.1f} %")
-    return ", ".join(parts) + f"\nto go on: --out {event['out']} --resume --steps N"
+    return ", ".join(parts) + f"\nto go on: {resume_command(event['out'], 2 * event['steps'])}"
 
 
 def _print_line(event: Event, stream: TextIO) -> None:

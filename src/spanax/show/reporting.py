@@ -3,7 +3,6 @@
 A run folder is read into a Report, the report into sections, and those into text: another form takes the sections.
 """
 
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from spanax.run.record.folder import recorded
 from spanax.run.record.ledger import BUCKETS
 from spanax.run.store import view
 from spanax.show.tables import table_text
+from spanax.usage import resume_command
 
 MEANING = {
     "step": "steps that count",
@@ -78,8 +78,7 @@ class Report:
         outcome = self.account.attempts[-1].outcome
         if outcome == "running":
             return "it is running"
-        more = " --steps N" if outcome == "finished" else ""
-        return f"spanax train --out {shlex.quote(str(self.folder))} --resume{more}"
+        return resume_command(self.folder, 2 * self.account.reached if outcome == "finished" else None)
 
     def to_json(self) -> dict[str, Any]:
         """The contract of `spanax report --json`."""

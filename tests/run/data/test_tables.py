@@ -16,8 +16,9 @@ import pytest
 import tokenizers
 
 from batched import B, leaf, plan_of, take
-from spanax.errors import DataError, SpanaxError
-from spanax.run.data import jsonl
+from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.run.data import jsonl, unpacking
+from spanax.run.data import table as tables
 from spanax.run.data.batches import Batches, batches
 from spanax.run.data.column import Column
 from spanax.run.data.opened import WINDOWS, Reading, vocab_size
@@ -439,6 +440,85 @@ def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     assert "longer than 65,536 bytes" in told(DataError, path)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(bytes(1 << 20)))
     assert "longer than 65,536 bytes" in told(DataError, tmp_path / "b.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
+def test_a_file_that_unpacks_too_far_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unpacking, "ALWAYS_BYTES", 1 << 16)
+    rows = [{"text": "to be" * 100}] * 5_000
+    if name.endswith(".gz"):
+        (tmp_path / name).write_bytes(gzip.compress(lines(rows) + (b" " * 1023 + b"\n") * 4096))
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    text = told(DataError, tmp_path / name)
+    assert f"{name}' unpacks to more than" in text and "over 200 times its size" in text
+    monkeypatch.setattr(unpacking, "MOST_RATIO", 1 << 20)
+    assert take(batches(tmp_path / name, TEXT, field="text", cache_dir=tmp_path / "cache"), 1)
+
+
+def test_tokens_leave_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
+    monkeypatch.setattr(unpacking, "FREE_BYTES", 1 << 60)
+    text = told(WriteError, tmp_path / "a.jsonl", cache_dir=tmp_path / "cache")
+    assert "cannot keep" in text and not list((tmp_path / "cache").glob("*.tmp")), text
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "text"])
+def test_a_data_folder_is_not_left_by_a_link(name: str, tmp_path: Path) -> None:
+    (tmp_path / "data" / "inside").mkdir(parents=True)
+    content = lines(ROWS) if name == "a.jsonl" else b"to be or not to be\n" * 400
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "data" / "inside" / f"b{name}").write_bytes(content)
+    (tmp_path / "data" / f"c{name}").symlink_to(Path("inside", f"b{name}"))
+    how = {"field": "text"} if name == "a.jsonl" else {}
+    assert take(batches(tmp_path / "data", TEXT, cache_dir=tmp_path / "cache", **how), 1)
+    (tmp_path / "data" / name).symlink_to(tmp_path / name)
+    assert f"data/{name}' leads out of the data folder" in told(DataError, tmp_path / "data")
+    # Asked for, it is read: by a folder that holds both.
+    assert take(batches(tmp_path, TEXT, cache_dir=tmp_path / "data" / ".cache", **how), 1)
+    if name == "a.jsonl":
+        pattern = str(tmp_path / "data" / "*.jsonl")
+        assert take(batches(pattern, TEXT, cache_dir=tmp_path / "cache", **how), 1)
+
+
+def edited(path: Path, *, is_dated: bool) -> None:
+    """The same size with other words, where no sample is taken."""
+    before = path.stat()
+    content = path.read_bytes()
+    assert content.count(b"here") == 1
+    path.write_bytes(content.replace(b"here", b"gone"))
+    moment = before.st_mtime_ns + 1000 * is_dated
+    os.utime(path, ns=(moment, moment))
+
+
+def test_an_edited_file_of_the_same_size_is_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def encoded() -> bytes:
+        table = open_table(tmp_path / "a.jsonl")
+        return Column(table, "text").tokens(load_tokenizer("bytes"), cache_dir=tmp_path / "cache").ids.tobytes()
+
+    def write() -> None:
+        rows = [{"text": "to be"}] * 20_000
+        rows[2_002] = {"text": "here"}
+        (tmp_path / "a.jsonl").write_bytes(lines(rows))
+
+    write()
+    assert b"here" in encoded()
+    edited(tmp_path / "a.jsonl", is_dated=False)
+    assert b"gone" in encoded(), "all of a small file counts"
+    write()
+    monkeypatch.setattr(tables, "READ_WHOLE_BYTES", 0)
+    assert b"here" in encoded()
+    edited(tmp_path / "a.jsonl", is_dated=True)
+    assert b"gone" in encoded(), "of a large one the time it was changed"
+    write()
+    os.utime(tmp_path / "a.jsonl", ns=(1, 1))
+    assert b"here" in encoded()
+    edited(tmp_path / "a.jsonl", is_dated=False)
+    with pytest.warns(UserWarning, match="come from the cache: files of this size are compared by samples"):
+        assert b"here" in encoded()
 
 
 @pytest.mark.parametrize("ids", [[-1], [1 << 32], [0.5], "7", [[1]]])

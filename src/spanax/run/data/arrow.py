@@ -15,6 +15,7 @@ import numpy as np
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run.data.cache import alone, cache_folder, keep
 from spanax.run.data.elements import digest
+from spanax.run.data.unpacking import Room, Unpacking
 
 ROWS_AT_ONCE = 256
 """Rows that are held unpacked; a row group of a Parquet file may have millions."""
@@ -135,7 +136,14 @@ class Packed:
 
     def values(self, field: str) -> Iterator[Any]:
         """One field of all rows."""
-        yield from _values(self.path, self.batches([self._known(field)]), field)
+        yield from _values(self.path, self._counted([self._known(field)]), field)
+
+    def _counted(self, columns: Sequence[str]) -> Iterator[Any]:
+        """The batches of some columns, as long as they are no more than such a file holds."""
+        unpacking = Unpacking(self.path)
+        for batch in self.batches(columns):
+            unpacking.add(batch.nbytes)
+            yield batch
 
     @cached_property
     def _unpacked(self) -> dict[tuple[str, ...], Mapped]:
@@ -147,9 +155,11 @@ class Packed:
 
         def write(file: BinaryIO) -> None:
             schema = arrow.schema([self.schema.field(column) for column in columns])
+            room = Room(kept.parent)
             with arrow.ipc.new_file(file, schema) as sink:
-                for batch in self.batches(columns):
+                for batch in self._counted(columns):
                     batch.validate(full=True)
+                    room.take(batch.nbytes)
                     sink.write_batch(batch.select(list(columns)))
 
         with _telling(self.path), alone(kept.with_suffix(".lock")):

@@ -4,6 +4,7 @@ Memory stays bounded: texts are read, encoded and written a few megabytes at a t
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ from spanax.run.data.elements import digest
 from spanax.run.data.table import Table
 from spanax.run.data.tokenizer import Tokenizer
 from spanax.run.data.tokens import Tokens, kept_ids
+from spanax.run.data.unpacking import Room
 
 GROUP_BYTES = 1 << 22
 """Of texts that are encoded at once: an encoding takes a hundred bytes a token."""
@@ -73,14 +75,19 @@ class Column:
           WriteError: the ids cannot be kept.
         """
         made = tokenizer.name if tokenizer else "ids"
-        key = digest(
-            self.table.digest, self.field, made, str(tokenizer and tokenizer.end_id), str(self.table.holds_out)
-        )
+        how = (self.field, made, str(tokenizer and tokenizer.end_id), str(self.table.holds_out))
+        key, kept = digest(self.table.digest, *how), digest(self.table.cache_key, *how)
         folder = cache_folder(cache_dir)
-        paths = {split: folder / f"ids-{key}-{split}.npy" for split in SPLITS}
+        paths = {split: folder / f"ids-{kept}-{split}.npy" for split in SPLITS}
         ids = kept_ids(paths[self.table.split])
+        if ids is not None and self.table.changed:
+            warnings.warn(
+                f"the tokens of '{self.table.name}' come from the cache: files of this size are compared by samples "
+                f"and by when they were changed. After an edit that kept the time, remove '{paths[self.table.split]}'.",
+                stacklevel=2,
+            )
         if ids is None:
-            with alone(folder / f"ids-{key}.lock"):
+            with alone(folder / f"ids-{kept}.lock"):
                 ids = kept_ids(paths[self.table.split])
                 if ids is None:
                     self._keep(tokenizer, paths, cache_dir)
@@ -98,10 +105,11 @@ class Column:
         dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
 
         def write(*files: BinaryIO) -> None:
-            sizes = [0] * len(files)
+            sizes, room = [0] * len(files), Room(paths[self.table.split].parent)
             for file in files:
                 _write_header(file, dtype, 0)
             for is_held_out, ids in parts:
+                room.take(ids.nbytes)
                 files[is_held_out].write(ids.tobytes())
                 sizes[is_held_out] += len(ids)
             for file, size in zip(files, sizes, strict=True):

@@ -4,7 +4,7 @@ import errno
 import os
 import platform
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +106,22 @@ def read_text(path: Path) -> bytes:
     return text
 
 
+def check_inside(folder: Path, paths: Iterable[Path]) -> None:
+    """Checks that the files of a folder lie in it: a link out of it may lead to anything on this machine.
+
+    Raises:
+      DataError: one does not.
+    """
+    root = Path(os.path.realpath(folder))
+    for path in paths:
+        if not (target := Path(os.path.realpath(path))).is_relative_to(root):
+            raise DataError(
+                f"'{path}' leads out of the data folder.",
+                where=f"to {target}",
+                fix="name the folder that holds both, or the files: --data 'folder/*.jsonl'; or copy the file",
+            )
+
+
 def check_split(split: str) -> str:
     """`split`, if it is one of `SPLITS`."""
     if split not in SPLITS:
@@ -136,7 +152,9 @@ def _python_corpus() -> Corpus:
 def _folder_corpus(folder: Path) -> Corpus:
     documents: dict[str, bytes] = {}
     skipped = []
-    for name in _walk(folder, SKIPPED_FOLDERS):
+    names = _walk(folder, SKIPPED_FOLDERS)
+    check_inside(folder, (folder / name for name in names))
+    for name in names:
         try:
             document = (folder / name).read_bytes()
         except OSError as error:

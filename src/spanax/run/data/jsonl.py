@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from spanax.errors import DataError
+from spanax.run.data.unpacking import Unpacking
 
 MAX_LINE_BYTES = 1 << 26
 """Of one document; a file of one endless line is refused, not read."""
@@ -67,9 +68,12 @@ class JsonRows:
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
         """Number, start and text of every line that is not empty."""
         number = start = 0
+        unpacking = Unpacking(self.path) if self.path.suffix == ".gz" else None
         try:
             with gzip.open(self.path) if self.path.suffix == ".gz" else open(self.path, "rb") as file:
                 while line := file.readline(MAX_LINE_BYTES + 1):
+                    if unpacking is not None:
+                        unpacking.add(len(line))
                     if len(line) > MAX_LINE_BYTES:
                         raise self._bad(number, f"it is longer than {MAX_LINE_BYTES:,} bytes")
                     if not line.isspace():
