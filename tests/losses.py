@@ -1,5 +1,6 @@
 """Losses of a small language model, by how they combine the tokens of a batch."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,14 @@ SIZE, LENGTH, VOCAB, EMBED = 16, 6, 11, 8
 
 
 class Model(nnx.Module):
-    """Four layers in a scan, with dropout in each, between an embedding and logits."""
+    """Four layers in a scan between an embedding with dropout and logits; in float64 under `jax_enable_x64`."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(VOCAB, EMBED, rngs=rngs)
-        self.blocks = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: nnx.Linear(EMBED, EMBED, rngs=rngs)))(rngs)
+        linear = functools.partial(nnx.Linear, EMBED, param_dtype=float)
+        self.embed = nnx.Embed(VOCAB, EMBED, param_dtype=float, rngs=rngs)
+        self.blocks = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: linear(EMBED, rngs=rngs)))(rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.head = nnx.Linear(EMBED, VOCAB, rngs=rngs)
+        self.head = linear(VOCAB, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         graph, state = nnx.split(self.blocks)

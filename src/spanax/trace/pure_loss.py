@@ -34,7 +34,7 @@ def pure_loss(
         args = _cast(params, compute_dtype), rest, _cast(batch, compute_dtype)
         after, rest_after, (scalar, extra) = forward(*args)
         moved = _moved(forward, after, args, params)
-        return scalar.astype(jnp.float32), (extra, _like(rest_after, rest), moved)
+        return scalar.astype(jnp.promote_types(scalar.dtype, jnp.float32)), (extra, _like(rest_after, rest), moved)
 
     return value, params, rest
 
