@@ -158,7 +158,9 @@ VERBS: dict[str, Callable[[Place, Path], list[str]]] = {
     "checkpoint verify": on_run("checkpoint", "verify", "RUN", "--json"),
     "inspect": on_run("inspect", "RUN"),
     "inspect --hlo": on_run("inspect", "RUN", "--hlo", "ROOT/step.txt"),
-    "check --profiled": on_run("check", "gpt-nano", "--on", "cpu:2", "--level", "0", "--profiled", "RUN"),
+    "check --profiled": lambda place, root: [
+        "check", f"{place.root / 'w.py'}:tiny", "--on", "cpu:2", "--level", "0", "--profiled", str(root / "run"),
+    ],
     "doctor": on_run("doctor", "--out", "RUN"),
     "launch local": launched(["local", "--backoff-seconds", "0", "--restarts", "1"]),
     "launch slurm": launched(["slurm"]),

@@ -362,6 +362,7 @@ OPENS_ELSEWHERE = {
     "launch/slurm.py": {"shutil.which(name)", "tempfile.TemporaryFile()"},
     "launch/supervisor.py": {"Path(f'/proc/{one.pid}/stat').read_text()"},
     "run/record/claim.py": {"Path('/proc/self').exists()", "Path('/proc', match[1]).exists()"},
+    "run/ports.py": {"Path('/proc/net', table).read_text()", "os.listdir('/proc/self/fd')"},
     "run/record/folder.py": {"read_toml(path)"},
     "run/record/ledger.py": {"open('/proc/self/stat')"},
     "show/checking.py": {"Path(file).read_text()"},

@@ -17,7 +17,7 @@ import pytest
 from pages import Read, a_certificate, a_plan, a_run, leaf
 from spanax import cli
 from spanax.check.certificate import Certificate
-from spanax.errors import DataError, SpanaxError
+from spanax.errors import DataError, EntryError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.plan import Plan
 from spanax.plan.ticks import ticks
@@ -160,9 +160,11 @@ def test_a_run_without_its_files_is_told_of_as_far_as_it_goes(tmp_path: Path) ->
     folder = a_run(tmp_path / "a", a_plan())
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").unlink()
-    os.mkfifo(folder / "metrics.jsonl")
     read = Read(document(page_of(report(folder))))
     assert not read.problems and "cannot read the plan" in read.text and "goodput 38.7 %" in read.text
+    os.mkfifo(folder / "metrics.jsonl")
+    with pytest.raises(EntryError, match="'metrics.jsonl' is a FIFO"):
+        report(folder)
 
 
 def test_a_page_of_a_thousand_arrays_is_small() -> None:
