@@ -18,8 +18,6 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import IO, Any
 
-import tomli_w
-
 from spanax.documents import json_line, json_lines, parse_json, parse_toml, read_bytes, read_opened
 from spanax.errors import ConfigError, DataError, SpanaxError, WriteError
 from spanax.run.record import events, heartbeat
@@ -304,6 +302,8 @@ def config_text(config: Mapping[str, Any]) -> str:
       workload = "gpt2"
       lr = 0.0001
     """
+    import tomli_w  # only what writes a record needs it
+
     return tomli_w.dumps({key: value for key, value in config.items() if value is not None})
 
 
