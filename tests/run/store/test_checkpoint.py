@@ -221,7 +221,11 @@ def test_the_default_warning_goes_to_stderr(tmp_path: Path, capfd: pytest.Captur
     flip(tmp_path / "2")
     checkpoint.restore(tmp_path, targets())
     out, err = capfd.readouterr()
-    assert out == "" and err.startswith("WARNING: damaged checkpoint passed over: step 2: ") and err.count("\n") == 1
+    assert (
+        out == ""
+        and err.startswith("spanax: WARNING: damaged checkpoint passed over: step 2: ")
+        and err.count("\n") == 1
+    )
 
 
 def test_nothing_to_restore_says_where_it_looked(tmp_path: Path) -> None:
