@@ -13,8 +13,6 @@ from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from spanax.documents import json_line, parse_json, parse_toml, read_opened
 from spanax.entries.folder import Folder
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, Name
@@ -197,6 +195,8 @@ def config_text(config: Mapping[str, Any]) -> str:
       workload = "gpt2"
       lr = 0.0001
     """
+    import tomli_w  # only what writes a record needs it
+
     return tomli_w.dumps({key: value for key, value in config.items() if value is not None})
 
 
