@@ -25,6 +25,7 @@ from unittest import mock
 import tomli_w
 
 from spanax import cli
+from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, PLAN
 from spanax.errors import DataError, SpanaxError
 from spanax.launch import ending
 from spanax.launch.supervisor import Limits, Supervisor
@@ -32,6 +33,7 @@ from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.data.batches import Batches
 from spanax.run.record import account, folder, heartbeat
+from spanax.run.record.claim import claimed
 from spanax.run.record.events import Events
 from spanax.run.restore import _meta
 from spanax.run.step.guard import History
@@ -60,8 +62,8 @@ def template() -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as place:
         target = Path(place) / "run"
         shutil.copytree(OLD, target)
-        config = with_settings(TrainConfig(), folder.read_config(target / folder.CONFIG), "")
-        folder.write_records(target, config.record(), (target / folder.PLAN).read_text(), ["cpu:0"])
+        config = with_settings(TrainConfig(), folder.read_config(target / CONFIG), "")
+        folder.write_records(target, config.record(), (target / PLAN).read_text(), ["cpu:0"])
         for position, (event, values) in enumerate({
             "died": {"rank": 1, "what": "it was killed.", "words": "hm\nouch", "code": -9},
             "restart": {"what": "it was killed.", "step": 2, "wait_seconds": 1.0},
@@ -126,7 +128,7 @@ def rewritten(name: str, content: bytes, rng: random.Random) -> bytes:
         except (TypeError, ValueError, AttributeError):
             return content
     if name.endswith(".json"):
-        is_sealed = name in (folder.PLAN, folder.ENV)
+        is_sealed = name in (PLAN, ENVIRONMENT)
         data = json.loads(opened(content.decode()).text if is_sealed else content)
         text = json.dumps(changed(data, rng), indent=1) + "\n"
         return (sealed(text) if is_sealed and text.startswith("{\n") else text).encode()
@@ -182,13 +184,13 @@ def resume(place: Path) -> None:
     """What a run that goes on reads, in the order of the trainer, without JAX."""
     settings = folder.recorded(place)
     config = check(with_settings(TrainConfig(out=str(place), resume=True), settings, str(place)))
-    with folder.claimed(place, resume=True):
+    with claimed(place, resume=True):
         account.reached(place)
         account.keep_beat(Events(place))
         folder.check_same_run(place, config.record() | {"steps": config.steps or 3})
-        Plan.load(place / folder.PLAN)
+        Plan.of_run(place)
         folder.changed_versions(place)
-        for _, step in manifest.finished(place / folder.CHECKPOINTS):
+        for _, step in manifest.finished(place / CHECKPOINTS):
             try:
                 meta = _meta(manifest.read_meta(step)[2], step)
             except (OSError, ValueError) as error:  # as the checkpoint's own reader does

@@ -17,6 +17,7 @@ import fuzzed
 from spanax import cli
 from spanax.check.profile import _Summary
 from spanax.documents import json_line
+from spanax.entries.names import PLAN
 from spanax.errors import SpanaxError
 from spanax.launch.supervisor import Limits, Supervisor
 from spanax.run.config import TrainConfig
@@ -74,7 +75,7 @@ def folder(devices: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(content)
     config = TrainConfig(**record(TrainConfig)).record()
-    run_folder.write_records(place, config, (place / run_folder.PLAN).read_text().partition("\n")[0] + "\n}\n", [])
+    run_folder.write_records(place, config, (place / PLAN).read_text().partition("\n")[0] + "\n}\n", [])
     shutil.copy(fuzzed.OLD / "plan.json", place / "plan.json")
     environment = record(run_folder.Environment, packages={EVIL: EVIL, "jax": EVIL}, python=EVIL)
     (place / "env.json").write_text(sealed(json.dumps(environment, indent=1)))

@@ -17,7 +17,7 @@ from spanax.errors import DataError, EntryError
 from spanax.printable import printable
 from spanax.run.record import heartbeat
 from spanax.run.record.account import Account, account
-from spanax.run.record.folder import recorded
+from spanax.run.record.folder import read_settings
 from spanax.run.record.ledger import BUCKETS
 from spanax.run.store import view
 from spanax.show.tables import table_text
@@ -109,7 +109,7 @@ def report(folder: Path) -> Report:
         raise DataError(f"there is no folder '{folder}'.", fix="the folder of a run, as spanax train --out names it")
     found, notes, workload = account(folder), list[str](), ""
     try:
-        workload = str(recorded(folder).get("workload", ""))
+        workload = str(read_settings(folder).get("workload", ""))
     except EntryError:
         raise
     except DataError as error:

@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 import hostile
 from spanax import cli
 from spanax.documents import parse_toml
+from spanax.entries.names import CONFIG, ENVIRONMENT, METRICS, PLAN
 from spanax.errors import DataError, SpanaxError
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.record.folder import (
-    CONFIG,
-    ENV,
-    METRICS,
-    PLAN,
     UNSEALED,
     changed_versions,
     check_records,
@@ -104,12 +101,12 @@ def test_settings_too_long_to_be_read_back_are_refused_at_the_start() -> None:
 # ---- cuts and changes
 
 
-@pytest.mark.parametrize("name", [CONFIG, PLAN, ENV])
+@pytest.mark.parametrize("name", [CONFIG, PLAN, ENVIRONMENT])
 def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
     path = run_folder(tmp_path) / name
     content = path.read_bytes()
     assert resumed(tmp_path)["keep"] == 12
-    few = range(len(content)) if name != ENV else range(0, len(content), 7)
+    few = range(len(content)) if name != ENVIRONMENT else range(0, len(content), 7)
     cut = [content[:end] for end in few]
     flipped = [
         content[:position] + bytes([content[position] ^ 1 << (position % 8)]) + content[position + 1 :]
@@ -121,7 +118,7 @@ def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
             resumed(tmp_path)
 
 
-@pytest.mark.parametrize("name", [CONFIG, PLAN, ENV])
+@pytest.mark.parametrize("name", [CONFIG, PLAN, ENVIRONMENT])
 def test_a_run_needs_its_records(name: str, tmp_path: Path) -> None:
     (run_folder(tmp_path) / name).unlink()
     with pytest.raises(DataError, match=f"has no '{name}', and holds a run"):
@@ -142,17 +139,17 @@ def test_a_record_is_on_disk_before_it_takes_its_name(tmp_path: Path, monkeypatc
     def named(descriptor: int) -> str:
         return Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
 
-    flush, replace_file = os.fsync, os.replace
+    flush, rename = os.fsync, os.rename
     monkeypatch.setattr(os, "fsync", lambda fd: (done.append(f"flush {named(fd)}"), flush(fd)))
     monkeypatch.setattr(
         os,
-        "replace",
-        lambda old, new: (done.append(f"name {Path(new).name}"), replace_file(old, new)),
+        "rename",
+        lambda old, new, **folders: (done.append(f"name {new}"), rename(old, new, **folders)),
     )
     write_records(tmp_path, TrainConfig().record(), PLAN_JSON, [])
-    for name in (CONFIG, PLAN, ENV):
+    for name in (CONFIG, PLAN, ENVIRONMENT):
         position = done.index(f"name {name}")
-        assert done[position - 1].startswith(f"flush {name}") and done[position + 1] == f"flush {tmp_path.name}"
+        assert done[position - 1].startswith(f"flush .{name}.") and done[position + 1] == f"flush {tmp_path.name}"
 
 
 # ---- runs from before there were seals

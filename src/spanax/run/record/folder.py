@@ -58,6 +58,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return _parsed(lambda: read_opened(path), path, "configuration", parse_toml)[0]
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings in the record of a run, complete or not.
+
+    Raises:
+      DataError: there is no record, or it was cut or changed; also its kind EntryError.
+    """
+    return _read_record(Folder.of(folder), CONFIG, "configuration", parse_toml)[0]
+
+
 def recorded(folder: Path) -> dict[str, Any]:
     """The settings that the run in a folder was last started with; none where there is no run.
 
