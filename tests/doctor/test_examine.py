@@ -96,7 +96,7 @@ FOUND = [
 
 SAID = """\
 ok       python         3.11.7
-problem  devices        JAX does not start:  [2Jbad. worse
+problem  devices        JAX does not start: \\x1b[2Jbad.\\nworse
                         where: JAX_PLATFORMS=tpu
                         fix: JAX_PLATFORMS=cpu
 warning  clock          set by +3600.0 s

@@ -31,9 +31,12 @@ from spanax.models import gpt
 
 def stop(event, args):
     # So that a test kills this process at a moment of its choice.
-    if event in ("open", "os.mkdir") and re.search(os.environ["STOP_AT"], str(args[0])):
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if event in ("open", "os.mkdir") and re.fullmatch(os.environ["STOP_AT"], str(args[0])):
+        if len(stops) == int(os.environ["STOP_AFTER"]):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        stops.append(event)
 
+stops = []
 if "STOP_AT" in os.environ:
     sys.addaudithook(stop)
 
@@ -121,11 +124,12 @@ def test_the_folder_says_what_was_expected_and_makes_a_page(place: Path, whole: 
     assert "Expected against measured" in text and loss in text and "could not be" not in text
 
 
-def start_and_kill(place: Path, out: str, stop_at: str) -> None:
-    """Train until a path that matches is opened or made, and kill the process there."""
+def start_and_kill(place: Path, out: str, stop_at: str, *, after: int = 0) -> None:
+    """Train until an entry whose name matches is opened or made once more than `after`, and kill the process there."""
     argv, env = command(place, "train", "tiny.py:tiny", "--out", out, *SETTINGS, "--mesh", "fsdp=4,model=2")
+    env |= {"STOP_AT": stop_at, "STOP_AFTER": str(after)}
     with open(place / f"{out}.err", "w") as errors:
-        process = subprocess.Popen(argv, cwd=place, env=env | {"STOP_AT": stop_at}, stdout=errors, stderr=errors)
+        process = subprocess.Popen(argv, cwd=place, env=env, stdout=errors, stderr=errors)
     try:
         status = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         assert status and status.si_code == os.CLD_STOPPED, (place / f"{out}.err").read_text()
@@ -136,7 +140,7 @@ def start_and_kill(place: Path, out: str, stop_at: str) -> None:
 
 def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
     before = time.time()
-    start_and_kill(place, "killed", r"/6\.new\w*$")
+    start_and_kill(place, "killed", r"\.6\.new\w*\.[0-9a-f]{32}")
     saved = manifest.steps(place / "killed" / "checkpoints")
     events = train(place, "killed", "--resume")
     assert saved == [2, 4] and events[0]["step"] == 4
@@ -147,7 +151,7 @@ def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[d
         assert shown(place / "killed", "loss") == shown(place / "whole", "loss")
         assert [step for step, _ in shown(place / "killed", "loss")] == list(range(1, 9))
     same_bits(place / "killed", place / "whole")
-    begin = next(event for event in read(place / "killed") if event["event"] == "begin")
+    begin = next(event for event in read(place / "killed").records if event["event"] == "begin")
     adds_up(account(place / "killed"), before, begin["time"])
 
 
@@ -165,7 +169,7 @@ def adds_up(found: Account, before: float, begin: float) -> None:
 
 def test_killed_in_a_save_then_resumed_is_bit_equal(place: Path, whole: list[dict[str, Any]]) -> None:
     folder = place / "cut" / "checkpoints"
-    start_and_kill(place, "cut", r"/4\.new\w*/manifest\.json\.tmp$")
+    start_and_kill(place, "cut", r"\.manifest\.json\.\w+\.new", after=1)
     assert manifest.steps(folder) == [2] and [path.name[:5] for path in manifest.unfinished(folder)] == ["4.new"]
     train(place, "cut", "--resume")
     assert not manifest.unfinished(folder)
