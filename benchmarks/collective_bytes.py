@@ -19,7 +19,8 @@ from typing import Any
 
 import spanax
 
-spanax.simulate(8)
+if __name__ == "__main__":
+    spanax.simulate(8)
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 import jax  # noqa: E402

@@ -25,7 +25,8 @@ import spanax
 
 # What moves is decided before machine code is made, and only that is optimized less.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-spanax.simulate(8)
+if __name__ == "__main__":
+    spanax.simulate(8)
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 import jax  # noqa: E402

@@ -98,6 +98,7 @@ def test_so_does_one_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(Peer, "end", lambda _: None)
     monkeypatch.setattr(gpu, "accelerator", lambda: "NVIDIA H200")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
     first = made(gpu.HAND, gpu.OURS, gpu.TORCH)
     scanned = made("hand-written JAX, scanned", "another")[::-1]  # another reference: nothing is held beside it
     scanned[0].name, scanned[1].name = "hand-written JAX, scanned", "spanax, scanned"

@@ -253,10 +253,9 @@ def prepare_devices(num_simulated: int) -> None:
     """Set how many CPU devices JAX simulates when its backend starts; without effect afterwards."""
     import jax
 
-    try:
-        jax.config.update("jax_num_cpu_devices", num_simulated)
-    except RuntimeError:
-        return  # JAX has started: it has the devices that it has, and the caller counts them
+    if _has_backend():
+        return  # it has the devices that it has, and the caller counts them
+    jax.config.update("jax_num_cpu_devices", num_simulated)
     threads = THREADS_PER_DEVICE * num_simulated
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if threads > (cores or 1):  # XLA has a thread per core by default
