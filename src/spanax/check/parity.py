@@ -18,6 +18,7 @@ from spanax.run.run import Run, start
 from spanax.run.state import placed
 from spanax.run.step.rows import rows_of
 from spanax.trace.gradients import PREFIX
+from spanax.trace.meshes import on_host
 from spanax.trace.policies import GATHERED
 from spanax.trace.program import Program
 
@@ -147,7 +148,7 @@ def parity(
     batches = [made_up(program, seed + at) if batch is None else batch(at) for at in range(steps)]
     planned, recorded, alike = _recorded(as_planned(program, plan), plan)
     alone = start(recorded, _alone(recorded, plan), seed=seed, devices=devices and devices[:1])
-    born = [_copied(array) for array in alone.state]
+    born = [on_host(array) for array in alone.state]
     expected = _taken(alone, batches)
     dtype = coarsest_dtype(recorded)
     noisy = []
@@ -258,13 +259,6 @@ def _placed(run: Run, plan: Plan, state: Sequence[Any]) -> list[jax.Array]:
     places = plan.leaves if rows is None else rows.shown_as
     arrays = [placed(array, place.sharding(run.mesh)) for array, place in zip(state, places, strict=True)]
     return arrays if rows is None else rows.kept(arrays)
-
-
-def _copied(array: jax.Array) -> Any:
-    """A copy that a step cannot donate: on the host, but for keys, whose type NumPy lacks."""
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=jax.random.key_impl(array))
-    return np.asarray(array)
 
 
 def _numbers(array: Any) -> np.ndarray:

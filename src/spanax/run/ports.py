@@ -23,14 +23,14 @@ def open_ports() -> list[str]:
       True
     """
     sockets = set(_sockets())
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):  # a system without /proc, or without IPv6
             for line in Path("/proc/net", table).read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == LISTEN and fields[9] in sockets:
-                    found.add(_address(fields[1]))
-    return sorted(found)
+                    addresses.add(_address(fields[1]))
+    return sorted(addresses)
 
 
 def is_public(address: str) -> bool:

@@ -83,15 +83,15 @@ def check_same_model(
             _, leaves, meta = manifest.read_meta(folder)
         except (OSError, ValueError):
             return  # damaged: what restores it says so, and takes another one
-        found = compared(program, leaves, meta)
-        if found.unknown:
-            warn(f"the model code is not compared with that of step {step}, its arrays are: {found.unknown}")
-        if not found.differences or accepts:
+        comparison = compared(program, leaves, meta)
+        if comparison.unknown:
+            warn(f"the model code is not compared with that of step {step}, its arrays are: {comparison.unknown}")
+        if not comparison.differences or accepts:
             return
         if as_before is not None and not compared(as_before(), leaves, meta).differences:
             return
         raise ConfigError(
-            f"the model is not the one that saved step {step}: {'; '.join(found.differences)}.",
+            f"the model is not the one that saved step {step}: {'; '.join(comparison.differences)}.",
             where=f"'{steps.outer}'",
             fix="the code that the run was started with, another --out, or --accept-changed-model to go on with this",
         )

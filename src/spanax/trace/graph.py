@@ -118,14 +118,22 @@ def scan_counts(graph: Graph, op: Op) -> tuple[int, int]:
     Read off the ranks: the parameters that count them differ by JAX version.
     """
     (body,) = op.bodies
-    num_scanned = sum(
-        len(graph.shape(outer)) > len(graph.shape(inner)) for outer, inner in zip(op.inputs, body.inputs, strict=True)
-    )
-    num_carried = sum(
-        len(graph.shape(outer)) == len(graph.shape(inner))
-        for outer, inner in zip(op.outputs, body.outputs, strict=True)
-    )
-    return len(op.inputs) - num_scanned - num_carried, num_carried
+    ranks = lambda values: [len(graph.shape(value)) for value in values]  # noqa: E731
+    return counts_by_rank(ranks(op.inputs), ranks(body.inputs), ranks(op.outputs), ranks(body.outputs))
+
+
+def counts_by_rank(
+    ins: Sequence[int], body_ins: Sequence[int], outs: Sequence[int], body_outs: Sequence[int]
+) -> tuple[int, int]:
+    """As `scan_counts`, from the number of dims of every value outside and inside of the body.
+
+    Example:
+      >>> counts_by_rank([2, 1, 2], [2, 1, 1], [1, 1], [1, 0])
+      (1, 1)
+    """
+    num_scanned = sum(outer > inner for outer, inner in zip(ins, body_ins, strict=True))
+    num_carried = sum(outer == inner for outer, inner in zip(outs, body_outs, strict=True))
+    return len(ins) - num_scanned - num_carried, num_carried
 
 
 def _scan_wires(graph: Graph, op: Op) -> Wires:

@@ -230,8 +230,11 @@ def is_typed(array: jax.Array) -> bool:
 
 def off_mesh(value: Any) -> Any:
     """A concrete array that is on a mesh with Explicit axes, on the host."""
-    if not isinstance(value, jax.Array) or not is_typed(value):
-        return value
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-    return np.asarray(value)
+    return on_host(value) if isinstance(value, jax.Array) and is_typed(value) else value
+
+
+def on_host(array: jax.Array) -> Any:
+    """The numbers of an array as a NumPy array; keys, whose type NumPy lacks, as an array of their own."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    return np.asarray(array)

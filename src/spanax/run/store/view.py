@@ -75,7 +75,7 @@ def describe(directory: Place) -> list[Saved]:
       >>> describe("no/such/folder")
       []
     """
-    return [one for one in look(directory) if manifest.step_of(one.folder) is not None]
+    return [saved for saved in look(directory) if manifest.step_of(saved.folder) is not None]
 
 
 def verify(directory: Place) -> list[str]:
@@ -90,7 +90,7 @@ def verify(directory: Place) -> list[str]:
 
 def differences(directory: Place, steps: list[Saved]) -> list[str]:
     """What `verify` returns for the steps that `look` returned."""
-    lines = [f"step {one.folder}: {problem}" for one in steps for problem in one.problems]
+    lines = [f"step {saved.folder}: {problem}" for saved in steps for problem in saved.problems]
     return lines if steps else [f"{directory}: no checkpoint here"]
 
 
@@ -104,19 +104,19 @@ def problems(folder: Folder) -> list[str] | None:
 def look(directory: Place) -> list[Saved]:
     """Every entry with the name of a step or of a temporary, as it is now, newest last."""
     for _ in range(MOST_ROUNDS):
-        found: dict[str, Saved] = {}
+        by_folder: dict[str, Saved] = {}
         num_gone = 0
         for path in _listed(directory):
             # A save that has ended since it was listed has its plain number now.
             for folder in dict.fromkeys((path, path.outer.inner(path.path.with_suffix("").name))):
-                if folder.name not in found and (one := _seen(folder)) is not None:
-                    found[folder.name] = one
+                if folder.name not in by_folder and (saved := _seen(folder)) is not None:
+                    by_folder[folder.name] = saved
                     break
             else:
                 num_gone += 1
-        if not num_gone or any(one.state in ("good", "bad") for one in found.values()):
+        if not num_gone or any(saved.state in ("good", "bad") for saved in by_folder.values()):
             break
-    return sorted(found.values(), key=lambda one: (one.step, len(one.folder), one.folder))
+    return sorted(by_folder.values(), key=lambda saved: (saved.step, len(saved.folder), saved.folder))
 
 
 def _listed(directory: Place) -> list[Folder]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from spanax.trace.accumulation.dependence import SAME, SUMMARIES, Dependence, Kind, first_mixed, joined, mixed, rows
 from spanax.trace.accumulation.rules import RANDOM, Equation, is_zero, results
-from spanax.trace.graph import CALLED, opened, remat_of
+from spanax.trace.graph import CALLED, counts_by_rank, opened, remat_of
 from spanax.trace.lines import Line, Lines
 
 CALLS = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "composite"}
@@ -188,13 +188,12 @@ def bodies_of(line: Line) -> list[Any]:
 
 
 def counts(lines: Lines, line: Line) -> tuple[int, int]:
-    """How many constants and how many carried values a scan has, by the ranks outside and inside of its body."""
+    """How many constants and how many carried values a scan has."""
     body, _ = opened(bodies_of(line)[0])
-    ins = zip(line.ins, body.invars, strict=True)
-    num_scanned = sum(len(lines.shape(outer)) > len(np.shape(inner.aval)) for outer, inner in ins)
-    outs = zip(line.outs, body.outvars, strict=True)
-    num_carried = sum(len(lines.shape(outer)) == len(np.shape(inner.aval)) for outer, inner in outs)
-    return len(line.ins) - num_scanned - num_carried, num_carried
+    outside = ([len(lines.shape(value)) for value in values] for values in (line.ins, line.outs))
+    inside = ([np.ndim(var.aval) for var in variables] for variables in (body.invars, body.outvars))
+    (ins, outs), (body_ins, body_outs) = outside, inside
+    return counts_by_rank(ins, body_ins, outs, body_outs)
 
 
 def draws(full: Lines, small: Lines, line: Line) -> bool:
