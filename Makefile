@@ -13,11 +13,15 @@ PINNED = -c constraints/$$($(BIN)/python -c 'import sys; print("py311" if sys.ve
 # The tests left of the Plan: they must pass on a machine where JAX can start no backend.
 PLANNING := $(wildcard tests/test_house.py tests/test_errors.py tests/test_api.py tests/test_docs.py tests/test_dist.py tests/trace tests/hardware)
 
-.PHONY: help install train test check golden slow browser bench bench-peers lint types doctest docs dist clean
+# The digests of tests/frozen: behavior that a refactoring must leave as it is.
+FROZEN := $(PYTEST) -n 2 --dist worksteal -o faulthandler_timeout=0 -m 'slow or not slow' tests/frozen
+
+.PHONY: help install train test check golden freeze frozen slow browser bench bench-peers lint types doctest docs dist clean
 
 help:
 	@echo 'make train   train a small GPT on this machine (ARGS="--steps 50" are passed on)'
 	@echo 'make test    everything a change must pass; make check: the part of it that takes under two minutes'
+	@echo 'make frozen  compare programs, plans, prices and texts with the golden digests; make freeze writes them'
 	@echo 'make slow    the long campaigns'
 	@echo 'make bench   Spanax beside its peers on this machine; make bench-peers installs PyTorch and transformers for it'
 	@echo 'make browser the tests of pages in a browser'
@@ -49,6 +53,12 @@ golden: $(STAMP)
 	SPANAX_GOLDEN=update $(PYTEST) $(shell grep -rl --include='test_*.py' SPANAX_GOLDEN tests) $(ARGS)
 	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/check/test_frozen.py
 	SPANAX_GOLDEN=update $(PYTEST) -m slow tests/byo -k every_preset
+
+freeze: $(STAMP)
+	SPANAX_GOLDEN=update $(FROZEN) $(ARGS)
+
+frozen: $(STAMP)
+	$(FROZEN) $(ARGS)
 
 slow: $(STAMP)
 	$(PYTEST) -m slow -o faulthandler_timeout=0 $(ARGS)

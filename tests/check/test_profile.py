@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import spanax
 from spanax import cli
 from spanax.check.profile import (
     DEVICE_PLANE,
@@ -26,22 +27,25 @@ from spanax.run.profile import INPUT, PROGRAM, STEP, WINDOW
 from spanax.show.profiling import profile_event
 
 MINE = """
-import sys, threading, time
+import itertools, threading, time
 import jax, numpy as np, spanax
 from flax import nnx
 
-def is_awaited():
-    # Whether the main thread waits for a batch, or runs this itself.
-    frame, main = None, threading.main_thread()
-    if threading.current_thread() is not main:
-        frame = sys._current_frames()[main.ident]
-        while frame and frame.f_code is not spanax.Batches.__next__.__code__:
-            frame = frame.f_back
-    return frame or threading.current_thread() is main
+requests, take = [], spanax.Batches.__next__
+
+def counted(batches):
+    requests.append(batches)
+    return take(batches)
+
+spanax.Batches.__next__ = counted
+
+def is_awaited(index):
+    # Whether the main thread waits for this batch, or runs this itself.
+    return len(requests) > index or threading.current_thread() is threading.main_thread()
 
 def rows():
-    while True:
-        while {wait} and not is_awaited():
+    for index in itertools.count():
+        while {wait} and index < 6 and not is_awaited(index):
             time.sleep(0.01)
         time.sleep({wait})
         yield {{"x": np.ones((16, 64), "float32")}}
@@ -53,6 +57,12 @@ mine = spanax.Workload(
     source=rows(),
 )
 """
+
+
+@pytest.fixture(autouse=True)
+def batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores `Batches.__next__`, which the workload replaces."""
+    monkeypatch.setattr(spanax.Batches, "__next__", spanax.Batches.__next__)
 
 
 def train(folder: Path, wait: float = 0.0, steps: str = "3:5") -> Path:

@@ -1,0 +1,61 @@
+"""Frozen output of the command line: text and JSON of the verbs that need no devices, as digests."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from frozen.digests import digest
+from spanax import cli
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "frozen" / "cli.json"
+
+DURATION = re.compile(r"(?:priced in|after|checked in) [\d.]+ s|\"(?:search_|trace_)?seconds\": [\d.e-]+")
+
+VERSION = ".".join(jax.__version__.split(".")[:2])
+"""Of JAX: what a lowered program moves may differ between versions."""
+
+PLANS = ["gpt-nano --on h100:2x8", "moe-nano --on v5e:4x4", "llama3-8b --on h100:8x8", "resnet50 --on a100-80gb:8"]
+
+COMMANDS = [
+    *(f"plan {plan}{json}" for plan in PLANS for json in ("", " --json")),
+    *(f"axes {plan.split()[0]}{json}" for plan in PLANS for json in ("", " --json")),
+    *(f"check gpt-nano --on v5e:4x4 --level 1 --layout fsdp+tensor{json}" for json in ("", " --json")),
+    "plan gpt-nano --on h100:8 --explain embed",
+    "plan llama3-8b --on h100:8 --max batch",
+    "plan llama3-8b --on h100:8 --min devices",
+    "plan llama3-8b --on h100:32 --tokens 300e9 --budget-hours 500",
+    "plan gpt-nano --on h100:8 --layout fsdp --diff data",
+    "export-rules gpt-nano --mesh fsdp=4,model=2",
+    "export-rules gpt-nano --mesh fsdp=4,model=2 --json",
+    *(f"{verb} --help" for verb in cli.COMMANDS),
+]
+
+
+def output(capsys: pytest.CaptureFixture[str], command: str) -> str:
+    try:
+        code: object = cli.main(command.split()) or 0
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    return DURATION.sub("TIME", f"{code}\n{captured.out}\n{captured.err}")
+
+
+@pytest.mark.slow
+def test_output_is_frozen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    texts = {command: output(capsys, command) for command in COMMANDS}
+    if folder := os.environ.get("SPANAX_FROZEN_TEXTS"):
+        for command, text in texts.items():
+            path = Path(folder, "cli", command.replace("/", "_"))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    digests = {command: digest(text) for command, text in texts.items()}
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if os.environ.get("SPANAX_GOLDEN") == "update":
+        GOLDEN.write_text(json.dumps(golden | {VERSION: digests}, indent=0, sort_keys=True) + "\n")
+        return
+    assert digests == golden[VERSION]
