@@ -54,6 +54,12 @@ def keys_of_examples(w: Any, batch: Any) -> Any:
     return jnp.square((batch["x"] + noise) @ w).mean()
 
 
+def keys_of_members(w: Any, batch: Any) -> Any:
+    """An ensemble: each member has its own key, and all of them see the same examples."""
+    noise = jax.vmap(lambda key: jax.random.normal(key, batch["x"].shape))(jax.random.split(KEY, 3))
+    return jnp.square((batch["x"] + noise) @ w).mean()
+
+
 def one_by_one(w: Any, batch: Any) -> Any:
     return jax.lax.map(lambda x: jnp.square(x @ w).mean(), batch["x"]).mean()
 
@@ -90,8 +96,8 @@ def constant(w: Any, batch: Any) -> Any:
 
 
 LOSSES: tuple[Callable[[Any, Any], Any], ...] = (
-    noise_in_a_loop, noise_in_a_remat, noise_in_a_branch, noise_in_a_while, keys_of_examples, one_by_one, balance,
-    counted, positions, sorted_rewards, reversed_in_time, constant,
+    noise_in_a_loop, noise_in_a_remat, noise_in_a_branch, noise_in_a_while, keys_of_examples, keys_of_members,
+    one_by_one, balance, counted, positions, sorted_rewards, reversed_in_time, constant,
 )  # fmt: skip
 
 

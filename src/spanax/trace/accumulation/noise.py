@@ -1,6 +1,7 @@
 """Noise: the rows that a microbatch takes of what is drawn for the whole batch."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -38,21 +39,31 @@ def drawn(line: Line, ins: list[Any], places: list[tuple[int, int] | None], inde
       count: the number of microbatches.
     """
     (place, *_), params = places, line.eqn.params
-    if line.name == "random_bits" and place is not None and _is_counted(ins[0], params):
-        return [_bits(ins[0], params["shape"], params["bit_width"], *place, index, count)]
+    if line.name == "random_bits" and place is not None and _is_counted(ins[0], params, place[0]):
+        dim, inner = place
+        num_key_dims = jnp.ndim(ins[0])
+        draw = partial(
+            _bits, shape=params["shape"], bit_width=params["bit_width"], dim=dim - num_key_dims, inner=inner,
+            index=index, count=count,
+        )  # fmt: skip
+        for _ in range(num_key_dims):
+            draw = jax.vmap(draw)
+        return [draw(ins[0])]
     outs = bind(line.eqn, ins, dict(params))
     pairs = zip(outs, places, strict=True)
     return [out if place is None else rows_of(out, *place, index, count) for out, place in pairs]
 
 
-def _is_counted(key: Any, params: dict[str, Any]) -> bool:
-    """Whether each number is a function of the key and of its own position alone."""
-    is_threefry = jax.random.key_impl(key) == "threefry2x32" and jax.config.jax_threefry_partitionable
+def _is_counted(keys: Any, params: dict[str, Any], dim: int) -> bool:
+    """Whether each number depends only on its key and its position, with the examples along a dim of the numbers."""
+    if dim < jnp.ndim(keys):
+        return False
+    is_threefry = jax.random.key_impl(keys) == "threefry2x32" and jax.config.jax_threefry_partitionable
     return bool(is_threefry) and params["bit_width"] in (8, 16, 32) and math.prod(params["shape"]) < 2**32
 
 
 def _bits(key: Any, shape: tuple[int, ...], bit_width: int, dim: int, inner: int, index: Any, count: int) -> Any:
-    """Rows of `jax.random.bits`, without those of other microbatches.
+    """Rows of `jax.random.bits` of one key, without those of other microbatches.
 
     Source: jax, `_threefry_random_bits_partitionable` in jax/_src/prng.py: the counter is the position in the array.
     """
