@@ -381,3 +381,47 @@ def test_an_optimizer_by_a_function_of_the_model() -> None:
     )
     paths = [leaf.path for leaf in made.trace(learning_rate=1.0, num_steps=1).leaves]
     assert "optimizer.opt_state.0.trace.kernel" in paths
+
+
+class Updating(nnx.Optimizer):
+    """Trains what it was created over, given the gradients of the model."""
+
+    def update(self, model: Any, grads: Any, **kwargs: Any) -> Any:
+        return super().update(model.up, grads["up"], **kwargs)
+
+
+class Held(nnx.Pytree):
+    def __init__(self, model: nnx.Module):
+        self.optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+
+def optimized(part: Callable[[Any], Any], kind: Any = nnx.Optimizer, wrt: Any = nnx.Param) -> Any:
+    return lambda model: kind(part(model), optax.adam(0.1), wrt=wrt)
+
+
+@pytest.mark.parametrize(
+    ("message", "optimizer"),
+    [
+        ("other parameters than its `wrt` selects", optimized(lambda model: model.up)),
+        ("other parameters than its `wrt` selects", optimized(lambda model: linear(nnx.Rngs(0)))),
+        ("ModelAndOptimizer, which a step around a `loss`", optimized(lambda model: model, nnx.ModelAndOptimizer)),
+        ("dict, which a step around a `loss`", lambda model: {"one": optimized(lambda model: model)(model)}),
+        ("Held, which a step around a `loss`", Held),
+    ],
+)
+def test_an_optimizer_that_a_step_around_a_loss_cannot_update(message: str, optimizer: Any) -> None:
+    assert "train_step= in place of loss=" in refused(message, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optimized(lambda model: model.up, Updating),
+        optimized(lambda model: model, wrt=nnx.All(nnx.Param, nnx.PathContains("up"))),
+    ],
+)
+def test_an_optimizer_of_a_part_trains_that_part(optimizer: Any) -> None:
+    assert {path for path in written_anew(trace(optimizer=optimizer)) if "optimizer" not in path} == {
+        "up.bias",
+        "up.kernel",
+    }

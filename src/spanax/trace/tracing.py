@@ -20,6 +20,7 @@ from spanax.trace.grown import grown
 from spanax.trace.initial import Eager, Initial, initial
 from spanax.trace.meshes import UserMesh, outside_meshes
 from spanax.trace.microbatches import Microbatches, microbatches_of
+from spanax.trace.optimizers import of_loss
 from spanax.trace.policies import AS_WRITTEN, EXACT, GATHERED
 from spanax.trace.program import Program, with_axes
 from spanax.trace.pure_loss import with_extra
@@ -115,7 +116,7 @@ def _trace(
     mesh = UserMesh.of(typed)
     check_optimizer(optimizer)
     source: Any = Eager(build) if eager_build and not isinstance(build, Eager) else build
-    variables, init = initial(source, optimizer, mesh)
+    variables, init = initial(source, optimizer if loss is None else of_loss(optimizer), mesh)
     # A user's step may write to hijax Variables inside of `jax.grad`; the step that is made around a loss does not.
     variables = replace(variables, is_hijax=train_step is not None and wants_hijax())
     state, batch, mesh = variables.abstract(), mesh.untyped(typed), mesh.with_state(variables.leaves)
