@@ -200,6 +200,28 @@ def test_ctrl_c_is_told_in_one_line(when: str, tmp_path: Path, in_front: None) -
     assert (process.returncode, said) == (130, "spanax: interrupted\n")
 
 
+AT_ITS_END = {
+    "waiting for a thread": (
+        "import threading\n"
+        "again = lambda: (time.sleep(1), os.kill(os.getpid(), signal.SIGINT), time.sleep(600))\n"
+        "threading.Thread(target=again).start()\n"
+    ),
+    "in a function that is called at exit": "import atexit\natexit.register(os.kill, os.getpid(), signal.SIGINT)\n",
+    "when modules are cleared": (
+        "class Last:\n    def __del__(self, kill=os.kill):\n        kill(os.getpid(), signal.SIGINT)\nlast = Last()\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("when", AT_ITS_END)
+def test_ctrl_c_again_changes_no_exit_code(when: str, tmp_path: Path, in_front: None) -> None:
+    first = "def workload():\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(600)\n"
+    (tmp_path / "mine.py").write_text(f"{BEGIN}{AT_ITS_END[when]}{first}")
+    argv = [*PYTHON, "axes", "mine.py:workload"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (130, "spanax: interrupted\n")
+
+
 def test_who_ignores_ctrl_c_goes_on_ignoring_it(tmp_path: Path) -> None:
     """As a shell asks of what runs in its background."""
     (tmp_path / "mine.py").write_text(f"{BEGIN}os.kill(os.getpid(), signal.SIGINT)\n{READY}raise SystemExit(3)\n")

@@ -1,5 +1,6 @@
 """Where the command line begins: `spanax` and `python -m spanax`."""
 
+import atexit
 import gc
 import os
 import signal
@@ -14,6 +15,8 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable
+        # Registered first, so called last: Python then gives SIGINT back to the system, which would end it by signal.
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     # A start makes a million objects that stay; as often as by default (700), they are gone through for 0.3 s of it.
     gc.set_threshold(10_000, *gc.get_threshold()[1:])
     from spanax.cli import main as carry_out
