@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -109,7 +110,7 @@ class Session:
         os.write(self.terminal, json.dumps(asked).encode() + b"\n")
         output = b""
         while not (ended := re.search(rb"EXIT (\d+)\r\n", output)):
-            if then and not resized.exists() and b"ETA" in output:
+            if then and not resized.exists() and b"0/?" in output:
                 resize(self.terminal, then)
                 resized.touch()
             assert select.select([self.terminal], [], [], HANG_SECONDS)[0], f"no output: {output[-4000:].decode()}"
@@ -143,7 +144,43 @@ def lines(output: str) -> list[str]:
 
 def live(output: str) -> list[str]:
     """The lines of a progress bar."""
-    return [line for line in lines(output) if "ETA" in line]
+    return [line for line in lines(output) if re.match(r" *\d+/(\d+|\?) ", line)]
+
+
+def read_to_end(terminal: int) -> str:
+    output = b""
+    try:
+        while part := os.read(terminal, 1 << 16):
+            output += part
+    except OSError:  # what Linux raises when the other side has closed
+        pass
+    return output.decode()
+
+
+STEP = {
+    "event": "step", "step": 15, "loss": 2.4512345, "tokens_per_second": 123456.0, "step_seconds": 0.0312,
+    "data_wait_seconds": 0.01, "learning_rate": 3e-4, "accuracy": 0.62512, "perplexity": 11.6, "aux_loss": 0.013,
+}  # fmt: skip
+NUMBERS = [
+    "15/20000", "loss 2.4512", "0:00:00 ETA --:--", "123 k tokens/s", "learning_rate 0.0003", "accuracy 0.6251",
+    "perplexity 11.6", "aux_loss 0.013", "0.031 s", "data wait 0.0 s",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("columns, num_shown", [(20, 1), (40, 2), (60, 3), (80, 4), (100, 5), (120, 6), (200, 10)])
+def test_a_progress_bar_leaves_out_whole_numbers(columns: int, num_shown: int) -> None:
+    terminal, theirs = pty.openpty()
+    resize(terminal, columns)
+    start = {"event": "start", "step": 0, "steps": 20000, "workload": "", "parameters": 1, "layout": "", "mesh": {}}
+    with ThreadPoolExecutor(1) as pool:
+        output = pool.submit(read_to_end, terminal)
+        with os.fdopen(theirs, "w") as stream, reporter(as_json=False, stream=stream) as emit:
+            emit(start | {"why": "", "state_bytes_per_device": 1, "out": ""})
+            emit(STEP)
+    bar = live(output.result())[-1]
+    os.close(terminal)
+    shown = [part for part in re.split(r"  +", re.sub("[━╸╺]", " ", bar).strip()) if part]
+    assert shown == NUMBERS[:num_shown] + ["…"] * (num_shown < len(NUMBERS)) and len(bar) <= columns
 
 
 def test_standard_error_in_a_file_stays_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def line(event: Event) -> str:
         return str(Loaded(event["source"], *lists))
     if kind == "step":
         return (
-            f"step {event['step']}  loss {event.get('loss', float('nan')):.4f}{metrics_text(event)}  "
+            f"step {event['step']}  {_loss_text(event)}{metrics_text(event)}  "
             f"{rate_text(event)}  {event['step_seconds']:.3f} s"
         )
     if kind == "eval":
@@ -108,6 +108,10 @@ def _printable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_printable(item) for item in value]
     return printable(value) if isinstance(value, str) else value
+
+
+def _loss_text(event: Event) -> str:
+    return f"loss {event.get('loss', float('nan')):.4f}"
 
 
 def metrics_text(event: Event) -> str:
@@ -157,38 +161,29 @@ def _print_line(event: Event, stream: TextIO) -> None:
 
 @contextmanager
 def _bar(console: "Console") -> Iterator[Emit]:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import MofNCompleteColumn, Progress
     from rich.table import Column
 
-    # The bar and the numbers share the free columns: on a narrow terminal both shrink, and neither wraps.
-    columns = (
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        BarColumn(bar_width=None, table_column=Column(ratio=1)),
-        TimeElapsedColumn(table_column=Column(no_wrap=True)),
-        TextColumn("ETA"),
-        TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True)),
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=6, no_wrap=True)),
-    )
+    from spanax.show.numbers import Numbers
+
+    columns = MofNCompleteColumn(table_column=Column(no_wrap=True)), Numbers()
     # Rich would print on the terminal what is written to a standard error that is a file.
     with Progress(*columns, console=console, expand=True, redirect_stderr=sys.stderr.isatty()) as progress:
         # A task has no total until the `start` event: each column must render one without.
-        task = progress.add_task("compiling", total=None)
+        task = progress.add_task("", total=None, numbers=["compiling"])
 
         def emit(event: Event) -> None:
             if event["event"] == "start":
                 progress.update(task, total=event["steps"], completed=event["step"])
             if event["event"] == "step":
-                wait = f"data wait {event['data_wait_seconds']:.1f} s"
-                text = line(event).partition("  ")[2] + f"  {wait}"
-                progress.update(task, completed=event["step"], description=text)
+                progress.update(task, completed=event["step"], numbers=_step_numbers(_printable(event)))
             elif text := line(event):
                 progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
         yield emit
+
+
+def _step_numbers(event: Event) -> list[str]:
+    """What a progress bar shows of a step, the most important first."""
+    wait, metrics = f"data wait {event['data_wait_seconds']:.1f} s", metrics_text(event).split("  ")[1:]
+    return [_loss_text(event), rate_text(event), *metrics, f"{event['step_seconds']:.3f} s", wait]
