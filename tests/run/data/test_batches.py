@@ -508,6 +508,71 @@ def test_closed_batches_say_so(text: Path, opened: Callable[..., Batches]) -> No
     next(found)
 
 
+class Threaded:
+    """A loader whose iterators own a thread; it ends when they are closed."""
+
+    threads: list[threading.Thread]
+
+    def __init__(self) -> None:
+        self.threads = []
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        stop = threading.Event()
+        self.threads.append(threading.Thread(target=stop.wait, daemon=True))
+        self.threads[-1].start()
+        try:
+            for k in range(6):
+                yield image_batch(k)
+        finally:
+            stop.set()
+            self.threads[-1].join()
+
+    def num_alive(self) -> int:
+        return sum(thread.is_alive() for thread in self.threads)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_closing_closes_the_loader(prefetch: int) -> None:
+    loader = Threaded()
+    found = batches(loader, IMAGE_PLAN, prefetch=prefetch)
+    take(found, 3)
+    state = found.state()
+    found.close()
+    assert loader.num_alive() == 0
+    found.restore(state)  # it is read again, up to where it was
+    assert values(next(found)) == values(image_batch(3)) and loader.num_alive() == 1
+    found.restore(state)
+    assert values(next(found)) == values(image_batch(3)) and loader.num_alive() == 1
+    del found
+    gc.collect()
+    assert loader.num_alive() == 0
+
+
+def test_an_iterator_that_was_passed_stays_open(opened: Callable[..., Batches]) -> None:
+    loader = Threaded()
+    elements = iter(loader)
+    found = opened(elements, IMAGE_PLAN, prefetch=0)
+    next(found)
+    found.close()
+    assert loader.num_alive() == 1 and next(elements)["label"] == image_batch(1)["label"]
+    elements.close()  # type: ignore[attr-defined]
+
+
+def test_closing_does_not_wait_for_a_loader_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def stuck() -> Iterator[dict[str, Any]]:
+        yield image_batch(0)
+        go_on.wait()
+        yield image_batch(1)
+
+    monkeypatch.setattr("spanax.run.data.batches.CLOSE_SECONDS", 0.01)
+    found = batches(stuck, IMAGE_PLAN, prefetch=2)
+    next(found)
+    found.close()
+    go_on.set()
+
+
 def test_importing_starts_no_backend_and_no_grain() -> None:
     code = "import sys, spanax.run.data.batches; print(sorted({'jax', 'grain', 'tokenizers'} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

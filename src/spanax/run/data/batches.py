@@ -228,13 +228,14 @@ class Batches:
         if index == self._next_index and self._error is None:
             self.skipped = frozenset(state.get("skipped", ()))
             return
-        self.close()
+        self._finalizer.detach()
+        self._feed.close()
         self._go_to(index, state)
         self._error = None
         self._open_feed()
 
     def close(self) -> None:
-        """Stops reading ahead and lets go of the batches made ready."""
+        """Stops reading ahead, lets go of the batches made ready, and closes the iterator of a loader."""
         self._finalizer()
         self._error = self._error or SpanaxError("these batches are closed.", where=self.source, fix="restore(state)")
 
@@ -261,7 +262,7 @@ class Batches:
     def _open_feed(self) -> None:
         # The feed does not know this object: dropping the last name for it ends the thread as well.
         self._feed = _Feed(partial(_produce, self._source, self._place), self._next_index, self._prefetch)
-        self._finalizer = weakref.finalize(self, self._feed.close)
+        self._finalizer = weakref.finalize(self, _close, self._feed, self._source)
 
     def __repr__(self) -> str:
         return f"Batches({self.source}, {self._order}, next {self._next_index})"
@@ -288,12 +289,14 @@ class _Feed:
             raise error
         return item
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Ends the thread; whether nothing is being made any more."""
         self._stop.set()
         self._slots.release()
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_SECONDS)
         self._ready = SimpleQueue()
+        return not (self._thread and self._thread.is_alive())
 
     def _work(self) -> None:
         for index in self._indices:
@@ -308,6 +311,11 @@ class _Feed:
             self._ready.put((item, error))
             if item is None:
                 return
+
+
+def _close(feed: _Feed, source: Source) -> None:
+    if feed.close():  # a loader that does not return cannot be closed
+        source.close()
 
 
 def _produce(source: Source, place: Callable[[Leaves], Any], index: int) -> tuple[Any, Any] | None:

@@ -83,7 +83,8 @@ class Source:
     """What batches are read from: `read(index)` gives the leaves of a batch, None after the last batch.
 
     `like` is nested as a batch is. `mark()` is what the source itself needs to go on from where it was read to;
-    `seek(index, mark)` goes there. `shares` is empty where nobody knows how many examples there are.
+    `seek(index, mark)` goes there, also after `close()`. `shares` is empty where nobody knows how many examples there
+    are.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Source:
     tokens: "Tokens | None" = None
     mark: Callable[[], Any] = lambda: None
     seek: Callable[[int, Any], None] = lambda index, mark: None
+    close: Callable[[], None] = lambda: None
     shares: tuple[Share, ...] = ()
 
 

@@ -105,7 +105,7 @@ def element_source(
     like = nested(first, dict.fromkeys(flat(first)))
     if not loader:
         return Source(name, like, read, num_batches, shares=shares)
-    return Source(name, like, read, mark=loader.mark, seek=loader.seek)
+    return Source(name, like, read, mark=loader.mark, seek=loader.seek, close=loader.close)
 
 
 def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np.ndarray, least: int) -> Examples:
@@ -178,8 +178,8 @@ class Loader:
 
     def __init__(self, source: Any, epochs: int | None, drop_remainder: bool = True):
         self._open = partial(iter, source) if isinstance(source, Iterable) else source
-        self._items = iter(self._open())
-        self._once = self._items is source
+        self._items: Any = iter(self._open())
+        self._is_closed, self._once = False, self._items is source
         if self._once and epochs is not None and epochs > 1:
             raise SpanaxError(
                 f"an iterator is read only once; epochs={epochs} reads it again.",
@@ -213,6 +213,8 @@ class Loader:
         Raises:
           DataError: it is behind, and the iterator cannot be started again.
         """
+        if self._is_closed:
+            self._start(0)
         if mark is not None and hasattr(self._items, "set_state"):
             if not isinstance(mark, dict) or mark.keys() != {"epoch", "iterator"}:
                 mark = {"epoch": 0, "iterator": mark}  # saved before positions counted epochs
@@ -224,13 +226,28 @@ class Loader:
                     f"batch {index} is gone: an iterator is read only once, and was read to batch {self._index}.",
                     fix="a function that returns a new iterator",
                 )
-            self._items, self._epoch, self._index, self.held = iter(self._open()), 0, 0, END
+            self._start(0)
+
+    def close(self) -> None:
+        """Closes the iterator, and with it the threads and processes that it started; one that was passed stays open.
+
+        A generator runs its `finally`. Without a `close` it ends when it is garbage collected.
+        """
+        if not self._once and hasattr(self._items, "close"):
+            self._items.close()
+            self._is_closed = True
+
+    def _start(self, epoch: int) -> None:
+        """Reads from the start once more."""
+        self.close()
+        self._items, self._is_closed, self.held = iter(self._open()), False, END
+        self._epoch, self._index = epoch, self._index if epoch else 0
 
     def _element(self) -> Any:
         element, self.held = self.held, END
         element = next(self._items, END) if element is END else element
         if element is END and not self._once and (self._epochs is None or self._epoch + 1 < self._epochs):
-            self._items, self._epoch = iter(self._open()), self._epoch + 1
+            self._start(self._epoch + 1)
             element = next(self._items, END)
         return element
 
