@@ -215,6 +215,29 @@ def test_a_library_program_joins_its_group() -> None:
     assert {one.rpartition(":")[0] for both in listens for one in both} == {"127.0.0.1"}, listens
 
 
+SLOW = """
+import time
+import jax
+delays = [40]
+def delay(event, seconds, **given):
+    if "backend_compile" in event and delays:
+        time.sleep(delays.pop())
+jax.monitoring.register_event_duration_secs_listener(delay)
+"""
+
+
+@pytest.mark.slow
+def test_processes_wait_for_one_that_compiles_longer_than_gloo_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"SPANAX_COORDINATOR": f"127.0.0.1:{free.getsockname()[1]}", "SPANAX_NUM_HOSTS": "2"}
+    processes = [started(group | {"SPANAX_HOST": "0"}, "local")]
+    monkeypatch.setattr(sys.modules[__name__], "SCRIPT", SLOW + SCRIPT)
+    processes.append(started(group | {"SPANAX_HOST": "1"}, "local"))
+    texts = [process.communicate(timeout=400) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], texts
+
+
 def test_a_network_interface_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax._src import distributed, xla_bridge
 

@@ -30,6 +30,7 @@ from spanax.run.step.replayed import replayed
 from spanax.run.step.rows import Rows, rows_of
 from spanax.run.step.several import several
 from spanax.run.store import checkpoint
+from spanax.run.together import compiled_together
 from spanax.run.weights import Loaded, load
 from spanax.trace.meshes import methods_outside_meshes, outside_meshes
 from spanax.trace.program import Program
@@ -279,10 +280,11 @@ class Run:
         return [placement.sharding(self.mesh) for placement in self.plan.batch]
 
     def _stepping(self, several: int = 0) -> Any:
-        """What takes a step or, of a list of so many batches, `several`; it is compiled when it is first called."""
+        """What takes a step or, of a list of so many batches, `several`; in a group it is compiled here."""
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:
-            self._compiled[name] = self._jitted(self.program.step, is_step=True, several_steps=several)
+            jitted = self._jitted(self.program.step, is_step=True, several_steps=several)
+            self._compiled[name] = compiled_together(jitted, self._arguments(several), platform_of(self.mesh))
         return self._compiled[name]
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:
@@ -312,7 +314,6 @@ class Run:
         )
         function = partial(replay.body, replay.graph.body)
         dim_of = padded.dim if padded else partial(rows.dim, traced) if rows else lambda value: None
-
         guarded = self._guarded if is_step else None
 
         def step(state: Sequence[Any], batch: Sequence[Any], *limits: Any) -> tuple[list[Any], list[Any]]:
