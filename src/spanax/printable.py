@@ -54,6 +54,11 @@ def to_stderr(line: object) -> None:
     print(f"spanax: {printable(line)}", file=sys.stderr, flush=True)
 
 
+def to_stdout(text: str) -> None:
+    """Write a document on standard output: byte for byte to a pipe or a file, as `printable_lines` on a terminal."""
+    print(printable_lines(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
 def _escaped(text: str) -> str:
     if text.isprintable():
         return text

@@ -5,7 +5,8 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from spanax.launch.commands import launch
 from spanax.launch.kubernetes import KubernetesCommand, manifest
 from spanax.launch.request import TrainRequest
 from spanax.launch.slurm import SlurmCommand, first_failed, script
+from spanax.printable import printable_lines
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -45,6 +47,33 @@ def test_the_rendered_text_is_the_golden_one(name: str, capsys: pytest.CaptureFi
     if os.environ.get("SPANAX_GOLDEN") == "update":
         (GOLDEN / name).write_text(found)
     assert found == (GOLDEN / name).read_text(), "a rendered text changed: `make golden`, then read the diff"
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in nested lists and objects."""
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from texts_in(one)
+    if isinstance(value, str):
+        yield value
+
+
+STEERING = "\x1b[2J\x9b31m\u202e"
+
+
+@pytest.mark.parametrize("name", [name for name in RENDERED if name.startswith("launch_") and "cpu" not in name])
+def test_a_terminal_shows_escapes_and_a_file_has_the_words(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where, *rest = shlex.split(RENDERED[name])
+    command = [where, "--dry-run", *rest, "--data", f"my{STEERING}texts"]
+    assert launch(command) == 0
+    written = capsys.readouterr().out
+    words = yaml.safe_load(written) if name.endswith(".yaml") else shlex.split(written, comments=True)
+    assert f"my{STEERING}texts" in (words if isinstance(words, list) else set(texts_in(words)))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert launch(command) == 0
+    shown = capsys.readouterr().out
+    assert shown == printable_lines(written) and not re.search("[\x1b\x9b\u202e]", shown) and "[2J" in shown
 
 
 @pytest.mark.parametrize("name", [name for name in RENDERED if name.endswith(".sh")])

@@ -18,6 +18,7 @@ from tyro.conf import UseAppendAction
 from spanax.errors import PREEMPTED, SpanaxError
 from spanax.launch.ending import FINAL
 from spanax.launch.request import TrainRequest, count
+from spanax.printable import printable_lines, to_stdout
 
 PORT = 8476
 """The coordinator's, in the pod of the first host."""
@@ -119,7 +120,7 @@ def launch(command: KubernetesCommand, argv: Sequence[str]) -> int:
 
     text = yaml.safe_dump(manifest(command, TrainRequest.of(argv)), sort_keys=False)
     if command.dry_run:
-        print(text, end="")
+        to_stdout(text)
         return 0
     kubectl = shutil.which("kubectl")
     if kubectl is None:
@@ -132,7 +133,7 @@ def launch(command: KubernetesCommand, argv: Sequence[str]) -> int:
     if done.returncode:
         refused = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
         raise SpanaxError("kubectl did not create the JobSet.", where=refused, fix="--dry-run shows the manifest")
-    print(done.stdout.strip())
+    print(printable_lines(done.stdout.strip()))
     return 0
 
 

@@ -23,6 +23,7 @@ from spanax.errors import SpanaxError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import POLL_SECONDS, Limits, Supervisor, as_flags, check
+from spanax.printable import to_stdout
 
 RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
 
@@ -242,7 +243,8 @@ def launch(command: RayCommand, argv: Sequence[str]) -> int:
     is_submitted = command.address.startswith(("http://", "https://"))
     if command.dry_run:
         words = [command.python, "-P", "-m", "spanax", *request.argv(is_again=False)]
-        print(shlex.join(job(command, request)) if is_submitted else f"{hosts} x {one}: {shlex.join(words)}")
+        text = shlex.join(job(command, request)) if is_submitted else f"{hosts} x {one}: {shlex.join(words)}"
+        to_stdout(f"{text}\n")
         return 0
     if is_submitted:
         if shutil.which("ray") is None:

@@ -26,7 +26,7 @@ from spanax.errors import SpanaxError, WriteError
 from spanax.launch.ending import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, as_flags, check
-from spanax.printable import printable_lines
+from spanax.printable import printable_lines, to_stdout
 from spanax.run.record.claim import check_entries
 
 
@@ -113,7 +113,7 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
     request = TrainRequest.of(argv)
     text = script(command, request)
     if command.dry_run:
-        print(text, end="")
+        to_stdout(text)
         return 0
     sbatch = _tool("sbatch")
     place, file = Folder.of(request.folder), request.folder / JOB_SCRIPT
