@@ -1,6 +1,8 @@
 """Readers of a run that saves every step and keeps two: no error, and no damage where there is none."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import fuzzed
+from spanax import cli
+from spanax.check.placed import placed
+from spanax.entries.folder import Folder
+from spanax.entries.names import PLAN
+from spanax.errors import DataError
+from spanax.plan.plan import Plan
 from spanax.run.store import checkpoint, manifest, view
 from spanax.show.checkpoints import show, verify
 from spanax.show.reporting import report, report_text, sections
@@ -51,10 +60,13 @@ def read(live: Path, count: int) -> None:
     states: set[str] = set()
     reached = []
     for number in range(count):
-        if number % 3 == 0:
+        if number % 4 == 0:
             text, problems = show(live, as_json=False)
-        elif number % 3 == 1:
+        elif number % 4 == 1:
             text, problems = verify(live, as_json=True)
+        elif number % 4 == 2:
+            text, problems = placed(live).origin, []
+            assert text.startswith("checkpoint ")
         else:
             found = report(live)
             text, problems = report_text(sections(found)), []
@@ -109,3 +121,69 @@ def test_a_restore_passes_over_a_step_that_goes_meanwhile(tmp_path: Path, monkey
 
     monkeypatch.setattr(manifest, "problems", going)
     assert checkpoint.choose(tmp_path, None, warnings.append).name == "1" and not warnings
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints"])
+def test_inspect_reads_the_newest_step_where_one_goes_meanwhile(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its plan is read, and between its plan and the shardings that it was saved with."""
+    for name, content in fuzzed.template().items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    steps = tmp_path / "checkpoints"
+    for name in ("4", "5.new0"):
+        shutil.copytree(steps / "2", steps / name)
+        manifest.write(steps / name)
+    of_run, moments = Plan.of_run, iter((False, True))
+
+    def moving(folder: Folder) -> Plan:
+        is_read = next(moments, None)
+        plan = of_run(folder) if is_read else None
+        if is_read is False:
+            manifest.settle(steps)  # 5.new0 becomes 5
+        elif is_read:
+            manifest.discard(steps / "5")
+        return plan or of_run(folder)
+
+    monkeypatch.setattr(Plan, "of_run", moving)
+    assert placed(tmp_path / place).origin == "checkpoint 4" and next(moments, None) is None
+
+
+def test_a_run_that_removes_each_step_that_is_read_ends_the_reading(tmp_path: Path) -> None:
+    for name in map(str, range(20)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "plan.json").write_text("{}")
+        manifest.write(tmp_path / name)
+    with pytest.raises(DataError, match="every step in '.*' was removed while it was read"):
+        view.newest(tmp_path, lambda step, folder: manifest.discard(folder))
+    assert len(manifest.steps(tmp_path)) == 20 - view.MOST_ROUNDS
+
+
+def test_a_save_that_another_machine_makes_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Network file systems show the lock of a step to the machine that holds it alone."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "plan.json").write_text("{}")
+    manifest.write(tmp_path / "1")
+    staging = Folder.of(tmp_path).inner("2.new0")
+    view.begin(staging)
+    staging.replace(PLAN, ["{}"])
+    assert [one.state for one in view.describe(tmp_path)] == ["good", "saving"]
+    monkeypatch.setattr(view.fcntl, "flock", lambda descriptor, how: None)
+    try:
+        assert [(one.state, one.problems) for one in view.describe(tmp_path)] == [("good", ()), ("unfinished", ())]
+        cli.main(["checkpoint", "show", str(tmp_path)])
+        cli.main(["checkpoint", "verify", str(tmp_path)])
+        assert "every file as it was saved; step 2 is unfinished" in capsys.readouterr().out
+        cli.main(["checkpoint", "verify", str(tmp_path), "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert (found["steps"], found["saving"], found["unfinished"], found["problems"]) == ([1], [], [2], [])
+    finally:
+        view.end(staging)
+    # A step that has its number was finished once: without its manifest it is damaged.
+    (tmp_path / "1" / "manifest.json").unlink()
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["checkpoint", "verify", str(tmp_path)])
+    assert stop.value.code == 65 and "step 1: manifest.json: missing" in capsys.readouterr().out

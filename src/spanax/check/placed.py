@@ -16,7 +16,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.parts import Parts
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.resolve import Spec
-from spanax.run.store import manifest
+from spanax.run.store import manifest, view
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,16 @@ def placed(path: Path) -> Placed:
         return Placed(Plan.load(path), "plan")
     if not path.is_dir():
         raise DataError(f"there is no plan or run '{path}'.", fix="a plan file, or a run folder")
-    finished = manifest.finished(manifest.steps_of_run(path))
-    if not finished:
-        if Folder.of(path).kind(PLAN) is not None:
-            return Placed(Plan.of_run(path), "plan")
-        raise DataError(f"'{path}' is no run: it has neither plan nor checkpoint.", fix="a plan file, or a run folder")
-    step, folder = finished[-1]
+    saved = view.newest(manifest.steps_of_run(path), _saved)
+    if saved is not None:
+        return saved
+    if Folder.of(path).kind(PLAN) is not None:
+        return Placed(Plan.of_run(path), "plan")
+    raise DataError(f"'{path}' is no run: it has neither plan nor checkpoint.", fix="a plan file, or a run folder")
+
+
+def _saved(step: int, folder: Folder) -> Placed:
+    """How a checkpoint was saved."""
     plan, specs = Plan.of_run(folder), _saved_specs(folder)
     leaves, elsewhere = [], []
     for leaf in plan.leaves:

@@ -33,10 +33,14 @@ def verify(directory: Path, *, as_json: bool) -> tuple[str, list[str]]:
     found = view.look(root)
     problems = view.differences(root, found)
     steps = sorted({one.step for one in found if one.state in ("good", "bad")})
-    saving = [one.step for one in found if one.state == view.SAVING]
+    saving, unfinished = (
+        [one.step for one in found if one.state == state and not one.problems] for state in (view.SAVING, "unfinished")
+    )
     if as_json:
-        return json_line({"directory": str(root), "steps": steps, "saving": saving, "problems": problems}), problems
+        listed = {"steps": steps, "saving": saving, "unfinished": unfinished, "problems": problems}
+        return json_line({"directory": str(root), **listed}), problems
     more = f"; step {', '.join(map(str, saving))} is being saved" if saving else ""
+    more += f"; step {', '.join(map(str, unfinished))} is unfinished" if unfinished else ""
     intact = f"{len(steps)} steps in '{printable(root)}', every file as it was saved{more}"
     return "\n".join(map(printable, problems)) or intact, problems
 

@@ -57,6 +57,16 @@ def step_of(folder: str | os.PathLike[str]) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_staging(folder: Folder) -> bool:
+    """Whether a folder has the name that a step is written under, before it takes its number.
+
+    Example:
+      >>> is_staging(Folder.of("runs/a/40.new3")), is_staging(Folder.of("runs/a/40"))
+      (True, False)
+    """
+    return bool((match := _STEP.fullmatch(folder.name)) and match[2])
+
+
 def write(folder: str | os.PathLike[str]) -> None:
     """Declares a step finished: flushes every file and folder to disk, then writes the manifest atomically.
 

@@ -1,20 +1,22 @@
 """View: the steps of a folder as they are at one moment, for readers of a run that saves and removes some meanwhile.
 
 Whoever saves a step holds a lock on its folder, which the kernel takes back however that process ends. So a step under
-way differs from one that was cut short. A step that is gone, or took its number, before it was read to the end is no
-damage: it is looked up again.
+way differs from one that was cut short, on the machine that saves: not every file system shows its locks to others.
+Neither is damage, as neither was a checkpoint yet. A step that is gone, or took its number, before it was read to the
+end is no damage: it is looked up again.
 """
 
 import fcntl
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from spanax.entries.folder import Folder, Place
 from spanax.entries.kind import Kind
-from spanax.errors import EntryError
+from spanax.errors import DataError, EntryError, SpanaxError
 from spanax.run.store import manifest
 
 SAVING = "saving"
@@ -24,12 +26,15 @@ MOST_ROUNDS = 10
 
 _LOCKS: dict[Path, int] = {}
 
+Content = TypeVar("Content")
+
 
 @dataclass(frozen=True)
 class Saved:
     """One step on disk: `when` is UTC in ISO 8601, bytes are on disk.
 
-    `state` is `good`, `bad`, `saving`, or `unfinished` where the save was cut short; `folder` is its folder's name.
+    `state` is `good`, `bad`, `saving`, or `unfinished` where the save was cut short, or goes on where its lock is not
+    seen; `folder` is its folder's name.
     """
 
     step: int
@@ -52,7 +57,7 @@ def begin(staging: Folder) -> None:
     new.make_new()
     lock = _descriptor(new)
     try:
-        with suppress(OSError):  # a file system without locks: readers see the save as cut short until it is finished
+        with suppress(OSError):  # a file system without locks: readers see the save as unfinished
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         staging.outer.rename(new.name, staging.name)
     except OSError:
@@ -79,7 +84,7 @@ def describe(directory: Place) -> list[Saved]:
 
 
 def verify(directory: Place) -> list[str]:
-    """Every difference between the steps on disk and what was saved, a line each; steps under way have none.
+    """Every difference between the steps on disk and what was saved, a line each; unfinished steps have none.
 
     Example:
       >>> verify("no/such/folder")
@@ -99,6 +104,35 @@ def problems(folder: Folder) -> list[str] | None:
     before = _identity(folder)
     found = manifest.problems(folder)
     return None if before is None or (found and _identity(folder) != before) else found
+
+
+def newest(directory: Place, read: Callable[[int, Folder], Content]) -> Content | None:
+    """What `read` makes of the newest finished step, from its number and folder; None where no step is finished.
+
+    Where a run removes that step, or gives it its number, before `read` returns, the then newest one is read.
+
+    Raises:
+      DataError: every step was removed before it was read; also what `read` raises.
+
+    Example:
+      >>> newest("no/such/folder", lambda step, folder: step) is None
+      True
+    """
+    for _ in range(MOST_ROUNDS):
+        finished = manifest.finished(directory)
+        if not finished:
+            return None
+        step, folder = finished[-1]
+        before = _identity(folder)
+        try:
+            content = read(step, folder)
+        except (SpanaxError, OSError):
+            if before is not None and _identity(folder) == before:
+                raise
+            continue
+        if before is not None and _identity(folder) == before:
+            return content
+    raise DataError(f"every step in '{directory}' was removed while it was read.", fix="read it again")
 
 
 def look(directory: Place) -> list[Saved]:
@@ -132,7 +166,8 @@ def _seen(folder: Folder) -> Saved | None:
     # In this order: a lock that is gone belongs to a save that has finished or failed, which the second look tells.
     is_saving = not manifest.has_manifest(folder) and _is_locked(folder) and not manifest.has_manifest(folder)
     is_finished = manifest.has_manifest(folder)
-    found = [] if is_saving else manifest.problems(folder)
+    is_new = folder.kind() is Kind.FOLDER and manifest.is_staging(folder)
+    found = [] if is_saving or (is_new and not is_finished) else manifest.problems(folder)
     try:
         when, leaves, meta = manifest.read_meta(folder)
     except (OSError, ValueError):
