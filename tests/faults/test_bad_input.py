@@ -175,6 +175,18 @@ def test_a_run_folder_whose_name_is_not_what_it_looks_like(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("before", [["train"], ["launch", "slurm", "--dry-run", "--", "train"]], ids=" ".join)
+def test_a_configuration_names_its_run_folder_as_it_is(
+    before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text('out = "a "\n')
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*before, "--config", "c.toml"])
+    assert stop.value.code == 2 and "begins or ends with a blank" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
+
+
 @pytest.mark.parametrize("words", [["report", b"caf\xe9"], ["train", b"--out=caf\xe9"], ["launch", "local", b"\xff"]])
 def test_a_path_that_is_not_utf_8_is_one_line(words: list[str | bytes], tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "spanax", *words], cwd=tmp_path, capture_output=True, text=True)

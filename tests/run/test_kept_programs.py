@@ -52,13 +52,15 @@ def test_no_program_comes_from_the_folder_one_works_in(tmp_path: Path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
-@pytest.mark.parametrize("where", ["", "spanax", "spanax/compiled"])
+@pytest.mark.parametrize(
+    ("where", "mode"), [("", 0o777), ("spanax", 0o777), ("spanax/compiled", 0o777), ("spanax", 0o1777)]
+)
 def test_no_program_comes_from_where_everybody_writes(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "cache"
     (home / "spanax" / "compiled").mkdir(parents=True)
-    (home / where).chmod(0o777)
+    (home / where).chmod(mode)  # who may not delete may still add
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     environ = {"XDG_CACHE_HOME": str(home)}
     with pytest.warns(UserWarning, match="everybody can write to '"):
