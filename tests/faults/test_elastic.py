@@ -15,6 +15,7 @@ from spanax.errors import ConfigError, SpanaxError
 from spanax.models.workloads import load
 from spanax.run.config import TrainConfig
 from spanax.run.record import events
+from spanax.run.record.folder import config_text
 from spanax.run.restore import restore
 from spanax.run.store import manifest
 from spanax.run.trainer import train
@@ -96,14 +97,18 @@ def test_what_is_asked_for_now_is_not_replaced(place: Path) -> None:
         go_on(6, 4, layout="fsdp", mesh="fsdp=5")
 
 
-@pytest.mark.parametrize("setting", [{"batch": 48}, {"seq": 8}, {"seed": 6}])
-def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [{"batch": 48}, {"seq": 8}, {"seed": 6}, {"data": "python"}, {"tokenizer": "bpe"}, {"workload": "small.py:other"}],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, Any]) -> None:
     (place / "elastic").mkdir()
-    (place / "elastic" / "config.toml").write_text(sealed("batch = 24\nseq = 16\nseed = 5\n"))
-    settings = {"batch": 24, "seq": 16, "seed": 5} | setting
-    config = TrainConfig("small.py:small", out="elastic", resume=True, steps=2, **settings)  # type: ignore[arg-type]
+    begun = {"workload": "small.py:small", "data": "a.txt", "tokenizer": "bytes", "batch": 24, "seq": 16, "seed": 5}
+    (place / "elastic" / "config.toml").write_text(sealed(config_text(begun)))
+    config = TrainConfig(out="elastic", resume=True, steps=2, **begun | setting)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"is to go on with {next(iter(setting.values()))}") as told:
-        train(lambda **sizes: load(config.workload, **sizes), config, jax.devices(), lambda event: None)
+        train(lambda **sizes: load("small.py:small", **sizes), config, jax.devices(), lambda event: None)
     assert told.value.exit_code == 78 and len(str(told.value).splitlines()) <= 4
 
 

@@ -203,6 +203,13 @@ sys.exit(attempt == 0)
     assert events.read(tmp_path).records[1]["step"] == 7
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
 def asked(watched: Supervisor, when: Callable[[], bool]) -> int:
     """The exit code of a watch that is asked to stop as soon as something holds."""
 
@@ -247,6 +254,34 @@ def test_asked_to_stop_between_two_attempts_it_starts_none(tmp_path: Path) -> No
     watched, _ = supervised(tmp_path, "beat('step', 1); sys.exit(1)")
     watched.limits = Limits(backoff_seconds=240)
     assert asked(watched, lambda: "restart" in told(tmp_path)) == 75
+
+
+DIES = """
+import os, subprocess, sys, time
+environ = os.environ | {"SPANAX_SUPERVISOR": str(os.getpid())}
+for rank in range(2):
+    subprocess.Popen([sys.executable, *sys.argv[1:2], str(rank), "0", *sys.argv[2:]], env=environ)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
+def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(BEFORE + "from spanax.run.hosts import obey_supervisor\nobey_supervisor()\n" + WAITS)
+    supervisor = subprocess.Popen([sys.executable, "-c", DIES, str(script), str(tmp_path)])
+    wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+    supervisor.kill()
+    supervisor.wait()
+    wait_for(lambda: all((tmp_path / f"saved{rank}").exists() for rank in range(2)))
+
+
+def test_a_process_does_not_begin_without_its_supervisor() -> None:
+    """It may die before the process asks for the signal of its death."""
+    code = "from spanax.run.hosts import obey_supervisor; obey_supervisor(); print('began')"
+    environ = os.environ | {"SPANAX_SUPERVISOR": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == "" and "the supervisor is gone" in done.stderr
 
 
 def test_one_signal_to_one_process_is_a_preemption_too(tmp_path: Path) -> None:
