@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import spanax
-from spanax.trace.computation import Computation
+from spanax.trace.computation import Computation, _plain
 
 BATCH = {name: jax.ShapeDtypeStruct((16, 8), "float32") for name in ("x", "y")}
 TABLE = np.linspace(0, 1, 64).reshape(8, 8).astype("float32")
@@ -61,6 +61,15 @@ def reordered(model: Any, batch: dict[str, jax.Array]) -> Any:
 def pinned(model: Any, batch: dict[str, jax.Array]) -> Any:
     x = jax.lax.optimization_barrier(batch["x"])
     return loss(model, batch | {"x": x})
+
+
+def error_of(change: Callable[[jax.Array], jax.Array]) -> Any:
+    """The loss with another error."""
+
+    def other(model: Any, batch: dict[str, jax.Array]) -> Any:
+        return jnp.square(change(model(batch["x"]) - batch["y"] @ TABLE)).mean(), {}
+
+    return other
 
 
 def rounded(model: Any, batch: dict[str, jax.Array]) -> Any:
@@ -140,6 +149,52 @@ def test_what_changes_the_computation_is_listed(before: Computation, how: str) -
     asked, expected = CHANGED[how]
     found = computed(**asked).differences(before)
     assert len(found) == len(expected) and all(map(str.startswith, found, expected)), found
+
+
+def scanned(step: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: jax.lax.scan(lambda carry, row: (carry, step(row)), 0.0, x)[1]
+
+
+PAIRS: dict[str, tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]] = {
+    "a parameter of an operation": (lambda x: jnp.cumsum(x, 0), lambda x: jnp.cumsum(x, 1)),
+    "the dims of a product": (
+        lambda x: jax.lax.dot_general(x, x, (((0,), (0,)), ((), ()))),
+        lambda x: jax.lax.dot_general(x, x, (((1,), (1,)), ((), ()))),
+    ),
+    "what a loop does": (scanned(jnp.tanh), scanned(jnp.sin)),
+    "what a branch does": (
+        lambda x: jax.lax.cond(x[0, 0] > 0, jnp.tanh, jnp.sin, x),
+        lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.tanh, x),
+    ),
+    "what a function within does": (jax.jit(lambda x: jnp.tanh(x) + x), jax.jit(lambda x: jnp.sin(x) + x)),
+}
+
+
+@pytest.mark.parametrize("what", PAIRS)
+def test_what_an_operation_holds_counts(what: str) -> None:
+    first, second = (computed(loss=error_of(change)) for change in PAIRS[what])
+    assert first == computed(loss=error_of(PAIRS[what][0]))
+    assert second.differences(first)[0] == "the loss"
+
+
+def test_rematerialized_code_computes_the_same() -> None:
+    def change(x: jax.Array) -> jax.Array:
+        return jnp.sin(jnp.tanh(x) * x)
+
+    assert not computed(loss=error_of(jax.checkpoint(change))).differences(computed(loss=error_of(change)))
+
+
+def test_an_object_is_known_without_its_address() -> None:
+    class Shown:
+        def __init__(self) -> None:
+            self.inner = object()
+
+        def __repr__(self) -> str:
+            return f"Shown({self.inner!r})"
+
+    objects = [Shown() for _ in range(2)]
+    assert repr(objects[0]) != repr(objects[1]) and _plain(objects[0]) == _plain(objects[1])
+    assert _plain({"kind": objects[0]}) != _plain({"kind": None})
 
 
 def test_a_constant_counts(before: Computation) -> None:
