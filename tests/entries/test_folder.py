@@ -1,6 +1,7 @@
 """Entries of a run folder: regular files only, without a link on the way, and what else is there stays untouched."""
 
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from spanax.entries import kind as kinds
-from spanax.entries.folder import MAX_DEPTH, Folder
+from spanax.entries.folder import MAX_DEPTH, TEMPORARY, Folder
 from spanax.entries.kind import Kind
 from spanax.entries.names import CONFIG, EVENTS, FILES, HEARTBEAT, MANIFEST, Name
 from spanax.errors import EntryError, SpanaxError
@@ -184,6 +185,21 @@ def test_a_replaced_file_is_the_old_one_or_the_new_one(run: Folder) -> None:
     with pytest.raises(OSError, match="no room"):
         run.replace(CONFIG, cut_short())  # type: ignore[arg-type]
     assert run.read(CONFIG) == b"old" and run.names() == ["config.toml", "heartbeats"]
+
+
+def test_a_temporary_file_is_its_own(run: Folder, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is random, and what has it already is not followed."""
+    before, names = snapshot(outside), set()
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda name, *rest, **how: (names.add(name), rename(name, *rest, **how)))
+    for _ in range(8):
+        run.replace(CONFIG, ["new"])
+    assert len(names) == 8 and all(TEMPORARY.fullmatch(name) for name in names)
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "a" * 2 * size)
+    (run.path / f".{CONFIG}.{'a' * 16}.new").symlink_to(outside / "file")
+    with pytest.raises(FileExistsError):
+        run.replace(CONFIG, ["newer"])
+    assert run.read(CONFIG) == b"new" and snapshot(outside) == before
 
 
 def test_temporaries_of_a_killed_process_are_swept(run: Folder, outside: Path) -> None:

@@ -88,11 +88,18 @@ def test_hundreds_of_reads_of_a_run_that_saves_every_step(live: Path) -> None:
     read(live, 500)
 
 
-def test_a_step_that_goes_while_it_is_read_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("1", "2.new0"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "plan.json").write_text("{}")
-        manifest.write(tmp_path / name)
+def finished(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).mkdir()
+        (folder / name / "plan.json").write_text("{}")
+        manifest.write(folder / name)
+
+
+@pytest.mark.parametrize("stays", [[], ["0"]], ids=["no other step", "another step"])
+def test_a_step_that_goes_while_it_is_read_is_passed_over(
+    stays: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished(tmp_path, *stays, "1", "2.new0")
     problems = manifest.problems
 
     def moving(folder: Path) -> list[str]:
@@ -103,15 +110,34 @@ def test_a_step_that_goes_while_it_is_read_is_passed_over(tmp_path: Path, monkey
         return problems(folder)
 
     monkeypatch.setattr(manifest, "problems", moving)
-    assert [(one.folder, one.state) for one in view.describe(tmp_path)] == [("2", "good")]
+    assert [(one.folder, one.state) for one in view.describe(tmp_path)] == [
+        *((n, "good") for n in stays),
+        ("2", "good"),
+    ]
     assert view.verify(tmp_path) == []
 
 
+def test_a_step_that_another_replaces_while_it_is_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that goes back saves a step of the same number again."""
+    finished(tmp_path, "1", "2")
+    problems = manifest.problems
+
+    def replacing(folder: Path) -> list[str]:
+        if folder.name != "2" or (tmp_path / "gone").exists():
+            return problems(folder)
+        (tmp_path / "2").rename(tmp_path / "gone")
+        found = problems(folder)
+        finished(tmp_path, "2")
+        return found
+
+    monkeypatch.setattr(manifest, "problems", replacing)
+    assert {one.state for one in view.describe(tmp_path)} == {"good"} and (tmp_path / "gone").exists()
+
+
 def test_a_restore_passes_over_a_step_that_goes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("1", "2"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "plan.json").write_text("{}")
-        manifest.write(tmp_path / name)
+    finished(tmp_path, "1", "2")
     problems, warnings = manifest.problems, []
 
     def going(folder: Path) -> list[str]:
@@ -151,10 +177,7 @@ def test_inspect_reads_the_newest_step_where_one_goes_meanwhile(
 
 
 def test_a_run_that_removes_each_step_that_is_read_ends_the_reading(tmp_path: Path) -> None:
-    for name in map(str, range(20)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "plan.json").write_text("{}")
-        manifest.write(tmp_path / name)
+    finished(tmp_path, *map(str, range(20)))
     with pytest.raises(DataError, match="every step in '.*' was removed while it was read"):
         view.newest(tmp_path, lambda step, folder: manifest.discard(folder))
     assert len(manifest.steps(tmp_path)) == 20 - view.MOST_ROUNDS
@@ -164,9 +187,7 @@ def test_a_save_that_another_machine_makes_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Network file systems show the lock of a step to the machine that holds it alone."""
-    (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "plan.json").write_text("{}")
-    manifest.write(tmp_path / "1")
+    finished(tmp_path, "1")
     staging = Folder.of(tmp_path).inner("2.new0")
     view.begin(staging)
     staging.replace(PLAN, ["{}"])

@@ -156,6 +156,16 @@ def test_lines_wait_for_room(
     assert capfd.readouterr().err.count("cannot write") == 1
 
 
+def test_of_ten_thousand_waiting_lines_the_oldest_go(tmp_path: Path) -> None:
+    lines = Lines(Folder.of(tmp_path / "run"), METRICS)
+    for number in range(10_003):
+        lines.write(str(number))
+    (tmp_path / "run").mkdir()
+    lines.write("last")
+    found = (tmp_path / "run" / METRICS).read_text().splitlines()
+    assert len(found) == 10_000 and (found[0], found[-1]) == ("4", "last")
+
+
 def test_the_only_good_step_never_makes_room(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         (tmp_path / str(step)).mkdir()

@@ -122,6 +122,13 @@ def test_kills_at_one_step_are_no_crash_loop_so_soon(tmp_path: Path) -> None:
     assert watched.watch() == 0 and len(said) == 4
 
 
+def test_ten_kills_at_one_step_are_a_crash_loop(tmp_path: Path) -> None:
+    limits = Limits(restarts=100, backoff_seconds=1e-4)
+    watched, said = supervised(tmp_path, "beat('step', 7); os.kill(os.getpid(), signal.SIGKILL)", limits=limits)
+    assert watched.watch() == 70 and told(tmp_path) == ["died", "restart"] * 9 + ["died", "stopped"]
+    assert "Not starting again: it ended 10 times at step 7." in said[-1]
+
+
 def test_steps_gained_are_no_crash_loop_but_restarts_are_counted(tmp_path: Path) -> None:
     watched, said = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
     assert watched.watch() == 70
