@@ -197,6 +197,20 @@ def test_an_object_is_known_without_its_address() -> None:
     assert _plain({"kind": objects[0]}) != _plain({"kind": None})
 
 
+def test_names_sources_and_placements_do_not_count() -> None:
+    ignored = (
+        "name",
+        "name_and_src_info",
+        "source_info",
+        "debug_info",
+        "out_shardings",
+        "in_layouts",
+        "mesh",
+        "device",
+    )
+    assert _plain({"axis": 0} | dict.fromkeys(ignored, 7)) == _plain({"axis": 0}) != _plain({"axis": 1})
+
+
 def test_a_constant_counts(before: Computation) -> None:
     def shifted(model: Any, batch: dict[str, jax.Array]) -> Any:
         difference = model(batch["x"]) - batch["y"] @ (TABLE + np.eye(8, dtype="float32"))
