@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -276,11 +276,16 @@ time.sleep(600)
 def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(BEFORE + "from spanax.run.hosts import obey_supervisor\nobey_supervisor()\n" + WAITS)
-    supervisor = subprocess.Popen([sys.executable, "-c", DIES, str(script), str(tmp_path)])
-    wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
-    supervisor.kill()
-    supervisor.wait()
-    wait_for(lambda: all((tmp_path / f"saved{rank}").exists() for rank in range(2)))
+    words = [sys.executable, "-c", DIES, str(script), str(tmp_path)]
+    supervisor = subprocess.Popen(words, start_new_session=True)
+    try:
+        wait_for(lambda: all((tmp_path / f"up{rank}").exists() for rank in range(2)))
+        supervisor.kill()
+        supervisor.wait()
+        wait_for(lambda: all((tmp_path / f"saved{rank}").exists() for rank in range(2)), 60)
+    finally:
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(supervisor.pid, signal.SIGKILL)
 
 
 def test_a_process_does_not_begin_without_its_supervisor() -> None:
