@@ -1,5 +1,6 @@
 """Runs of real processes under their supervisor, disturbed: what is left is bit-equal to what nobody disturbed."""
 
+import json
 import os
 import random
 import shlex
@@ -78,6 +79,9 @@ def test_asleep_in_python_it_is_found_and_started_again(place: Path, whole: Laun
         assert run.end() == 0, run.said()
         # 127.0.0.1 as the kernel writes it, or the same in IPv6.
         assert addresses and all(address.split(":")[0].endswith("0100007F") for address in addresses), addresses
+        start = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[0])
+        assert start["event"] == "start" and len(start["listens"]) >= 2, start
+        assert all(address.startswith("127.0.0.1:") for address in start["listens"]), start
         (stuck,) = run.events("stuck")
         assert 1 in stuck["ranks"] and not run.events("died")
         logs = [(run.folder / "log" / f"rank{rank}.log").read_text() for rank in range(2)]

@@ -107,6 +107,12 @@ def test_what_would_end_the_same_way_is_not_started_again(tmp_path: Path, code: 
     )
 
 
+@pytest.mark.parametrize("code", [3, 70])
+def test_what_may_end_otherwise_is_started_again(tmp_path: Path, code: int) -> None:
+    watched, _ = supervised(tmp_path, f"beat('step', 1 + attempt); sys.exit(0 if attempt else {code})")
+    assert watched.watch() == 0 and told(tmp_path) == ["died", "restart", "end"]
+
+
 def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
     watched, said = supervised(tmp_path, "beat('step', 7); sys.exit('bad luck')")
     assert watched.watch() == 70
