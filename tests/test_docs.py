@@ -222,17 +222,22 @@ def unknown_tests(text: str) -> list[str]:
     def is_known(file: str, test: str) -> bool:
         return any(path.match(file) and (not test or f"def {test}(" in said) for path, said in files.items())
 
-    return [f"{file}::{test}" for file, test in named if not is_known(file, test)]
+    alone = [test for test in re.findall(r"`(test_\w+)`", text) if not is_known("*.py", test)]
+    return [f"{file}::{test}" for file, test in named if not is_known(file, test)] + alone
 
 
-@pytest.mark.parametrize("page", sorted(page.name for page in DOCS.glob("*.md") if "test_" in page.read_text()))
-def test_the_tests_that_a_page_names_exist(page: str) -> None:
-    assert not unknown_tests((DOCS / page).read_text())
+NAMING_TESTS = [page for page in (*sorted(DOCS.glob("*.md")), ROOT / "SECURITY.md") if "test_" in page.read_text()]
+
+
+@pytest.mark.parametrize("page", NAMING_TESTS, ids=lambda page: page.name)
+def test_the_tests_that_a_page_names_exist(page: Path) -> None:
+    assert not unknown_tests(page.read_text())
 
 
 def test_a_test_that_does_not_exist_is_found() -> None:
     text = "`tests/test_docs.py::test_a_wrong_example_is_found`, `test_docs.py::no`, `tests/run/test_docs.py`"
-    assert unknown_tests(text) == ["test_docs.py::no", "run/test_docs.py::"]
+    text += ", `test_a_wrong_example_is_found`, `test_of_nothing`"
+    assert unknown_tests(text) == ["test_docs.py::no", "run/test_docs.py::", "test_of_nothing"]
 
 
 def dead_links(page: Path) -> list[str]:
