@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import META, PLAN
-from spanax.errors import DataError, WriteError, first_line
+from spanax.errors import DataError, WriteError
 from spanax.printable import to_stderr
 from spanax.run.hosts import from_first
 from spanax.run.store import checkpoint, manifest, view
@@ -231,12 +231,13 @@ class Source:
         root = manifest.steps_of_run(directory).resolved()
         say = warn or to_stderr
         folder = root.inner(from_first(lambda: checkpoint.choose(root, None, say).name, DataError))
+        step = manifest.step_of(folder) or 0
         try:
             _, leaves, _ = manifest.read_meta(folder)
         except (OSError, ValueError) as error:
-            raise DataError(f"checkpoint '{folder}' cannot be read.", where=str(error)) from None
+            raise view.unreadable(step, folder, error) from None
         saved = {path: text for path, text in leaves.items() if not path.startswith("optimizer.")}
-        return Source(manifest.step_of(folder) or 0, folder, {p: t for p, t in saved.items() if _is_floating(t)})
+        return Source(step, folder, {p: t for p, t in saved.items() if _is_floating(t)})
 
     def groups(self, targets: Mapping[str, Any]) -> list[Regrouped]:
         """The targets in the dtypes that they were saved in, those together whose paths differ in numbers alone."""
@@ -282,8 +283,7 @@ class Source:
                 arrays = {path: targets[path] for path in batch}
                 found |= checkpoint.load(self.folder.inner(manifest.ARRAYS), arrays, is_all=False)
         except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
-            what = f"checkpoint step {self.step} is as it was saved but cannot be loaded."
-            raise DataError(what, where=f"{self.folder}: {first_line(error)}") from error
+            raise view.unreadable(self.step, self.folder, error) from error
         return found
 
 

@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from spanax.entries.folder import Folder
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run.store import checkpoint, manifest
+from spanax.run.weights import Source
 
 KERNEL = "optimizer.opt_state.0.mu.blocks.0.attn.qkv.kernel"
 SPECS = {
@@ -351,6 +353,23 @@ def test_a_save_in_progress_is_left_alone_by_the_next(tmp_path: Path, monkeypatc
     threading.Timer(0.2, go_on.set).start()
     saved(tmp_path / ".." / tmp_path.name, 2)
     assert manifest.steps(tmp_path) == [1, 2] and checkpoint.verify(tmp_path) == []
+
+
+@pytest.mark.parametrize("read", ["restore", "weights"])
+def test_a_step_that_is_removed_while_its_arrays_are_read_is_no_damage(
+    read: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 1)
+    load = checkpoint.load
+
+    def late(folder: Folder, *args: Any, **options: Any) -> Any:
+        manifest.discard(folder.outer)
+        return load(folder, *args, **options)
+
+    monkeypatch.setattr(checkpoint, "load", late)
+    floating = {path: target for path, target in targets().items() if jnp.issubdtype(target.dtype, jnp.floating)}
+    with pytest.raises(DataError, match="step 1 was removed, or took its number, while it was read"):
+        checkpoint.restore(tmp_path, targets()) if read == "restore" else Source.of(tmp_path).read(floating)
 
 
 def test_restore_waits_for_the_save_in_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,8 +192,7 @@ def restore(
     except SpanaxError:
         raise
     except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
-        what = f"checkpoint step {found} is as it was saved but cannot be loaded: {first_line(error)}"
-        raise DataError(what, where=str(folder)) from error
+        raise view.unreadable(found, folder, error) from error
 
 
 # ---- saving

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from spanax.entries.folder import Folder, Place
 from spanax.entries.kind import Kind
-from spanax.errors import DataError, EntryError, SpanaxError
+from spanax.errors import DataError, EntryError, SpanaxError, first_line
 from spanax.run.store import manifest
 
 SAVING = "saving"
@@ -133,6 +133,15 @@ def newest(directory: Place, read: Callable[[int, Folder], Content]) -> Content 
         if before is not None and _identity(folder) == before:
             return content
     raise DataError(f"every step in '{directory}' was removed while it was read.", fix="read it again")
+
+
+def unreadable(step: int, folder: Folder, error: Exception) -> DataError:
+    """The error of a step that was good when it was chosen, and could not be read then."""
+    if folder.kind() is None:
+        what = f"checkpoint step {step} was removed, or took its number, while it was read."
+        return DataError(what, where=str(folder), fix="read it again; a run that saves there has --keep for more steps")
+    what = f"checkpoint step {step} is as it was saved but cannot be loaded: {first_line(error)}"
+    return DataError(what, where=str(folder))
 
 
 def look(directory: Place) -> list[Saved]:
