@@ -106,6 +106,17 @@ def exported(kind: str, **how: Any) -> Callable[[Path], Any]:
     return act
 
 
+def exported_with(config: str) -> Callable[[Path], Any]:
+    """Exports weights beside which another config.json lies."""
+
+    def act(folder: Path) -> None:
+        imported(folder)
+        (folder / "in" / "config.json").write_text(config)
+        export_weights(folder / "in", "gpt2", folder / "new")
+
+    return act
+
+
 ROPE = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}
 
 WRONG: dict[str, Callable[[Path], Any]] = {
@@ -137,6 +148,8 @@ WRONG: dict[str, Callable[[Path], Any]] = {
     "exported as what it is not": exported("gpt2", workload="gpt-nano"),
     "exported of another kind": exported("gpt2", workload="llama-nano"),
     "exported of no kind": exported("gpt2", workload="resnet-nano"),
+    "exported with an empty config.json": exported_with(""),
+    "exported with a config.json of another shape": exported_with("[]"),
 }
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import IMPORTED
-from spanax.errors import DataError, SpanaxError
+from spanax.errors import DataError, EntryError, SpanaxError, first_line
 from spanax.interop.configs import CONFIG, config_json
 from spanax.interop.dims import theirs
 from spanax.interop.families import Family, family
@@ -134,6 +134,8 @@ def export_weights(
     saved_as = _saved(source, arrays)
     listed = _listed(tables, arrays, source, saved_as, origin, dtype)
     dtypes = tuple(sorted({one.dtype for one in listed.values()}))
+    if origin.folder is not None:
+        _read_config(origin.folder)  # before gigabytes are written
     with writing(out):
         index = _kept_index(listed, origin)
         files = _files(listed, index, file_bytes)
@@ -299,9 +301,27 @@ def _write_index(
     (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The config.json that came with the weights of a folder.
+
+    Raises:
+      DataError: it cannot be read, or is no JSON object.
+    """
+    try:
+        config = parse_json(Folder.of(folder).read(IMPORTED[0]))
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except EntryError:
+        raise
+    except (OSError, ValueError) as error:
+        what = f"cannot read '{folder / CONFIG}', which came with the weights."
+        raise DataError(what, where=first_line(error), fix="import the weights again") from None
+    return config
+
+
 def _write_config(made: dict[str, Any], came_with: Path | None, out: Path) -> None:
     """Write config.json: the one that came with the weights, in which at most the dtype is another now."""
-    told = made if came_with is None else parse_json(Folder.of(came_with).read(IMPORTED[0]))
+    told = made if came_with is None else _read_config(came_with)
     key = "torch_dtype" if "torch_dtype" in told else "dtype"
     if came_with is not None and told.get(key) in (None, made["dtype"]):
         copy_out(came_with, IMPORTED[0], out)
