@@ -15,6 +15,7 @@ from spanax.errors import SpanaxError
 from spanax.hardware.flags import for_platform
 from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.run.compile_barrier import compiled_with_barrier
 from spanax.run.data.batches import Batches
 from spanax.run.evaluation import num_fewer, smaller_evaluation
 from spanax.run.first_step import FirstStep, warn_user
@@ -30,7 +31,6 @@ from spanax.run.step.replayed import replayed
 from spanax.run.step.rows import Rows, rows_of
 from spanax.run.step.several import several
 from spanax.run.store import checkpoint
-from spanax.run.together import compiled_together
 from spanax.run.weights import Loaded, load
 from spanax.trace.meshes import methods_outside_meshes, outside_meshes
 from spanax.trace.program import Program
@@ -284,7 +284,7 @@ class Run:
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:
             jitted = self._jitted(self.program.step, is_step=True, several_steps=several)
-            self._compiled[name] = compiled_together(jitted, self._arguments(several), platform_of(self.mesh))
+            self._compiled[name] = compiled_with_barrier(jitted, self._arguments(several), platform_of(self.mesh))
         return self._compiled[name]
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Programs of a group of processes: none runs one before all have compiled it."""
+"""A barrier between compiling a step and running it: no process runs it before all have compiled it."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -12,7 +12,7 @@ BARRIER_SECONDS = 3600
 """How long processes wait for those that compile; the coordinator tells of a process that died much earlier."""
 
 
-def compiled_together(function: Any, arguments: Sequence[Any], platform: str | None) -> Any:
+def compiled_with_barrier(function: Any, arguments: Sequence[Any], platform: str | None) -> Any:
     """What `jax.jit` returned or, in a group of processes on CPUs, its program once every process has compiled it.
 
     Gloo connects the devices of a collective when it first runs, and gives up after 30 s. Every process calls this for
@@ -24,7 +24,7 @@ def compiled_together(function: Any, arguments: Sequence[Any], platform: str | N
       platform: what it runs on.
 
     Example:
-      >>> compiled_together(jax.jit(abs), [jax.ShapeDtypeStruct((), "float32")], "cpu")(-2.0).item()
+      >>> compiled_with_barrier(jax.jit(abs), [jax.ShapeDtypeStruct((), "float32")], "cpu")(-2.0).item()
       2.0
     """
     if jax.process_count() == 1 or platform != "cpu":
