@@ -30,10 +30,10 @@ def expected(table: Any, num_cores: int) -> float:
 
 def residual_bytes(run: Any, schedule: Any) -> int:
     """What the layers of one stage leave of one microbatch, by the shapes of the traced program."""
-    from spanax.plan.ticks import ticks_of
+    from spanax.plan.pipeline.ticks import ticks_of
     from spanax.run.step.held import Storage
     from spanax.run.step.replay import Replay
-    from spanax.trace.cut import cut
+    from spanax.trace.pipeline.partition import cut
 
     traced = run.program.step
     pieces = cut(traced, schedule.microbatches)
@@ -50,9 +50,9 @@ def measure(schedule: str, stages: int, count: int, rounds: int) -> dict[str, An
 
     import spanax
     from spanax.models import gpt
-    from spanax.plan.bubble import bubble_over_ideal
+    from spanax.plan.pipeline.bubble import bubble_over_ideal
+    from spanax.plan.pipeline.ticks import ticks_of
     from spanax.plan.plan import Schedule
-    from spanax.plan.ticks import ticks_of
 
     chunks = SCHEDULES[schedule]
     config = gpt.GPTConfig(64, seq_len=128, num_layers=8, num_heads=4, embed_dim=256)

@@ -27,7 +27,7 @@ import published_fit  # noqa: E402
 import published_memory  # noqa: E402
 from published_costs import DISPATCH_SECONDS, LOSS_PASSES, Case, cases, predicted  # noqa: E402
 from published_ranks import ranks  # noqa: E402
-from spanax.plan.assumptions import Assumptions  # noqa: E402
+from spanax.plan.cost.calibration import Assumptions  # noqa: E402
 
 Found = tuple[list[published.Row], list[published_memory.Measured], dict[str, str], dict[str, str]]
 

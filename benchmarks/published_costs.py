@@ -1,7 +1,7 @@
 """A published run as the planner sees it: cluster, mesh, layout, microbatches and software; and its price.
 
-The price is `spanax.plan.cost.price`, as the search uses it. What is assumed of the software depends on the kind of
-framework alone: operations dispatched one by one (eager PyTorch), compiled PyTorch, or a program compiled by XLA.
+The price is `spanax.plan.cost.step_time.price`, as the search uses it. Software assumptions depend only on the kind of
+framework: operations dispatched one by one (eager PyTorch), compiled PyTorch, or a program compiled by XLA.
 """
 
 import math
@@ -18,13 +18,13 @@ from spanax.errors import SpanaxError
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue
 from spanax.hardware.cluster import Cluster, cluster
-from spanax.plan.assumptions import Assumptions
-from spanax.plan.cost import Costs, Grid, price, repeated
-from spanax.plan.laid import Laid
-from spanax.plan.resolve import resolve
+from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.step_time import Costs, Grid, price, repeated
+from spanax.plan.cost.terms import Terms
+from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES, layout_on, mesh_of
-from spanax.plan.tally import tally
-from spanax.plan.terms import Terms
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.sharded_program import Laid
 
 DISPATCH_SECONDS = 79e-6
 """On the host, for each kernel of the fused program, where PyTorch runs op by op. Source: --fit, as `Assumptions`."""

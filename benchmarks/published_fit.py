@@ -13,7 +13,7 @@ from scipy.optimize import minimize
 
 from published_costs import DISPATCH_SECONDS, LOSS_PASSES, Case, predicted
 from spanax.hardware.chips import catalogue
-from spanax.plan.assumptions import Assumptions
+from spanax.plan.cost.calibration import Assumptions
 
 FITTED = {"vtrain_single_node": 10, "vtrain_multi_node": 4, "mosaic_llmfoundry_mpt": 4, "maxtext_readme": 2}
 """Files of which rows are fitted on: those whose number in the id is a multiple, which is every second one we have."""

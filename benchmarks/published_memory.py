@@ -16,11 +16,11 @@ from published_models import padded, program_of, shape_of
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.models import gpt, llama
-from spanax.plan.laid import Laid
-from spanax.plan.memory import by_name, held, state_of, walk
+from spanax.plan.cost.peak_memory import by_name, held, state_of, walk
 from spanax.plan.presets import layout_for
-from spanax.plan.resolve import resolve
+from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of
+from spanax.plan.spmd.sharded_program import Laid
 
 MEGATRON_BYTES = 18
 """What Megatron-LM keeps of a parameter: fp16 weight 2, fp32 gradient 4, master weight 4, two moments 8.

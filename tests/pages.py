@@ -10,9 +10,9 @@ from spanax.check.finding import Finding, Severity
 from spanax.check.hlo import Collective
 from spanax.check.report import Figures, Report
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.cost.prediction import Price
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Placement, Plan, Schedule
-from spanax.plan.price import Price
 from spanax.run.record.events import Events
 
 BEGAN = 1_700_000_000.0

@@ -13,7 +13,7 @@ import spanax
 import zoo
 from spanax.models import gpt
 from spanax.models.workloads import load
-from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 from spanax.trace.program import Program
 
 

@@ -17,8 +17,8 @@ from spanax import cli
 from spanax.check.certificate import Certificate
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
+from spanax.plan.advice.remedies import remedies
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.remedies import remedies
 from spanax.run import trainer
 from spanax.run.config import TrainConfig, check
 from spanax.show import checking, planning

@@ -35,10 +35,10 @@ from spanax.run.data.source import Loader
 from spanax.run.hosts import Hosts
 from spanax.run.run import start
 from spanax.run.simulate import simulate
-from spanax.trace.chunked import chunked
-from spanax.trace.initial import Eager
+from spanax.trace.initial_state import Eager
 from spanax.trace.program import Program
 from spanax.trace.pure_loss import with_extra
+from spanax.trace.rewrites.chunked_loss.chunked import chunked
 from spanax.trace.tracing import trace
 from spanax.units import quantity
 

@@ -11,8 +11,8 @@ import pytest
 
 import spanax
 from spanax.models.workloads import load
+from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import Candidate, Search, collectives_of
-from spanax.plan.guide import rule
 from spanax.trace.program import Program
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from spanax.run.simulate import simulate
     from spanax.run.step.guard import Guard
     from spanax.run.tracking import track
-    from spanax.trace.primitives import rule
+    from spanax.trace.jaxpr.dim_rules import rule
+    from spanax.trace.optimizers.learning_rates import logged
     from spanax.trace.program import Program
-    from spanax.trace.rates import logged
     from spanax.trace.tracing import trace
     from spanax.trace.variables import Leaf
     from spanax.trace.workload import Workload
@@ -62,11 +62,11 @@ _HOME = {
     "check": "check.check",
     "cluster": "hardware.cluster",
     "local": "hardware.cluster",
-    "logged": "trace.rates",
+    "logged": "trace.optimizers.learning_rates",
     "mixture": "run.data.mixture",
     "plan": "plan.choose",
     "restore": "run.restore",
-    "rule": "trace.primitives",
+    "rule": "trace.jaxpr.dim_rules",
     "search": "plan.search",
     "simulate": "run.simulate",
     "stack": "models.lists",

@@ -19,13 +19,13 @@ import numpy as np
 import spanax
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Candidate, plan_of
-from spanax.plan.laid import Laid
-from spanax.plan.memory import walk
-from spanax.plan.own import _laid
-from spanax.plan.place import as_planned
+from spanax.plan.cost.peak_memory import walk
+from spanax.plan.evaluate import _laid
 from spanax.plan.plan import Schedule
-from spanax.plan.tally import tally
-from spanax.plan.unreduced import put_off
+from spanax.plan.sharding.place import as_planned
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.deferred_reductions import put_off
+from spanax.plan.spmd.sharded_program import Laid
 from spanax.run.run import Run
 from spanax.trace.program import Program
 

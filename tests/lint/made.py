@@ -19,8 +19,8 @@ from spanax.check.profile import Profiled
 from spanax.check.report import Figures, Report
 from spanax.models import gpt
 from spanax.models.workloads import load
+from spanax.plan.evaluate import candidate_of
 from spanax.plan.layout import Layout
-from spanax.plan.own import candidate_of
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 

@@ -17,13 +17,13 @@ from flax import nnx
 import spanax
 import zoo
 from spanax.errors import DataError, SpanaxError
+from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import plan_of
-from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
-from spanax.plan.place import resolver_of
 from spanax.plan.plan import Placement, Plan
-from spanax.plan.resolve import Constraint
-from spanax.trace.origins import Origin
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.sharding.resolve import Constraint
+from spanax.trace.jaxpr.provenance import Origin
 from spanax.trace.program import Program
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "plans.json"

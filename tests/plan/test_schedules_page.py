@@ -4,9 +4,9 @@ import os
 import re
 from pathlib import Path
 
-from spanax.plan.bubble import bubble_over_ideal, num_hops, num_in_flight
-from spanax.plan.schedule import SCHEDULES, orders
-from spanax.plan.timeline import StageSeconds, simulate
+from spanax.plan.pipeline.bubble import bubble_over_ideal, num_hops, num_in_flight
+from spanax.plan.pipeline.schedules import SCHEDULES, orders
+from spanax.plan.pipeline.timeline import StageSeconds, simulate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pipeline-schedules.md"
 CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": 2}

@@ -12,13 +12,13 @@ from flax import nnx
 
 import spanax
 from programs import array, workload
-from spanax.plan.cost import Grid, price
-from spanax.plan.laid import Laid
-from spanax.plan.memory import held, state_of, walk
-from spanax.plan.partition import as_masks, union
-from spanax.plan.resolve import Resolver, resolve
+from spanax.plan.cost.peak_memory import held, state_of, walk
+from spanax.plan.cost.step_time import Grid, price
+from spanax.plan.sharding.resolve import Resolver, resolve
 from spanax.plan.space import AXES, BATCH, IDLE, UNEVEN, UNSTORED, Family, families, layout_on, mesh_of
-from spanax.plan.tally import tally
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.partition import as_masks, union
+from spanax.plan.spmd.sharded_program import Laid
 from spanax.trace.program import Program
 
 PLACES = [("gpt-nano", "cpu:8"), ("gpt-nano", "a100:2x8"), ("moe-nano", "cpu:8"), ("moe-nano", "a100:2x8")]

@@ -14,7 +14,7 @@ from spanax.errors import SpanaxError
 from spanax.models.unet import adam
 from spanax.models.workloads import sgd
 from spanax.run.run import Run
-from spanax.trace.moments import kept_as
+from spanax.trace.optimizers.moment_dtype import kept_as
 from spanax.trace.workload import adamw
 
 MLP = spanax.Workload(build=zoo.MLP, batch=zoo.VECTORS(32), loss=zoo.squared_error)

@@ -19,8 +19,8 @@ from spanax import cli
 from spanax.check.certificate import Certificate
 from spanax.errors import DataError, EntryError, SpanaxError
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
-from spanax.plan.ticks import ticks
 from spanax.show.page.bars import Bar, stacked
 from spanax.show.page.curves import MOST, Curve, Points, chart, thinned
 from spanax.show.page.document import document, text_of

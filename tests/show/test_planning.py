@@ -188,7 +188,7 @@ def test_a_plan_searched_for_simulated_devices_trains(
 def test_a_plan_in_stages_that_was_searched_for_can_be_run() -> None:
     import spanax
     from spanax.plan.candidate import plan_of
-    from spanax.plan.place import as_planned
+    from spanax.plan.sharding.place import as_planned
 
     program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=10)
     found = spanax.search(program, spanax.cluster("a100:2x2"), remat=("full",), top=500)

@@ -15,9 +15,9 @@ from spanax import cli
 from spanax.check.checked import Checked
 from spanax.displays import display
 from spanax.hardware.cluster import cluster
+from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
-from spanax.plan.ticks import ticks
 from spanax.show.page.document import document
 from spanax.show.page.notebook import SHOWN
 from spanax.show.page.ranked import ranked_page

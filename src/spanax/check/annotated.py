@@ -8,8 +8,8 @@ from typing import Any
 from spanax.entries.folder import Folder
 from spanax.entries.names import CONFIG
 from spanax.errors import SpanaxError
-from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.plan.sharding.place import as_planned
 from spanax.run.config import TrainConfig, with_settings
 from spanax.run.record.folder import recorded
 from spanax.run.run import Run

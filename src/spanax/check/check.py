@@ -25,8 +25,8 @@ from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import for_platform
 from spanax.plan.candidate import RESERVE
-from spanax.plan.place import check_made_for
 from spanax.plan.plan import Placement, Plan
+from spanax.plan.sharding.place import check_made_for
 from spanax.trace.program import Program
 
 MAX_SIMULATED = 1024

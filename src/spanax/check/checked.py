@@ -9,12 +9,12 @@ from spanax.displays import display
 from spanax.errors import NoLayoutError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
-from spanax.plan.own import candidate_of
-from spanax.plan.place import resolver_of
+from spanax.plan.evaluate import candidate_of
 from spanax.plan.plan import Plan
-from spanax.plan.resolve import Resolver
 from spanax.plan.search import search
-from spanax.trace.learning import Problem, flaws
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.sharding.resolve import Resolver
+from spanax.trace.analysis.training_signal import Problem, flaws
 from spanax.trace.program import Program
 
 

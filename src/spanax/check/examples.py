@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.trace.graph import Body, Graph, Op
-from spanax.trace.primitives import ELEMENTWISE
+from spanax.trace.analysis.sharding_keys import MOVEMENT
+from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.graph import Body, Graph, Op
 from spanax.trace.program import Program
-from spanax.trace.roles import MOVEMENT
 
 FOLLOWED = ELEMENTWISE | MOVEMENT | {"concatenate", "convert_element_type", "slice", "dynamic_slice"}
 """Operations through which an index goes on to what it is looked up in."""

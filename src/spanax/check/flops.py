@@ -11,7 +11,7 @@ import numpy as np
 from spanax.check.module import Computation, Instruction, Module
 from spanax.check.trips import Value, Values, trips
 from spanax.check.wire import Fields, fields, messages, number, numbers, raw, signed
-from spanax.plan.ticks import share_of
+from spanax.plan.pipeline.ticks import share_of
 
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 CONVOLUTION = "__cudnn$conv"

@@ -17,7 +17,7 @@ from spanax.check.trips import Value, Values, trips
 from spanax.check.unrolled import unrolled
 from spanax.check.wire import fields, messages, raw, text
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.ticks import share_of
+from spanax.plan.pipeline.ticks import share_of
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")

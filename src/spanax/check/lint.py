@@ -13,8 +13,8 @@ from spanax.check.rules import arrays, compiled, learning, meshes, models, price
 from spanax.check.rules.said import Said
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
-from spanax.plan.place import in_forms
 from spanax.plan.plan import Plan
+from spanax.plan.sharding.place import in_forms
 from spanax.trace.program import Program
 
 WAIVER = re.compile(r"#\s*spanax:\s*allow\s+(SPX\d+)(?:\s+([^\s#]+))?")

@@ -12,15 +12,15 @@ from spanax.check.examples import made_up
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import cluster
 from spanax.plan.choose import plan as make_plan
-from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run, start
 from spanax.run.state import placed
 from spanax.run.step.rows import rows_of
-from spanax.trace.gradients import PREFIX
-from spanax.trace.meshes import on_host
-from spanax.trace.policies import GATHERED
+from spanax.trace.optimizers.gradient_recording import PREFIX
 from spanax.trace.program import Program
+from spanax.trace.rewrites.remat_policies import GATHERED
+from spanax.trace.user_mesh import on_host
 
 Group = Literal["loss", "gradients", "parameters"]
 GROUPS: tuple[Group, ...] = get_args(Group)

@@ -13,9 +13,9 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import PLACES, PLAN
 from spanax.errors import DataError, EntryError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.parts import Parts
+from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.plan import Placement, Plan
-from spanax.plan.resolve import Spec
+from spanax.plan.sharding.resolve import Spec
 from spanax.run.store import manifest, view
 
 

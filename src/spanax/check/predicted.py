@@ -4,13 +4,13 @@ import numpy as np
 
 from spanax.check.report import Figures
 from spanax.hardware.cluster import Cluster
-from spanax.plan.cost import ways_table
-from spanax.plan.moved import laid_as_planned, moved_bytes, moved_of, num_shares
-from spanax.plan.own import memory_of
+from spanax.plan.cost.collective_bytes import laid_as_planned, moved_bytes, moved_of, num_shares
+from spanax.plan.cost.step_time import ways_table
+from spanax.plan.evaluate import memory_of
+from spanax.plan.pipeline.stages import inside_stage
 from spanax.plan.plan import Plan
-from spanax.plan.stages import inside_stage
-from spanax.plan.tally import tally
-from spanax.plan.unreduced import unreduced
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.deferred_reductions import unreduced
 from spanax.trace.program import Program
 
 

@@ -12,8 +12,8 @@ from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
-from spanax.trace.census import contraction_flops
-from spanax.trace.graph import CONTRACTIONS
+from spanax.trace.analysis.op_groups import contraction_flops
+from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text, count_text

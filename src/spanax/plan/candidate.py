@@ -1,4 +1,4 @@
-"""Candidate: one layout with its price; and what a search has found in all."""
+"""Candidate: a layout with its cost; and the result of a search."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -9,24 +9,24 @@ from spanax.displays import display
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.assign import Pins
-from spanax.plan.cost import Costs, Grid
+from spanax.plan.cost.peak_memory import Held
+from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.defaults import contraction_dtypes
-from spanax.plan.laid import Laid
 from spanax.plan.layout import Layout
-from spanax.plan.memory import Held
-from spanax.plan.parts import shares
-from spanax.plan.place import placed
+from spanax.plan.pipeline.layer_partition import shares
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
-from spanax.plan.resolve import resolve
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
+from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.place import placed
+from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES, layout_on
-from spanax.plan.tally import tally
-from spanax.trace.attended import Attended
-from spanax.trace.policies import POLICIES, RING
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.sharded_program import Laid
+from spanax.trace.analysis.leaf_aliases import versions
 from spanax.trace.program import Program
-from spanax.trace.versions import versions
+from spanax.trace.rewrites.attention.fuse import Attended
+from spanax.trace.rewrites.remat_policies import POLICIES, RING
 from spanax.units import bytes_text
 
 RESERVE = 0.05

@@ -1,4 +1,4 @@
-"""From a program and a cluster to a Plan: check what was asked for, choose what was not, resolve the rest."""
+"""Makes a Plan from a program, a cluster and a request: validates it, searches what is open, resolves the rest."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -8,23 +8,23 @@ from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.assign import Pins
-from spanax.plan.attention import with_attention
+from spanax.plan.advice.remedies import remedies
+from spanax.plan.advice.rules_of_thumb import rule
+from spanax.plan.attention_kernel import with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.defaults import computed_in, default_attention, default_chunks, default_dtype, defaults
-from spanax.plan.guide import rule
 from spanax.plan.layout import Layout
-from spanax.plan.logits import found_in_chunks, in_chunks
-from spanax.plan.place import placed
+from spanax.plan.loss_chunks import found_in_chunks, in_chunks
+from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
-from spanax.plan.remedies import remedies
 from spanax.plan.search import REMAT, TOO_LARGE, check_asked, search
+from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.place import placed
 from spanax.plan.space import AXES, is_standard
-from spanax.plan.stages import AXIS
-from spanax.trace.microbatches import check_divides
-from spanax.trace.policies import AS_WRITTEN, RING
 from spanax.trace.program import Program
+from spanax.trace.rewrites.microbatches.support import check_divides
+from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5

@@ -1,12 +1,12 @@
-"""Defaults: what a plan uses for everything that a request leaves open. Every verb reads them here."""
+"""Default values of everything that a request leaves open. All commands read them here."""
 
 from dataclasses import dataclass
 
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
-from spanax.trace.graph import CONTRACTIONS
-from spanax.trace.policies import known_chunks
+from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.program import Program
+from spanax.trace.rewrites.remat_policies import known_chunks
 
 
 @dataclass(frozen=True)

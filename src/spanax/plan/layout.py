@@ -1,4 +1,4 @@
-"""Layout: which named axes each mesh axis splits while computing, and what is stored split beyond that."""
+"""Layout: which axes each mesh axis shards during computation, and which arrays are sharded further in storage."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Plan: where every array of one program lives on one mesh, and why. The waist: devices only come after it."""
+"""Plan: the sharding of every array of a program on a mesh, with reasons. Devices come only after it."""
 
 import functools
 import json
@@ -15,13 +15,13 @@ from spanax.entries.names import PLAN
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.cost.prediction import Price
 from spanax.plan.layout import Layout
-from spanax.plan.price import Price
-from spanax.plan.resolve import Spec
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
+from spanax.plan.sharding.resolve import Spec
 from spanax.schema import parsed
 from spanax.sealed import opened
-from spanax.trace.policies import GATHERED
+from spanax.trace.rewrites.remat_policies import GATHERED
 from spanax.units import bytes_text, count_text
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The layouts that have names: each mesh axis has one meaning, and a preset is a choice of mesh axes."""
+"""Named layouts. Each mesh axis has a fixed meaning, and a preset is a choice of mesh axes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.mesh import CANONICAL_AXES, MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
-from spanax.trace.policies import RING
+from spanax.trace.rewrites.remat_policies import RING
 
 PRESETS: dict[str, tuple[str, ...]] = {
     "data": ("data",),

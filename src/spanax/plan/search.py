@@ -1,4 +1,4 @@
-"""Search: every layout of a program on a cluster, priced; the best one, and why the others are not."""
+"""Searches every layout of a program on a cluster; returns the candidates by cost and counts the rejected ones."""
 
 import functools
 import time
@@ -11,23 +11,23 @@ import numpy as np
 from spanax.errors import NoLayoutError, SpanaxError, first_line, nearest
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.assign import Pins, check_pinned
-from spanax.plan.assumptions import Assumptions
-from spanax.plan.attention import with_attention
+from spanax.plan.attention_kernel import with_attention
 from spanax.plan.candidate import RESERVE, Candidate, Search
-from spanax.plan.cost import Costs, Grid, Table, price
-from spanax.plan.laid import Known, Laid
-from spanax.plan.memory import Held, held_on, state_of, walk
+from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.peak_memory import Held, held_on, state_of, walk
+from spanax.plan.cost.step_time import Costs, Grid, Table, price
+from spanax.plan.cost.terms import Terms
 from spanax.plan.presets import PRESETS, as_ring
+from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, STORING, Family, families, is_standard, layout_on, mesh_of
-from spanax.plan.tally import tally
-from spanax.plan.terms import Terms
-from spanax.plan.unreduced import put_off
-from spanax.trace.attention import FORWARD, attention_flops
-from spanax.trace.census import Phase, contraction_flops
-from spanax.trace.graph import CONTRACTIONS
-from spanax.trace.policies import RING
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.deferred_reductions import put_off
+from spanax.plan.spmd.sharded_program import Known, Laid
+from spanax.trace.analysis.op_groups import Phase, contraction_flops
+from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.program import Program
+from spanax.trace.rewrites.attention.operation import FORWARD, attention_flops
+from spanax.trace.rewrites.remat_policies import RING
 
 REMAT = ("none", "dots", "full")
 SCHEDULES = ("1f1b", "interleaved")

@@ -1,10 +1,10 @@
-"""Setting: what a step computes on, apart from its layout: batch, sequence, dtype and attention."""
+"""Setting: batch, sequence, dtype and attention of a step, apart from its layout."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from spanax.trace.policies import GATHERED
+from spanax.trace.rewrites.remat_policies import GATHERED
 
 HEAD_AXES = ("heads", "head_dim")
 """Axes that only attention has."""

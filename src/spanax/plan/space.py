@@ -1,4 +1,4 @@
-"""Space: every layout a program could have on a cluster, as arrays; what cannot be is counted by reason."""
+"""Enumerates every layout of a program on a cluster, as arrays; counts the impossible ones by reason."""
 
 import math
 from collections import Counter
@@ -11,10 +11,10 @@ from spanax.errors import IdleAxisError, SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
-from spanax.plan.assign import Pins
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
-from spanax.plan.resolve import Resolver, annotated, resolve
+from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.resolve import Resolver, annotated, resolve
 from spanax.trace.program import Program
 
 AXES = ("data", "fsdp", "expert", "context", "model")

@@ -14,7 +14,13 @@ from spanax.run.record.folder import config_text
 from spanax.run.record.trackers import check_trackers
 from spanax.run.step.guard import POLICIES, Guard, check_several
 from spanax.schema import SchemaError, parsed, short
-from spanax.trace.policies import known_accumulation, known_attention, known_chunks, known_dtype, known_policy
+from spanax.trace.rewrites.remat_policies import (
+    known_accumulation,
+    known_attention,
+    known_chunks,
+    known_dtype,
+    known_policy,
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.trace.learning import CERTAIN, Flaw, flaws
+from spanax.trace.analysis.training_signal import CERTAIN, Flaw, flaws
 from spanax.trace.program import Program
 
 GRAD_NORM = "grad_norm"

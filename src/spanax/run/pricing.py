@@ -10,7 +10,7 @@ from typing import Any
 from spanax.errors import first_line
 from spanax.hardware.cluster import local
 from spanax.plan.plan import Plan
-from spanax.plan.priced import priced
+from spanax.plan.predict import priced
 from spanax.trace.program import Program
 
 

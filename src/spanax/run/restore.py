@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import jax
 
 from spanax.errors import DataError
-from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.plan.sharding.place import as_planned
 from spanax.printable import to_stderr
 from spanax.run.hosts import is_first
 from spanax.run.placement import assert_placed, build_mesh
@@ -19,8 +19,8 @@ from spanax.run.step.guard import Guard, History
 from spanax.run.step.rows import rows_of
 from spanax.run.store import checkpoint
 from spanax.schema import Count, SchemaError, Within, parsed
-from spanax.trace.meshes import outside_meshes
 from spanax.trace.program import Program
+from spanax.trace.user_mesh import outside_meshes
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.hardware.flags import for_platform
-from spanax.plan.place import as_planned
 from spanax.plan.plan import Plan
+from spanax.plan.sharding.place import as_planned
 from spanax.run.compile_barrier import compiled_with_barrier
 from spanax.run.data.batches import Batches
 from spanax.run.evaluation import num_fewer, smaller_evaluation
@@ -32,9 +32,9 @@ from spanax.run.step.rows import Rows, rows_of
 from spanax.run.step.several import several
 from spanax.run.store import checkpoint
 from spanax.run.weights import Loaded, load
-from spanax.trace.meshes import methods_outside_meshes, outside_meshes
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
+from spanax.trace.user_mesh import methods_outside_meshes, outside_meshes
 
 
 @methods_outside_meshes

@@ -8,7 +8,7 @@ from spanax.entries.folder import Folder
 from spanax.errors import ConfigError
 from spanax.run.store import manifest
 from spanax.run.store.layers import told
-from spanax.trace.computation import Computation
+from spanax.trace.analysis.computation import Computation
 from spanax.trace.program import Program
 
 KEY = "computation"

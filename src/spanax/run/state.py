@@ -18,9 +18,9 @@ import numpy as np
 
 from spanax.plan.plan import Placement
 from spanax.run.step.platform import platform_of
-from spanax.trace.graph import Graph, Op, from_jaxpr
+from spanax.trace.analysis.sharding_keys import MOVEMENT
+from spanax.trace.jaxpr.graph import Graph, Op, from_jaxpr
 from spanax.trace.program import Program
-from spanax.trace.roles import MOVEMENT
 
 FILLED_BYTES = 4 << 20
 """An array that size is copied to a device in a millisecond or two; to read its program takes ten, to make it more."""

@@ -23,9 +23,9 @@ from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.defaults import default_dtype
-from spanax.plan.place import as_planned
+from spanax.plan.pipeline.stages import check_wished, wished
 from spanax.plan.plan import Plan
-from spanax.plan.stages import check_wished, wished
+from spanax.plan.sharding.place import as_planned
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches, batches
 from spanax.run.data.examples import TooFew

@@ -21,17 +21,17 @@ from spanax.check.shrink import parity_of
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.choose import plan
+from spanax.plan.pipeline.stages import check_wished, wished
 from spanax.plan.plan import Plan
-from spanax.plan.priced import priced
-from spanax.plan.stages import check_wished, wished
+from spanax.plan.predict import priced
 from spanax.run.config import OF_PLAN, check_alone
 from spanax.run.simulate import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
 from spanax.show.requests import CheckCommand
 from spanax.show.source_text import source_text
 from spanax.show.tables import table_text
-from spanax.trace.policies import known_attention, known_policy
 from spanax.trace.program import Program
+from spanax.trace.rewrites.remat_policies import known_attention, known_policy
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
 

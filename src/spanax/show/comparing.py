@@ -25,7 +25,7 @@ from spanax.show.plans import candidate_json
 from spanax.show.progress import Tell, remaining_text
 from spanax.show.requests import CompareCommand
 from spanax.show.tables import table_text
-from spanax.trace.policies import known_dtype
+from spanax.trace.rewrites.remat_policies import known_dtype
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from spanax.check.annotated import annotated_program, program_for
 from spanax.check.placed import Placed, copies, placed, shards
 from spanax.errors import SpanaxError, WriteError
+from spanax.plan.pipeline.ticks import Ticks, ticks_of
 from spanax.plan.plan import Placement
-from spanax.plan.ticks import Ticks, ticks_of
 from spanax.printable import printable, printable_lines
 from spanax.show.drawing import devices_text, drawn, svg
 from spanax.show.requests import InspectCommand

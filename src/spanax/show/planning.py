@@ -8,20 +8,20 @@ from typing import Any
 
 from spanax.errors import SizeError, SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, cluster
+from spanax.plan.advice.remedies import remedies
+from spanax.plan.advice.rules_of_thumb import warnings
+from spanax.plan.advice.what_if import budget, fewest_devices, largest
 from spanax.plan.candidate import Search, collectives_of, shortfall
 from spanax.plan.choose import Request, decided, searched
-from spanax.plan.guide import warnings
-from spanax.plan.logits import saved_bytes, suiting_chunks
+from spanax.plan.loss_chunks import saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan
-from spanax.plan.priced import priced
-from spanax.plan.remedies import remedies
-from spanax.plan.whatif import budget, fewest_devices, largest
+from spanax.plan.predict import priced
 from spanax.show.page.document import write
 from spanax.show.page.ranked import ranked_page
 from spanax.show.plans import candidate_json, search_json, search_text
 from spanax.show.requests import PlanCommand
-from spanax.trace.policies import known_attention, known_chunks, known_dtype, known_policy
 from spanax.trace.program import Program
+from spanax.trace.rewrites.remat_policies import known_attention, known_chunks, known_dtype, known_policy
 from spanax.trace.workload import Workload
 from spanax.units import bytes_text
 

@@ -4,9 +4,9 @@ from typing import Any
 
 from rich.table import Table
 
+from spanax.plan.advice.remedies import remedies
+from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import RESERVE, Candidate, Search, collectives_of, plan_of, shortfall
-from spanax.plan.guide import rule
-from spanax.plan.remedies import remedies
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from spanax.plan.ticks import Ticks
+from spanax.plan.pipeline.ticks import Ticks
 
 
 def ticks_text(table: Ticks) -> str:
     """The table with a row a stage, and what it costs.
 
     Example:
-      >>> from spanax.plan.ticks import ticks
+      >>> from spanax.plan.pipeline.ticks import ticks
       >>> print(ticks_text(ticks("1f1b", 2, 2)))
       1f1b: 2 stages, 2 microbatches, 9 ticks
       stage 0: F0 F1 .  .  B0 W0 .  B1 W1

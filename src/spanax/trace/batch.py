@@ -1,4 +1,4 @@
-"""Batch: what a batch consists of, as leaves of a program."""
+"""Describes the arrays of a batch as leaves of a program."""
 
 from typing import Any
 

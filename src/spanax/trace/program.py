@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from spanax.displays import display
-from spanax.trace.attended import Attended
-from spanax.trace.axes import Axis, table
-from spanax.trace.census import label_key
-from spanax.trace.computation import Computation
-from spanax.trace.graph import Graph
-from spanax.trace.initial import Initial
-from spanax.trace.microbatches import Microbatches
-from spanax.trace.policies import AS_WRITTEN, known_context
-from spanax.trace.resized import Shapes
+from spanax.trace.analysis.computation import Computation
+from spanax.trace.analysis.op_groups import label_key
+from spanax.trace.axes.axes import Axis, table
+from spanax.trace.initial_state import Initial
+from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.pipeline.retrace import Shapes
+from spanax.trace.rewrites.attention.fuse import Attended
+from spanax.trace.rewrites.microbatches.support import Microbatches
+from spanax.trace.rewrites.remat_policies import AS_WRITTEN, known_context
 from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf, Variables
 from spanax.units import count_text

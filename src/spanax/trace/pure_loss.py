@@ -1,4 +1,4 @@
-"""A user's loss of model and batch as a pure function of arrays."""
+"""Converts a user's `loss(model, batch)` into a pure function of arrays."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 
 from spanax.errors import SpanaxError
+from spanax.trace.analysis.param_writes import written
 from spanax.trace.variables import changed_variables
-from spanax.trace.written import written
 
 NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 

@@ -1,4 +1,4 @@
-"""Raw arrays: attributes of modules and optimizers that are arrays and not Variables; NNX carries them as state."""
+"""Carries plain arrays (attributes that are not Variables) as state, as NNX does."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

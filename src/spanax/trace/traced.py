@@ -1,22 +1,31 @@
-"""Traced: one function as a graph with its axes, and what is known of it before any layout is."""
+"""A traced function: its graph, its axes, and analyses that do not depend on a layout."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from spanax.displays import display
-from spanax.trace.axes import Axes
-from spanax.trace.census import Kind, Traffic, census, inert_ops, label_key, layer_carry, score_keys, traffic
-from spanax.trace.fusion import Kept, memory_plan
-from spanax.trace.graph import CONTRACTIONS, Body, Graph, Op
-from spanax.trace.lifetimes import Lifetimes, lifetimes
-from spanax.trace.meeting import Meeting, meetings
-from spanax.trace.order import order
-from spanax.trace.origins import Origin
-from spanax.trace.primitives import ELEMENTWISE
-from spanax.trace.roles import MOVEMENT, Role, roles
-from spanax.trace.routing import Labels, Routing, routed, routings
-from spanax.trace.versions import next_versions
+from spanax.trace.analysis.fusion import Kept, memory_plan
+from spanax.trace.analysis.gradient_accumulation import Meeting, meetings
+from spanax.trace.analysis.leaf_aliases import next_versions
+from spanax.trace.analysis.liveness import Lifetimes, lifetimes
+from spanax.trace.analysis.moe_routing import Labels, Routing, routed, routings
+from spanax.trace.analysis.op_groups import (
+    Kind,
+    Traffic,
+    census,
+    inert_ops,
+    label_key,
+    layer_carry,
+    score_keys,
+    traffic,
+)
+from spanax.trace.analysis.order import order
+from spanax.trace.analysis.sharding_keys import MOVEMENT, Role, roles
+from spanax.trace.axes.axes import Axes
+from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
+from spanax.trace.jaxpr.provenance import Origin
 
 SPREADING = ELEMENTWISE | MOVEMENT
 """Operations that make one number all over of one number all over."""

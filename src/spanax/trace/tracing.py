@@ -1,4 +1,4 @@
-"""From build, optimizer, batch and loss to a Program: everything is traced, nothing is allocated."""
+"""Traces build, optimizer, batch and loss into a `Program`. Nothing is allocated."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,25 +9,25 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError
-from spanax.trace.attended import Attended, attended
-from spanax.trace.axes import aligned, discover, warn_of_unknown
+from spanax.trace.analysis.computation import Computation
+from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
+from spanax.trace.axes.batch_sized_dims import grown
 from spanax.trace.batch import abstract_batch
-from spanax.trace.chunked import chunked
-from spanax.trace.computation import Computation
-from spanax.trace.gradients import recording
-from spanax.trace.graph import Graph, from_jaxpr, has_remat
-from spanax.trace.grown import grown
-from spanax.trace.initial import Eager, Initial, initial
-from spanax.trace.meshes import UserMesh, outside_meshes
-from spanax.trace.microbatches import Microbatches, microbatches_of
-from spanax.trace.optimizers import of_loss
-from spanax.trace.policies import AS_WRITTEN, EXACT, GATHERED
+from spanax.trace.initial_state import Eager, Initial, initial
+from spanax.trace.jaxpr.graph import Graph, from_jaxpr, has_remat
+from spanax.trace.optimizers.gradient_recording import recording
+from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
+from spanax.trace.optimizers.validation import of_loss
+from spanax.trace.pipeline.retrace import Shapes, resized_graph
 from spanax.trace.program import Program, with_axes
 from spanax.trace.pure_loss import with_extra
-from spanax.trace.rates import injected_rate, with_logged
-from spanax.trace.resized import Shapes, resized_graph
-from spanax.trace.step import as_metrics, chosen_step
+from spanax.trace.rewrites.attention.fuse import Attended, attended
+from spanax.trace.rewrites.chunked_loss.chunked import chunked
+from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
+from spanax.trace.rewrites.remat_policies import AS_WRITTEN, EXACT, GATHERED
 from spanax.trace.traced import Traced
+from spanax.trace.train_step import as_metrics, chosen_step
+from spanax.trace.user_mesh import UserMesh, outside_meshes
 from spanax.trace.variables import (
     Leaf,
     Variables,

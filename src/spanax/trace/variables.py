@@ -1,6 +1,6 @@
-"""Variables: the one seam to Flax NNX. Model and optimizer become a flat list of arrays, and come back.
+"""Flattens model and optimizer into a list of arrays and merges them back: the only interface to Flax NNX.
 
-NNX has renamed its annotations four times in a year; nothing outside this file knows how they are spelled.
+NNX has renamed its annotations four times in a year; only this file knows their names.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Workload: what to train. A model, a loss or step, a batch, an optimizer, and where the data comes from."""
+"""Workload: a model with its loss or train step, batch, optimizer and data source."""
 
 import inspect
 from collections.abc import Callable
@@ -9,10 +9,10 @@ import optax
 from flax import nnx
 
 from spanax.errors import SpanaxError, nearest
-from spanax.trace.moments import STATE_DTYPES, kept_as
-from spanax.trace.policies import EXACT
+from spanax.trace.optimizers.learning_rates import logged
+from spanax.trace.optimizers.moment_dtype import STATE_DTYPES, kept_as
 from spanax.trace.program import Program
-from spanax.trace.rates import logged
+from spanax.trace.rewrites.remat_policies import EXACT
 from spanax.trace.tracing import trace
 from spanax.trace.variables import num_wanted
 

@@ -17,11 +17,11 @@ import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt
 from spanax.models.stack import Stack
-from spanax.plan.logits import chunks_to_try, saved_bytes, suiting_chunks
-from spanax.plan.own import candidate_of, memory_of
-from spanax.plan.place import as_planned
+from spanax.plan.evaluate import candidate_of, memory_of
+from spanax.plan.loss_chunks import chunks_to_try, saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.priced import priced
+from spanax.plan.predict import priced
+from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run
 from spanax.show.plans import search_json, search_text
 from spanax.trace.program import Program

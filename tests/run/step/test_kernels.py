@@ -12,8 +12,8 @@ import pytest
 import spanax
 from spanax.models.workloads import load
 from spanax.run.step import kernels
-from spanax.trace.attended import Attended, attended
-from spanax.trace.attention import BACKWARD, FORWARD, attention_grad_p, attention_p
+from spanax.trace.rewrites.attention.fuse import Attended, attended
+from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD, attention_grad_p, attention_p
 
 B, T, H, G, K = 2, 256, 4, 2, 16
 TOLERANCE = 2e-5

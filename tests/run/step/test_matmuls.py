@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from spanax.plan.resolve import Constraint
+from spanax.plan.sharding.resolve import Constraint
 from spanax.run.step.matmuls import as_one_sum
 from spanax.run.step.replay import Replay
-from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 
 WHOLE = Constraint(((), (), ()))
 NUMBERS = {

@@ -23,10 +23,10 @@ from pipelines import (
 )
 from spanax.check.parity import parity
 from spanax.errors import SpanaxError
+from spanax.plan.pipeline.stages import AXIS
+from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Schedule
 from spanax.plan.presets import PRESETS
-from spanax.plan.stages import AXIS
-from spanax.plan.ticks import ticks
 from spanax.run.state import born
 from spanax.run.step import pipeline
 from spanax.trace.program import Program

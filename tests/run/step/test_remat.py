@@ -19,7 +19,7 @@ from spanax.run.config import TrainConfig
 from spanax.run.run import Run
 from spanax.run.trainer import train
 from spanax.trace.program import Program
-from spanax.trace.remat import rematerialized
+from spanax.trace.rewrites.remat import rematerialized
 
 SIZE, STEPS = 8, 2
 TOLERANCE = 1e-6

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spanax
 import zoo
-from spanax.plan.place import resolver_of
-from spanax.plan.resolve import Constraint
-from spanax.plan.uses import uses
+from spanax.plan.sharding.operands import uses
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.sharding.resolve import Constraint
 from spanax.run.step.replay import Replay
-from spanax.trace.graph import Graph, from_jaxpr
+from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 from spanax.trace.program import Program
 
 MESH = spanax.MeshShape.of("data=4,model=2")

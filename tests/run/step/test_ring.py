@@ -16,7 +16,7 @@ from spanax.errors import SpanaxError
 from spanax.models.stack import Stack
 from spanax.plan.plan import Plan, Schedule
 from spanax.run.run import Run
-from spanax.trace.gradients import PREFIX
+from spanax.trace.optimizers.gradient_recording import PREFIX
 from spanax.trace.program import Program
 
 ROWS, LENGTH, WIDTH, HEADS, VOCAB = 4, 32, 16, 4, 32

@@ -34,9 +34,9 @@ from pipelines import (
 )
 from spanax.errors import SpanaxError
 from spanax.models import gpt, moe, vit
-from spanax.plan.parts import Parts
+from spanax.plan.pipeline.layer_partition import Parts
+from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Schedule
-from spanax.plan.stages import AXIS
 from spanax.run.run import Run
 from spanax.run.step import pipeline
 from spanax.run.step.rows import PADDING, rows_of, stage_by_stage

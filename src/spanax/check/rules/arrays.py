@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
 from spanax.hardware.mesh import CANONICAL_AXES
-from spanax.plan.assign import Uneven
 from spanax.plan.plan import Placement
-from spanax.trace.names import STRENGTH
+from spanax.plan.sharding.assign import Uneven
+from spanax.trace.axes.naming import STRENGTH
 
 LARGE = 0.01
 """The share of a device's bytes of one kind from which on an array counts."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
-from spanax.trace.learning import Flaw
+from spanax.trace.analysis.training_signal import Flaw
 
 
 def no_gradient(checked: Checked) -> Iterator[Said]:

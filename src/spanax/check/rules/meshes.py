@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
-from spanax.plan.bubble import bubble_over_ideal
+from spanax.plan.pipeline.bubble import bubble_over_ideal
 
 MOST_BUBBLE = 0.10
 """The share of a step that a pipeline may wait."""

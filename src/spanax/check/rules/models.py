@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
-from spanax.plan.laid import Laid
-from spanax.plan.place import resolver_of
-from spanax.plan.tally import tally
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.sharded_program import Laid
 
 MANY_LAYERS = 8
 """Equal layers, written out, from which on compiling takes minutes."""

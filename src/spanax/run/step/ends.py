@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from spanax.plan.stages import AXIS
-from spanax.trace.cut import Cut
+from spanax.plan.pipeline.stages import AXIS
+from spanax.trace.pipeline.partition import Cut
 
 
 def shared(cut: Cut, by_stage: dict[int, Any], num_stages: int, index: Any) -> dict[int, Any]:

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from spanax.errors import SpanaxError
-from spanax.trace.meshes import is_typed
 from spanax.trace.program import Program
+from spanax.trace.user_mesh import is_typed
 
 
 def given(program: Program, shardings: Sequence[jax.sharding.NamedSharding], batch: Any) -> list[Any]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from spanax.plan.parts import Parts
-from spanax.plan.ticks import Ticks
+from spanax.plan.pipeline.layer_partition import Parts
+from spanax.plan.pipeline.ticks import Ticks
 from spanax.run.step.replay import Replay
-from spanax.trace.cut import Cut
-from spanax.trace.halves import Halves
+from spanax.trace.pipeline.partition import Cut
+from spanax.trace.pipeline.split_backward import Halves
 
 Held = dict[str, Any]
 """What a stage holds, by what it is:

@@ -1,7 +1,8 @@
-"""Kernels: how a platform's own kernel computes an attention that the plan gives it, as JAX lowers it there.
+"""Computes attention with a platform's kernel, where the plan chose one.
 
-On a TPU it is splash attention, on an NVIDIA GPU that of cuDNN; wherever else the step runs, as on simulated devices,
-`trace/attention.py` computes the same block by block. Each device has its part of batch and heads (`plan/around.py`).
+TPUs use splash attention, NVIDIA GPUs cuDNN. On any other platform, such as simulated devices, the step runs the same
+attention block by block (`trace/rewrites/attention/operation.py`). Batch and heads are sharded as
+`plan/sharding/attention.py` decides.
 """
 
 import functools
@@ -13,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from spanax.trace.attention import attention_grad_p, attention_p, backward_here, forward_here
-from spanax.trace.kernels import Kernel
-from spanax.trace.policies import CUDNN, SPLASH
-from spanax.trace.scores import Form
+from spanax.trace.rewrites.attention.kernels import Kernel
+from spanax.trace.rewrites.attention.operation import attention_grad_p, attention_p, backward_here, forward_here
+from spanax.trace.rewrites.attention.scores import Form
+from spanax.trace.rewrites.remat_policies import CUDNN, SPLASH
 
 BLOCKS = (512, 384, 256, 128)
 """Queries and keys of a block of splash, the largest that divides: what MaxText takes, where it does."""

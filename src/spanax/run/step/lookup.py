@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from spanax.plan.resolve import Constraint, Spec
-from spanax.plan.uses import LOOKUPS
-from spanax.trace.graph import Graph, Op
+from spanax.plan.sharding.operands import LOOKUPS
+from spanax.plan.sharding.resolve import Constraint, Spec
+from spanax.trace.jaxpr.graph import Graph, Op
 
 ADDING = LOOKUPS - {"gather"}
 

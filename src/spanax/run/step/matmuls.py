@@ -9,8 +9,8 @@ from typing import Any
 
 from jax import lax
 
-from spanax.plan.resolve import Constraint
-from spanax.trace.graph import Op
+from spanax.plan.sharding.resolve import Constraint
+from spanax.trace.jaxpr.graph import Op
 
 
 def as_one_sum(

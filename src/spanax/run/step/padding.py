@@ -16,10 +16,10 @@ import numpy as np
 from spanax.errors import SpanaxError
 from spanax.run.step.replay import Replay
 from spanax.run.step.rows import Rows
-from spanax.trace.cut import Cut
-from spanax.trace.graph import BODIES, Op
-from spanax.trace.primitives import ELEMENTWISE
-from spanax.trace.resized import dividing, longer_dim
+from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.graph import BODIES, Op
+from spanax.trace.pipeline.partition import Cut
+from spanax.trace.pipeline.retrace import dividing, longer_dim
 from spanax.trace.traced import Traced
 
 NEUTRAL: dict[str, Callable[[Any], Any]] = {

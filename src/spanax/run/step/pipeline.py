@@ -14,17 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from spanax.plan.pipeline.stages import AXIS
+from spanax.plan.pipeline.ticks import Ticks, ticks_of
 from spanax.plan.plan import Schedule
-from spanax.plan.stages import AXIS
-from spanax.plan.ticks import Ticks, ticks_of
 from spanax.run.step.padding import Padded
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay import Replay
 from spanax.run.step.rows import Rows, check_alike
 from spanax.run.step.stage import Stage, Values, converted
-from spanax.trace.cut import Cut, cut
-from spanax.trace.graph import Op
-from spanax.trace.halves import Halves, halves
+from spanax.trace.jaxpr.graph import Op
+from spanax.trace.pipeline.partition import Cut, cut
+from spanax.trace.pipeline.split_backward import Halves, halves
 from spanax.trace.traced import Traced
 
 

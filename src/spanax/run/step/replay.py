@@ -16,17 +16,17 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spanax.plan.resolve import Constraint
-from spanax.plan.unreduced import Unreduced
-from spanax.plan.uses import Use
+from spanax.plan.sharding.operands import Use
+from spanax.plan.sharding.resolve import Constraint
+from spanax.plan.spmd.deferred_reductions import Unreduced
 from spanax.run.step import kernels  # noqa: F401  (what a platform's kernel computes is lowered to it)
 from spanax.run.step.lookup import look_up, split_lookup
 from spanax.run.step.matmuls import as_one_sum
 from spanax.run.step.platform import platform_of
 from spanax.run.step.ring import attended_part
 from spanax.run.step.unreduced import behind, in_front, in_parts, lifted, together
-from spanax.trace.graph import BODIES, Body, Graph, Op, retraced, scan_counts
-from spanax.trace.primitives import ELEMENTWISE
+from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.graph import BODIES, Body, Graph, Op, retraced, scan_counts
 
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
 DROPPED = frozenset({"sharding_constraint", "reshard"})

@@ -4,17 +4,17 @@ from collections.abc import Mapping
 
 from jax.sharding import Mesh
 
-from spanax.plan.laid import Laid
-from spanax.plan.place import resolver_of
+from spanax.plan.pipeline.stages import inside_stage
 from spanax.plan.plan import Plan
-from spanax.plan.stages import inside_stage
-from spanax.plan.unreduced import Unreduced, unreduced
-from spanax.plan.uses import Use, uses
+from spanax.plan.sharding.operands import Use, uses
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.spmd.deferred_reductions import Unreduced, unreduced
+from spanax.plan.spmd.sharded_program import Laid
 from spanax.run.step.padding import Padded
 from spanax.run.step.pipeline import in_stages
 from spanax.run.step.replay import Replay
 from spanax.run.step.rows import Rows
-from spanax.trace.graph import Op
+from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 

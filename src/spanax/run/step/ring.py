@@ -1,9 +1,11 @@
-"""Ring: attention whose keys and values go around the devices that share a sequence, while each computes.
+"""Ring attention: keys and values pass around the devices that share a sequence while each device computes.
 
-A device keeps its queries. At every step it sends on the keys it has, and meets them in the meantime; after as many
-steps as there are devices its queries have met all keys, and what it held was never more than two devices' keys.
+A device keeps its queries. At every step it sends its current keys and values to the next device and attends to them
+meanwhile. After n steps on n devices every query has attended to every key, and no device has stored the keys of more
+than two devices.
 
-Source: Liu, Zaharia and Abbeel, Ring Attention, arXiv 2310.01889, section 3; the balance is that of `trace/zigzag.py`.
+Source: Liu, Zaharia and Abbeel, Ring Attention, arXiv 2310.01889, section 3; load balancing as in
+`trace/rewrites/attention/zigzag.py`.
 """
 
 import math
@@ -15,9 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from spanax.plan.around import Around
-from spanax.plan.ticks import share_name
-from spanax.trace.attention import (
+from spanax.plan.pipeline.ticks import share_name
+from spanax.plan.sharding.attention import Around
+from spanax.trace.jaxpr.graph import Op
+from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, parted
+from spanax.trace.rewrites.attention.operation import (
     BACKWARD,
     NUM_ROWS,
     attend_here,
@@ -26,10 +30,8 @@ from spanax.trace.attention import (
     wanted_of,
     zeros_of_extras,
 )
-from spanax.trace.blockwise import Blocks, Keys, Part, finished, parted
-from spanax.trace.graph import Op
-from spanax.trace.scores import Form
-from spanax.trace.zigzag import Shares, shares
+from spanax.trace.rewrites.attention.scores import Form
+from spanax.trace.rewrites.attention.zigzag import Shares, shares
 
 
 def attended_part(op: Op, around: Around, mesh: Mesh, manual: frozenset[str]) -> Callable[..., tuple[Any, ...]]:

@@ -17,14 +17,14 @@ import numpy as np
 
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.assign import divided_layers
-from spanax.plan.parts import Parts
+from spanax.plan.pipeline.layer_partition import Parts
+from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Placement, Plan
-from spanax.plan.stages import AXIS
-from spanax.trace.cut import Cut
-from spanax.trace.fusion import REDUCTIONS
-from spanax.trace.graph import CONTRACTIONS, Op
-from spanax.trace.primitives import ELEMENTWISE
+from spanax.plan.sharding.assign import divided_layers
+from spanax.trace.analysis.fusion import REDUCTIONS
+from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
+from spanax.trace.pipeline.partition import Cut
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 

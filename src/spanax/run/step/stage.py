@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spanax.plan.schedule import KINDS
-from spanax.plan.stages import AXIS
-from spanax.plan.ticks import COLUMNS, Ticks, share_name
+from spanax.plan.pipeline.schedules import KINDS
+from spanax.plan.pipeline.stages import AXIS
+from spanax.plan.pipeline.ticks import COLUMNS, Ticks, share_name
 from spanax.run.step.ends import results, shared
 from spanax.run.step.held import Held, Storage
 from spanax.run.step.replay import Replay
 from spanax.run.step.unreduced import in_front, lifted
-from spanax.trace.cut import Cut, Part, State, Sum
-from spanax.trace.halves import Halves
-from spanax.trace.loops import Loop
+from spanax.trace.jaxpr.loops import Loop
+from spanax.trace.pipeline.partition import Cut, Part, State, Sum
+from spanax.trace.pipeline.split_backward import Halves
 
 Values = dict[int, Any]
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from spanax.plan.unreduced import LINEAR, LINEAR_IN, Dims, Unreduced
-from spanax.trace.graph import Graph, Op
+from spanax.plan.spmd.deferred_reductions import LINEAR, LINEAR_IN, Dims, Unreduced
+from spanax.trace.jaxpr.graph import Graph, Op
 
 Ways = Mapping[str, int]
 """The size of each mesh axis."""

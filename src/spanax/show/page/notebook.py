@@ -10,8 +10,8 @@ from spanax.check.report import Report
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search
+from spanax.plan.pipeline.ticks import Ticks
 from spanax.plan.plan import Placement, Plan
-from spanax.plan.ticks import Ticks
 from spanax.show.page import plan as of_plan
 from spanax.show.page.bars import Bar
 from spanax.show.page.blocks import Block, Figure, facts, figures, section

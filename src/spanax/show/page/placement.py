@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from spanax.check.placed import copies
 from spanax.hardware.mesh import MeshShape
+from spanax.plan.cost.prediction import Moved
 from spanax.plan.plan import Placement, Plan
-from spanax.plan.price import Moved
-from spanax.plan.priced import pattern
+from spanax.plan.predict import pattern
 from spanax.show.page.blocks import facts
 from spanax.show.page.mesh import axis_colour, mesh_grid
 from spanax.show.page.tree import Node, el, fill

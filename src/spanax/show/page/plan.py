@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from spanax.plan.cost.prediction import Price
+from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Plan
-from spanax.plan.price import Price
-from spanax.plan.ticks import ticks_of
 from spanax.show.page.bars import Bar, stacked
 from spanax.show.page.blocks import Block, Figure
 from spanax.show.page.document import Page

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from spanax.check.lint import lint_profile
-from spanax.plan.price import Price
+from spanax.plan.cost.prediction import Price
 from spanax.printable import printable
 from spanax.run.record.account import Account
 from spanax.run.record.ledger import BUCKETS

@@ -1,7 +1,7 @@
 """Ticks: the schedule of a pipeline as a grid, a row a stage and a column a tick."""
 
-from spanax.plan.schedule import Task
-from spanax.plan.ticks import Ticks
+from spanax.plan.pipeline.schedules import Task
+from spanax.plan.pipeline.ticks import Ticks
 from spanax.show.page.tables import scrolled
 from spanax.show.page.tree import Node, el, fill
 

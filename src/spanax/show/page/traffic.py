@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from spanax.plan.price import Moved
+from spanax.plan.cost.prediction import Moved
 from spanax.show.page.bars import Bar, stacked
 from spanax.show.page.tree import Node, el
 from spanax.units import bytes_text

@@ -1,0 +1,49 @@
+"""The links that connect the devices of a group over any set of mesh axes, for many meshes at once."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from spanax.hardware.cluster import Cluster
+from spanax.hardware.links import AxisLink, axis_link, within
+from spanax.hardware.mesh import MeshShape
+
+FIELDS = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
+
+
+class Links:
+    """The links of every set of mesh axes on many meshes, as arrays; worked out once for each set.
+
+    Args:
+      cluster: the machine.
+      axes: names of the mesh axes inside a stage, in order.
+      meshes: a column for each mesh: the number of stages, then the size of each axis.
+
+    Example:
+      >>> from spanax.hardware.cluster import cluster
+      >>> links = Links(cluster("a100:2x8"), ("data", "model"), np.asarray([[1, 1], [2, 4], [8, 4]]))
+      >>> links.arrays(0b10)["size"], (links.arrays(0b01)["bytes_per_second"] / 1e9).round()
+      (array([8., 4.]), array([23., 46.]))
+    """
+
+    def __init__(self, cluster: Cluster, axes: Sequence[str], meshes: np.ndarray):
+        self._cluster, self._names, self._meshes = cluster, ("pipe", *axes), meshes
+        sharing = np.stack(within(list(meshes), cluster.devices_per_node))
+        self._within = np.unique(sharing, axis=1, return_inverse=True)[1].reshape(-1)
+        self._known: dict[int, dict[str, np.ndarray]] = {}
+
+    def arrays(self, over: int) -> dict[str, np.ndarray]:
+        """What joins groups over a set of axes, as a mask; over the stages of a pipeline if it is negative."""
+        if over not in self._known:
+            chosen = [0] if over < 0 else [at for at in range(1, len(self._names)) if over >> (at - 1) & 1]
+            sizes = self._meshes[chosen].prod(0)
+            kinds = self._within * (sizes.max() + 1) + sizes
+            _, first, where = np.unique(kinds, return_index=True, return_inverse=True)
+            found = [self._link(self._meshes[:, at].tolist(), chosen) for at in first]
+            rows = np.asarray([[getattr(link, name) for name in FIELDS] for link in found], float).T
+            self._known[over] = dict(zip(FIELDS, rows[:, where], strict=True))
+        return self._known[over]
+
+    def _link(self, sizes: Sequence[int], chosen: Sequence[int]) -> AxisLink:
+        mesh = MeshShape(tuple(zip(self._names, sizes, strict=True)))
+        return axis_link(self._cluster, mesh, [self._names[at] for at in chosen])

@@ -1,0 +1,280 @@
+"""Peak memory per device over a step, by walking the program in execution order.
+
+A value lives from the kernel that writes it to the last kernel that reads it; a loop body adds to what is live around
+it. A value inside a fused kernel takes no memory. Sizes are global bytes and the mesh axes that divide them, so one
+walk serves every mesh on which a layout resolves alike.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from spanax.plan.cost.ring_attention import worked_bytes
+from spanax.plan.cost.step_time import Grid, ways_table
+from spanax.plan.pipeline.bubble import num_in_flight
+from spanax.plan.sharding.resolve import Constraint, Resolver
+from spanax.plan.spmd.partition import as_masks, union
+from spanax.plan.spmd.sharded_program import Laid
+from spanax.trace.analysis.liveness import Lifetimes
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Op
+from spanax.trace.rewrites.attention.operation import RING
+
+Array = np.ndarray
+
+GROUPS = ("activations", "gradients", "gathered weights")
+"""What is held beside the state."""
+
+ACTIVATIONS, GRADIENTS, WEIGHTS = range(len(GROUPS))
+
+HELD = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
+"""The group of each kind of leaf."""
+
+Column = tuple[int, bool, bool, bool, int]
+"""Values that are divided alike: split, grows with the batch, is stacked by layer, is attention scores, group."""
+
+
+@dataclass(frozen=True, eq=False)
+class Level:
+    """The fullest moments of one body: global bytes by (moment, column), and the bodies that run at some of them."""
+
+    held: Array
+    columns: tuple[Column, ...]
+    inside: dict[int, tuple["Level", ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Leaves of the state and the batch: kind, global bytes, the axes that split them, if they are stacked by layer.
+
+    Those that lie alike are one. Beside each parameter its gradient, as it is stored where several are added up.
+    """
+
+    kind: tuple[str, ...]
+    num_bytes: Array
+    split: Array
+    stacked: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Bytes of one device by group, one entry a candidate; `peak_bytes` is their sum and `reserve_bytes`."""
+
+    groups: dict[str, Array]
+    peak_bytes: Array
+
+
+def state_of(resolver: Resolver) -> State:
+    """Where the leaves of the state and of the batch lie, as the plan's placements have them."""
+    program, bits = resolver.program, {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
+    axes = program.step.axes
+    rows: dict[tuple[str, int, bool], int] = defaultdict(int)
+    for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
+        labels = axes.classes[value]
+        spec, _ = resolver.placed(leaf, labels)
+        is_stacked = not program.step.layer_labels.isdisjoint(labels)
+        rows[leaf.kind, union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
+        if leaf.kind == "param":
+            spec = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
+            rows["gradient", union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
+    kinds, splits, stacked = zip(*rows, strict=True)
+    return State(kinds, np.asarray([*rows.values()], float), np.asarray(splits, int), np.asarray(stacked, bool))
+
+
+def walk(laid: Laid, *, is_tpu: bool = False) -> Level:
+    """The fullest moments of a program under a layout, as a TPU's compiler or those of others have them."""
+    lifetimes = laid.traced.tpu_lifetimes if is_tpu else laid.traced.lifetimes
+    return _level(laid, lifetimes, laid.traced.graph.body)
+
+
+def held(
+    state: State,
+    level: Level,
+    sizes: Array,
+    *,
+    num_stages: Array,
+    num_microbatches: Array,
+    in_flight: Array,
+    scale: Array,
+    fused_attention: bool = False,
+) -> Held:
+    """Bytes that one device holds on every mesh.
+
+    Args:
+      state: where the leaves lie; the batch's stay until the step ends.
+      level: the program's fullest moments.
+      sizes: a row for each mesh axis, a column for each mesh.
+      num_stages: of the pipeline; what is stacked by layer is divided among them, into fewer where some is padding.
+      num_microbatches: gradients are added up over them, in an array of their own if there are several.
+      in_flight: the microbatches whose activations a stage holds at once.
+      scale: the batch of one microbatch over the traced batch.
+      fused_attention: whether attention scores are kept on the chip.
+    """
+    ways = ways_table(sizes)
+    local = state.num_bytes[:, None] / ways[state.split] / np.where(state.stacked[:, None], num_stages, 1)
+    of_kind = {kind: local[np.asarray([of == kind for of in state.kind], bool)].sum(0) for kind in (*HELD, "gradient")}
+    groups = {name: of_kind[kind] for kind, name in HELD.items()}
+    groups["batch"] = groups["batch"] * scale * num_microbatches  # all of it is there from the start
+    columns = _Columns(ways, scale, num_stages, in_flight, fused_attention)
+    peak = _peak(level, columns)
+    for at, name in enumerate(GROUPS):
+        groups[name] = peak[at]
+    groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, of_kind["gradient"], 0.0)
+    return Held(groups, sum(groups.values()))
+
+
+def held_on(state: State, level: Level, grid: Grid, *, fused_attention: bool = False) -> Held:
+    """Bytes that one device holds on every mesh of a grid, a stage of a pipeline as its schedule has it."""
+    flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
+    return held(
+        state,
+        level,
+        grid.sizes,
+        num_stages=grid.shares,
+        num_microbatches=grid.num_microbatches,
+        in_flight=np.where(grid.num_stages > 1, flying, 1),
+        scale=grid.scale,
+        fused_attention=fused_attention,
+    )
+
+
+def _peak(level: Level, columns: "_Columns") -> Array:
+    """Bytes by group at the fullest moment, candidate by candidate: an array (group, candidate)."""
+    shares = (
+        np.stack([columns.share(column) for column in level.columns]) if level.columns else np.zeros((0, columns.count))
+    )
+    inside = {at: _fullest_of([_peak(one, columns) for one in inner]) for at, inner in level.inside.items()}
+    totals = level.held @ shares
+    for at, inner in inside.items():
+        totals[at] += inner.sum(0)
+    fullest = totals.argmax(0)
+    groups = np.asarray([column[-1] for column in level.columns], int)
+    here = level.held[fullest].T * shares
+    found = np.stack([here[groups == group].sum(0) for group in range(len(GROUPS))])
+    for at, inner in inside.items():
+        found += np.where(fullest == at, inner, 0.0)
+    return found
+
+
+def _fullest_of(several: Sequence[Array]) -> Array:
+    """Of arrays (group, candidate) the one with most in all, candidate by candidate."""
+    stacked = np.stack(several)
+    return np.take_along_axis(stacked, stacked.sum(1).argmax(0)[None, None], 0)[0]
+
+
+class _Columns:
+    """The share of a column's global bytes that one device holds."""
+
+    def __init__(self, ways: Array, scale: Array, num_stages: Array, in_flight: Array, fused_attention: bool):
+        self._ways, self._scale, self._stages, self._in_flight = ways, scale, num_stages, in_flight
+        self._fused = fused_attention
+        self.count = scale.shape[0]
+        self._known: dict[Column, Array] = {}
+
+    def share(self, column: Column) -> Array:
+        """One number a candidate."""
+        if column not in self._known:
+            split, is_batched, is_stacked, is_score, _ = column
+            share = 1.0 / self._ways[split]
+            if is_batched:
+                share = share * self._scale * (self._in_flight if is_stacked else 1.0)
+            if is_stacked:
+                share = share / self._stages
+            self._known[column] = share * (0.0 if is_score and self._fused else 1.0)
+        return self._known[column]
+
+
+def _level(laid: Laid, lifetimes: Mapping[Body, Lifetimes], body: Body) -> Level:
+    """The moments of a body at which more may be held than at any other."""
+    alive, ops = lifetimes[body], laid.traced.order[body]
+    num_ops = len(ops)
+    columns: dict[Column, int] = {}
+    of_group = [columns.setdefault(_column(laid, value), len(columns)) for value in alive.values]
+    spans = [*_gathered(laid, ops), *_summed(laid, ops), *_worked(laid, ops)]
+    of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
+    first = np.concatenate([alive.first, np.asarray([span.first for span in spans], int)])
+    last = np.concatenate([alive.last, np.asarray([span.last for span in spans], int)])
+    column = np.concatenate([np.asarray(of_group, int)[alive.group], np.asarray(of_span, int)])
+    num_bytes = np.concatenate([alive.num_bytes[alive.group], np.asarray([span.num_bytes for span in spans])])
+    num_columns = len(columns)
+    changes = np.bincount(first * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
+    changes -= np.bincount((last + 1) * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
+    held = changes.reshape(num_ops + 2, num_columns).cumsum(0)
+    inside = {at: tuple(_level(laid, lifetimes, one) for one in op.bodies) for at, op in enumerate(ops) if op.bodies}
+    # What is held only grows until something ends.
+    full = _fullest(held, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
+    moments = [*full, *inside]
+    return Level(held[moments], tuple(columns), {len(full) + at: inner for at, inner in enumerate(inside.values())})
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes that only a layout causes to be held, from one operation of a body to another, both included."""
+
+    first: int
+    last: int
+    column: Column
+    num_bytes: float
+
+
+def _gathered(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
+    """Stored weights as they are used, from where each is first gathered to where it is last used so."""
+    spans: dict[tuple[int, Constraint], list[int]] = {}
+    for at, op in enumerate(ops):
+        use = None if op.bodies or op in laid.traced.inert else laid.division(op).use
+        for value, asked in zip(op.inputs, use.inputs, strict=True) if use is not None and not use.around else ():
+            if asked is not None:
+                spans.setdefault((value, asked), [at, at])[1] = at
+    for (value, asked), (first, last) in spans.items():
+        split = union(laid.masks_of(value, asked))
+        yield Span(first, last, (split, *_column(laid, value)[1:-1], WEIGHTS), laid.num_bytes(value))
+
+
+def _summed(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
+    """Sums that are whole on every device before each keeps its part: the gradient of a stored weight.
+
+    They are exchanged after the loops that follow, which do not need them.
+    """
+    last_loop = max((at for at, op in enumerate(ops) if op.bodies), default=0)
+    for at, op in enumerate(ops):
+        split = laid.division(op).split if op.name in CONTRACTIONS else None
+        for shift in split.shifts if split else ():
+            if shift.kind == "reduce-scatter":
+                (value,) = op.outputs
+                yield Span(at, max(at, last_loop), (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
+
+
+def _worked(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
+    """What an attention around a ring holds while it runs."""
+    for at, op in enumerate(ops):
+        use = laid.division(op).use if op.name in RING else None
+        if use is None or use.around is None:
+            continue
+        for spec, num_bytes in worked_bytes(laid.traced.graph, op, use.around, laid.resolver.mesh):
+            mask = laid.mask([axis for by in spec for axis in by])
+            yield Span(at, at, (mask, *_column(laid, op.inputs[0])[1:]), num_bytes)
+
+
+def _column(laid: Laid, value: int) -> Column:
+    """Where a value counts as it lies."""
+    traced, labels = laid.traced, laid.traced.roles[value].labels
+    is_batched = laid.is_batched(value)
+    is_stacked = not traced.layer_labels.isdisjoint(labels)
+    group = ACTIVATIONS if is_batched or not labels else GRADIENTS
+    return union(laid.masks(value)), is_batched, is_stacked, labels in traced.score_labels, group
+
+
+def _fullest(held: Array, rows: Array) -> list[int]:
+    """Of some rows those that no other one covers in every column."""
+    rows, kept = rows[np.argsort(-held[rows].sum(1), kind="stable")], []
+    while rows.size:
+        kept.append(int(rows[0]))
+        rows = rows[~(held[rows] <= held[rows[0]]).all(1)]
+    return kept
+
+
+def by_name(found: Mapping[str, Any], at: int) -> dict[str, int]:
+    """One candidate's bytes by group."""
+    return {name: int(values[at]) for name, values in found.items()}

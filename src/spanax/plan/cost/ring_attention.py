@@ -1,0 +1,159 @@
+"""Cost terms of ring attention: what it computes, sends and stores."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.sharding.attention import Around
+from spanax.plan.sharding.resolve import Spec
+from spanax.plan.spmd.partition import Shift, Split, as_masks, union
+from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.rewrites.attention.blockwise import BLOCK
+from spanax.trace.rewrites.attention.kernels import Kernel
+from spanax.trace.rewrites.attention.operation import BACKWARD
+from spanax.trace.rewrites.attention.scores import Form
+from spanax.trace.rewrites.attention.zigzag import Shares, shares
+
+ROUND, HOP = "round", "collective-permute"
+"""A value that goes past all devices of a ring, one hop more than to the last; and one hop."""
+
+
+def ring_of(around: Around, mesh: MeshShape) -> Shares:
+    """The parts of every device of the ring; of one device where nothing goes around."""
+    return shares(around.form, mesh.ways(around.ring))
+
+
+def ring_split(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> Split:
+    """How an attention is divided, and what moves.
+
+    Keys and values go past all others; what is added to their gradients goes behind them and home, from the first step
+    on, when it is still nothing: so that all steps are one loop. Where the parts of a device are not those that
+    lie on it, everything with queries or keys is exchanged on its way in and out, once. What others have added to a
+    gradient is summed.
+    """
+    mask = _masks(mesh)
+    ring = mask((around.ring,))
+    shifts: list[Shift] = []
+    if mesh.ways(around.ring) > 1:
+        is_moved = ring_of(around, mesh).is_moved
+        for value, spec, rounds, width in _moving(graph, op, around):
+            kept = mask(spec) & ~ring
+            hops = is_moved * width + rounds * (width if value in op.outputs else -1)
+            for kind, times in ((ROUND, rounds * width), (HOP, hops)):
+                if times:
+                    shifts.append(Shift(kind, value, ring, kept, False, times))
+    if op.name == BACKWARD:
+        used = mask(around.axes)
+        for value, spec in zip(op.outputs, around.results(op), strict=True):
+            if over := used & ~mask(spec):
+                shifts.append(Shift("all-reduce", value, over, mask(spec), False, _words(graph, value)))
+    return Split(mask(around.axes), (), (), tuple(shifts))
+
+
+def _masks(mesh: MeshShape) -> Callable[[Spec], int]:
+    """The mesh axes of a spec as one mask."""
+    bits = {axis: 1 << at for at, axis in enumerate(mesh.names)}
+    return lambda spec: union(as_masks(spec, bits))
+
+
+def _moving(graph: Graph, op: Op, around: Around) -> Iterator[tuple[int, Spec, int, int]]:
+    """Values that are exchanged or go around: the spec, how often around, and how many of their bytes for one.
+
+    Gradients are added up in 32 bits, whatever they are kept in.
+    """
+    is_back = op.name == BACKWARD
+    keys = (op.inputs[1], op.inputs[2])
+    for value, spec in zip(op.inputs, around.operands(op), strict=True):
+        if value in keys:
+            continue
+        if set(around.ring) & {axis for by in spec for axis in by}:
+            yield value, spec, 0, 1
+    for value in keys:
+        yield value, around.keys, 1, 1
+    for at, (value, spec) in enumerate(zip(op.outputs, around.results(op), strict=True)):
+        width = _words(graph, value) if is_back else 1
+        is_key = is_back and at in (1, 2)
+        if set(around.ring) & {axis for by in spec for axis in by}:
+            yield value, spec, int(is_key), width
+
+
+def _words(graph: Graph, value: int) -> int:
+    """How many of a value's bytes its sum in 32 bits takes for one."""
+    return max(1, 4 // graph.avals[value].dtype.itemsize)
+
+
+def products(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> list[tuple[float, tuple[float, ...]]]:
+    """FLOPs and sizes (m, n, k, separate products) of its matmuls: two on the way to the loss, five on the way back.
+
+    Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. What is masked whatever the numbers is not
+    computed: the share of `zigzag`, or of a kernel's blocks.
+    """
+    form, kernel = around.form, op.params["kernel"]
+    share = _blocks_met(form, kernel) if kernel else ring_of(around, mesh).share
+    count = math.prod(form.sizes[: form.num_batch])
+    rows = math.prod(form.sizes[form.num_batch : form.keys])
+    keys = form.sizes[form.keys] * share
+    width, result = graph.shape(op.inputs[0])[-1], graph.shape(op.inputs[2])[-1]
+    met, made = (rows, keys, width, count), (rows, result, keys, count)
+    back = [
+        met,
+        (rows, keys, result, count),
+        (rows, width, keys, count),
+        (keys, width, rows, count),
+        (keys, result, rows, count),
+    ]
+    return [(2.0 * math.prod(sizes), sizes) for sizes in (back if op.name == BACKWARD else [met, made])]
+
+
+def _blocks_met(form: Form, kernel: Kernel) -> float:
+    """The share of the blocks of keys that a kernel works out: behind a causal mask those up to the diagonal."""
+    num_blocks = max(form.sizes[form.keys] // BLOCK, 1)
+    return (1 + 1 / num_blocks) / 2 if kernel.is_causal else 1.0
+
+
+def works(graph: Graph, op: Op, around: Around, mesh: MeshShape, is_batched: bool, dtype: str) -> list[tuple[Any, ...]]:
+    """Rows of `Works` for its matmuls but for when they run and how often."""
+    mask = _masks(mesh)
+    form = around.form
+    separate, rows = mask(around.axes[: form.num_batch]), mask(around.axes[form.num_batch : form.keys])
+    queries, size = math.prod(form.sizes[form.num_batch : form.keys]), graph.avals[op.inputs[0]].dtype.itemsize
+    found: list[tuple[Any, ...]] = []
+    is_kernel, keys = op.params["kernel"] is not None, products(graph, op, around, mesh)[0][1][1]
+    for flops, (m, n, k, count) in products(graph, op, around, mesh):
+        splits = [rows if dim == queries else 0 for dim in (m, n, k)]
+        num_bytes = [count * one * size for one in (m * k, k * n, m * n)]
+        if is_kernel:  # its scores are never in memory
+            num_bytes[2 if n == keys else 0] = 0.0
+        lies = [separate | rows] * 3  # keys too: at every step a device has its share of them
+        found.append((
+            flops, separate | rows, [m, n, k, count], [*splits, separate],
+            3 if is_batched else -1, num_bytes, lies, [is_batched] * 3, dtype, [False] * 3, is_kernel,
+        ))  # fmt: skip
+    return found
+
+
+def worked_bytes(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> list[tuple[Spec, float]]:
+    """Bytes that it holds while it runs beside operands and results, by how they are split.
+
+    Keys as they come in, as they are sent and as they arrive; sums in 32 bits with what is added to them; a block of
+    scores, its weights, and on the way back their gradients. Of a kernel a sum in 32 bits on the way back.
+    """
+    form = around.form
+    size = lambda value: math.prod(graph.shape(value)) * graph.avals[value].dtype.itemsize  # noqa: E731
+    numbers = lambda value: 4.0 * math.prod(graph.shape(value))  # noqa: E731
+    if op.params["kernel"]:
+        return [(around.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []
+    parts = mesh.ways(around.ring) * len(ring_of(around, mesh).owned[0])
+    block = min(BLOCK, form.sizes[form.keys] // parts)
+    rows = 4.0 * math.prod(form.sizes[: form.keys])
+    q, k, v = op.inputs[:3]
+    scores, queries = rows * block, around.rows(wide=True)
+    if op.name == BACKWARD:
+        sums = numbers(k) + numbers(v)
+        extras = [
+            (spec, numbers(value))
+            for spec, value in zip(around.extras(op.params["grads"]), op.outputs[3:], strict=True)
+        ]
+        return [(queries, 2 * numbers(q) + 2 * scores), (around.keys, 2 * (size(k) + size(v)) + 3 * sums), *extras]
+    return [(queries, size(q) + 2 * numbers(op.outputs[0]) + 2 * scores), (around.keys, 2 * (size(k) + size(v)))]

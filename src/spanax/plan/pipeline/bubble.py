@@ -1,0 +1,197 @@
+"""Closed-form pipeline bubbles with equal stages, for thousands of candidates at once.
+
+Counts and times may be NumPy arrays; they broadcast. Tests compare each formula with
+`spanax.plan.pipeline.timeline.simulate`. Where a source does not cover a case, the docstring names the case.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from spanax.errors import SpanaxError
+from spanax.plan.pipeline.schedules import check_counts
+
+
+def step_seconds(
+    schedule: str,
+    num_stages: Any,
+    num_microbatches: Any,
+    num_chunks: Any = 1,
+    *,
+    forward_seconds: Any = 1.0,
+    backward_seconds: Any = 1.0,
+    weight_seconds: Any = 1.0,
+    hop_seconds: Any = 0.0,
+) -> Any:
+    """Seconds from the first forward to the last weight gradient, with equal parts on every device.
+
+    The three times are those of one microbatch in one part: a chunk of a device, and with one chunk a stage.
+    Without hops exact for every schedule. With hops exact for `gpipe` and `1f1b`; for `interleaved` as long as a
+    hop takes no longer than the forward or the whole backward of a chunk; for `zero-bubble` where the weight
+    gradient takes no longer than the forward or the input gradient; a lower bound beyond. For unequal parts the
+    slowest part's times give an upper bound wherever the formula is exact.
+
+    Source: `bubble_seconds` and `num_hops`, beside the work of `num_microbatches * num_chunks` parts a device.
+
+    Raises:
+      SpanaxError: an unknown schedule, or counts it cannot take.
+
+    Example:
+      >>> step_seconds("1f1b", num_stages=4, num_microbatches=np.array([4, 8, 16]))
+      array([21., 33., 57.])
+      >>> float(step_seconds("gpipe", 4, 8, hop_seconds=0.5))
+      36.0
+    """
+    check_counts(schedule, num_stages, num_microbatches, num_chunks)
+    p, m, v = (np.asarray(count, float) for count in (num_stages, num_microbatches, num_chunks))
+    hop, forward, backward = (np.asarray(t, float) for t in (hop_seconds, forward_seconds, backward_seconds))
+
+    def without_hops(weight: Any) -> Any:
+        work = m * v * (forward + backward + weight)
+        return work + bubble_seconds(
+            schedule, p, m, forward_seconds=forward, backward_seconds=backward, weight_seconds=weight
+        )
+
+    seconds = without_hops(np.asarray(weight_seconds, float))
+    few = _num_hops(schedule, p, m, v)
+    if schedule != "zero-bubble":
+        return seconds + few * hop
+    # A weight gradient longer than what it fills adds a wait of its own, and hops may hide in that wait.
+    hidden = np.minimum(np.minimum(forward, backward), weight_seconds)
+    many = _num_hops("1f1b", p, m, v)
+    exposed = few * hop + (many - few) * np.maximum(0.0, hop - hidden / 2)
+    return np.maximum(seconds, without_hops(hidden) + exposed)
+
+
+def bubble_seconds(
+    schedule: str,
+    num_stages: Any,
+    num_microbatches: Any,
+    *,
+    forward_seconds: Any = 1.0,
+    backward_seconds: Any = 1.0,
+    weight_seconds: Any = 1.0,
+) -> Any:
+    """Seconds each device idles in a step, with equal parts and no hops: F, B and W are the times of one part.
+
+    `gpipe`, `1f1b`, `interleaved`: (p - 1)(F + B + W). `zero-bubble`: (p - 1)(F + B) less the weight gradients
+    that fill it, min(p, m) - 1 times min(F, B, W); with W the shortest and m >= p that is (p - 1)(F + B - W).
+
+    Source: Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2; Qi et al., arXiv 2401.10241, section 2,
+    which has ZB-H1 for m >= p and a W no longer than F and B; the other cases follow from the order.
+
+    Example:
+      >>> float(bubble_seconds("1f1b", 4, 8)), float(bubble_seconds("zero-bubble", 4, 8))
+      (9.0, 3.0)
+    """
+    p, m = np.asarray(num_stages, float), np.asarray(num_microbatches, float)
+    forward, backward = np.asarray(forward_seconds, float), np.asarray(backward_seconds, float)
+    if schedule == "zero-bubble":
+        filled = np.minimum(np.minimum(forward, backward), weight_seconds)
+        return (p - 1) * (forward + backward) - (np.minimum(p, m) - 1) * filled
+    return (p - 1) * (forward + backward + weight_seconds)
+
+
+def bubble_over_ideal(
+    schedule: str,
+    num_stages: Any,
+    num_microbatches: Any,
+    num_chunks: Any = 1,
+    *,
+    forward_seconds: Any = 1.0,
+    backward_seconds: Any = 1.0,
+    weight_seconds: Any = 1.0,
+) -> Any:
+    """How much longer a step takes than its work, with equal parts and no hops; of all time it is x / (1 + x).
+
+    `gpipe` and `1f1b`: (p - 1) / m. `interleaved`: (p - 1) / (v m). `zero-bubble`, with F = B = W and m >= p: a
+    third of 1F1B's.
+
+    Source: as `bubble_seconds`, over m v (F + B + W).
+
+    Raises:
+      SpanaxError: an unknown schedule, or counts it cannot take.
+
+    Example:
+      >>> [float(bubble_over_ideal(name, 4, 8)) for name in ("gpipe", "1f1b", "zero-bubble")]
+      [0.375, 0.375, 0.125]
+      >>> float(bubble_over_ideal("interleaved", 4, 8, num_chunks=2))
+      0.1875
+    """
+    check_counts(schedule, num_stages, num_microbatches, num_chunks)
+    times = (forward_seconds, backward_seconds, weight_seconds)
+    bubble = bubble_seconds(
+        schedule,
+        num_stages,
+        num_microbatches,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        weight_seconds=weight_seconds,
+    )
+    return bubble / (np.asarray(num_microbatches, float) * num_chunks * sum(np.asarray(t, float) for t in times))
+
+
+def num_hops(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> Any:
+    """How many hops a step of equal parts waits for, while a hop is short (`step_seconds` says how short).
+
+    `gpipe`: 2 (p - 1), once through and back. `interleaved`: 2 (p v - 1), the same with p v parts. `1f1b`: one round
+    trip more for each microbatch but one in p, for its stages hold just as many microbatches as a round trip
+    without hops takes: 2 (p - 1 + (m - 1) - ceil((m - 1) / p)). `zero-bubble`: as `1f1b`, up to 4 (p - 1); from
+    then on weight gradients fill the wait.
+
+    Source: the longest path through the orders of `spanax.plan.pipeline.schedules`; tests compare it with `simulate`.
+
+    Raises:
+      SpanaxError: an unknown schedule, or counts it cannot take.
+
+    Example:
+      >>> [int(num_hops(name, 4, 32)) for name in ("gpipe", "1f1b", "zero-bubble")]
+      [6, 52, 12]
+    """
+    check_counts(schedule, num_stages, num_microbatches, num_chunks)
+    return _num_hops(schedule, *(np.asarray(count, float) for count in (num_stages, num_microbatches, num_chunks)))
+
+
+def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1, stage: Any = 0) -> Any:
+    """How many chunks a stage holds the activations of at most, `stage` counted from 0; stage 0 holds the most.
+
+    `gpipe`: m. `1f1b`: min(m, p - stage). `interleaved`: min(m v, (v + 1) p - 1 - 2 stage), each a chunk of a v-th
+    of the stage's layers, which at stage 0 is 1 + (p - 1) / (p v) times what 1F1B holds. `zero-bubble`: min(m, p)
+    on every stage, counted up to the weight gradient.
+
+    Source: Narayanan et al., arXiv 2104.04473, section 2.2; Korthikanti et al., arXiv 2205.05198, section 4.2.3 (the
+    interleaved factor); Qi et al., arXiv 2401.10241, section 2.1.
+
+    Raises:
+      SpanaxError: an unknown schedule, counts it cannot take, or a stage the pipeline does not have.
+
+    Example:
+      >>> num_in_flight("1f1b", num_stages=4, num_microbatches=8, stage=np.arange(4))
+      array([4, 3, 2, 1])
+      >>> int(num_in_flight("interleaved", 4, 8, num_chunks=2))
+      11
+    """
+    check_counts(schedule, num_stages, num_microbatches, num_chunks)
+    p, m, v, stage = (np.asarray(count) for count in (num_stages, num_microbatches, num_chunks, stage))
+    stages, given = np.broadcast_arrays(p, stage)
+    if (outside := (given < 0) | (given >= stages)).any():
+        raise SpanaxError(
+            f"there is no stage {given[outside].flat[0]} in a pipeline of {stages[outside].flat[0]}.",
+            fix=f"a stage from 0 to {stages[outside].flat[0] - 1}",
+        )
+    most = {
+        "gpipe": m + 0 * (p + stage),
+        "1f1b": p - stage,
+        "interleaved": (v + 1) * p - 1 - 2 * stage,
+        "zero-bubble": p + 0 * stage,
+    }
+    return np.minimum(m * v, most[schedule])
+
+
+def _num_hops(schedule: str, p: Any, m: Any, v: Any) -> Any:
+    """`num_hops` of counts that are already checked, as floats."""
+    through = 2 * (p * v - 1) * (p > 1)
+    if schedule in ("gpipe", "interleaved"):
+        return through + 0 * m
+    again = 2 * (p - 1 + (m - 1) - np.ceil((m - 1) / p))
+    return again if schedule == "1f1b" else np.minimum(again, 2 * through)

@@ -1,0 +1,157 @@
+"""What a `pipe` mesh axis requires of schedule and program, and the plan of one stage."""
+
+from dataclasses import replace
+
+from spanax.errors import SpanaxError
+from spanax.hardware.mesh import MeshShape
+from spanax.hardware.torus import divisors
+from spanax.plan.layout import PIPE, Layout
+from spanax.plan.pipeline.schedules import check_counts
+from spanax.plan.plan import Plan, Schedule
+from spanax.plan.sharding.assign import divided_layers
+from spanax.trace.program import Program
+
+AXIS = PIPE
+"""The mesh axis of the stages."""
+
+SUITS = 4
+"""Microbatches a stage where none are asked for: the bubble, (S - 1) / (M + S - 1), is then a fifth of a step at most.
+
+Source: Huang et al., GPipe, arXiv 1811.06965, section 2.3: negligible from M >= 4 S on.
+"""
+
+
+def in_stages(
+    program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
+) -> tuple[Layout, MeshShape, Schedule]:
+    """Layout, mesh and schedule that say the same of the stages.
+
+    Args:
+      program: what is to be trained.
+      layout: what each mesh axis splits.
+      mesh: the devices; without an axis of stages, those of one stage.
+      schedule: microbatches and stages; no microbatches means as many as suit.
+
+    Raises:
+      SpanaxError: the schedule cannot be had of this batch.
+    """
+    stages = mesh.ways([AXIS])
+    if stages == 1 and schedule.num_stages > 1:
+        others = tuple(pair for pair in mesh.axes if pair[0] != AXIS and pair[1] > 1)
+        mesh = MeshShape(((AXIS, schedule.num_stages), *others))
+    schedule = replace(schedule, num_stages=mesh.ways([AXIS]))
+    if schedule.num_stages > 1 and not layout.splits(AXIS):
+        layout = replace(layout, name=f"pipeline+{layout.name}", computed=((AXIS, ("layers",)), *layout.computed))
+    if not schedule.microbatches:
+        schedule = replace(schedule, microbatches=_suiting(program, layout, mesh, schedule))
+    if schedule.num_stages > 1:
+        _check(program, layout, mesh, schedule)
+    return layout, mesh, schedule
+
+
+def wished(
+    *, remat: str | None = None, microbatches: int | None = None, schedule: str | None = None, chunks: int | None = None
+) -> Schedule | None:
+    """What was asked for of how a step goes through a plan; None where nothing was.
+
+    Example:
+      >>> wished(schedule="interleaved").num_chunks, wished() is None
+      (2, True)
+    """
+    if remat is None and microbatches is None and schedule is None and chunks is None:
+        return None
+    return Schedule(
+        remat=remat,
+        microbatches=microbatches or 0,
+        num_chunks=chunks or (2 if schedule == "interleaved" else 1),
+        pipeline=schedule or "1f1b",
+    )
+
+
+def check_wished(schedule: str | None, plan: Plan) -> None:
+    """Hold a schedule that was asked for against the plan that came of it.
+
+    Raises:
+      SpanaxError: it is for a pipeline, and the mesh has no stages.
+    """
+    if schedule is not None and plan.schedule.num_stages == 1:
+        raise SpanaxError(
+            f"--schedule {schedule} is for a pipeline, and the mesh has no stages.",
+            where=f"mesh {plan.mesh}",
+            fix="a mesh with 'pipe', such as pipe=2,data=4, or leave --schedule out",
+        )
+
+
+def inside_stage(plan: Plan) -> Plan:
+    """A plan as one stage of it sees the mesh; its placements are those of the whole."""
+    axes = tuple(pair for pair in plan.mesh.axes if pair[0] != AXIS)
+    computed = tuple(pair for pair in plan.layout.computed if pair[0] != AXIS)
+    return replace(plan, mesh=MeshShape(axes or (("data", 1),)), layout=replace(plan.layout, computed=computed))
+
+
+def _possible(program: Program, layout: Layout, mesh: MeshShape) -> list[int]:
+    """Numbers of microbatches whose examples the mesh's axes divide."""
+    ways = mesh.ways([axis for axis, names in layout.computed if "batch" in names])
+    size = program.batch[0].shape[0]
+    return [*divisors(size // ways)] if size % ways == 0 else [1]
+
+
+def _check_chunks(num_layers: int, schedule: Schedule) -> None:
+    stages, chunks = schedule.num_stages, schedule.num_chunks
+    if stages * chunks > num_layers >= stages:
+        possible = num_layers // stages
+        raise SpanaxError(
+            f"{num_layers} layers are too few for {stages} stages of {chunks} chunks each.",
+            fix=f"{possible} chunks" if possible > 1 else "schedule '1f1b', or fewer stages",
+        )
+
+
+def _suiting(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule) -> int:
+    stages = schedule.num_stages
+    if stages == 1:
+        return program.microbatches
+    possible = _possible(program, layout, mesh)
+    groups = [count for count in possible if count % stages == 0] or possible
+    return max([count for count in groups if count <= SUITS * stages], default=min(groups))
+
+
+def _check_accumulates(program: Program, mesh: MeshShape) -> None:
+    accumulates = program.accumulates
+    if accumulates.error is not None:
+        raise accumulates.error
+    if accumulates.num_passes > 1:
+        raise SpanaxError(
+            "a pipeline evaluates the loss once, and this one needs its sums over the batch beforehand.",
+            where=f"mesh {mesh}: the weight of a sum in the loss depends on the model's outputs",
+            fix=f"a mesh without '{AXIS}', or accumulate=\"mean\" for the mean over microbatches",
+        )
+
+
+def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule) -> None:
+    stages, count = schedule.num_stages, schedule.microbatches
+    check_counts(schedule.pipeline, stages, count, schedule.num_chunks)
+    possible = _possible(program, layout, mesh)
+    enough = [one for one in possible if one >= stages] or possible[-1:]
+    if count == 1:
+        raise SpanaxError(
+            f"a pipeline of {stages} stages needs microbatches, and there is one.",
+            where=f"mesh {mesh}, a batch of {program.batch[0].shape[0]}",
+            fix=f"{_suiting(program, layout, mesh, schedule)} microbatches, or a mesh without '{AXIS}'",
+        )
+    if count not in possible:
+        near = min(enough, key=lambda one: (abs(one - count), one))
+        raise SpanaxError(
+            f"{count} microbatches do not divide the batch of {program.batch[0].shape[0]} on mesh {mesh}.",
+            where=f"possible are {', '.join(map(str, possible))}",
+            fix=f"{near} microbatches",
+        )
+    labels = divided_layers(program)
+    if not labels:
+        raise SpanaxError(
+            "the model has no repeated blocks that could be divided into stages.",
+            where=f"mesh {mesh}",
+            fix=f"spanax.stack(model) for equal blocks in a list, or a mesh without '{AXIS}'",
+        )
+    _check_accumulates(program, mesh)
+    if schedule.num_chunks > 1:
+        _check_chunks(program.step.axes.ways[labels[0]], schedule)

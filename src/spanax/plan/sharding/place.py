@@ -1,0 +1,155 @@
+"""Resolves a layout on a mesh into a Plan: the sharding of every array of a program, with reasons."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spanax.errors import SpanaxError
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.defaults import computed_in
+from spanax.plan.layout import Layout
+from spanax.plan.pipeline.stages import in_stages
+from spanax.plan.plan import Placement, Plan, Schedule
+from spanax.plan.presets import as_ring
+from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.resolve import Resolver, resolve
+from spanax.trace.program import Program
+from spanax.trace.rewrites.remat_policies import GATHERED, KERNELS, RING
+from spanax.trace.variables import Leaf, itemsize
+
+
+def placed(
+    program: Program, layout: Layout, mesh: MeshShape, *, pins: Pins, why: str, schedule: Schedule | None = None
+) -> Plan:
+    """The plan of a program under a layout on a mesh.
+
+    Args:
+      program: what is to be trained.
+      layout: what each mesh axis splits.
+      mesh: the devices; without an axis of stages, those of one stage.
+      pins: the user's wishes for single axes.
+      why: a line on why this layout.
+      schedule: remat, microbatches and stages; as the program was traced if left out.
+
+    Raises:
+      SpanaxError: the layout cannot be laid over this program on this mesh.
+    """
+    schedule = replace(schedule or Schedule(), compute_dtype=program.compute_dtype)
+    if program.context in KERNELS and schedule.context == GATHERED:
+        schedule = replace(schedule, context=program.context)
+    layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
+    if schedule.context != program.context:
+        program = program.with_context(schedule.context)
+    if schedule.loss_chunks != program.loss_chunks:
+        program = program.with_loss_chunks(schedule.loss_chunks)
+    if schedule.context == RING:
+        layout = replace(layout, name=as_ring(layout.name))
+    resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
+    values = program.step.graph.body.inputs
+    everything = [*program.leaves, *program.batch]
+    placements = [_place(resolver, leaf, value) for leaf, value in zip(everything, values, strict=True)]
+    _check_stored(resolver, placements)
+    return Plan(
+        fingerprint=program.fingerprint,
+        mesh=mesh,
+        layout=layout,
+        pins=tuple((name, (to,) if isinstance(to, str) else tuple(to or ())) for name, to in pins.items()),
+        leaves=tuple(placements[: len(program.leaves)]),
+        batch=tuple(placements[len(program.leaves) :]),
+        why=why + _padding(resolver) + "".join(f"; attention {one}" for one in program.attention),
+        schedule=schedule,
+    )
+
+
+def resolver_of(program: Program, plan: Plan) -> Resolver:
+    """The resolver that made a plan, so that the step runs what was planned.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+    """
+    check_made_for(program, plan)
+    pins = {name: to or None for name, to in plan.pins}
+    return resolve(program, plan.layout, plan.mesh, pins, plan.schedule.num_chunks)
+
+
+def check_made_for(program: Program, plan: Plan) -> None:
+    """Hold a plan against the program it is to place.
+
+    Raises:
+      SpanaxError: the plan was made for another program.
+    """
+    if plan.fingerprint != program.fingerprint:
+        planned = {(leaf.path, leaf.shape, leaf.dtype) for leaf in plan.leaves + plan.batch}
+        have = {(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in program.leaves + program.batch}
+        odd = sorted(planned ^ have, key=str)
+        raise SpanaxError(
+            "the plan was made for another program.",
+            where="; ".join(f"{path} {dtype}{list(shape)}" for path, shape, dtype in odd[:2]) + " differ",
+            fix="make a plan for this model and batch: spanax.plan(program, ...)",
+        )
+
+
+def as_planned(program: Program, plan: Plan) -> Program:
+    """The program that a plan was made for, traced as its schedule has it.
+
+    Raises:
+      SpanaxError: the plan was made for another program, or its schedule cannot be had of this one.
+    """
+    schedule, program = plan.schedule, in_forms(program, plan)
+    if schedule.remat is not None and schedule.remat != program.remat:
+        program = program.with_remat(schedule.remat)
+    if schedule.microbatches not in (1, program.microbatches):
+        program = program.with_microbatches(schedule.microbatches)
+    return program
+
+
+def in_forms(program: Program, plan: Plan) -> Program:
+    """Returns the program in the compute dtype of a plan, with its attention and its chunks of the logits.
+
+    Raises:
+      SpanaxError: the plan was made for another program, or the program was traced with another compute dtype.
+    """
+    check_made_for(program, plan)
+    schedule = plan.schedule
+    program = computed_in(program, schedule.compute_dtype)
+    if schedule.context != program.context:
+        program = program.with_context(schedule.context)
+    if schedule.loss_chunks != program.loss_chunks:
+        program = program.with_loss_chunks(schedule.loss_chunks)
+    return program
+
+
+def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
+    labels = resolver.program.step.axes.classes[value]
+    spec, reason = resolver.placed(leaf, labels)
+    kept = resolver.kept(labels, leaf.shape)
+    local = tuple(size // resolver.mesh.ways(by) for size, by in zip(kept, spec, strict=True))
+    num_bytes = itemsize(leaf.dtype)
+    for size in local:
+        num_bytes *= size
+    return Placement(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, reason)
+
+
+def _padding(resolver: Resolver) -> str:
+    """What a plan says of layers that its stages do not divide."""
+    found = [parts for parts in resolver.assignment.parts.values() if parts.num_short]
+    told = "; {0.num_layers} layers in {0.num_parts} parts of {0.num_rows}, the last {0.num_short} with one fewer"
+    return "".join(map(told.format, found))
+
+
+def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
+    """A layout that stores something split must find something to split."""
+    axes, layout = resolver.layout.stored_optimizer, resolver.layout
+    if resolver.mesh.ways(axes) == 1:
+        return
+    kinds = ("param", "optimizer") if layout.stored_params else ("optimizer",)
+    arrays = [place for place in placements if place.kind in kinds and place.shape]
+    if any(set(axes) & {axis for by in place.spec for axis in by} for place in arrays):
+        return
+    if not arrays:
+        raise SpanaxError(f"the optimizer has no arrays: {layout.name} would store nothing split.", fix="layout 'data'")
+    largest = max(arrays, key=lambda place: place.local_bytes)
+    raise SpanaxError(
+        f"no parameter divides {resolver.mesh.ways(axes)} ways: {layout.name} would store nothing split.",
+        where=f"the largest is {largest.path} {list(largest.shape)}",
+        fix="a smaller mesh axis, or layout 'data'",
+    )

@@ -1,0 +1,152 @@
+"""Finds parameters that a step cannot train: no gradient, or no dependence on the batch.
+
+All findings follow from the graph: which values depend on which inputs, and which are zero for all inputs.
+"""
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import jax
+from jax.extend import source_info_util
+
+from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.jaxpr.marks import GRADIENT
+from spanax.trace.jaxpr.provenance import Origin, feeds, origins
+from spanax.trace.jaxpr.zeros import zeros
+from spanax.trace.program import Program
+
+DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"})
+"""Operations that draw numbers from a random key; the last of them for the examples of a microbatch."""
+
+
+class Flaw(Enum):
+    """What is wrong with how a step learns."""
+
+    NO_GRADIENT = "every gradient is zero"
+    NO_GRADIENT_IN_PART = "the loss uses parameters that get no gradient"
+    UNUSED = "the loss does not use parameters"
+    NO_BATCH = "the loss does not depend on the batch"
+    SAME_NUMBERS = "every step draws the same random numbers"
+
+
+class Problem(NamedTuple):
+    """One flaw: the first parameter it concerns, a sentence, and the nearest thing that works."""
+
+    flaw: Flaw
+    path: str
+    message: str
+    fix: str
+
+
+CERTAIN = frozenset(Flaw) - {Flaw.UNUSED}
+"""Flaws that a run warns of; a head that a loss leaves out is often meant."""
+
+
+def flaws(program: Program) -> list[Problem]:
+    """The flaws of a program's step, most severe first.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
+      ...     loss=lambda model, x: (model(x) > 0).mean(),
+      ... )
+      >>> [problem.message for problem in flaws(program)]
+      ['the gradient of the loss is zero for all 2 parameters: nothing is trained.']
+    """
+    graph = program.step.graph
+    sources = _sources(graph, len(program.leaves))
+    return [*_gradients(program), *_batch(program, sources), *_draws(program, sources)]
+
+
+def _sources(graph: Graph, num_leaves: int) -> Sequence[int]:
+    """The origins of every value, where all of the state counts as one; 0 for values of constants alone."""
+    inputs = enumerate(graph.body.inputs)
+    return origins(graph, {value: Origin.PARAM if at < num_leaves else Origin.BATCH for at, value in inputs})
+
+
+def _loss(program: Program) -> int | None:
+    """The value that the step returns as `loss`."""
+    results = jax.tree.unflatten(program.step.result, program.step.graph.body.outputs[len(program.leaves) :])
+    loss = results.get("loss") if isinstance(results, dict) else None
+    return loss if isinstance(loss, int) else None
+
+
+def _gradients(program: Program) -> Iterator[Problem]:
+    graph = program.step.graph
+    gradients = {mark.removeprefix(GRADIENT): value for mark, value in graph.marks.items() if mark.startswith(GRADIENT)}
+    are_zeros = zeros(graph) if gradients else frozenset()
+    cut = [path for path, value in gradients.items() if value in are_zeros]
+    if not cut:
+        return
+    if len(cut) == len(gradients):
+        yield Problem(
+            Flaw.NO_GRADIENT,
+            "",
+            f"the gradient of the loss is zero for all {len(cut)} parameters: nothing is trained.",
+            "Use a loss that is differentiable in the parameters (no argmax, rounding, comparison or stop_gradient).",
+        )
+        return
+    loss = _loss(program)
+    feeding = feeds(graph, [value == loss for value in range(len(graph.avals))])
+    inputs = {leaf.path: value for leaf, value in zip(program.leaves, graph.body.inputs, strict=False)}
+    used = [path for path in cut if path in inputs and feeding[inputs[path]]]
+    if used:
+        yield Problem(
+            Flaw.NO_GRADIENT_IN_PART,
+            used[0],
+            f"{_named(used)} no gradient: the loss uses them only through operations without one.",
+            "Remove the stop_gradient, argmax or cast to integers, or leave them out of the optimizer's `wrt`.",
+        )
+    if unused := [path for path in cut if path not in used]:
+        yield Problem(
+            Flaw.UNUSED,
+            unused[0],
+            f"{_named(unused)} no gradient: the loss does not use them.",
+            "Use them in the loss, remove them from the model, or leave them out of the optimizer's `wrt`.",
+        )
+
+
+def _batch(program: Program, sources: Sequence[int]) -> Iterator[Problem]:
+    graph, loss = program.step.graph, _loss(program)
+    updated = [
+        new
+        for leaf, old, new in zip(program.leaves, graph.body.inputs, graph.body.outputs, strict=False)
+        if leaf.kind == "param" and new != old
+    ]
+    learned = [loss] if loss is not None and program.evaluation is not None else updated
+    if learned and not any(sources[value] & Origin.BATCH for value in learned):
+        what = "the loss does" if learned == [loss] else "the updates of the parameters do"
+        yield Problem(
+            Flaw.NO_BATCH, "", f"{what} not depend on the batch: every step trains on the same numbers.",
+            "Compute the loss from the `batch` that the function gets.",
+        )  # fmt: skip
+
+
+def _draws(program: Program, sources: Sequence[int]) -> Iterator[Problem]:
+    step = program.step
+    lines: dict[str, None] = {}
+    for op in step.graph.ops():
+        is_constant = op.name in DRAWS and not any(sources[value] for value in op.inputs)
+        # Numbers without a dim of examples, such as fixed random features, are often meant to stay.
+        if is_constant and step.batch_labels.intersection(*map(step.axes.classes.__getitem__, op.outputs[:1])):
+            lines[source_info_util.summarize(op.eqn.source_info)] = None
+    if lines:
+        # Draws inside of JAX's own cached functions have no line of the user's.
+        places = ", ".join([line for line in lines if line][:3])
+        yield Problem(
+            Flaw.SAME_NUMBERS, "",
+            f"every step draws the same random numbers, from a key made of constants{': ' * bool(places)}{places}.",
+            "Keep an nnx.Rngs in the model (self.rngs = rngs) and draw from it, instead of nnx.Rngs(0) in the loss.",
+        )  # fmt: skip
+
+
+def _named(paths: Sequence[str]) -> str:
+    """`up.bias` and 2 more parameters get; with the verb, which follows from the number."""
+    count = len(paths) - 1
+    more = f" and {count} more parameter{'s' if count > 1 else ''} get" if count else " gets"
+    return f"`{paths[0]}`{more}"

@@ -1,0 +1,84 @@
+"""Finds batch-sized dims of freshly created arrays (noise) by retracing at twice the batch.
+
+No operation joins these dims to the data, and their size alone proves nothing. The function is traced once more with
+twice the batch; a dim that doubles is batch-sized.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from spanax.errors import ResizeError, first_line
+from spanax.trace.axes.axes import Axes
+from spanax.trace.axes.naming import with_examples
+from spanax.trace.jaxpr.dim_rules import FRESH
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
+from spanax.trace.pipeline.retrace import resized_graph
+from spanax.trace.variables import Leaf
+
+
+def grown(
+    graph: Graph, axes: Axes, function: Callable[..., Any], state: list[Any], batch: Any, leaves: Sequence[Leaf]
+) -> list[tuple[int, int]]:
+    """Dims of values made from nothing that grow with the batch, as (value, dim).
+
+    Looked for only where they may split work that is not split along with the batch.
+
+    Args:
+      graph: the function as it was traced.
+      axes: what was found in it.
+      function: of the state and the batch.
+      state: shape and dtype of every leaf of the state.
+      batch: shapes and dtypes.
+      leaves: the batch's leaves.
+    """
+    inputs = graph.body.inputs[len(state) :]
+    examples = with_examples(inputs, leaves)
+    if axes.coverage == 1 or not examples:
+        return []
+    size = graph.shape(examples[0])[0]
+    if size == 1:
+        return []  # no mesh axis shards a batch of one example
+    whole = set[int | None]()
+    for op in graph.ops():
+        if op.name in CONTRACTIONS:
+            labels = {label for value in (*op.inputs, *op.outputs) for label in axes.classes[value]} - {None}
+            whole |= labels if all(axes.names.get(label) != "batch" for label in labels if label is not None) else set()
+    asked = [
+        (value, dim)
+        for op in graph.ops()
+        for value, dim in _made(graph, op)
+        if axes.classes[value][dim] in whole and graph.shape(value)[dim] % size == 0
+    ]
+    if not asked:
+        return []
+    arrays, treedef = jax.tree.flatten(batch)
+    twice = [
+        jax.ShapeDtypeStruct((2 * size, *array.shape[1:]) if value in examples else array.shape, array.dtype)
+        for value, array in zip(inputs, arrays, strict=True)
+    ]
+    try:
+        longer = resized_graph(graph, function, state, jax.tree.unflatten(treedef, twice))
+    except ResizeError as error:
+        reason = first_line(error.__cause__ or error)
+        warnings.warn(
+            f"{len(asked)} dims of values that the step makes without the batch are replicated: it cannot be traced "
+            f"with {2 * size} examples instead of {size}, which would tell whether they grow with it: {reason}",
+            stacklevel=6,
+        )
+        return []
+    return [(value, dim) for value, dim in asked if longer.shape(value)[dim] == 2 * graph.shape(value)[dim]]
+
+
+def _made(graph: Graph, op: Op) -> list[tuple[int, int]]:
+    """The dims of an operation's results that none of its operands has."""
+    if op.name in FRESH:
+        return [(value, dim) for value in op.outputs for dim in range(len(graph.shape(value)))]
+    if op.name == "broadcast_in_dim":
+        dims = set(range(len(graph.shape(op.outputs[0])))) - set(op.params["broadcast_dimensions"])
+        return [(op.outputs[0], dim) for dim in sorted(dims)]
+    if op.name == "top_k":
+        return [(value, len(graph.shape(value)) - 1) for value in op.outputs]
+    return []

@@ -1,0 +1,33 @@
+"""Finds frozen weights: arrays that are not parameters but are used as such (a quantized base under LoRA)."""
+
+from collections.abc import Sequence
+
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
+from spanax.trace.jaxpr.provenance import Origin, feeds, origins
+from spanax.trace.variables import Leaf
+
+
+def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
+    """The inputs among other state that are weights: of two dims, and what activations are multiplied by comes of them.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from spanax.trace.jaxpr.graph import from_jaxpr
+      >>> shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 4), (16, 4), (16, 8))]
+      >>> graph = from_jaxpr(jax.make_jaxpr(lambda base, mask, x: x @ (2 * base) + mask)(*shapes))
+      >>> base, mask = (Leaf(name, (8, 4), np.dtype("float32"), "other") for name in ("base", "mask"))
+      >>> frozen(graph, [base, mask]) == {graph.body.inputs[0]}
+      True
+    """
+    pairs = list(zip(graph.body.inputs, leaves, strict=False))
+    asked = [value for value, leaf in pairs if leaf.kind == "other" and sum(size > 1 for size in leaf.shape) > 1]
+    if not asked:
+        return frozenset()
+    of_batch = origins(graph, {value: Origin.BATCH for value in graph.body.inputs[len(leaves) :]})
+    targets = [False] * len(graph.avals)
+    for op in graph.ops():
+        if op.name in CONTRACTIONS and of_batch[op.inputs[0]] != of_batch[op.inputs[1]]:
+            for value in op.inputs[:2]:
+                targets[value] = not of_batch[value]
+    feeding = feeds(graph, targets)
+    return frozenset(value for value in asked if feeding[value] or targets[value])

@@ -1,0 +1,62 @@
+"""Dims iterated by a scan, followed through views and elementwise operations."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.graph import Graph, Op, scan_counts
+
+Dim = tuple[int, int]
+"""A value and one of its dims."""
+
+
+def turns(graph: Graph) -> set[Dim]:
+    """The dims of scanned operands and of stacked results, also of what they are a view or a dtype of.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from spanax.trace.jaxpr.graph import from_jaxpr
+      >>> def parts(x):
+      ...     return jax.lax.scan(lambda total, part: (total + part.sum(), None), 0.0, jnp.exp(x).reshape(4, 2))[0]
+      >>> graph = from_jaxpr(jax.make_jaxpr(parts)(jax.ShapeDtypeStruct((8,), "float32")))
+      >>> made = [op.outputs[0] for op in graph.body.ops if op.name == "reshape"]
+      >>> turns(graph) == {(made[0], 0)}
+      True
+    """
+    makers = {value: op for op in graph.ops() for value in op.outputs}
+    readers = defaultdict[int, list[Op]](list)
+    for op in graph.ops():
+        for value in op.inputs:
+            readers[value].append(op)
+    before, after = list[Dim](), list[Dim]()
+    for op in graph.ops():
+        if op.name == "scan":
+            before += [(value, 0) for value in op.inputs[sum(scan_counts(graph, op)) :]]
+            after += [(value, 0) for value in op.outputs[scan_counts(graph, op)[1] :]]
+    found = set[Dim]()
+    while before:
+        value, dim = one = before.pop()
+        if one not in found:
+            found.add(one)
+            before += _operands(graph, makers[value], dim) if value in makers else ()
+    seen = set[Dim]()
+    while after:
+        value, dim = one = after.pop()
+        if one not in seen:
+            seen.add(one)
+            after += [result for op in readers[value] for result in _results(graph, op, value, dim)]
+    return found | seen
+
+
+def _operands(graph: Graph, op: Op, dim: int) -> Iterator[Dim]:
+    if op.name == "transpose":
+        yield op.inputs[0], op.params["permutation"][dim]
+    elif op.name in ELEMENTWISE:
+        yield from ((value, dim) for value in op.inputs if graph.shape(value) == graph.shape(op.outputs[0]))
+
+
+def _results(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:
+    if op.name == "transpose":
+        yield op.outputs[0], op.params["permutation"].index(dim)
+    elif op.name in ELEMENTWISE and graph.shape(value) == graph.shape(op.outputs[0]):
+        yield op.outputs[0], dim

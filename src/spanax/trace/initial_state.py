@@ -1,0 +1,157 @@
+"""The initial state of model and optimizer, and the function that computes it."""
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend import core
+
+from spanax.errors import SpanaxError
+from spanax.frames import is_library
+from spanax.trace.user_mesh import UserMesh, off_mesh, outside_meshes
+from spanax.trace.variables import Variables, model_of, optimizer_of, take_apart
+
+READS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""What JAX raises where a program reads the value of a traced array."""
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A `build` that runs operation by operation on the host, with this seed."""
+
+    build: Callable[..., nnx.Module]
+    seed: int = 0
+
+    def model(self) -> nnx.Module:
+        """The model with concrete values.
+
+        Raises:
+          SpanaxError: JAX has no CPU backend here.
+        """
+        try:
+            (cpu, *_) = jax.local_devices(backend="cpu")
+        except RuntimeError as error:
+            raise SpanaxError(
+                "eager_build=True runs `build` on the CPU, and JAX has no CPU backend here.",
+                where=f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS', '')}",
+                fix="add cpu to JAX_PLATFORMS, or trace `build` with eager_build=False",
+            ) from error
+        with jax.default_device(cpu):
+            return model_of(self.build, self.seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Initial:
+    """The function that computes the first values of a state, as a jaxpr.
+
+    It takes a seed or, where `build` runs eagerly, the arrays of the model.
+    """
+
+    jaxpr: core.ClosedJaxpr
+    eager: Eager | None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that `build` ran with, where it runs eagerly."""
+        return None if self.eager is None else self.eager.seed
+
+    @property
+    def meta(self) -> dict[str, int]:
+        """What a checkpoint needs to build the program again."""
+        return {} if self.eager is None else {"build_seed": self.eager.seed}
+
+    def inputs(self, seed: int) -> list[Any]:
+        """The values that the jaxpr takes for a seed.
+
+        Raises:
+          SpanaxError: `build` ran eagerly, and made other arrays this time.
+        """
+        if self.eager is None:
+            return [np.uint32(seed)]
+        model = replace(self.eager, seed=seed).model()
+        arrays = [jnp.asarray(off_mesh(value)) for value in jax.tree.leaves(nnx.split(model)[1])]
+        expected = [(aval.shape, aval.dtype) for aval in self.jaxpr.in_avals]
+        if [(array.shape, array.dtype) for array in arrays] != expected:
+            raise SpanaxError(
+                f"`build` made {len(expected)} arrays when it was traced, and other ones when it ran again.",
+                where=f"seed={seed}",
+                fix="a build that depends on the seed alone",
+            )
+        return arrays
+
+
+@outside_meshes
+def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: UserMesh) -> tuple[Variables, Initial]:
+    """What the state consists of, and the function that computes its first values.
+
+    Raises:
+      SpanaxError: `build` or `optimizer` reads the value of an array that is traced.
+    """
+    # make_jaxpr returns only arrays; the structure is appended here, once.
+    taken: list[Variables] = []
+
+    def with_optimizer(model: nnx.Module) -> list[Any]:
+        with _reading("optimizer", "read it in `build`, with eager_build=True, and store it in the model"):
+            variables, values = take_apart(model, optimizer_of(model, optimizer))
+        taken.append(variables)
+        return values
+
+    def from_seed(build: Callable[..., nnx.Module], seed: Any) -> list[Any]:
+        with _reading("build", "eager_build=True in spanax.trace or spanax.Workload runs `build` on the host"):
+            model = model_of(build, seed)
+        return with_optimizer(model)
+
+    if not isinstance(build, Eager):
+        jaxpr = jax.make_jaxpr(UserMesh(mesh.mesh).traced(partial(from_seed, build)))(
+            jax.ShapeDtypeStruct((), "uint32")
+        )
+        return taken[0], Initial(jaxpr, None)
+    graphdef, state = nnx.split(build.model())
+    arrays, treedef = jax.tree.flatten(state)
+
+    def from_arrays(*arrays: Any) -> list[Any]:
+        return with_optimizer(nnx.merge(graphdef, jax.tree.unflatten(treedef, arrays), copy=True))
+
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(jax.typeof, arrays)]
+    jaxpr = jax.make_jaxpr(UserMesh(mesh.mesh).traced(from_arrays))(*avals)
+    return taken[0], Initial(jaxpr, build)
+
+
+@contextmanager
+def _reading(function: str, fix: str) -> Iterator[None]:
+    """Turns the read of a traced value into an error with the line that reads it, and adds a note to other errors."""
+    try:
+        yield
+    except READS as error:
+        raise SpanaxError(
+            f"`{function}` reads the value of a traced array, and has none before the run starts.",
+            where=_line(error),
+            fix=fix,
+        ) from error
+    except SpanaxError:
+        raise
+    except Exception as error:
+        # A library may fail on a traced array with an error of its own; only the user knows whether it did.
+        error.add_note(f"`{function}` is traced, so its arrays have no values. If it needs them: {fix}")
+        raise
+
+
+def _line(error: Exception) -> str:
+    """The innermost line of the user's own code that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    (last,) = [frame for frame in frames if not is_library(frame.filename)][-1:] or frames[-1:]
+    return f"{Path(last.filename).name}:{last.lineno}, in {last.name}: {last.line}"

@@ -1,0 +1,37 @@
+"""Marks: names for values of a traced program. A graph records and removes them; they cost nothing."""
+
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+NAME, PREFIX = "name", "spanax:"
+GRADIENT, METRIC = "gradient:", "metric:"
+
+
+def marked(value: Any, mark: str) -> Any:
+    """The same value; `Graph.marks` has its mark.
+
+    Example:
+      >>> from spanax.trace.jaxpr.graph import from_jaxpr
+      >>> graph = from_jaxpr(jax.make_jaxpr(lambda x: marked(2 * x, "double") + 1)(1.0))
+      >>> [op.name for op in graph.ops()], list(graph.marks)
+      (['mul', 'add'], ['double'])
+    """
+    return checkpoint_name(value, PREFIX + mark)
+
+
+def marked_gradients(gradients: Any) -> Any:
+    """Gradients, each marked with the path of its parameter."""
+
+    def mark(path: Any, gradient: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        return marked(gradient, GRADIENT + name)
+
+    return jax.tree_util.tree_map_with_path(mark, gradients)
+
+
+def mark_of(eqn: Any) -> str | None:
+    """The mark that an equation puts on its operand; None for every other equation."""
+    name = eqn.params.get("name") if eqn.primitive.name == NAME else None
+    return name.removeprefix(PREFIX) if isinstance(name, str) and name.startswith(PREFIX) else None

@@ -1,0 +1,234 @@
+"""Decomposes a loss into sums over examples and a function of those sums."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from spanax.errors import SpanaxError
+from spanax.trace.jaxpr.graph import opened
+from spanax.trace.jaxpr.lines import Lines
+from spanax.trace.rewrites.chunked_loss.chunked import apart, is_linear, run_lines
+from spanax.trace.rewrites.microbatches.dependence import SAME, Dependence, Kind, mixed, rows
+from spanax.trace.rewrites.microbatches.flow import Flow, Misaligned, check_aligned
+from spanax.trace.rewrites.microbatches.microbatch import Place, Values, evaluate
+from spanax.trace.rewrites.microbatches.rules import EXTREMA
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """A loss whose results are functions of sums over examples, or have a row for each example.
+
+    Values are numbered as in `full`, the loss for the whole batch; the first of `outputs` is the loss.
+
+    Attributes:
+      full, small: the loss for the batch and for one of `count` microbatches.
+      shapes: the results of the loss for the batch, as `jax.eval_shape` returns them.
+      flow: the dependence of every value on the examples.
+      count: the number of microbatches.
+      sums: values that are sums over examples, of which all other results are functions.
+      stacked: results that have a row for each example.
+      repeated: results that every microbatch computes alike, along with rows for its examples (a count of draws).
+      ahead: values that are computed for the whole batch before the microbatches.
+    """
+
+    full: Lines
+    small: Lines
+    shapes: Any
+    flow: Flow
+    count: int
+    sums: tuple[int, ...]
+    stacked: tuple[int, ...]
+    repeated: tuple[int, ...]
+    ahead: tuple[int, ...]
+
+    @property
+    def loss(self) -> int:
+        """The value of the loss."""
+        return self.full.outputs[0]
+
+    @cached_property
+    def weighted(self) -> tuple[int, ...]:
+        """The sums that the loss has a gradient in."""
+        needed = {value for line in self.loss_lines for value in line.ins} | {self.loss}
+        is_smooth = lambda value: jnp.issubdtype(self.full.avals[value].dtype, jnp.inexact)  # noqa: E731
+        return tuple(value for value in self.sums if value in needed and is_smooth(value))
+
+    @cached_property
+    def loss_lines(self) -> list[Any]:
+        """The equations that make the loss of the sums."""
+        return [self.full.lines[position] for position in leading_to(self.full, [self.loss], self.sums)]
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether the weight of each sum in the loss depends on no sum: the weights are known beforehand."""
+        after = {value for value, each in self.flow.dependence.items() if each.kind is Kind.TOTAL} | {*self.sums}
+        return is_linear(self.full, self.loss_lines, after, self.loss)
+
+    @cached_property
+    def is_direct(self) -> bool:
+        """Whether the loss depends on trained parameters other than through the sums (weight decay in the loss)."""
+        read = {value for line in self.loss_lines for value in line.ins} | {self.loss}
+        ins = read - {value for line in self.loss_lines for value in line.outs} - {*self.sums}
+        return any(self.flow.dependence[value].is_trained for value in ins)
+
+    def microbatch(self, values: Values, place: Place) -> Values:
+        """The terms of the sums, and the rows of the results, of one microbatch.
+
+        Args:
+          values: the inputs for the microbatch, and what was computed ahead.
+          place: which microbatch it is.
+        """
+        results = (*self.sums, *self.stacked, *self.repeated)
+        needed = leading_to(self.full, results, self.ahead)
+        evaluate(self.full, self.small, values, needed, place)
+        return {value: values[value] for value in results}
+
+    def evaluated(self, outputs: Sequence[int], values: Values) -> list[Any]:
+        """Values of the whole batch, given its inputs and the sums."""
+        values = dict(self.full.known) | values
+        run_lines([self.full.lines[position] for position in leading_to(self.full, outputs, values)], values)
+        return [values[value] for value in outputs]
+
+    def totals(self, terms: Values) -> Values:
+        """Sums over the batch, and its largest and smallest elements, from those of every microbatch."""
+        kinds = self.flow.dependence
+        return {
+            value: EXTREMA[self.full.lines[self.full.maker[value]].name](parts, 0)
+            if kinds[value].kind is Kind.EXTREME
+            else parts.sum(0, dtype=parts.dtype)
+            for value, parts in terms.items()
+        }
+
+    def together(self, value: int, parts: Any) -> Any:
+        """A result with a row for each example, of the rows of every microbatch."""
+        each = self.flow.dependence[value]
+        inner, shape = each.inner or 1, jnp.shape(parts)[1:]
+        grouped = jnp.reshape(parts, (self.count, *shape[: each.dim], -1, inner, *shape[each.dim + 1 :]))
+        return jnp.moveaxis(grouped, 0, each.dim + 1).reshape(self.full.shape(value))
+
+
+def leading_to(lines: Lines, outputs: Iterable[int], known: Collection[int]) -> list[int]:
+    """The positions of the equations that make some values, given others."""
+    stack, seen, needed = list(outputs), set(known), set[int]()
+    while stack:
+        value = stack.pop()
+        position = lines.maker.get(value)
+        if value in seen or position is None:
+            continue
+        seen.add(value)
+        if position not in needed:
+            needed.add(position)
+            stack.extend(lines.lines[position].ins)
+    return sorted(needed)
+
+
+def decomposed(
+    value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int
+) -> Decomposition:
+    """The decomposition of a loss over microbatches.
+
+    Args:
+      value: a function of trained parameters, other state and batch; its first result is the loss.
+      args: its operands for the whole batch.
+      is_example: for every array of the batch whether its first dim is that of the examples.
+      count: the number of microbatches, which divides the number of examples.
+
+    Raises:
+      SpanaxError: results depend on several examples other than through sums over the batch.
+    """
+    batch_size = next(
+        leaf.shape[0] for leaf, has_rows in zip(jax.tree.leaves(args[2]), is_example, strict=True) if has_rows
+    )
+    full, shapes = _traced(value, args, is_example, 1)
+    small, _ = _traced(value, args, is_example, count)
+    inputs = [SAME.trained(True)] * len(jax.tree.leaves(args[0])) + [SAME] * len(jax.tree.leaves(args[1]))
+    inputs += [rows(0) if has_rows else SAME for has_rows in is_example]
+    # JAX treats dims of size 1 apart: what a single example has in common with the batch is read off two or more.
+    fewer = max((each for each in range(1, count) if batch_size % each == 0), default=1)
+    is_single = batch_size == count and fewer > 1
+    compared = _traced(value, args, is_example, fewer)[0] if is_single else small
+    try:
+        check_aligned(full, small, ranks=not is_single)
+        check_aligned(full, compared)
+        for is_tiled in (False, True):
+            flow = Flow(full, compared, batch_size, is_tiled, is_outermost=True)
+            outs = flow.run(inputs)
+            if all(out.kind is not Kind.MIXED for out in outs):
+                break
+    except Misaligned:
+        raise _of_another_size(batch_size, count) from None
+    _check_exact(outs)
+    parts = Decomposition(full, small, shapes, flow, count, **_results_of(full, flow))
+    extremes = [number for number in parts.weighted if flow.dependence[number].kind is Kind.EXTREME]
+    _check_exact([mixed(full.lines[full.maker[number]]) for number in extremes])
+    return parts
+
+
+def _traced(
+    value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int
+) -> tuple[Lines, Any]:
+    """The equations of a loss for one of `count` microbatches, and the shapes of its results.
+
+    Raises:
+      SpanaxError: it cannot be evaluated for that many examples.
+    """
+    params, rest, batch = args
+    leaves, treedef = jax.tree.flatten(batch)
+    # Under an Explicit mesh the examples of a microbatch are sharded as those of the batch.
+    part = lambda leaf: jax.eval_shape(lambda array: apart(array, 0, count)[0], leaf)  # noqa: E731
+    small = [part(leaf) if has_rows else leaf for leaf, has_rows in zip(leaves, is_example, strict=True)]
+    try:
+        closed, shapes = jax.make_jaxpr(value, return_shape=True)(params, rest, jax.tree.unflatten(treedef, small))
+    except Exception as error:
+        if count == 1:
+            raise
+        raise _of_another_size(leaves[is_example.index(True)].shape[0], count) from error
+    return Lines.of(*opened(closed)), shapes
+
+
+def _of_another_size(batch_size: int, count: int) -> SpanaxError:
+    return SpanaxError(
+        f"the loss is another program for {batch_size // count} examples than for the batch of {batch_size}.",
+        where=f"{count} microbatches",
+        fix="sizes from the shapes of the batch, fewer microbatches, or microbatches=1",
+    )
+
+
+def _results_of(full: Lines, flow: Flow) -> dict[str, tuple[int, ...]]:
+    """The values of a decomposition by the attribute that lists them."""
+    kind = lambda value: flow.dependence[value].kind  # noqa: E731
+    sums: dict[int, None] = {}
+    stacked = {value for value in full.outputs if kind(value) is Kind.ROWS and value not in flow.ahead}
+    stack, seen = [value for value in full.outputs if value not in stacked], set[int]()
+    while stack:
+        value = stack.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if kind(value) in (Kind.PARTIAL, Kind.EXTREME):
+            sums[value] = None
+        elif kind(value) is Kind.TOTAL:
+            stack.extend(full.lines[full.maker[value]].ins)
+
+    def has_rows(value: int) -> bool:
+        read = {v for position in leading_to(full, [value], flow.ahead) for v in full.lines[position].ins}
+        return any(kind(v) is Kind.ROWS for v in read)
+
+    repeated = {v for v in full.outputs if kind(v) is Kind.SAME and v not in flow.ahead and has_rows(v)}
+    ordered = {"sums": sums, "stacked": stacked, "repeated": repeated}
+    return {name: tuple(sorted(values)) for name, values in ordered.items()} | {"ahead": tuple(flow.ahead)}
+
+
+def _check_exact(outs: Sequence[Dependence]) -> None:
+    cause = next((out.cause for out in outs if out.kind is Kind.MIXED), None)
+    if any(out.kind is Kind.MIXED for out in outs):
+        name, where = ("a constant", "") if cause is None else (f"`{cause.name}`", cause.where)
+        raise SpanaxError(
+            f"microbatches would change the loss: {name} combines the examples of the whole batch.",
+            where=where,
+            fix='microbatches=1 and no pipeline, or accumulate="mean" for the mean over microbatches',
+        )

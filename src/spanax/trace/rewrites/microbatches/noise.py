@@ -1,0 +1,82 @@
+"""Slices the random draws of the full batch for one microbatch."""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import random as jex_random
+
+from spanax.trace.jaxpr.graph import bind
+from spanax.trace.jaxpr.lines import Line
+
+
+def rows_of(array: Any, dim: int, inner: int, index: Any, count: int) -> Any:
+    """The rows of one microbatch: of examples in groups of `count`, the one at `index` of each group.
+
+    Args:
+      array: all examples along `dim`.
+      dim: the dim of the examples.
+      inner: consecutive elements of one example along it.
+      index: the number of the microbatch.
+      count: the number of microbatches.
+    """
+    shape = jnp.shape(array)
+    parts = jnp.reshape(array, (*shape[:dim], shape[dim] // (count * inner), count, inner, *shape[dim + 1 :]))
+    taken = jax.lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
+    return jnp.reshape(taken, (*shape[:dim], shape[dim] // count, *shape[dim + 1 :]))
+
+
+def drawn(line: Line, ins: list[Any], places: list[tuple[int, int] | None], index: Any, count: int) -> list[Any]:
+    """What a random equation of the whole batch draws for one microbatch.
+
+    Args:
+      line: the equation of the batch.
+      ins: its operands.
+      places: of every result the dim of the examples and the elements of one along it; None of what has none.
+      index: the number of the microbatch.
+      count: the number of microbatches.
+    """
+    (place, *_), params = places, line.eqn.params
+    if line.name == "random_bits" and place is not None and _is_counted(ins[0], params, place[0]):
+        dim, inner = place
+        num_key_dims = jnp.ndim(ins[0])
+        draw = partial(
+            _bits, shape=params["shape"], bit_width=params["bit_width"], dim=dim - num_key_dims, inner=inner,
+            index=index, count=count,
+        )  # fmt: skip
+        for _ in range(num_key_dims):
+            draw = jax.vmap(draw)
+        return [draw(ins[0])]
+    outs = bind(line.eqn, ins, dict(params))
+    pairs = zip(outs, places, strict=True)
+    return [out if place is None else rows_of(out, *place, index, count) for out, place in pairs]
+
+
+def _is_counted(keys: Any, params: dict[str, Any], dim: int) -> bool:
+    """Whether each number depends only on its key and its position, with the examples along a dim of the numbers."""
+    if dim < jnp.ndim(keys):
+        return False
+    is_threefry = jax.random.key_impl(keys) == "threefry2x32" and jax.config.jax_threefry_partitionable
+    return bool(is_threefry) and params["bit_width"] in (8, 16, 32) and math.prod(params["shape"]) < 2**32
+
+
+def _bits(key: Any, shape: tuple[int, ...], bit_width: int, dim: int, inner: int, index: Any, count: int) -> Any:
+    """Rows of `jax.random.bits` of one key, without those of other microbatches.
+
+    Source: jax, `_threefry_random_bits_partitionable` in jax/_src/prng.py: the counter is the position in the array.
+    """
+    small = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+    counter = jnp.zeros(small, "uint32")
+    for each, size in enumerate(small):
+        position = jnp.arange(size, dtype="uint32")
+        if each == dim:
+            example, element = position // inner, position % inner
+            position = (example * count + index.astype("uint32")) * inner + element
+        stride = math.prod(shape[each + 1 :])
+        shaped = (position * jnp.uint32(stride)).reshape([size if other == each else 1 for other in range(len(small))])
+        counter = counter + shaped
+    first, second = jax.random.key_data(key)
+    high, low = jex_random.threefry2x32_p.bind(first, second, jnp.zeros_like(counter), counter)
+    return (high ^ low).astype(f"uint{bit_width}")

@@ -1,0 +1,93 @@
+"""Whether a loss supports microbatches, and how the step accumulates gradients over them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from spanax.errors import SpanaxError, first_line
+from spanax.trace.axes.naming import with_examples
+from spanax.trace.pure_loss import check_unmoved, pure_loss
+from spanax.trace.rewrites.microbatches.decomposition import decomposed
+from spanax.trace.rewrites.remat_policies import MEAN
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """Whether a step can be run in microbatches.
+
+    Attributes:
+      num_passes: how often they evaluate the loss; twice where the weights of its sums depend on the sums.
+      error: why their results are not those of the batch; None where they are, or need not be.
+    """
+
+    num_passes: int = 1
+    error: SpanaxError | None = None
+
+
+def microbatches_of(
+    loss: Callable[..., Any] | None, compute_dtype: Any, accumulate: str, batch: Any, trace: Callable[..., Any]
+) -> Microbatches:
+    """Whether a step can be run in microbatches.
+
+    Args:
+      loss: the user's loss; None where the user wrote the train step.
+      compute_dtype: what the loss sees of floating parameters and batch.
+      accumulate: how microbatches are combined.
+      batch: shapes of the batch.
+      trace: evaluates a train step abstractly.
+    """
+    if loss is None:
+        error = SpanaxError("a `train_step` of your own is not run in microbatches.", fix="loss= and no train_step=")
+        return Microbatches(error=error)
+    if accumulate == MEAN:
+        return Microbatches()
+    leaves = jax.tree.leaves(batch)
+    size = max((leaves[number].shape[0] for number in with_examples(range(len(leaves)), leaves)), default=1)
+    count = next((count for count in range(2, size + 1) if size % count == 0), 1)
+    passes: list[int] = []
+
+    def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
+        value, params, rest = pure_loss(loss, compute_dtype, model, optimizer)
+        parts = decomposed(value, (params, rest, batch), examples(batch, count), count)
+        check_unmoved(params, parts.shapes[1][2], count)
+        passes.append(1 if parts.is_linear else 2)
+        return {}
+
+    try:
+        trace(step)
+    except SpanaxError as error:
+        return Microbatches(error=error)
+    # An equation that the analysis does not support must not stop a plan without microbatches.
+    except Exception as error:
+        what = f"the loss cannot be analyzed for microbatches: {type(error).__name__}: {first_line(error)}"
+        return Microbatches(error=SpanaxError(what, fix='microbatches=1 and no pipeline, or accumulate="mean"'))
+    return Microbatches(passes[-1])
+
+
+def examples(batch: Any, count: int) -> tuple[bool, ...]:
+    """For every array of the batch whether its first dim is that of the examples.
+
+    Raises:
+      SpanaxError: the number of microbatches does not divide them.
+    """
+    leaves = jax.tree.leaves(batch)
+    sized = with_examples(range(len(leaves)), leaves)
+    size = leaves[sized[0]].shape[0] if sized else 1
+    check_divides(size, count)
+    return tuple(number in sized for number in range(len(leaves)))
+
+
+def check_divides(size: int, count: int) -> None:
+    """Check that a number of microbatches divides a batch.
+
+    Raises:
+      SpanaxError: it does not.
+    """
+    if size % count:
+        raise SpanaxError(
+            f"{count} microbatches do not divide the batch of {size}.",
+            fix=f"microbatches={max(k for k in range(1, count) if size % k == 0)}",
+        )

@@ -1,0 +1,240 @@
+"""Traces a program under the user's mesh and removes that mesh from the result.
+
+Under Explicit axes every type carries a sharding, and operations refer to meshes that are not the plan's.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core, source_info_util
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from spanax.errors import SpanaxError
+from spanax.trace.jaxpr.graph import HIGH_LEVEL, INLINED, called, opened, remat_of, retraced
+from spanax.trace.variables import Leaf
+
+NO_MESH = AbstractMesh((), ())
+
+PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
+"""Operations that change where a value is, or its type, and no number."""
+
+JAX = str(Path(jax.__file__).parent) + os.sep
+
+
+def outside_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, called outside of any mesh of the user's program: its own arrays have another one."""
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if _current().empty else jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def methods_outside_meshes(kind: type) -> type:
+    """The class, with its public methods called outside of any mesh."""
+    for name, method in list(vars(kind).items()):
+        if inspect.isfunction(method) and not name.startswith("_"):
+            setattr(kind, name, outside_meshes(method))
+    return kind
+
+
+@dataclass(frozen=True)
+class UserMesh:
+    """The mesh that a program is traced under, and the shardings that its arguments have there."""
+
+    mesh: AbstractMesh
+    state: tuple[NamedSharding | None, ...] = ()
+    batch: tuple[NamedSharding | None, ...] = ()
+
+    @staticmethod
+    def of(batch: Any) -> "UserMesh":
+        """The mesh of `jax.set_mesh`, or the Explicit one that a batch of shapes is on."""
+        shardings = tuple(_explicit(leaf.sharding) for leaf in jax.tree.leaves(batch))
+        meshes = (sharding.mesh for sharding in shardings if sharding is not None)
+        return UserMesh(_current() if not _current().empty else next(meshes, NO_MESH), (), shardings)
+
+    def with_state(self, leaves: Sequence[Leaf]) -> "UserMesh":
+        """The same with the shardings that the annotations of the state's leaves ask for."""
+        return UserMesh(self.mesh, tuple(map(self._annotated, leaves)), self.batch)
+
+    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, called under this mesh."""
+
+        @wraps(function)
+        def under(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if self.mesh.empty else jax.sharding.use_abstract_mesh(self.mesh):
+                return function(*args, **kwargs)
+
+        return under
+
+    def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, traced under this mesh into operations that run under any other.
+
+        Raises:
+          SpanaxError: JAX cannot trace it with these shardings.
+        """
+        return function if self.mesh.empty else partial(self._evaluated, function)
+
+    def untyped(self, batch: Any) -> Any:
+        """The shapes and dtypes of a batch, without shardings."""
+        plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
+        return jax.tree.map(plain, batch) if _is_explicit(self.mesh) else batch
+
+    def _evaluated(self, function: Callable[..., Any], *args: Any) -> Any:
+        closed, shapes = self._typed(function, args)
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            outs = _run(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    def _typed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[core.ClosedJaxpr, Any]:
+        leaves, treedef = jax.tree.flatten(args)
+        num_others = len(leaves) - len(self.batch)
+        typed, without_state = (
+            part + self.batch for part in (self.state or (None,) * num_others, (None,) * num_others)
+        )
+        refused: list[Exception] = []
+        # A state without shardings adds to what JAX accepts, and changes no number.
+        for shardings in dict.fromkeys([typed, without_state]):
+            pairs = zip(map(jax.typeof, leaves), shardings, strict=True)
+            avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval, sharding in pairs]
+            try:
+                with jax.sharding.use_abstract_mesh(self.mesh):
+                    return jax.make_jaxpr(function, return_shape=True)(*jax.tree.unflatten(treedef, avals))
+            except Exception as error:
+                if not _is_explicit(self.mesh) or not _is_raised_by_jax(error):
+                    raise
+                refused.append(error)
+        sizes = ",".join(f"{name}={size}" for name, size in self.mesh.shape.items())
+        raise SpanaxError(
+            f"the program cannot be traced under the Explicit mesh {sizes}.",
+            where=(str(refused[0]).splitlines() or [""])[0][:160],
+            fix="shard the batch as in your own loop, jax.device_put(batch, P(...)), or trace without the mesh",
+        ) from refused[0]
+
+    def _annotated(self, leaf: Leaf) -> NamedSharding | None:
+        if leaf.annotation is None or len(leaf.annotation) > len(leaf.shape) or not _is_explicit(self.mesh):
+            return None
+        names = set(self.mesh.axis_names)
+        spec = [name if set(name if isinstance(name, tuple) else [name]) <= names else None for name in leaf.annotation]
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+
+def _current() -> AbstractMesh:
+    return jax.sharding.get_abstract_mesh()
+
+
+def _is_explicit(mesh: AbstractMesh) -> bool:
+    return AxisType.Explicit in mesh.axis_types
+
+
+def _explicit(sharding: Any) -> NamedSharding | None:
+    """A sharding as part of a type, if its mesh has Explicit axes."""
+    if (
+        not isinstance(sharding, NamedSharding)
+        or sharding.mesh.empty
+        or AxisType.Explicit not in sharding.mesh.axis_types
+    ):
+        return None
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+
+
+def _is_raised_by_jax(error: Exception) -> bool:
+    """Whether JAX itself raised, rather than the user's code or Spanax."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.startswith(JAX)
+
+
+def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """The outputs of a jaxpr whose types have shardings, computed by operations without."""
+    values = dict(zip(jaxpr.invars, args, strict=True)) | dict(zip(jaxpr.constvars, map(off_mesh, consts), strict=True))
+    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
+    mesh = _current()
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info
+        stack = source_info_util.current_name_stack() + source.name_stack
+        with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+            with source_info_util.user_context(source.traceback, name_stack=stack):
+                outs = _outputs(eqn, [read(atom) for atom in eqn.invars])
+        values.update(zip(eqn.outvars, outs, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _outputs(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+    primitive = eqn.primitive
+    if primitive.name in PLACING:
+        return ins[:1]
+    if primitive.name == "device_put":
+        return [_moved(array, var.aval.memory_space) for array, var in zip(ins, eqn.outvars, strict=True)]
+    if primitive.name == HIGH_LEVEL and (remat := remat_of(eqn)) is not None:
+        inner = partial(_run, *opened(remat["jaxpr"]))
+        return jax.checkpoint(inner, policy=remat["policy"], prevent_cse=remat["prevent_cse"])(*ins)
+    if primitive.name in INLINED:
+        held, taken = called(eqn, ins)
+        return _run(*opened(held), *taken)
+    if primitive.name == "shard_map":
+        return _mapped(eqn, ins)
+    params = primitive.get_bind_params({key: _plain(value) for key, value in eqn.params.items()})
+    outs = primitive.bind(*ins, **params)
+    return outs if primitive.multiple_results else [outs]
+
+
+def _moved(array: Any, space: Any) -> Any:
+    return array if jax.typeof(array).memory_space == space else jax.device_put(array, space)
+
+
+def _mapped(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+    """A `shard_map` over the same axes, which are Auto around it."""
+    params, (inner, consts) = eqn.params, opened(eqn.params["jaxpr"])
+    mesh = params["mesh"].abstract_mesh
+    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    mesh = mesh.update(axis_types=types)
+    with jax.sharding.use_abstract_mesh(mesh):
+        mapped = jax.shard_map(
+            lambda *args: tuple(_run(inner, consts, *args)),
+            mesh=mesh,
+            in_specs=params["in_specs"],
+            out_specs=params["out_specs"],
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )
+        return list(mapped(*ins))
+
+
+def _plain(value: Any) -> Any:
+    """A parameter of an operation without shardings."""
+    if isinstance(value, tuple) and value and all(isinstance(each, core.Jaxpr | core.ClosedJaxpr) for each in value):
+        return tuple(map(_plain, value))
+    if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
+        inner, consts = opened(value)
+        is_plain = all(hasattr(var.aval, "sharding") for var in inner.invars)  # a kernel's references have none
+        return retraced(value, partial(_run, inner, consts)) if is_plain else value
+    return None if isinstance(value, NamedSharding) else value
+
+
+def is_typed(array: jax.Array) -> bool:
+    """Whether the type of an array has a sharding: it is on a mesh with Explicit axes."""
+    return _explicit(jax.typeof(array).sharding) is not None
+
+
+def off_mesh(value: Any) -> Any:
+    """A concrete array that is on a mesh with Explicit axes, on the host."""
+    return on_host(value) if isinstance(value, jax.Array) and is_typed(value) else value
+
+
+def on_host(array: jax.Array) -> Any:
+    """The numbers of an array as a NumPy array; keys, whose type NumPy lacks, as an array of their own."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    return np.asarray(array)

@@ -1,0 +1,240 @@
+"""Memory: state to the byte, and what is held on top of it, by hand where it can be worked out by hand."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+import zoo
+from programs import array, small_gpt, zoo_program
+from spanax.plan.cost.peak_memory import GROUPS, by_name, held, state_of, walk
+from spanax.plan.plan import Plan
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.spmd.sharded_program import Laid
+from spanax.trace.program import Program
+
+MESHES = [
+    ("data", "data=8"),
+    ("zero1", "fsdp=8"),
+    ("zero2", "fsdp=8"),
+    ("fsdp", "fsdp=8"),
+    ("hsdp", "data=2,fsdp=4"),
+    ("tensor", "model=8"),
+    ("tensor+seq", "model=4"),
+    ("data+tensor", "data=2,model=4"),
+    ("fsdp+tensor", "fsdp=4,model=2"),
+    ("fsdp+tensor+seq", "fsdp=2,model=4"),
+    ("context", "data=4,context=2"),
+]
+
+VARIED = ["gpt-unrolled", "cnn", "dropout", "moe", "lora", "ssm", "multitask", "annotated", "mixed-dtype", "clip"]
+"""Stacked or not, running means, random state, other optimizers (Adafactor, Adagrad), other dtypes, scalars."""
+
+
+def planned(program: Program, layout: str, mesh: str) -> Plan:
+    return spanax.plan(program, spanax.cluster("cpu", spanax.MeshShape.of(mesh).size), layout=layout, mesh=mesh)
+
+
+def groups(
+    program: Program, layout: str = "data", mesh: str = "data=1", *, is_tpu: bool = False, **given: Any
+) -> dict[str, int]:
+    """Bytes by group of one candidate; a batch of `scale` times the traced one, unless told otherwise all at once."""
+    resolver = resolver_of(program, planned(program, layout, mesh))
+    sizes = np.asarray([[size] for _, size in resolver.mesh.axes])
+    numbers: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "in_flight": 1, "scale": 1.0}
+    arrays = {name: np.asarray([given.pop(name, default)]) for name, default in numbers.items()}
+    found = held(state_of(resolver), walk(Laid(resolver, program.step), is_tpu=is_tpu), sizes, **arrays, **given)
+    assert found.peak_bytes[0] == pytest.approx(sum(values[0] for values in found.groups.values()))
+    return by_name(found.groups, 0)
+
+
+def on_top(found: dict[str, int]) -> int:
+    """Bytes beside state and batch."""
+    return sum(found[name] for name in GROUPS)
+
+
+# The state, exactly
+
+
+def check_state(program: Program, layout: str, mesh: str) -> None:
+    plan, found = planned(program, layout, mesh), groups(program, layout, mesh)
+    named = {"param": "parameters", "optimizer": "optimizer", "other": "other state"}
+    assert {kind: found[name] for kind, name in named.items()} == {kind: plan.state_bytes(kind) for kind in named}
+    assert found["batch"] == sum(leaf.local_bytes for leaf in plan.batch)
+
+
+@pytest.mark.parametrize(("layout", "mesh"), MESHES)
+def test_state_bytes_of_a_gpt_are_the_plans(layout: str, mesh: str) -> None:
+    check_state(zoo_program("gpt"), layout, mesh)
+
+
+@pytest.mark.parametrize(("layout", "mesh"), [("expert", "data=4,expert=2"), ("expert", "expert=8")])
+def test_state_bytes_of_experts_are_the_plans(layout: str, mesh: str) -> None:
+    check_state(zoo_program("moe"), layout, mesh)
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_state_bytes_of_the_zoo_are_the_plans(name: str) -> None:
+    for layout, mesh in (("zero1", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")):
+        check_state(zoo_program(name), layout, mesh)
+
+
+def squared(model: nnx.Module, x: jax.Array) -> jax.Array:
+    return (model(x) ** 2).mean()
+
+
+def test_state_bytes_of_what_its_author_annotated_are_the_plans() -> None:
+    init = nnx.with_partitioning(nnx.initializers.ones_init(), ("fsdp", "model"))
+
+    def build(rngs: nnx.Rngs) -> nnx.Linear:
+        with nnx.use_eager_sharding(False):
+            return nnx.Linear(32, 16, kernel_init=init, rngs=rngs)
+
+    program = spanax.trace(build=build, optimizer=optax.adam(0.1), batch=array(8, 32), loss=squared)
+    for layout, mesh in (("fsdp+tensor", "fsdp=4,model=2"), ("zero1", "fsdp=8"), ("data", "data=8")):
+        check_state(program, layout, mesh)
+    assert planned(program, "zero1", "fsdp=8")["kernel"].local_bytes == 32 * 16 * 4 // 8
+
+
+# What is held on top of it
+
+
+class TwoLayers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(32, 128, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(128, 16, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.relu(self.up(x)))
+
+
+@functools.cache
+def two_layers() -> Program:
+    return spanax.trace(build=TwoLayers, optimizer=optax.sgd(0.1), batch=array(64, 32), loss=squared)
+
+
+def test_the_peak_of_two_layers_by_hand() -> None:
+    """On a TPU it is where the last gradient is made, of what went into `relu` and the gradient that came, masked on
+    the way; where matmuls read what lies in memory, it is where that is masked.
+    """
+    found = groups(two_layers(), is_tpu=True)
+    elsewhere = groups(two_layers())
+    assert (elsewhere["activations"], elsewhere["gradients"]) == (4 * 3 * 64 * 128 + 4, 4 * 128 * 16)
+    assert found == {
+        "parameters": 4 * (32 * 128 + 128 * 16),
+        "optimizer": found["optimizer"],
+        "other state": 0,
+        "batch": 4 * 64 * 32,
+        "activations": 4 * 2 * 64 * 128 + 4,  # and the loss
+        "gradients": 4 * (32 * 128 + 128 * 16),
+        "gathered weights": 0,
+    }
+
+
+def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
+    up, down = 4 * 32 * 128, 4 * 128 * 16
+    found = groups(two_layers(), "data", "data=8", is_tpu=True)
+    assert (found["activations"], found["gradients"]) == (4 * 2 * 8 * 128 + 4, down + up)
+    elsewhere = groups(two_layers(), "data", "data=8")  # what is masked lies in memory, and what it was made of is gone
+    assert (elsewhere["activations"], elsewhere["gradients"]) == (4 * 8 * 128 + 4, down + up)
+    # Stored split, the last sum is whole before it is split, beside its part and that of the first.
+    found = groups(two_layers(), "fsdp", "fsdp=8", is_tpu=True)
+    assert found["activations"] == 4 * 2 * 8 * 128 + 4
+    assert (found["gradients"], found["gathered weights"]) == (up + up // 8 + down // 8, 0)
+    # The hidden dim is split, and the 16 outputs are not: it is where their gradient goes back through `down`.
+    found = groups(two_layers(), "tensor", "model=8", is_tpu=True)
+    assert (found["activations"], found["gradients"]) == (4 * (2 * 64 * 128 // 8 + 64 * 16) + 4, down // 8)
+
+
+def test_a_gathered_weight_is_held_while_it_is_used() -> None:
+    """With one example a device the weights are what matters."""
+    program = spanax.trace(build=TwoLayers, optimizer=optax.sgd(0.1), batch=array(8, 32), loss=squared)
+    stored, whole = groups(program, "fsdp", "fsdp=8"), groups(program, "data", "data=8")
+    assert stored["parameters"] == whole["parameters"] // 8
+    assert stored["gathered weights"] + stored["gradients"] >= 4 * 32 * 128
+    assert whole["gathered weights"] == 0
+
+
+def test_peak_grows_with_the_batch_and_the_state_does_not() -> None:
+    found = [groups(small_gpt(), scale=scale) for scale in (0.5, 1.0, 2.0, 4.0)]
+    activations = [one["activations"] for one in found]
+    assert activations == sorted(set(activations))
+    assert activations[3] == pytest.approx(2 * activations[2], rel=0.01)
+    assert len({one["parameters"] for one in found}) == len({one["optimizer"] for one in found}) == 1
+    assert [one["batch"] for one in found] == [scale * found[1]["batch"] for scale in (0.5, 1, 2, 4)]
+
+
+@pytest.mark.parametrize(("layout", "mesh"), [("data", "data=1"), ("fsdp+tensor", "fsdp=4,model=2")])
+def test_remat_holds_less(layout: str, mesh: str) -> None:
+    program = small_gpt()
+    full, dots, none = (
+        groups(program.with_remat(policy), layout, mesh)["activations"] for policy in ("full", "dots", "none")
+    )
+    assert full < dots < none
+
+
+def test_full_remat_holds_a_carry_a_layer() -> None:
+    B, T, D, L = 16, zoo.GPT_SCAN.seq_len, zoo.GPT_SCAN.embed_dim, 24
+    deep, shallow = (groups(small_gpt(remat=True, num_layers=layers))["activations"] for layers in (L, L // 2))
+    assert deep - shallow == pytest.approx(L // 2 * 4 * B * T * D, rel=0.05)
+
+
+def test_stages_divide_layers_and_hold_what_is_in_flight() -> None:
+    one, four = (groups(small_gpt(num_layers=4), num_stages=stages) for stages in (1, 4))
+    state = {leaf.path: leaf for leaf in small_gpt(num_layers=4).leaves}
+    layers = sum(leaf.num_bytes for leaf in state.values() if "layers" in leaf.axes and leaf.kind == "param")
+    assert one["parameters"] - four["parameters"] == layers * 3 // 4
+    assert four["activations"] < one["activations"]
+    busy = groups(small_gpt(num_layers=4), num_stages=4, in_flight=4, num_microbatches=4)
+    assert busy["activations"] > 2 * four["activations"]
+    assert busy["parameters"] == four["parameters"]
+
+
+def test_microbatches_hold_less_and_add_up_gradients() -> None:
+    """The sum of the gradients so far lies beside those of one microbatch, as they are stored."""
+    program = zoo_program("gpt")
+    whole, split = (groups(program, *at)["parameters"] for at in (("data", "data=8"), ("fsdp", "fsdp=8")))
+    for layout, mesh, added in (
+        ("data", "data=8", whole),
+        ("zero1", "fsdp=8", whole),
+        ("zero2", "fsdp=8", split),
+        ("fsdp", "fsdp=8", split),
+    ):
+        one = groups(program, layout, mesh)
+        four = groups(program, layout, mesh, scale=0.25, num_microbatches=4)
+        alone = groups(program, layout, mesh, scale=0.25)
+        assert four["activations"] == alone["activations"] < one["activations"]
+        assert four["gradients"] == alone["gradients"] + added
+        assert four["batch"] == one["batch"]
+
+
+def test_fused_attention_holds_no_scores() -> None:
+    B, H, T, L = 16, 8, zoo.GPT_SCAN.seq_len, zoo.GPT_SCAN.num_layers
+    plain, fused = (groups(small_gpt(), fused_attention=fused)["activations"] for fused in (False, True))
+    assert plain - fused >= L * B * H * T * T * 4
+
+
+def test_a_mask_of_no_data_is_held_where_matmuls_read_memory() -> None:
+    """JAX makes it before the loop over layers; a TPU's compiler makes it again where it is read."""
+    B, T = 16, zoo.GPT_SCAN.seq_len
+    assert groups(small_gpt())["activations"] - groups(small_gpt(), is_tpu=True)["activations"] >= B * T * T
+
+
+def test_one_walk_serves_many_meshes() -> None:
+    program = small_gpt()
+    resolver = resolver_of(program, planned(program, "fsdp+tensor", "fsdp=4,model=2"))
+    sizes = np.asarray([[1, 2, 4, 8, 4], [8, 4, 2, 1, 1]])
+    one = np.ones(5)
+    together = held(
+        state_of(resolver), walk(Laid(resolver, program.step)), sizes,
+        num_stages=one, num_microbatches=one, in_flight=one, scale=one,
+    )  # fmt: skip
+    for at, (fsdp, model) in enumerate(sizes.T.tolist()):
+        if model > 1 and fsdp > 1:
+            assert by_name(together.groups, at) == groups(program, "fsdp+tensor", f"fsdp={fsdp},model={model}")
+    assert together.peak_bytes[4] > together.peak_bytes[3]

@@ -1,0 +1,427 @@
+"""Cost: terms that add up, go the right way, and are the same one by one as all at once."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+import zoo
+from programs import array, small_gpt, workload, zoo_program
+from spanax.errors import SpanaxError
+from spanax.hardware.chip import Link
+from spanax.hardware.chips import chip_named
+from spanax.plan.cost.calibration import Assumptions
+from spanax.plan.cost.step_time import TILE, Costs, Grid, Table, matmul_seconds, price, ways_table
+from spanax.plan.cost.terms import KINDS, Terms, Works
+from spanax.plan.search import Candidate, search
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.sharded_program import Laid
+from spanax.trace.analysis.op_groups import Phase, contraction_flops
+from spanax.trace.program import Program
+
+
+@functools.cache
+def terms(program: Program, layout: str, mesh: str) -> Terms:
+    chips = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
+    return tally(Laid(resolver_of(program, spanax.plan(program, chips, layout=layout, mesh=mesh)), program.step))
+
+
+def grid(*meshes: tuple[int, ...], stages: int = 1, microbatches: int = 1, scale: float = 1.0, **rest: Any) -> Grid:
+    count = len(meshes)
+    return Grid(
+        np.asarray(meshes, int).T,
+        np.full(count, stages),
+        np.full(count, microbatches),
+        np.full(count, scale),
+        **rest,
+    )
+
+
+def cost(program: Program, layout: str, mesh: str, cluster: spanax.Cluster | None = None, **given: Any) -> Costs:
+    shape = spanax.MeshShape.of(mesh)
+    one = grid(tuple(size for _, size in shape.axes), **given)
+    return price(terms(program, layout, mesh), cluster or spanax.cluster("h100", shape.size), one)
+
+
+def slowed(cluster: spanax.Cluster, inside: float = 1.0, between: float = 1.0) -> spanax.Cluster:
+    """The same cluster with links so many times slower."""
+
+    def link(given: Link | None, times: float) -> Link:
+        assert given is not None
+        return dataclasses.replace(
+            given,
+            bytes_per_second=given.bytes_per_second / times,
+            latency_seconds=given.latency_seconds * times,
+            start_seconds=given.start_seconds * times,
+        )
+
+    chip = dataclasses.replace(
+        cluster.chip, inside=link(cluster.chip.inside, inside), between=link(cluster.chip.between, between)
+    )
+    return dataclasses.replace(cluster, chip=chip)
+
+
+# Ways
+
+
+def test_ways_table() -> None:
+    table = ways_table(np.asarray([[2, 1], [3, 4], [5, 8]]))
+    assert table.T.tolist() == [[1, 2, 3, 6, 5, 10, 15, 30], [1, 1, 4, 4, 8, 8, 32, 32]]
+    assert ways_table(np.zeros((0, 2), int)).tolist() == [[1, 1]]
+
+
+# Works
+
+
+def test_local_flops_are_the_steps_over_the_devices() -> None:
+    program = small_gpt()
+    graph = program.step.graph
+    total = sum(
+        kind.runs * contraction_flops(graph, kind.op) for kind in program.step.census if kind.op.name == "dot_general"
+    )
+    for layout, mesh in (("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")):
+        assert cost(program, layout, mesh).flops[0] == pytest.approx(total / 8)
+    assert cost(program, "data", "data=4", stages=1, microbatches=4, scale=0.25).flops[0] == pytest.approx(total / 4)
+
+
+def one_matmul(m: int, n: int, k: int, *, splits: tuple[int, ...] = (0, 0, 0, 0), dtype: str = "bf16") -> Works:
+    """A matmul of bf16 numbers of its own, for a cost by hand."""
+    row = np.asarray
+    return Works(
+        flops=row([2.0 * m * n * k]),
+        work=row([0]),
+        sizes=row([[m, n, k, 1.0]]),
+        splits=row([splits]),
+        batched=row([-1]),
+        num_bytes=row([[2.0 * m * k, 2.0 * k * n, 2.0 * m * n]]),
+        bytes_splits=row([[0, 0, 0]]),
+        bytes_batched=row([[False, False, False]]),
+        dtypes=(dtype,),
+        runs=row([1.0]),
+        phase=row([0]),
+        in_layers=row([False]),
+        scores=row([[False, False, False]]),
+        fused=row([False]),
+    )
+
+
+def seconds(chip: str, works: Works, ways: int = 1) -> float:
+    table = ways_table(np.asarray([[ways]]))
+    return float(matmul_seconds(works, table, np.ones(1), chip_named(chip), Assumptions())[0, 0])
+
+
+def test_a_large_matmul_takes_its_flops_over_the_rate() -> None:
+    chip = chip_named("v5p")
+    assert chip.num_cores is None
+    expected = 2 * 4096.0**3 / (chip.flops_per_second("bf16") * chip.sustained_share) + chip.kernel_start_seconds
+    assert seconds("v5p", one_matmul(4096, 4096, 4096)) == pytest.approx(expected, rel=1e-6)
+    # A part of a tile takes as long as all of it.
+    assert seconds("v5p", one_matmul(4096 - TILE + 1, 4096, 4096)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_thin_matmul_takes_its_bytes_over_the_memorys_rate() -> None:
+    chip = chip_named("v5p")
+    assert chip.memory_bytes_per_second is not None
+    num_bytes = 2 * (8 * 8192 + 8192 * 8192 + 8 * 8192)
+    expected = num_bytes / (chip.memory_bytes_per_second * chip.memory_share) + chip.kernel_start_seconds
+    assert seconds("v5p", one_matmul(8, 8192, 8192)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("chip", ["h100", "a100", "v5e", "cpu"])
+def test_more_work_takes_longer_and_half_of_it_no_less_than_half(chip: str) -> None:
+    dtype = "bf16" if chip != "cpu" else "fp32"
+    for m, n, k in ((4096, 4096, 4096), (128, 128, 8192), (8192, 256, 64)):
+        whole = seconds(chip, one_matmul(m, n, k, dtype=dtype))
+        # A second tile, on an idle core, takes no longer.
+        assert whole <= seconds(chip, one_matmul(2 * m, n, k, dtype=dtype))
+        assert whole < seconds(chip, one_matmul(256 * m, n, k, dtype=dtype))
+        assert whole < seconds(chip, one_matmul(m, n, 2 * k, dtype=dtype))
+        split = seconds(chip, one_matmul(m, n, k, splits=(1, 0, 0, 0), dtype=dtype), ways=2)
+        assert whole / 2 <= split <= whole
+
+
+def test_a_long_sum_is_cut_into_parts_where_its_result_is_of_few_tiles() -> None:
+    chip, k = chip_named("a100"), 2**20
+    assert chip.num_cores and chip.memory_bytes_per_second
+    by_one_core = 2 * TILE**2 * k * chip.num_cores / (chip.flops_per_second("bf16") * chip.sustained_share)
+    num_bytes = 2 * (2 * TILE * k) / (chip.memory_bytes_per_second * chip.memory_share)
+    assert num_bytes < seconds("a100", one_matmul(TILE, TILE, k)) < 0.05 * by_one_core
+    # What is written in parts is counted: the same work in many tiles takes less.
+    assert seconds("a100", one_matmul(32 * TILE, 32 * TILE, k // 1024)) < seconds("a100", one_matmul(TILE, TILE, k))
+
+
+def test_a_narrow_result_takes_narrow_tiles() -> None:
+    # As a convolution, which reads less than the matmul it is: no bytes to wait for.
+    both = [dataclasses.replace(one_matmul(2**20, n, 8192), num_bytes=np.zeros((1, 3))) for n in (64, 128)]
+    narrow, wide = (seconds("a100", works) for works in both)
+    assert narrow == pytest.approx(wide / 2, rel=0.05)
+
+
+def test_in_eight_bits_the_operands_are_cast_first() -> None:
+    chip, n = chip_named("h100"), 8192
+    assert chip.memory_bytes_per_second
+    fp8, bf16 = (seconds("h100", one_matmul(n, n, n, dtype=dtype)) for dtype in ("fp8", "bf16"))
+    casts = 1.5 * 2 * 2 * n * n / (chip.memory_bytes_per_second * chip.memory_share)
+    rates = chip.flops_per_second("fp8") / chip.flops_per_second("bf16")
+    start = Assumptions().start * chip.kernel_start_seconds
+    assert fp8 - start == pytest.approx((bf16 - start) / rates + casts, rel=1e-6)
+
+
+@pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 4), (2, 16)])
+def test_a_convolution_is_the_matmul_of_its_flops(stride: int, groups: int) -> None:
+    def build(rngs: nnx.Rngs) -> nnx.Sequential:
+        first = nnx.Conv(3, 16, (3, 3), rngs=rngs)
+        return nnx.Sequential(first, nnx.Conv(16, 32, (3, 3), stride, feature_group_count=groups, rngs=rngs))
+
+    program = spanax.trace(
+        build=build, optimizer=optax.sgd(0.1), batch=array(8, 16, 16, 3), loss=lambda model, x: (model(x) ** 2).mean()
+    )
+    works = terms(program, "data", "data=8").works
+    assert len(works.flops) >= 5
+    np.testing.assert_allclose(2 * works.sizes.prod(1), works.flops)
+    if groups > 1:
+        assert groups in works.sizes[:, 3]
+
+
+# A whole step
+
+
+CASES = [("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=2,model=4"), ("tensor+seq", "model=8")]
+
+
+@pytest.mark.parametrize(("layout", "mesh"), CASES)
+@pytest.mark.parametrize("given", [{}, {"microbatches": 4, "scale": 0.25}])
+def test_the_terms_add_up_to_the_step(layout: str, mesh: str, given: dict[str, Any]) -> None:
+    found = cost(small_gpt(), layout, mesh, **given)
+    assert sum(values[0] for values in found.terms.values()) == pytest.approx(found.step_seconds[0], rel=1e-12)
+    assert all(np.isfinite(values).all() and (values >= 0).all() for values in found.terms.values())
+
+
+def large() -> Program:
+    return workload("gpt2", batch_size=64, num_layers=2)
+
+
+def test_twice_the_devices_along_data_halve_the_matmuls_of_a_large_model() -> None:
+    counts = (2, 4, 8)
+    found = [cost(large(), "data", f"data={count}", spanax.cluster("a100", count)).terms for count in counts]
+    for before, after in zip(found, found[1:], strict=False):
+        assert after["matmuls"][0] == pytest.approx(before["matmuls"][0] / 2, rel=0.05)
+        assert after["memory"][0] == pytest.approx(before["memory"][0] / 2, rel=0.05)
+        assert after["update"][0] == pytest.approx(before["update"][0])
+        assert after["gradient sync"][0] >= before["gradient sync"][0]
+
+
+def test_twice_the_batch_takes_twice_as_long_in_matmuls_and_as_long_in_the_update() -> None:
+    one, two = (cost(large(), "fsdp", "fsdp=8", scale=scale).terms for scale in (1.0, 2.0))
+    assert two["matmuls"][0] == pytest.approx(2 * one["matmuls"][0], rel=0.05)
+    assert two["update"][0] == one["update"][0] and two["gradient sync"][0] == one["gradient sync"][0]
+
+
+def test_what_stores_less_updates_less_and_gathers_more() -> None:
+    ddp, zero1, fsdp = (
+        cost(large(), layout, mesh).terms
+        for layout, mesh in (("data", "data=8"), ("zero1", "fsdp=8"), ("fsdp", "fsdp=8"))
+    )
+    assert fsdp["update"][0] < 0.3 * ddp["update"][0] and zero1["update"][0] < ddp["update"][0]
+    assert ddp["weights between devices"][0] == 0 < fsdp["weights between devices"][0]
+    assert fsdp["gradient sync"][0] < ddp["gradient sync"][0]
+    assert zero1["weights between devices"][0] > 0  # what was updated in parts is gathered
+
+
+def test_a_repeated_forward_pass_gathers_again_where_weights_were_let_go() -> None:
+    kept, once, again = (
+        price(terms(small_gpt(), "fsdp", "fsdp=8"), spanax.cluster("h100", 8), grid((8,)), given).terms
+        for given in (
+            Assumptions(),
+            Assumptions(repeats_forward=True),
+            Assumptions(repeats_forward=True, gathers_again=True),
+        )
+    )
+    name = "weights between devices"
+    assert kept[name][0] == once[name][0] < again[name][0] < 1.5 * once[name][0]
+    assert kept["matmuls"][0] < once["matmuls"][0] == again["matmuls"][0]
+
+
+def test_what_goes_over_the_logits_more_often_touches_more_around_the_layers_only() -> None:
+    once, thrice = (
+        price(terms(large(), "data", "data=8"), spanax.cluster("a100", 8), grid((8,)), given).terms
+        for given in (Assumptions(), Assumptions(touched_around=3.0))
+    )
+    assert once["memory"][0] < thrice["memory"][0] < 3 * once["memory"][0]
+    assert once["update"][0] == thrice["update"][0]
+
+
+def test_alone_nothing_moves() -> None:
+    found = cost(small_gpt(), "data", "data=1").terms
+    for name in ("gradient sync", "weights between devices", "activations between devices", "pipeline"):
+        assert found[name][0] == 0
+
+
+def test_remat_computes_more() -> None:
+    full, none = (cost(small_gpt(remat=remat), "data", "data=8").terms["matmuls"][0] for remat in (True, False))
+    assert none < full < 4 / 3 * none * 1.05
+
+
+@functools.cache
+def candidates(cluster: spanax.Cluster) -> tuple[Candidate, ...]:
+    return search(workload("gpt-nano"), cluster, remat=(), top=10_000).candidates
+
+
+@pytest.mark.parametrize("times", [{"inside": 4.0}, {"between": 4.0}])
+def test_slower_links_make_nothing_faster(times: dict[str, float]) -> None:
+    cluster = spanax.cluster("a100:2x8")
+    fast, slow = candidates(cluster), candidates(slowed(cluster, **times))
+    before = {(c.layout, c.mesh, c.num_stages, c.schedule, c.microbatches): c for c in fast}
+    assert len(before) == len(fast) == len(slow)
+    ratios = []
+    for one in slow:
+        other = before[one.layout, one.mesh, one.num_stages, one.schedule, one.microbatches]
+        assert all(one.seconds[name] >= other.seconds[name] * (1 - 1e-9) - 1e-12 for name in one.seconds)
+        ratios.append(one.step_seconds / other.step_seconds)
+    assert max(ratios) > 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "mesh"), [("gpt", "fsdp+tensor+seq", "fsdp=2,model=2"), ("moe", "expert", "data=2,expert=2")]
+)
+def test_many_meshes_at_once_cost_what_each_costs_alone(name: str, layout: str, mesh: str) -> None:
+    program, cluster = zoo_program(name), spanax.cluster("a100:4x8")
+    found = terms(program, layout, mesh)
+    sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1)]
+    together = price(found, cluster, grid(*sizes))
+    for at, one in enumerate(sizes):
+        alone = price(found, cluster, grid(one))
+        assert alone.flops[0] == pytest.approx(together.flops[at], rel=1e-12)
+        assert alone.step_seconds[0] == pytest.approx(together.step_seconds[at], rel=1e-12)
+        for key, values in alone.terms.items():
+            assert values[0] == pytest.approx(together.terms[key][at], rel=1e-12)
+
+
+def test_a_table_made_once_is_that_made_for_each_grid() -> None:
+    found, cluster = terms(small_gpt(), "fsdp+tensor", "fsdp=2,model=2"), spanax.cluster("a100:2x8")
+    two, four = grid((8, 2), (4, 4)), grid((4, 2), (2, 4), stages=2, microbatches=4, scale=0.25)
+    table = Table(cluster, found.axes, [two, four], Assumptions())
+    for one in (two, four):
+        together = price(found, cluster, one, table=table.at(one))
+        assert (together.step_seconds == price(found, cluster, one).step_seconds).all()
+
+
+def test_a_table_takes_a_matmul_apart_from_what_differs_in_one_number() -> None:
+    cluster, alone = spanax.cluster("a100:8"), grid((8,))
+    shapes = [(4096, 4096, 4096), (4096, 4096, 2048), (4096, 4096, 4096)]
+    table = Table(cluster, ("data",), [alone], Assumptions()).at(alone)
+    found = [float(table.matmul_seconds(one_matmul(*shape))[0, 0]) for shape in shapes]
+    assert found[0] == found[2] > 1.5 * found[1]
+    narrow = one_matmul(4096, 4096, 4096, dtype="fp32")
+    assert table.matmul_seconds(narrow)[0, 0] > 1.5 * found[0]
+
+
+# Pipelines
+
+
+def test_stages_wait_for_each_other() -> None:
+    program = small_gpt(num_layers=4)
+    one = cost(program, "data", "data=2")
+    staged = cost(program, "data", "data=2", spanax.cluster("h100:8"), stages=4, microbatches=4, scale=0.25)
+    assert one.terms["pipeline"][0] == 0 < staged.terms["pipeline"][0]
+    many = cost(program, "data", "data=2", spanax.cluster("h100:8"), stages=4, microbatches=8, scale=0.125)
+    share = [found.terms["pipeline"][0] / found.step_seconds[0] for found in (staged, many)]
+    assert share[1] < share[0]
+    # (p - 1) / m of the work in the layers, and hops: three quarters of that, and most of the work is there.
+    work = sum(staged.terms[name][0] for name in ("matmuls", "memory", "kernel starts", "activations between devices"))
+    assert 0.4 * work < staged.terms["pipeline"][0] < work
+
+
+def test_interleaving_waits_less() -> None:
+    program, cluster = small_gpt(num_layers=4), spanax.cluster("h100:4")
+    plain, chunked = (
+        cost(program, "data", "data=2", cluster, stages=2, microbatches=4, scale=0.25, schedule=name, num_chunks=count)
+        for name, count in (("1f1b", 1), ("interleaved", 2))
+    )
+    assert chunked.terms["pipeline"][0] < plain.terms["pipeline"][0]
+
+
+# Collectives
+
+
+def moved(program: Program, layout: str, mesh: str, kind: str, **fields: Any) -> float:
+    """Global bytes of a kind of collective in a step."""
+    moves = terms(program, layout, mesh).moves
+    chosen = moves.kind == KINDS.index(kind)
+    for name, value in fields.items():
+        chosen &= getattr(moves, name) == value
+    return float((moves.num_bytes * moves.runs)[chosen].sum())
+
+
+def test_data_parallel_reduces_every_gradient_once() -> None:
+    program = zoo_program("mlp")
+    params = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param")
+    reduced = moved(program, "data", "data=8", "all-reduce")
+    assert params <= reduced <= params + 64  # and the loss
+    assert moved(program, "data", "data=8", "all-gather") == moved(program, "data", "data=8", "reduce-scatter") == 0
+
+
+def test_fsdp_gathers_there_and_back_and_scatters_gradients() -> None:
+    program = zoo_program("mlp")
+    params = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param")
+    kernels = sum(leaf.num_bytes for leaf in program.leaves if leaf.kind == "param" and len(leaf.shape) == 2)
+    assert moved(program, "fsdp", "fsdp=8", "reduce-scatter") == params
+    gathered = moved(program, "fsdp", "fsdp=8", "all-gather")
+    # Without layers to go around, what was gathered on the way there is kept for the way back.
+    assert kernels <= gathered <= 2 * params
+
+
+def test_a_weight_that_two_operations_use_is_gathered_once() -> None:
+    def loss(model: Any, batch: jax.Array) -> jax.Array:
+        return jnp.square(model(batch) + model(batch + 1.0)).mean()
+
+    program = spanax.trace(
+        build=lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
+        optimizer=optax.adam(0.1),
+        batch=array(8, 16),
+        loss=loss,
+    )
+    assert moved(program, "fsdp", "fsdp=8", "all-gather") == 4 * 16 * 32
+
+
+def test_megatron_reduces_activations_twice_a_block_each_way() -> None:
+    config = zoo.GPT_SCAN
+    one = 4 * 16 * config.seq_len * config.embed_dim
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        found = moved(small_gpt(), "tensor", "model=8", "all-reduce", in_layers=True, batched=True, phase=phase)
+        assert found == config.num_layers * 2 * one
+
+
+# What a chip cannot
+
+
+def test_a_chip_without_bfloat16_says_so() -> None:
+    case = zoo.ZOO["mlp"]
+    program = spanax.trace(
+        build=case.build, optimizer=optax.sgd(0.1), batch=case.batch(16), loss=case.loss, compute_dtype="bfloat16"
+    )
+    assert search(program, spanax.cluster("a100:8"), remat=()).best is not None
+    with pytest.raises(SpanaxError, match="'v100-32gb' does not compute in bf16") as caught:
+        search(program, spanax.cluster("v100:8"), remat=())
+    assert "fp16" in str(caught.value) and len(str(caught.value).splitlines()) <= 4
+
+
+def test_the_compiler_for_the_cpu_sends_every_weight_by_itself() -> None:
+    cluster = spanax.cluster("cpu:8")
+    combining = dataclasses.replace(cluster, chip=dataclasses.replace(cluster.chip, shared=False))
+    apart, together = (
+        spanax.search(workload("gpt-nano"), on, layout="fsdp", pipeline=False, microbatches=1, remat=("none",)).best
+        for on in (cluster, combining)
+    )
+    assert apart is not None and together is not None
+    start = cluster.chip.inside.start_seconds if cluster.chip.inside else 0.0
+    name = "weights between devices"
+    assert apart.seconds[name] > together.seconds[name] + 20 * start

@@ -1,0 +1,168 @@
+"""Closed forms of pipelines: each equals the simulation where it says so, and bounds it elsewhere."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from spanax.errors import SpanaxError
+from spanax.plan.pipeline.bubble import bubble_over_ideal, bubble_seconds, num_hops, num_in_flight, step_seconds
+from spanax.plan.pipeline.schedules import SCHEDULES, orders
+from spanax.plan.pipeline.timeline import StageSeconds, Timeline, simulate
+
+SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 7, 12, 14)]
+PLAIN = [("gpipe", p, m, 1) for p, m in SIZES] + [("1f1b", p, m, 1) for p, m in SIZES]
+INTERLEAVED = [("interleaved", p, m, v) for p, m in SIZES for v in (2, 3) if m % p == 0]
+ZERO_BUBBLE = [("zero-bubble", p, m, 1) for p, m in SIZES]
+EVERY = PLAIN + INTERLEAVED + ZERO_BUBBLE
+
+# Forward, input gradient and weight gradient, in binary fractions, so that sums are exact.
+TIMES = [
+    (1, 1, 1),
+    (2, 3, 1),
+    (4, 1, 1),
+    (1, 4, 1),
+    (1, 1, 2),
+    (1, 2, 3),
+    (2, 1, 3),
+    (3, 1, 4),
+    (2, 4, 0),
+    (0.5, 1, 0.25),
+]
+HOPS = [0.125, 0.5, 2.0, 8.0]
+
+
+def simulated(schedule: str, p: int, m: int, v: int, times: tuple[float, ...], hop: float = 0.0) -> Timeline:
+    return simulate(orders(schedule, p, m, v), StageSeconds.equal(p * v, *times), hop)
+
+
+def predicted(schedule: str, p: int, m: int, v: int, times: tuple[float, ...], hop: float = 0.0) -> float:
+    forward, backward, weight = times
+    return step_seconds(
+        schedule,
+        p,
+        m,
+        v,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        weight_seconds=weight,
+        hop_seconds=hop,
+    )
+
+
+@pytest.mark.parametrize("schedule, p, m, v", PLAIN + INTERLEAVED)
+def test_the_published_bubble_is_the_simulated_one(schedule: str, p: int, m: int, v: int) -> None:
+    for times in TIMES:
+        timeline = simulated(schedule, p, m, v, times)
+        assert timeline.seconds * v * m == (v * m + p - 1) * timeline.busy_seconds[0]
+        assert timeline.bubble_over_ideal == pytest.approx((p - 1) / (v * m), abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule, p, m, v", ZERO_BUBBLE)
+def test_the_published_zero_bubble_is_the_simulated_one(schedule: str, p: int, m: int, v: int) -> None:
+    """ZB-H1 idles (p - 1)(F + B - W) where W is the shortest and there are as many microbatches as stages."""
+    for forward, backward, weight in TIMES:
+        if weight <= min(forward, backward) and m >= p:
+            timeline = simulated(schedule, p, m, v, (forward, backward, weight))
+            assert timeline.seconds - timeline.busy_seconds[0] == (p - 1) * (forward + backward - weight)
+
+
+def test_zero_bubble_has_a_third_of_the_bubble_of_1f1b() -> None:
+    assert bubble_over_ideal("zero-bubble", 8, 64) * 3 == pytest.approx(bubble_over_ideal("1f1b", 8, 64))
+
+
+@pytest.mark.parametrize("schedule, p, m, v", EVERY)
+def test_without_hops_the_closed_form_is_exact(schedule: str, p: int, m: int, v: int) -> None:
+    for times in TIMES:
+        timeline = simulated(schedule, p, m, v, times)
+        forward, backward, weight = times
+        options = {"forward_seconds": forward, "backward_seconds": backward, "weight_seconds": weight}
+        assert predicted(schedule, p, m, v, times) == timeline.seconds
+        assert bubble_seconds(schedule, p, m, **options) == timeline.seconds - timeline.busy_seconds[0]
+        assert bubble_over_ideal(schedule, p, m, v, **options) == pytest.approx(timeline.bubble_over_ideal, abs=1e-12)
+
+
+@pytest.mark.parametrize("schedule, p, m, v", EVERY)
+def test_with_hops_the_closed_form_is_exact_where_it_says_so_and_never_above(
+    schedule: str, p: int, m: int, v: int
+) -> None:
+    for times, hop in itertools.product(TIMES, HOPS):
+        forward, backward, weight = times
+        exact = {
+            "gpipe": True,
+            "1f1b": True,
+            "interleaved": hop <= min(forward, backward + weight),
+            "zero-bubble": weight <= min(forward, backward),
+        }[schedule]
+        seconds, bound = simulated(schedule, p, m, v, times, hop).seconds, predicted(schedule, p, m, v, times, hop)
+        assert bound == seconds if exact else bound <= seconds
+
+
+def test_the_bound_is_one_and_no_more() -> None:
+    """Beyond what is exact the simulation is longer somewhere: the conditions are not written out of caution."""
+    assert predicted("interleaved", 2, 8, 2, (1, 1, 1), 2.0) < simulated("interleaved", 2, 8, 2, (1, 1, 1), 2.0).seconds
+    assert predicted("zero-bubble", 4, 8, 1, (1, 1, 2), 2.0) < simulated("zero-bubble", 4, 8, 1, (1, 1, 2), 2.0).seconds
+
+
+@pytest.mark.parametrize("schedule, p, m, v", EVERY)
+def test_short_hops_are_counted(schedule: str, p: int, m: int, v: int) -> None:
+    short = 1 / 1024
+    longer = simulated(schedule, p, m, v, (1, 1, 1), short).seconds - simulated(schedule, p, m, v, (1, 1, 1)).seconds
+    assert num_hops(schedule, p, m, v) == longer / short
+
+
+@pytest.mark.parametrize("schedule, p, m, v", EVERY)
+def test_the_slowest_part_bounds_from_above(schedule: str, p: int, m: int, v: int) -> None:
+    draw = np.random.default_rng(p * m * v)
+    forward, backward = draw.integers(4, 9, (2, p * v)).tolist()
+    weight = draw.integers(0, 5, p * v).tolist()
+    uneven = simulate(orders(schedule, p, m, v), StageSeconds(tuple(forward), tuple(backward), tuple(weight)), 0.5)
+    assert uneven.seconds <= predicted(schedule, p, m, v, (max(forward), max(backward), max(weight)), 0.5)
+
+
+@pytest.mark.parametrize("schedule, p, m, v", EVERY)
+def test_in_flight_is_what_the_orders_hold(schedule: str, p: int, m: int, v: int) -> None:
+    timeline = simulated(schedule, p, m, v, (1, 1, 1))
+    assert tuple(num_in_flight(schedule, p, m, v, stage=np.arange(p))) == timeline.peak_in_flight
+
+
+def test_in_flight_is_the_published_table() -> None:
+    """Worst stage over 1F1B's, for p = 8 and m = 32: m / p, 1, 1 + (p - 1) / (p v), 1."""
+    worst = {name: num_in_flight(name, 8, 32, 4 if name == "interleaved" else 1) for name in SCHEDULES}
+    assert worst["gpipe"] / worst["1f1b"] == 32 / 8
+    assert worst["interleaved"] / 4 / worst["1f1b"] == 1 + 7 / (8 * 4)
+    assert worst["zero-bubble"] / worst["1f1b"] == 1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_arrays_give_what_single_counts_give(schedule: str) -> None:
+    v = 2 if schedule == "interleaved" else 1
+    stages, microbatches, forward = np.array([1, 2, 4]), np.array([[4], [8]]), np.array([1.0, 2.0, 3.0])
+    seconds = step_seconds(schedule, stages, microbatches, v, forward_seconds=forward, hop_seconds=0.25)
+    assert seconds.shape == (2, 3)
+    for i, j in np.ndindex(2, 3):
+        one = step_seconds(
+            schedule, int(stages[j]), int(microbatches[i, 0]), v, forward_seconds=forward[j], hop_seconds=0.25
+        )
+        assert seconds[i, j] == one
+    for counted in (bubble_over_ideal, num_hops, num_in_flight):
+        found = counted(schedule, stages, microbatches, v)
+        assert found.shape == (2, 3) and found[1, 2] == counted(schedule, 4, 8, v)
+
+
+@pytest.mark.parametrize("closed_form", [step_seconds, bubble_over_ideal, num_hops, num_in_flight])
+def test_closed_forms_refuse_what_schedules_refuse(closed_form: object) -> None:
+    assert callable(closed_form)
+    with pytest.raises(SpanaxError, match="unknown schedule 'zerobubble'.\n  fix: did you mean 'zero-bubble'?"):
+        closed_form("zerobubble", 4, 8)
+    with pytest.raises(SpanaxError, match="num_stages is 0; it takes a whole number from 1."):
+        closed_form("1f1b", np.array([4, 0]), 8)
+    with pytest.raises(SpanaxError, match="6 microbatches are no multiple of 4 stages"):
+        closed_form("interleaved", 4, np.array([4, 6]), 2)
+
+
+def test_a_stage_that_is_not_there() -> None:
+    with pytest.raises(SpanaxError, match="there is no stage 4 in a pipeline of 4.\n  fix: a stage from 0 to 3"):
+        num_in_flight("1f1b", np.array([8, 4]), 8, stage=np.array([4, 4]))
+    with pytest.raises(SpanaxError, match="there is no stage -1"):
+        num_in_flight("1f1b", 4, 8, stage=-1)

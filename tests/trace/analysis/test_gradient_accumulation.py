@@ -1,0 +1,127 @@
+"""Results that are added to each other and read by nothing else, and what that saves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import spanax
+import zoo
+from programs import zoo_program
+from spanax.plan.evaluate import candidate_of
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.sharded_program import Laid
+from spanax.trace.analysis.leaf_aliases import versions
+from spanax.trace.program import Program
+
+WIDTH, HIDDEN, BATCH = 32, 64, 16
+
+
+def moved(program: Program, layout: str, mesh: str, **how: bool) -> dict[tuple[str, str], float]:
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
+    return tally(Laid(resolver_of(program, plan), program.step), **how).moved_bytes(plan.mesh)
+
+
+def test_sums_that_meet_are_summed_once() -> None:
+    """Of query, key and value two are saved in each layer, of gate and up one; half of the batch at a time."""
+    program, config = zoo_program("llama"), zoo.LLAMA
+    one = 16 // 2 * config.seq_len * config.embed_dim * 4
+    apart = moved(program, "tensor", "data=2,model=4")
+    joined = moved(program, "tensor", "data=2,model=4", adds_first=True)
+    assert apart["all-reduce", "model"] - joined["all-reduce", "model"] == config.num_layers * (2 + 1) * one
+    assert {key: size for key, size in apart.items() if key != ("all-reduce", "model")} == {
+        key: size for key, size in joined.items() if key != ("all-reduce", "model")
+    }
+
+
+def test_a_sum_that_meets_what_is_none_stays() -> None:
+    """The gradient through the second branch is no sum over devices: nothing is saved."""
+
+    class Residual(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.first = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
+            self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+
+        def __call__(self, x_BD: jax.Array) -> jax.Array:
+            x_BD = jnp.tanh(self.first(x_BD))
+            return x_BD + self.down(jnp.tanh(self.up(x_BD)))
+
+    program = spanax.trace(
+        build=Residual, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    assert any(len(values) == 2 for meeting in program.step.meetings for values, _ in meeting.met)
+    for layout, mesh in (("tensor", "model=8"), ("data", "data=8")):
+        assert moved(program, layout, mesh) == moved(program, layout, mesh, adds_first=True)
+
+
+def test_of_one_leaf_alone() -> None:
+    """The shared matrix of a tied model is summed once, and it is what the step sums less."""
+
+    class Tied(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+            self.body = nnx.Linear(HIDDEN, HIDDEN, use_bias=False, rngs=rngs)
+
+        def __call__(self, x_BD: jax.Array) -> jax.Array:
+            return jnp.tanh(self.body(self.embed(x_BD))) @ self.embed.kernel.T
+
+    program = spanax.trace(
+        build=Tied, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout="data")
+    laid = Laid(resolver_of(program, plan), program.step)
+    size = WIDTH * HIDDEN * 4
+    apart, joined = (
+        tally(laid, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"] for adds in (False, True)
+    )
+    assert apart - joined == size
+    for leaf, saved in (("embed.kernel", size), ("body.kernel", 0)):
+        only = versions(program.step, [one.path for one in program.leaves].index(leaf))
+        of_leaf = [
+            tally(laid, only, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"] for adds in (False, True)
+        ]
+        assert of_leaf[0] - of_leaf[1] == saved and of_leaf[1] > 0
+
+
+def test_a_sum_over_very_many_parameters_is_no_recursion() -> None:
+    """As that of a clip by the global norm: one addition a parameter, each of the one before."""
+
+    class Many(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.scales = nnx.List([nnx.Param(jnp.ones(())) for _ in range(1200)])
+
+        def __call__(self, x_BD: jax.Array) -> jax.Array:
+            return functools.reduce(jnp.add, (scale[...] for scale in self.scales)) * x_BD
+
+    program = spanax.trace(
+        build=Many, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    assert program.step.meetings and moved(program, "data", "data=8", adds_first=True)["all-reduce", "data"] > 0
+
+
+def test_a_sum_that_is_saved_altogether_leaves_no_move() -> None:
+    """Two parts of one gradient in two dtypes: what is left is one sum, and a price."""
+
+    class Halves(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.embed = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+
+        def __call__(self, x_BD: jax.Array) -> jax.Array:
+            narrow = (x_BD.astype("bfloat16") @ self.embed.kernel.astype("bfloat16")).astype("float32")
+            return jnp.tanh(narrow) @ self.embed.kernel.T
+
+    program = spanax.trace(
+        build=Halves, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    plan = spanax.plan(program, spanax.cluster("a100:8"), layout="data")
+    moves = tally(Laid(resolver_of(program, plan), program.step), adds_first=True).moves
+    assert (moves.runs > 0).all()
+    assert candidate_of(program, plan, spanax.cluster("a100:8")).step_seconds > 0

@@ -1,0 +1,254 @@
+"""Census: what runs how often in a step, and its FLOPs, held against counts and formulas worked out by hand.
+
+B batch, T positions, V vocabulary, D embed, F mlp, L layers; a multiply-add is two FLOPs.
+"""
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import spanax
+import zoo
+from programs import array, graph_of, small_gpt, workload, zoo_program
+from spanax.plan.sharding.operands import use_of
+from spanax.plan.sharding.place import resolver_of
+from spanax.plan.spmd.partition import as_masks
+from spanax.trace.analysis.op_groups import Kind, Phase, contraction_flops
+from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph
+from spanax.trace.program import Program
+
+CONFIG = zoo.GPT_SCAN
+B, T, V, D, L = 16, CONFIG.seq_len, CONFIG.vocab_size, CONFIG.embed_dim, CONFIG.num_layers
+F = 4 * D
+# qkv, out, up and down are 12 D**2 weights; scores and mixture meet every position with every other.
+LAYER_FLOPS = 2 * B * T * 12 * D**2 + 2 * 2 * B * T**2 * D
+HEAD_FLOPS = 2 * B * T * D * V
+FORWARD_FLOPS = L * LAYER_FLOPS + HEAD_FLOPS
+
+
+def matmuls(program: Program) -> list[Kind]:
+    return [kind for kind in program.step.census if kind.op.name in CONTRACTIONS]
+
+
+def flops(program: Program, **fields: Any) -> int:
+    """FLOPs of a step in matmuls whose kinds have these fields."""
+    return sum(
+        kind.runs * contraction_flops(program.step.graph, kind.op)
+        for kind in matmuls(program)
+        if all(getattr(kind, name) == value for name, value in fields.items())
+    )
+
+
+def counted(graph: Graph) -> Counter[str]:
+    """How often each operation runs, by going through the loops."""
+
+    def of(body: Body, times: int) -> Counter[str]:
+        found = Counter[str]()
+        for op in body.ops:
+            found[op.name] += times
+            for inner in op.bodies:
+                found += of(inner, times * (op.params["length"] if op.name == "scan" else 1))
+        return found
+
+    return of(graph.body, 1)
+
+
+# A whole step
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_flops_of_a_gpt_are_the_closed_form(scan: bool) -> None:
+    program = small_gpt(scan_layers=scan)
+    tokens, in_matmuls = B * T, L * 12 * D**2 + V * D
+    assert flops(program) == 6 * in_matmuls * tokens + 12 * L * D * T * tokens
+    assert flops(program, phase=Phase.FORWARD) == FORWARD_FLOPS
+    assert flops(program, phase=Phase.BACKWARD) == 2 * FORWARD_FLOPS
+    assert flops(program, phase=Phase.UPDATE) == 0
+
+
+def test_only_a_scan_has_layers_to_cut() -> None:
+    assert flops(small_gpt(), in_layers=True) == 3 * L * LAYER_FLOPS
+    assert flops(small_gpt(), in_layers=False) == 3 * HEAD_FLOPS
+    assert flops(small_gpt(scan_layers=False), in_layers=True) == 0
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_full_remat_adds_the_forward_pass_of_a_layer_but_for_its_last_matmul(scan: bool) -> None:
+    # What `down` makes is the layer's result: nothing on the way back needs it.
+    again = L * (LAYER_FLOPS - 2 * B * T * F * D)
+    assert flops(small_gpt(scan_layers=scan, remat=True)) == 3 * FORWARD_FLOPS + again
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("remat", [True, False])
+def test_operations_are_counted_as_often_as_they_run(scan: bool, remat: bool) -> None:
+    program = small_gpt(scan_layers=scan, remat=remat)
+    found = Counter[str]()
+    for kind in program.step.census:
+        found[kind.op.name] += kind.runs
+    assert found == counted(program.step.graph)
+
+
+def test_what_is_alike_is_one_kind() -> None:
+    """Norms of unrolled layers are of one class, and so is all that the optimizer does to them."""
+    program = small_gpt(scan_layers=False)
+    norms = [kind for kind in program.step.census if kind.op.name == "rsqrt" and kind.phase == Phase.FORWARD]
+    assert [kind.runs for kind in norms] == [2 * L + 1]
+    assert 2 * len(program.step.census) < sum(kind.runs for kind in program.step.census)
+
+
+def test_microbatches_run_the_layers_as_often() -> None:
+    case = zoo.ZOO["mlp"]
+
+    def of(count: int) -> Program:
+        return spanax.trace(
+            build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss, microbatches=count
+        )
+
+    assert flops(of(4)) == flops(of(1)) == 2 * 3 * 16 * (32 * 128 + 128 * 128 + 128 * 16) - 2 * 16 * 32 * 128
+    assert sum(kind.runs for kind in matmuls(of(4))) == 4 * sum(kind.runs for kind in matmuls(of(1)))
+
+
+def test_the_optimizer_is_the_update() -> None:
+    program = workload("gpt-nano")
+    phases = {kind.op.name: kind.phase for kind in program.step.census if kind.op.name in ("sqrt", "erf")}
+    assert phases == {"sqrt": Phase.UPDATE}
+    tables = [kind.phase for kind in program.step.census if kind.op.name in ("gather", "scatter-add", "scatter_add")]
+    assert set(tables) == {Phase.FORWARD, Phase.BACKWARD}
+
+
+def test_what_carries_the_layers_is_found() -> None:
+    program = small_gpt(remat=True)
+    carry, num_layers = program.step.layer_carry
+    assert num_layers == L and carry is not None
+    assert program.step.graph.shape(carry) == (B, T, D)
+    assert small_gpt(scan_layers=False).step.layer_carry == (None, 0)
+
+
+def test_attention_scores_are_told_from_all_else() -> None:
+    step = small_gpt().step
+    shapes = {step.graph.shape(value) for value, labels in enumerate(step.axes.classes) if labels in step.score_labels}
+    assert {(B, 8, T, T), (L, B, 8, T, T)} <= shapes
+    assert all(shape[-4:] in ((B, 8, T, T), (B, T, 8, T)) for shape in shapes)
+
+
+# Inert operations
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "mesh"),
+    [
+        ("gpt", "fsdp", "fsdp=8"),
+        ("gpt", "fsdp+tensor+seq", "fsdp=4,model=2"),
+        ("gpt", "zero1", "fsdp=8"),
+        ("gpt", "context", "data=4,context=2"),
+        ("moe", "expert", "data=2,expert=4"),
+        ("cnn", "fsdp+tensor", "fsdp=4,model=2"),
+    ],
+)
+def test_nothing_ever_moves_for_an_inert_operation(name: str, layout: str, mesh: str) -> None:
+    program = zoo_program(name)
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
+    resolver = resolver_of(program, plan)
+    constraints, graph = resolver.constraints(program.step), program.step.graph
+    bits = {axis: 1 << at for at, axis in enumerate(plan.mesh.names)}
+
+    def masks(value: int) -> tuple[int, ...]:
+        constraint = constraints[value]
+        return (0,) * len(graph.shape(value)) if constraint is None else as_masks(constraint.spec, bits)
+
+    elementwise = [op for op in graph.ops() if op.name in ELEMENTWISE]
+    assert 2 * len(program.step.inert) > len(elementwise) and set(elementwise) >= program.step.inert
+    for op in program.step.inert:
+        assert len({masks(value) for value in (*op.inputs, *op.outputs) if graph.shape(value)}) <= 1, op
+        assert use_of(resolver, program.step, op, constraints) is None, op
+
+
+# Matmuls and convolutions
+
+
+def all_flops(function: Any, *shapes: Any) -> list[int]:
+    graph = graph_of(function, *shapes)
+    return [contraction_flops(graph, op) for op in graph.ops() if op.name in CONTRACTIONS]
+
+
+@pytest.mark.parametrize(
+    ("spec", "lhs", "rhs", "expected"),
+    [
+        ("ij,jk->ik", (5, 7), (7, 3), 2 * 5 * 7 * 3),
+        ("i,i->", (7,), (7,), 2 * 7),
+        ("i,j->ij", (5,), (3,), 2 * 5 * 3),
+        ("bij,bjk->bik", (4, 5, 7), (4, 7, 3), 2 * 4 * 5 * 7 * 3),
+        ("bthk,bshk->bhts", (2, 5, 3, 4), (2, 7, 3, 4), 2 * 2 * 3 * 5 * 7 * 4),
+        ("bthk,hkd->btd", (2, 5, 3, 4), (3, 4, 6), 2 * 2 * 5 * 12 * 6),
+    ],
+)
+def test_flops_of_a_matmul(spec: str, lhs: tuple[int, ...], rhs: tuple[int, ...], expected: int) -> None:
+    assert all_flops(lambda x, y: jnp.einsum(spec, x, y), lhs, rhs) == [expected]
+
+
+def convolve(x: jax.Array, w: jax.Array, *, strides: int = 1, groups: int = 1, padding: str = "SAME") -> jax.Array:
+    return lax.conv_general_dilated(
+        x, w, (strides,) * 2, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups
+    )
+
+
+@pytest.mark.parametrize(
+    ("channels", "features", "groups", "window", "strides"),
+    [(6, 10, 1, 3, 1), (6, 10, 1, 3, 2), (6, 10, 2, 3, 1), (6, 6, 6, 3, 1), (6, 12, 6, 3, 2), (6, 10, 1, 1, 1)],
+)
+def test_a_convolution_and_its_gradients_have_the_same_flops(
+    channels: int, features: int, groups: int, window: int, strides: int
+) -> None:
+    """Every product of the way there is one of each gradient: of the input's, and of the weight's. None is padding."""
+
+    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.square(convolve(x, w, strides=strides, groups=groups)).sum()
+
+    found = all_flops(jax.grad(loss, (0, 1)), (4, 8, 8, channels), (window, window, channels // groups, features))
+    # The first and the last of 8 places miss one of 3 numbers; of every second place only the last does.
+    met = {(3, 1): 8 * 3 - 2, (3, 2): 4 * 3 - 1, (1, 1): 8}[window, strides]
+    assert found == 3 * [2 * 4 * met**2 * (channels // groups) * features]
+
+
+@pytest.mark.parametrize(
+    ("groups", "strides", "padding"), [(1, 1, "VALID"), (2, 1, "SAME"), (6, 2, "SAME"), (1, 2, "SAME")]
+)
+def test_a_convolution_has_the_flops_that_xla_counts(groups: int, strides: int, padding: str) -> None:
+    shapes = array(4, 8, 8, 6), array(3, 3, 6 // groups, 12)
+    function = lambda x, w: convolve(x, w, strides=strides, groups=groups, padding=padding)  # noqa: E731
+    try:
+        analysis = jax.jit(function).lower(*shapes).cost_analysis()
+    except RuntimeError:
+        pytest.skip("JAX can start no backend here")
+    assert all_flops(function, *shapes) == [analysis["flops"]]
+
+
+def test_flops_of_a_ragged_matmul_and_its_gradients() -> None:
+    """Every row meets the matrix of its one group."""
+
+    def loss(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.square(lax.ragged_dot(x, w, sizes)).sum()
+
+    M, K, N, G = 24, 5, 7, 4
+    found = all_flops(jax.grad(loss, (0, 1)), (M, K), (G, K, N), array(G, dtype="int32"))
+    assert found == 3 * [2 * M * K * N]
+
+
+def test_an_moe_computes_its_slots_and_not_every_expert_for_every_token() -> None:
+    program, config = zoo_program("mixtral"), zoo.MIXTRAL
+    graph, E = program.step.graph, config.num_experts
+    slots = math.ceil(config.capacity_factor * config.experts_per_token * config.seq_len / E)
+    weights = (E, config.embed_dim, config.mlp_dim), (E, config.mlp_dim, config.embed_dim)
+    found = sum(
+        kind.runs * contraction_flops(graph, kind.op)
+        for kind in matmuls(program)
+        if kind.phase == Phase.FORWARD and any(graph.shape(value) in weights for value in kind.op.inputs[:2])
+    )
+    assert found == config.num_layers * 3 * 2 * B * E * slots * config.embed_dim * config.mlp_dim

@@ -1,0 +1,82 @@
+"""Written: a loss that puts something in the place of a parameter is followed, and NNX's loops are seen through."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from spanax.errors import SpanaxError
+from spanax.trace.analysis.param_writes import written
+
+
+class Clipped(nnx.Module):
+    """Weights that the forward pass keeps small."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.linear.kernel
+        kernel[...] = jnp.clip(kernel[...], -0.1, 0.1)
+        return self.linear(x)
+
+
+def traced(build: Any, **options: Any) -> spanax.Program:
+    return spanax.trace(
+        build=build, optimizer=optax.sgd(0.01), batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+        loss=lambda model, x: jnp.square(model(x)).mean(), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16"}, {"remat": "dots"}])
+def test_what_a_loss_writes_is_what_the_optimizer_goes_on_from(options: dict[str, Any]) -> None:
+    program = traced(Clipped, **options)
+    run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:2"), layout="fsdp"))
+    assert jnp.abs(run.params()["linear.kernel"]).max() > 0.2
+    run.step(jnp.ones((8, 8)))
+    assert jnp.abs(run.params()["linear.kernel"]).max() < 0.15
+
+
+def test_microbatches_would_each_write() -> None:
+    with pytest.raises(SpanaxError, match="writes to the parameter `linear.kernel`; 4 microbatches"):
+        traced(Clipped, microbatches=4)
+
+
+class Lazy(nnx.Module):
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.late = nnx.Param(jnp.ones(8))
+        return x * self.late
+
+
+def test_a_parameter_that_comes_late_is_refused() -> None:
+    with pytest.raises(SpanaxError, match="how many parameters there are: 0 arrays before, 1 after"):
+        traced(lambda: Lazy())
+
+
+class Looped(nnx.Module):
+    """NNX's own loop gives all that it was given back, stacked anew."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs)))(rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = nnx.remat(lambda layer, x: jnp.tanh(layer(x)))
+        return nnx.scan(layer, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x)
+
+
+def test_a_loop_writes_to_nothing() -> None:
+    traced(Looped, microbatches=4)
+
+
+def test_a_loop_that_does_write_is_seen() -> None:
+    def after(leaves: Any) -> Any:
+        turned = jax.lax.scan(lambda carry, row: (carry, (row[0], row[1] + 1)), 0, leaves[:2])[1]
+        swapped = jax.lax.scan(lambda pair, _: ((pair[1], pair[0]), None), tuple(leaves[2:]), None, length=3)[0]
+        return [*turned, *swapped]
+
+    rows = jnp.ones((3, 4))
+    assert written(after, [rows, rows, rows, rows]) == [False, True, True, True]

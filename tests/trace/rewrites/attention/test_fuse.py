@@ -1,0 +1,240 @@
+"""Attended: attention is found however it is written, and computes the same as one operation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from spanax.errors import SpanaxError
+from spanax.trace.jaxpr.graph import Graph, from_jaxpr
+from spanax.trace.rewrites.attention.fuse import Attended, attended
+from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD
+from spanax.trace.rewrites.attention.scores import Form
+from spanax.trace.rewrites.attention.zigzag import shares
+
+B, T, H, G, K = 2, 16, 4, 2, 8
+
+
+def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+Q, KV, ROWS = shape(B, T, H, K), shape(B, T, G, K), shape(B, T, H, K)
+MASK, BIAS, REAL = shape(B, 1, T, T, dtype="bool"), shape(1, H, T, T), shape(B, T, dtype="bool")
+
+
+def soft(scores: Any, v: Any) -> Any:
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
+
+
+def dots(q: Any, k: Any) -> Any:
+    return jnp.einsum("bqhk,bshk->bhqs", q, k) / K**0.5
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    return soft(jnp.where(jnp.tril(jnp.ones((T, T), bool)), dots(q, k), -jnp.inf), v)
+
+
+def window(q: Any, k: Any, v: Any) -> Any:
+    at = jnp.arange(T)
+    seen = (at[:, None] >= at) & (at[:, None] - at < 5)
+    return soft(jnp.where(seen, jnp.tanh(dots(q, k)) * 5, -1e9), v)
+
+
+def slopes(q: Any, k: Any, v: Any) -> Any:
+    at = jnp.arange(T)
+    scores = dots(q, k) - 2.0 ** -(jnp.arange(H)[:, None, None] + 1.0) * (at[:, None] - at)
+    return soft(jnp.where(at[:, None] >= at, scores, -1e9), v)
+
+
+def added(q: Any, k: Any, v: Any) -> Any:
+    return soft(dots(q, k) + jnp.where(jnp.tril(jnp.ones((T, T), bool)), 0.0, -1e10), v)
+
+
+def one_key(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bqhk,bsk->bhqs", q, k[:, :, 0])
+    return jnp.einsum("bhqs,bsk->bqhk", jax.nn.softmax(scores), v[:, :, 0])
+
+
+def one_example(q: Any, k: Any, v: Any) -> Any:
+    return plain(q[:1], k[:1], v[:1])
+
+
+def padding(q: Any, k: Any, v: Any, real: Any) -> Any:
+    mask = nnx.combine_masks(nnx.make_causal_mask(real), nnx.make_attention_mask(real, real))
+    return nnx.dot_product_attention(q, k, v, mask=mask)
+
+
+def library(**given: Any) -> Callable[..., Any]:
+    return lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **given)
+
+
+def with_bias(q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, bias=bias)
+
+
+CAUSAL = [[3] * 4, *[[2] * 4] * 3]
+ALL = [[1] * 4] * 4
+# the attention, its operands, the extras it has, the work of each step and device of a ring of 4
+WRITTEN: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int, Any]] = {
+    "plain": (plain, (Q, ROWS, ROWS), 0, CAUSAL),
+    "library": (library(), (Q, ROWS, ROWS), 0, ALL),
+    "library, causal, grouped": (library(is_causal=True), (Q, KV, KV), 0, CAUSAL),
+    "mask and bias": (with_bias, (Q, ROWS, ROWS, MASK, BIAS), 2, ALL),
+    "padding": (padding, (Q, ROWS, ROWS, REAL), 2, ALL),
+    "window": (window, (Q, ROWS, ROWS), 0, [[3] * 4, [0, 3, 3, 3], [0] * 4, [0] * 4]),
+    "slopes": (slopes, (Q, ROWS, ROWS), 0, CAUSAL),
+    "added mask": (added, (Q, ROWS, ROWS), 0, CAUSAL),
+    "one key for all heads": (one_key, (Q, ROWS, ROWS), 0, ALL),
+    "one example": (one_example, (Q, ROWS, ROWS), 0, CAUSAL),
+}
+
+
+def graph_of(function: Callable[..., Any], *operands: Any) -> Graph:
+    return from_jaxpr(jax.make_jaxpr(function)(*operands))
+
+
+def names(graph: Graph) -> list[str]:
+    return [op.name for op in graph.ops()]
+
+
+def form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form:
+    graph = graph_of(attended(function), *operands)
+    (form,) = [op.params["form"] for op in graph.ops() if op.name == FORWARD]
+    return form
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_it_is_found(name: str) -> None:
+    function, operands, num_extras, work = WRITTEN[name]
+    graph = graph_of(jax.grad(attended(lambda *args: function(*args).sum())), *operands)
+    assert names(graph).count(FORWARD) == names(graph).count(BACKWARD) == 1
+    large = [graph.shape(value) for op in graph.ops() for value in op.outputs if graph.shape(value)[-2:] == (T, T)]
+    assert not large
+    form = form_of(function, operands)
+    assert len(form.extras) == num_extras
+    assert shares(form, 4).work.tolist() == work
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_it_computes_the_same(name: str) -> None:
+    if jax.config.jax_platforms == "none_such":
+        pytest.skip("needs a backend")
+    function, operands, _, _ = WRITTEN[name]
+    random = np.random.default_rng(0)
+    values = [
+        jnp.asarray(random.random(one.shape) > 0.3 if one.dtype == bool else random.normal(size=one.shape), one.dtype)
+        for one in operands
+    ]
+    floats = tuple(at for at, one in enumerate(operands) if one.dtype == np.float32)
+
+    def squared(*args: Any) -> Any:
+        return (function(*args) ** 2).sum()
+
+    wanted = jax.value_and_grad(squared, floats)(*values)
+    found = jax.jit(jax.value_and_grad(attended(squared), floats))(*values)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * float(abs(theirs).max()))
+
+
+@pytest.mark.parametrize("wrap", ["scan", "remat", "cond"])
+def test_it_is_found_in_layers(wrap: str) -> None:
+    def layer(x: Any) -> Any:
+        return x + plain(x, x, x)
+
+    def run(x: Any) -> Any:
+        if wrap == "scan":
+            return jax.lax.scan(lambda x, _: (layer(x), None), x, length=3)[0]
+        return jax.checkpoint(layer)(x) if wrap == "remat" else jax.lax.cond(x.sum() > 0, layer, lambda x: x, x)
+
+    assert names(graph_of(attended(run), Q)).count(FORWARD) == 1
+
+
+def test_dropout_on_weights_is_refused() -> None:
+    def dropped(q: Any, k: Any, v: Any) -> Any:
+        weights = jax.nn.softmax(dots(q, k))
+        kept = jax.random.bernoulli(jax.random.key(0), 0.9, weights.shape)
+        return jnp.einsum("bhqs,bshk->bqhk", jnp.where(kept, weights / 0.9, 0), v)
+
+    with pytest.raises(SpanaxError, match="dropout on its weights") as raised:
+        jax.make_jaxpr(attended(dropped))(Q, ROWS, ROWS)
+    assert "test_attended.py" in str(raised.value)
+
+
+def test_what_is_no_softmax_over_keys_is_left_alone() -> None:
+    def over_queries(q: Any, k: Any, v: Any) -> Any:
+        return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(dots(q, k), axis=-2), v)
+
+    def with_sink(q: Any, k: Any, v: Any) -> Any:
+        weights = jnp.exp(dots(q, k))
+        return jnp.einsum("bhqs,bshk->bqhk", weights / (1 + weights.sum(-1, keepdims=True)), v)
+
+    for function in (over_queries, with_sink):
+        with pytest.raises(SpanaxError, match="no softmax attention"):
+            jax.make_jaxpr(attended(function))(Q, ROWS, ROWS)
+
+
+def test_weights_that_are_read_elsewhere_stay() -> None:
+    def told(q: Any, k: Any, v: Any) -> Any:
+        weights = jax.nn.softmax(dots(q, k))
+        return jnp.einsum("bhqs,bshk->bqhk", weights, v).sum() + weights.max()
+
+    found = names(graph_of(attended(told), Q, ROWS, ROWS))
+    assert found.count(FORWARD) == 1 and found.count("dot_general") == 1
+
+
+def test_gradients_that_nobody_reads_are_not_made() -> None:
+    def loss(q: Any, k: Any, v: Any, mask: Any, bias: Any) -> Any:
+        return with_bias(q, k, v, mask, bias).sum()
+
+    def wanted(argnums: tuple[int, ...]) -> tuple[bool, ...]:
+        graph = graph_of(jax.grad(attended(loss), argnums), Q, ROWS, ROWS, MASK, BIAS)
+        return next(op.params["grads"] for op in graph.ops() if op.name == BACKWARD)
+
+    assert sum(wanted((0, 1, 2))) == 0 and sum(wanted((0, 4))) == 1
+
+
+def test_devices_of_a_causal_ring_do_the_same() -> None:
+    form = form_of(plain, (Q, ROWS, ROWS))
+    for num_devices in (2, 4, 8):
+        share = shares(form, num_devices)
+        assert share.is_moved and (share.work == share.work[:, :1]).all()
+        assert sorted(part for own in share.owned for part in own) == list(range(2 * num_devices))
+        assert share.share == (2 * num_devices + 1) / (4 * num_devices)
+    assert not shares(form_of(library(), (Q, ROWS, ROWS)), 4).is_moved
+    assert shares(form, 16).owned[0] == (0,)  # 16 places in 16 devices have no halves
+
+
+# of each the scale and whether later keys are masked, if a kernel can take it, or a part of the reason why not
+KERNELS: dict[str, tuple[float, bool] | str] = {
+    "plain": (8**-0.5, True),
+    "library": (8**-0.5, False),
+    "library, causal, grouped": (8**-0.5, True),
+    "mask and bias": "not made of positions alone",
+    "padding": "not made of positions alone",
+    "window": "'tanh' between q.k and the softmax",
+    "slopes": "neither causal nor of all keys",
+    "added mask": (8**-0.5, True),
+    "one key for all heads": (1.0, False),
+    "one example": (8**-0.5, True),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_kernel_takes_scale_and_mask_or_the_reason_is_told(name: str) -> None:
+    function, operands, *_ = WRITTEN[name]
+    half = [shape(*one.shape, dtype="bfloat16" if one.dtype == jnp.float32 else str(one.dtype)) for one in operands]
+    outcomes: list[Attended] = []
+    jaxpr = jax.make_jaxpr(attended(function, "cudnn", outcomes))(*half)
+    found = [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD]
+    expected = KERNELS[name]
+    if isinstance(expected, str):
+        assert not found and expected in str(outcomes[0]) and str(outcomes[0]).startswith("plain at ")
+    else:
+        (kernel,) = found
+        assert (kernel.name, kernel.is_causal) == ("cudnn", expected[1])
+        assert kernel.scale == pytest.approx(expected[0], rel=5e-3)  # the model rounds it to 16 bits, too

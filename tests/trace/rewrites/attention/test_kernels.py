@@ -1,0 +1,81 @@
+"""Kernels: what a platform's attention kernel can take is told from what it cannot, with the reason."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spanax.errors import SpanaxError
+from spanax.trace.jaxpr.graph import from_jaxpr
+from spanax.trace.rewrites.attention.fuse import Attended, attended
+from spanax.trace.rewrites.attention.kernels import Kernel
+from spanax.trace.rewrites.attention.operation import FORWARD
+
+
+def shape(*sizes: int, dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def kernels_in(function: Any, operands: Any, name: str) -> tuple[list[Kernel], list[str]]:
+    outcomes: list[Attended] = []
+    jaxpr = jax.make_jaxpr(attended(function, name, outcomes))(*operands)
+    return [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD], [
+        str(each) for each in outcomes
+    ]
+
+
+def causal(q: Any, k: Any, v: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def shifted(q: Any, k: Any, v: Any) -> Any:
+    at = jnp.arange(q.shape[1])
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k)
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(at[:, None] > at - 1 - (at == 37), scores, -1e9)), v)
+
+
+def windowed(q: Any, k: Any, v: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(16, 0))
+
+
+def exact(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k, precision="highest")
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
+
+
+@pytest.mark.parametrize(
+    ("function", "kernel", "length", "width", "dtype", "why"),
+    [
+        (causal, "splash", 256, 64, "float32", None),
+        (causal, "splash", 200, 64, "bfloat16", "200 queries and 200 keys, where splash takes multiples of 128"),
+        (causal, "splash", 256, 512, "bfloat16", "heads of 512 and 512 channels"),
+        (causal, "splash", 256, 64, "float16", "float16, where splash takes float32 or bfloat16"),
+        (causal, "cudnn", 200, 64, "bfloat16", None),
+        (causal, "cudnn", 256, 64, "float32", "float32, where cudnn takes float16 or bfloat16"),
+        (causal, "cudnn", 256, 12, "bfloat16", "heads of 12 and 12 channels"),
+        (shifted, "splash", 128, 64, "float32", "neither causal nor of all keys"),
+        (windowed, "splash", 128, 64, "float32", "not made of positions alone"),
+        (exact, "splash", 128, 64, "float32", "a precision that splash does not have"),
+    ],
+)
+def test_limits_of_the_kernels(
+    function: Any, kernel: str, length: int, width: int, dtype: str, why: str | None
+) -> None:
+    found, outcomes = kernels_in(function, [shape(2, length, 2, width, dtype=dtype)] * 3, kernel)
+    assert len(found) == (why is None)
+    assert (why or kernel) in outcomes[0]
+
+
+def test_a_long_mask_is_known_at_once() -> None:
+    found, _ = kernels_in(causal, [shape(1, 131_072, 1, 128, dtype="bfloat16")] * 3, "splash")
+    assert found[0].is_causal
+
+
+def test_an_unknown_kernel_is_told() -> None:
+    from spanax.trace.rewrites.remat_policies import known_attention, known_context
+
+    with pytest.raises(SpanaxError, match="unknown context form 'spalsh'"):
+        known_context("spalsh")
+    with pytest.raises(SpanaxError, match="unknown attention 'fast'"):
+        known_attention("fast")

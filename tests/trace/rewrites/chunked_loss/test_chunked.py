@@ -1,0 +1,232 @@
+"""Chunked: logits are found however a loss is written, and in chunks it has the same value and gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from spanax.errors import SpanaxError
+from spanax.trace.jaxpr.graph import from_jaxpr
+from spanax.trace.rewrites.chunked_loss.chunked import chunked
+from spanax.trace.rewrites.remat import rematerialized
+
+ROWS, LENGTH, WIDTH, VOCAB = 4, 8, 16, 64
+LOGITS = ROWS * LENGTH * VOCAB
+Params, Batch = dict[str, Any], dict[str, Any]
+
+
+def hidden(params: Params, batch: Batch) -> Any:
+    return jnp.tanh(batch["x"] @ params["body"])
+
+
+def logits_of(params: Params, batch: Batch) -> Any:
+    return hidden(params, batch) @ params["head"]
+
+
+def library(params: Params, batch: Batch) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch), batch["y"]).mean()
+
+
+def tied(params: Params, batch: Batch) -> Any:
+    logits = jnp.einsum("btd,vd->btv", hidden(params, batch), params["table"])
+    return library_of(logits, batch) + 1e-3 * (params["table"] ** 2).sum()
+
+
+def library_of(logits: Any, batch: Batch) -> Any:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+
+def own(params: Params, batch: Batch) -> Any:
+    log_p = jax.nn.log_softmax(logits_of(params, batch).reshape(-1, VOCAB))
+    return -jnp.take_along_axis(log_p, batch["y"].reshape(-1, 1), axis=-1).mean()
+
+
+def flat(params: Params, batch: Batch) -> Any:
+    logits = hidden(params, batch).reshape(-1, WIDTH) @ params["head"] + params["bias"]
+    labels = batch["y"].ravel()
+    picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+    return (jax.nn.logsumexp(logits, axis=1) - picked).sum() / labels.size
+
+
+def smoothed(params: Params, batch: Batch) -> Any:
+    wanted = optax.smooth_labels(jax.nn.one_hot(batch["y"], VOCAB), 0.1)
+    return optax.softmax_cross_entropy(logits_of(params, batch), wanted).mean()
+
+
+def summed_at_once(params: Params, batch: Batch) -> Any:
+    log_p = jax.nn.log_softmax(logits_of(params, batch))
+    return -(jax.nn.one_hot(batch["y"], VOCAB) * log_p).sum() / batch["y"].size
+
+
+def masked(params: Params, batch: Batch) -> Any:
+    logits = 30 * jnp.tanh(logits_of(params, batch) / 30)
+    real = batch["y"] > 5
+    lost = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    pulled = 1e-2 * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return jnp.where(real, lost + pulled, 0.0).sum() / jnp.maximum(real.sum(), 1)
+
+
+def weighted(params: Params, batch: Batch) -> Any:
+    # The weight of a token is learned: it has a gradient of its own.
+    lost = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch), batch["y"])
+    weight = jax.nn.softmax(hidden(params, batch) @ params["bias"][:WIDTH])
+    return (lost * weight).sum() / ROWS
+
+
+def focal(params: Params, batch: Batch) -> Any:
+    lost = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch), batch["y"])
+    return ((1 - jnp.exp(-lost)) ** 2 * lost).mean()
+
+
+def shifted(params: Params, batch: Batch) -> Any:
+    logits = logits_of(params, batch)[:, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"][:, 1:]).mean()
+
+
+def taught(params: Params, batch: Batch) -> Any:
+    teacher = lax.stop_gradient(jax.nn.log_softmax(hidden(params, batch) @ params["table"].T))
+    student = jax.nn.log_softmax(logits_of(params, batch))
+    return (jnp.exp(teacher) * (teacher - student)).sum(-1).mean()
+
+
+def two_heads(params: Params, batch: Batch) -> Any:
+    other = hidden(params, batch)[:, ::-1] @ params["table"].T
+    return library(params, batch) + 0.3 * library_of(other, batch)
+
+
+def preferred(params: Params, batch: Batch) -> Any:
+    """Not linear in what the tokens give, which are added up before (the loss of DPO)."""
+    lost = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch), batch["y"]).sum(1)
+    return jnp.log1p(jnp.exp(lost[::2] - lost[1::2])).mean()
+
+
+def multiplied(params: Params, batch: Batch) -> Any:
+    lost = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, batch), batch["y"])
+    return lost.mean() * lost[0].mean()
+
+
+LOSSES: list[Callable[..., Any]] = [
+    library, tied, own, flat, smoothed, summed_at_once, masked, weighted, focal, shifted, taught, two_heads, preferred,
+    multiplied,
+]  # fmt: skip
+
+
+def params(dtype: Any = jnp.float32) -> Params:
+    random = np.random.default_rng(0)
+    shapes = {"body": (WIDTH, WIDTH), "head": (WIDTH, VOCAB), "table": (VOCAB, WIDTH), "bias": (VOCAB,)}
+    return {name: jnp.asarray(random.normal(size=shape) / 4, dtype) for name, shape in shapes.items()}
+
+
+def batch() -> Batch:
+    random = np.random.default_rng(1)
+    x = random.normal(size=(ROWS, LENGTH, WIDTH))
+    return {"x": jnp.asarray(x, jnp.float32), "y": jnp.asarray(random.integers(0, VOCAB, (ROWS, LENGTH)))}
+
+
+def largest(function: Callable[..., Any], *args: Any) -> int:
+    """The most numbers of any value of a function."""
+    graph = from_jaxpr(jax.make_jaxpr(function)(*args))
+    return max(int(np.prod(graph.shape(value))) for op in graph.ops() for value in op.outputs)
+
+
+def same(found: Any, wanted: Any, tolerance: float) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * float(jnp.abs(other).max() + 1e-30))
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
+def test_chunks_have_the_same_value_and_gradients(loss: Callable[..., Any]) -> None:
+    in_chunks = jax.value_and_grad(chunked(loss, 2))
+    assert largest(jax.value_and_grad(loss), params(), batch()) >= LOGITS * 7 // 8
+    assert largest(in_chunks, params(), batch()) <= LOGITS // 2
+    (value, grads), (wanted, of_wanted) = (
+        jax.jit(one)(params(), batch()) for one in (in_chunks, jax.value_and_grad(loss))
+    )
+    same(value, wanted, 1e-6)
+    same(grads, of_wanted, 1e-5)
+
+
+def test_what_becomes_of_the_loss_is_in_the_gradients() -> None:
+    found, wanted = (jax.grad(lambda p, b, f=one: f(p, b) ** 3)(params(), batch()) for one in (chunked(own, 4), own))
+    same(found, wanted, 1e-5)
+
+
+def test_nothing_is_computed_twice() -> None:
+    def products(loss: Any) -> int:
+        return sum(
+            op.name == "dot_general" for op in from_jaxpr(jax.make_jaxpr(jax.grad(loss))(params(), batch())).ops()
+        )
+
+    assert products(chunked(library, 4)) == products(library)
+    assert products(chunked(preferred, 4)) == products(preferred) + 1
+
+
+def test_a_remat_keeps_the_gradients_and_no_logits() -> None:
+    in_chunks = jax.grad(rematerialized(chunked(library, 4), "dots"))
+    assert largest(in_chunks, params(), batch()) <= LOGITS // 2
+    same(in_chunks(params(), batch()), jax.grad(library)(params(), batch()), 1e-5)
+
+
+def test_low_precision_adds_up_in_32_bits() -> None:
+    def low(params: Params, batch: Batch) -> Any:
+        logits = (hidden(params, batch).astype(jnp.bfloat16) @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
+        return library_of(logits, batch)
+
+    losses = (chunked(low, 8), low, library)
+    found, wanted, exact = (jax.jit(jax.grad(loss))(params(), batch())["head"] for loss in losses)
+    assert jnp.abs(found - exact).mean() <= 1.2 * jnp.abs(wanted - exact).mean()
+
+
+def test_what_a_loss_gives_beside_its_value_stays() -> None:
+    def loss(params: Params, batch: Batch) -> Any:
+        logits = logits_of(params, batch)
+        right = logits.argmax(-1) == batch["y"]
+        lost = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return lost.mean(), {"accuracy": right.mean(), "of each": lost, "right": right}
+
+    found, wanted = (jax.value_and_grad(one, has_aux=True)(params(), batch()) for one in (chunked(loss, 4), loss))
+    same(found, wanted, 1e-5)
+    assert found[0][1]["of each"].shape == (ROWS, LENGTH)
+
+
+def test_without_a_gradient_only_values_are_computed() -> None:
+    graph = from_jaxpr(jax.make_jaxpr(chunked(library, 4))(params(), batch()))
+    assert sum(op.name == "dot_general" for op in graph.ops()) == 2
+    same(chunked(library, 4)(params(), batch()), library(params(), batch()), 1e-6)
+
+
+def handed_out(params: Params, batch: Batch) -> Any:
+    logits = logits_of(params, batch)
+    return library_of(logits, batch), logits
+
+
+def across_tokens(params: Params, batch: Batch) -> Any:
+    logits = logits_of(params, batch)
+    return library_of(jax.nn.softmax(logits, axis=(0, 1)), batch)
+
+
+def no_logits(params: Params, batch: Batch) -> Any:
+    return (batch["x"] ** 2).mean() * params["bias"].sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "count", "told"),
+    [
+        (across_tokens, 2, "takes all of the logits, or tokens together"),
+        (no_logits, 2, "no logits to take in chunks"),
+        (library, 3, "3 chunks do not divide the 8 tokens of a row"),
+    ],
+)
+def test_what_cannot_be_taken_in_chunks_is_told(loss: Callable[..., Any], count: int, told: str) -> None:
+    with pytest.raises(SpanaxError, match=told):
+        chunked(loss, count)(params(), batch())
+
+
+def test_logits_that_are_handed_out_are_told() -> None:
+    with pytest.raises(SpanaxError, match="among the results"):
+        chunked(handed_out, 2)(params(), batch())

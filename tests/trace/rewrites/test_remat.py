@@ -1,0 +1,357 @@
+"""Remat: what the backward pass keeps and what it computes again, read off the traced step; no device needed."""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import spanax
+import zoo
+from spanax.models import gpt
+from spanax.trace.jaxpr.graph import Body, Graph, from_jaxpr
+from spanax.trace.program import Program
+from spanax.trace.rewrites.remat import rematerialized
+from spanax.trace.rewrites.remat_policies import POLICIES
+
+L, T, D = zoo.GPT_SCAN.num_layers, zoo.GPT_SCAN.seq_len, zoo.GPT_SCAN.embed_dim
+B, F = 16, 4 * D
+FORWARD, HEAD = 6, 1
+"""Matmuls of a block going forward (qkv, scores, mixture, out, up, down), and behind the blocks (logits)."""
+
+
+def traced(build: Callable[..., Any], loss: Any = zoo.squared_error, batch: Any = None, **options: Any) -> Program:
+    batch = zoo.VECTORS(B) if batch is None else batch
+    return spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=batch, loss=loss, **options)
+
+
+@functools.cache
+def scanned(own_remat: bool = False, **options: Any) -> Program:
+    config = dataclasses.replace(zoo.GPT_SCAN, remat=own_remat)
+    return traced(functools.partial(gpt.GPT, config), gpt.loss, zoo.GPT_TEXT(B), **options)
+
+
+@functools.cache
+def unrolled() -> Program:
+    config = dataclasses.replace(zoo.GPT_LIST, remat=True)
+    return traced(functools.partial(gpt.GPT, config), gpt.loss, zoo.GPT_TEXT(B))
+
+
+def count(graph: Graph, *names: str) -> int:
+    """How often these operations run in a step: those in a loop as often as it turns."""
+
+    def of(body: Body) -> int:
+        turns = lambda op: op.params["length"] if op.name == "scan" else 1  # noqa: E731
+        return sum((op.name in names) + turns(op) * sum(map(of, op.bodies)) for op in body.ops)
+
+    return of(graph.body)
+
+
+def remats(graph: Graph) -> int:
+    return sum(op.name in ("remat2", "checkpoint") for op in graph.ops())
+
+
+def kept(program: Program) -> list[tuple[int, ...]]:
+    """The shapes that the forward loop over the layers stacks up for the way back."""
+    graph = program.step.graph
+    scan = next(op for op in graph.body.ops if op.name == "scan" and op.bodies)
+    outputs = graph.wires(scan).outputs
+    return [graph.shape(outer) for outer, inner in outputs if len(graph.shape(outer)) > len(graph.shape(inner))]
+
+
+def kept_bytes(program: Program) -> int:
+    return sum(4 * math.prod(shape) for shape in kept(program))
+
+
+# What is kept, and what it costs
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_policy_says_what_a_scanned_layer_keeps(remat: bool) -> None:
+    """Also where the model has a remat of its own, which each policy takes the place of."""
+    full, dots, none = (scanned(remat).with_remat(policy) for policy in ("full", "dots", "none"))
+    carried = (L, B, T, D)
+    assert kept(full) == [carried]
+    qkv, up = (L, B, T, 3, zoo.GPT_SCAN.num_heads, D // zoo.GPT_SCAN.num_heads), (L, B, T, F)
+    assert sorted(kept(dots)) == sorted([carried, qkv, carried, up])  # what enters, and three of the four dense layers
+    assert kept_bytes(none) > 3 * kept_bytes(dots) > 20 * kept_bytes(full)
+    assert kept(scanned(remat)) == kept(full if remat else none)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_is_not_kept_is_computed_again_and_only_that(remat: bool) -> None:
+    found = {name: count(scanned(remat).with_remat(name).step.graph, "dot_general") for name in POLICIES}
+    once = 3 * (L * FORWARD + HEAD)  # a matmul forward has two on the way back
+    # The last of a block, `down`, is only added to what enters the next one: no gradient asks for it.
+    assert found == {
+        "none": once,
+        "dots": once + L * 2,  # scores and mixture, which have batch dims
+        "full": once + L * (FORWARD - 1),
+        "offload": once + L * 2,
+    }
+
+
+def test_none_of_a_model_without_remat_is_the_same_step_traced_once() -> None:
+    program = scanned(False)
+    same = program.with_remat("none")
+    assert same.remat == "none" and same.step is program.step and same.with_remat(None) is program
+    assert same.with_microbatches(2).remat == "none" and scanned(True).with_remat("none").step is not scanned(True).step
+
+
+def test_none_takes_the_models_own_remat_out() -> None:
+    for program in (scanned(True), unrolled()):
+        assert remats(program.step.graph) > 0
+        assert remats(program.with_remat("none").step.graph) == 0
+    assert remats(scanned(True).with_remat("full").step.graph) == remats(scanned(True).step.graph)
+
+
+def test_a_remat_outside_of_loops_takes_the_policy() -> None:
+    matmuls = [count(unrolled().with_remat(name).step.graph, "dot_general") for name in ("none", "dots", "full")]
+    once = 3 * (2 * FORWARD + HEAD)
+    assert matmuls == [once, once + 2 * 2, once + 2 * (FORWARD - 1)]
+    assert count(unrolled().step.graph, "dot_general") == matmuls[2]
+
+
+def test_a_model_without_layers_is_one_layer_to_dots() -> None:
+    program = traced(zoo.MLP)
+    dots = program.with_remat("dots").step.graph
+    assert remats(program.step.graph) == 0 and remats(dots) == 1
+    assert count(dots, "dot_general") == count(program.step.graph, "dot_general")
+    assert count(dots, "logistic") == count(program.step.graph, "logistic") + 1  # silu, once more
+    assert count(traced(zoo.MLP, remat="none").step.graph, "logistic") == count(program.step.graph, "logistic")
+
+
+def test_dots_keeps_convolutions() -> None:
+    case = zoo.ZOO["cnn"]
+    program = traced(case.build, case.loss, case.batch(B))
+    graphs = [each.step.graph for each in (program, program.with_remat("dots"))]
+    assert count(graphs[0], "rsqrt") < count(graphs[1], "rsqrt")
+    assert len({count(graph, "conv_general_dilated") for graph in graphs}) == 1
+
+
+def test_microbatches_are_no_layers() -> None:
+    once, twice = (scanned(remat="full", microbatches=n) for n in (1, 2))
+    assert count(twice.step.graph, "dot_general") == 2 * count(once.step.graph, "dot_general")
+    with pytest.raises(spanax.SpanaxError, match="no layer to forget"):
+        traced(zoo.MLP, remat="full", microbatches=2)
+
+
+# Where layers are looked for
+
+
+W, X = jax.ShapeDtypeStruct((3, 8, 8), "float32"), jax.ShapeDtypeStruct((4, 8), "float32")
+
+
+def block(x: Any, w: Any) -> tuple[Any, None]:
+    return jnp.sin(x @ w), None
+
+
+def run(w: Any, x: Any) -> Any:
+    return lax.scan(block, x, w)[0].sum()
+
+
+@jax.custom_vjp
+def tripled(w: Any, x: Any) -> Any:
+    return run(w, x)
+
+
+tripled.defvjp(lambda w, x: (tripled(w, x), (w, x)), lambda kept, g: (3 * g * kept[0], g * kept[1]))
+
+PLACES: dict[str, tuple[Callable[..., Any], int]] = {
+    "in a call": (jax.jit(jax.jit(run)), 1),
+    "in branches": (lambda w, x: lax.cond(x[0, 0] > 0, run, lambda w, x: 2 * run(w, x), w, x), 2),
+    "in a loop that does nothing else": (
+        lambda w, x: lax.scan(lambda c, _: (c + 1, lax.cond(c > 1, run, run, w, x)), 0, None, 2)[1].sum(), 1),
+    "two, one after the other": (lambda w, x: run(w, x) + run(2 * w, x), 2),
+    "one in another": (lambda w, x: lax.scan(lambda c, _: (c + run(w, x * c), None), 1.0, None, 2)[0], 1),
+    "a gradient inside the loss": (lambda w, x: jax.grad(run)(w, x).sum() + run(w, x), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_where_layers_are_found(place: str) -> None:
+    function, expected = PLACES[place]
+    assert remats(from_jaxpr(jax.make_jaxpr(function)(W, X))) == 0
+    assert remats(from_jaxpr(jax.make_jaxpr(rematerialized(function, "full"))(W, X))) == expected
+
+
+def test_a_layer_inside_a_layer_keeps_a_remat_of_its_own() -> None:
+    """As attention in chunks has it: forgotten with the layer, and on the way back chunk by chunk."""
+
+    def chunked(w: Any, x: Any) -> Any:
+        inner = jax.checkpoint(lambda x, w: (x + block(x, w)[0], None), policy=jax.checkpoint_policies.dots_saveable)
+        return lax.scan(lambda x, _: (jnp.sin(lax.scan(inner, x, w)[0] @ w[0]), None), x, None, 2)[0].sum()
+
+    for policy, expected in (("none", []), ("full", [2, 1]), ("dots", [2, 1])):
+        graph = from_jaxpr(jax.make_jaxpr(rematerialized(chunked, policy))(W, X))
+        found = [op.params["policy"] for op in graph.ops() if op.bodies and op.name != "scan"]
+        assert len(found) == len(expected)
+        assert jax.checkpoint_policies.dots_saveable not in found
+
+
+def test_the_way_back_of_a_gradient_inside_the_loss_stays() -> None:
+    """It is not what the loss's own gradient keeps, and cannot be told from outside to compute less."""
+    gradient = jax.grad(jax.checkpoint(run, policy=jax.checkpoint_policies.dots_saveable))
+    for policy in ("none", "full"):
+        graph = from_jaxpr(jax.make_jaxpr(rematerialized(lambda w, x: gradient(w, x).sum() + run(w, x), policy))(W, X))
+        back = [op for op in graph.ops() if op.params.get("differentiated")]
+        assert [op.params["policy"] for op in back] == [jax.checkpoint_policies.dots_saveable]
+
+
+def test_a_loop_without_a_matmul_is_no_layer() -> None:
+    def summed(w: Any, x: Any) -> Any:
+        return (lax.scan(lambda c, y: (jnp.sin(c + y), None), x[0], x)[0] @ w[0]).sum()
+
+    with pytest.raises(spanax.SpanaxError, match="no layer to forget"):
+        jax.make_jaxpr(rematerialized(summed, "full"))(W, X)
+    assert remats(from_jaxpr(jax.make_jaxpr(rematerialized(summed, "dots"))(W, X))) == 1  # around all of it
+
+
+def test_a_derivative_of_ones_own_survives() -> None:
+    """The loop inside it is not on the way back, and so is no layer; around it there may be one."""
+    with pytest.raises(spanax.SpanaxError, match="no layer to forget"):
+        jax.make_jaxpr(rematerialized(tripled, "full"))(W, X)
+
+    def layers(w: Any, x: Any) -> Any:
+        return lax.scan(lambda c, _: (tripled(w, x + c), None), 0.0, None, 2)[0]
+
+    gradient = from_jaxpr(jax.make_jaxpr(jax.value_and_grad(rematerialized(layers, "full")))(W, X))
+    threes = [value for value in gradient.constants.values() if getattr(value, "shape", None) == () and value == 3]
+    assert remats(gradient) == 1 and threes and count(gradient, "dot_general") == 2 * 3  # none on the way back
+
+
+# What stays as it was
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_axes_are_the_same(policy: str) -> None:
+    for program in (scanned(), scanned(True), unrolled()):
+        other = program.with_remat(policy)
+        assert [leaf.axes for leaf in other.leaves] == [leaf.axes for leaf in program.leaves]
+        assert other.step.axes.unknown == {} and other.step.axes.coverage == 1.0
+        assert other.fingerprint == program.fingerprint and other.num_params == program.num_params
+
+
+QUICK = ("cnn", "moe", "rnn", "ssm", "vae")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in zoo.ZOO])
+def test_every_model_takes_dots(name: str) -> None:
+    case = zoo.ZOO[name]
+    optimizer: Any = lambda model: nnx.Optimizer(model, case.optimizer, wrt=case.wrt)  # noqa: E731
+    program = spanax.trace(build=case.build, optimizer=optimizer, batch=case.batch(B), loss=case.loss)
+    dots = program.with_remat("dots")
+    assert remats(dots.step.graph) > 0
+    assert [leaf.axes for leaf in dots.leaves] == [leaf.axes for leaf in program.leaves]
+    assert [leaf.axes for leaf in dots.batch] == [leaf.axes for leaf in program.batch]
+
+
+def test_what_goes_to_the_host_is_split_like_what_it_was() -> None:
+    step = scanned().with_remat("offload").step
+    moves = [op for op in step.graph.ops() if op.name == "device_put"]
+    on_host = [step.graph.avals[op.outputs[0]].memory_space == jax.memory.Space.Host for op in moves]
+    assert Counter(on_host) == {True: 3, False: 3}  # qkv, out and up go there, and come back
+    for op in moves:
+        assert step.axes.of(op.inputs[0]) == step.axes.of(op.outputs[0])
+        assert {"batch", "seq"} <= set(step.axes.of(op.outputs[0]))
+
+
+# Programs and their policies
+
+
+def test_a_program_knows_its_policy_and_takes_another() -> None:
+    program = scanned()
+    full = program.with_remat("full")
+    assert program.remat == "as written" and full.remat == "full"
+    assert program.with_remat("full") is full  # traced once
+    assert full.with_remat("dots") is program.with_remat("dots") and full.with_remat(None) is program
+    assert program.with_remat("full").variables is program.variables
+    assert program.with_microbatches(1) is program and full.with_context(full.context) is full
+    unforgetful = program.with_remat("none")
+    assert unforgetful.with_microbatches(1) is unforgetful  # no trace where nothing changes
+    assert program.with_remat("none") is unforgetful
+
+
+def test_names_of_axes_stay_with_the_program() -> None:
+    renamed = scanned().rename({"mlp": "wide"})
+    for program in (renamed.with_remat("full"), renamed.with_remat("dots").with_remat("full")):
+        assert "wide" in {axis.name for axis in program.axes} and "mlp" not in {axis.name for axis in program.axes}
+    assert renamed.with_remat("full") is renamed.with_remat("full")
+    twice = renamed.with_remat("full").rename({"wide": "wider"}).with_remat("dots")
+    assert "wider" in {axis.name for axis in twice.axes}
+
+
+def test_the_evaluation_keeps_nothing_and_has_no_policy() -> None:
+    program = scanned().with_remat("full")
+    assert program.evaluation is not None and remats(program.evaluation.graph) == 0
+    names = program.evaluation.axes.of(program.evaluation.graph.body.inputs[0])
+    assert names == program.step.axes.of(program.step.graph.body.inputs[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"remat": "ful"}, "unknown remat policy 'ful'"),
+        ({"remat": "as written"}, "unknown remat policy 'as written'"),
+        ({"remat": "full"}, "remat 'full' finds no layer to forget"),
+        ({"remat": "dots", "loss": None, "train_step": lambda *_: {}}, "`remat` goes with `loss`"),
+    ],
+)
+def test_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(spanax.SpanaxError) as caught:
+        traced(zoo.MLP, **options)
+    assert str(caught.value).startswith(message) and "fix: " in str(caught.value)
+
+
+def test_refused_later() -> None:
+    own = traced(zoo.MLP, loss=None, train_step=lambda model, optimizer, batch: {})
+    for program, policy, message in (
+        (own, "dots", "`remat` goes with `loss`"),
+        (traced(zoo.MLP), "full", "no layer to forget"),
+        (traced(zoo.MLP), "ful", "did you mean 'full'"),
+    ):
+        with pytest.raises(spanax.SpanaxError, match=message):
+            program.with_remat(policy)
+    assert own.remat == "as written" and own.with_remat(None) is own
+
+
+def test_a_workload_passes_the_policy_on() -> None:
+    workload = spanax.Workload(build=zoo.MLP, batch=zoo.VECTORS(B), loss=zoo.squared_error)
+    assert workload.trace(learning_rate=0.1, num_steps=2, remat="dots").remat == "dots"
+
+
+# What JAX is about to call it
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="an older jax_remat3 keeps no matmuls")
+@pytest.mark.parametrize("name", ["scanned", "unrolled"])
+def test_the_coming_remat_is_the_same(name: str) -> None:
+    """Under every policy, as many matmuls as with today's primitive; the step trains to the same numbers."""
+
+    def traced_with(is_new: bool) -> list[Program]:
+        jax.config.update("jax_remat3", is_new)
+        try:
+            written = scanned.__wrapped__(True) if name == "scanned" else unrolled.__wrapped__()
+            return [written, *(written.with_remat(policy) for policy in ("none", "dots", "full"))]
+        finally:
+            jax.config.update("jax_remat3", False)
+
+    today, coming = traced_with(False), traced_with(True)
+    assert not coming[0].step.axes.unknown
+    matmuls = [[count(program.step.graph, "dot_general") for program in group] for group in (today, coming)]
+    assert matmuls[0] == matmuls[1] and matmuls[0][1] < matmuls[0][3]
+    assert [program.remat for program in coming] == [program.remat for program in today]
+    batch = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), zoo.GPT_TEXT(B))
+    losses = []
+    for program in (today[0], coming[0]):
+        run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:2"), layout="fsdp"))
+        losses.append([float(run.step(batch)["loss"]) for _ in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
