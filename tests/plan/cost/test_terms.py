@@ -134,7 +134,7 @@ def test_a_table_that_is_smaller_than_what_is_looked_up_comes_whole() -> None:
     assert looked_up == 4 * table and moved["all-gather", "model"] <= 2 * table
     ways = operands._ways_to_look_up
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uses, "_ways_to_look_up", lambda *given: ways(*given)[:1])
+        patch.setattr(operands, "_ways_to_look_up", lambda *given: ways(*given)[:1])
         split = predicted("moe", "tensor", "model=8")
     assert split["all-reduce", "model"] == moved["all-reduce", "model"] + looked_up
 
