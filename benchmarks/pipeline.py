@@ -33,10 +33,10 @@ def residual_bytes(run: Any, schedule: Any) -> int:
     from spanax.plan.pipeline.ticks import ticks_of
     from spanax.run.step.held import Storage
     from spanax.run.step.replay import Replay
-    from spanax.trace.pipeline.partition import cut
+    from spanax.trace.pipeline.partition import pipeline_partition
 
     traced = run.program.step
-    pieces = cut(traced, schedule.microbatches)
+    pieces = pipeline_partition(traced, schedule.microbatches)
     storage = Storage(Replay(traced.graph, [], {}, run.mesh), pieces, ticks_of(schedule), None)
     avals = [traced.graph.avals[value] for value in storage.residuals]
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals) // schedule.num_stages

@@ -36,8 +36,8 @@ from hlo_bytes import by_axis  # noqa: E402
 from spanax.plan.layout import Layout  # noqa: E402
 from spanax.plan.presets import PRESETS  # noqa: E402
 from spanax.plan.sharding.place import resolver_of  # noqa: E402
-from spanax.plan.spmd.count_terms import tally  # noqa: E402
-from spanax.plan.spmd.sharded_program import Laid  # noqa: E402
+from spanax.plan.spmd.count_terms import count_terms  # noqa: E402
+from spanax.plan.spmd.sharded_program import ShardedProgram  # noqa: E402
 from spanax.run.run import Run  # noqa: E402
 from zoo import ZOO, Case  # noqa: E402
 
@@ -176,7 +176,7 @@ def measure(model: str, layout: str, mesh: str, keep: Path | None = None) -> Cel
         plan = planned(model, layout, mesh)
     except spanax.SpanaxError as error:
         return Cell(model, layout, mesh, {}, {}, str(error).splitlines()[0])
-    terms = tally(Laid(resolver_of(program(model), plan), program(model).step))
+    terms = count_terms(ShardedProgram(resolver_of(program(model), plan), program(model).step))
     moved = by_axis(compiled(model, dataclasses.replace(plan.layout, name="any"), mesh, keep), dict(plan.mesh.axes))
     return Cell(model, layout, mesh, as_on_cpu(terms.moved_bytes(plan.mesh), plan.mesh), moved)
 

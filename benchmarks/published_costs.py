@@ -23,8 +23,8 @@ from spanax.plan.cost.step_time import Costs, Grid, price, repeated
 from spanax.plan.cost.terms import Terms
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES, layout_on, mesh_of
-from spanax.plan.spmd.count_terms import tally
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.sharded_program import ShardedProgram
 
 DISPATCH_SECONDS = 79e-6
 """On the host, for each kernel of the fused program, where PyTorch runs op by op. Source: --fit, as `Assumptions`."""
@@ -104,7 +104,7 @@ def listed_seconds(case: Case) -> float:
     """What DeepSpeed's ZeRO-3 takes beyond the bytes: each array goes alone, as a list with one tensor a device."""
     if not case.gathers_again:
         return 0.0
-    moves = (repeated(case.terms, True) if case.redone == "all" else case.terms).moves
+    moves = (repeated(case.terms, True) if case.redone == "all" else case.terms).collectives
     runs = moves.runs[moves.of_weights & (moves.num_bytes >= PERSISTENT_BYTES)].sum()
     return float(runs * case.num_microbatches * case.sizes[1] * PART_SECONDS)
 
@@ -293,7 +293,9 @@ def _case(row: Row, shape: Shape, remat: str, traced: int, known: dict[tuple[obj
     if key not in known:
         mesh = mesh_of(resolved)
         program = program_of(shape, traced, remat)
-        known[key] = tally(Laid(resolve(program, layout_on(storing, sequence, mesh), mesh, {}), program.step))
+        known[key] = count_terms(
+            ShardedProgram(resolve(program, layout_on(storing, sequence, mesh), mesh, {}), program.step)
+        )
     if (*key, dtype) not in known:
         known[*key, dtype] = in_dtype(known[key], dtype)
     return Case(
@@ -317,10 +319,10 @@ def dtype_of(row: Row) -> str:
 
 def in_dtype(terms: Terms, dtype: str) -> Terms:
     """The terms with matmuls in another dtype: all of them in fp16; those of the layers, without attention, in fp8."""
-    works = terms.works
+    works = terms.matmuls
     may = np.ones(len(works.dtypes), bool) if dtype == "fp16" else works.in_layers & ~works.scores.any(1)
     names = tuple(dtype if name == "bf16" and yes else name for name, yes in zip(works.dtypes, may, strict=True))
-    return replace(terms, works=replace(works, dtypes=names))
+    return replace(terms, matmuls=replace(works, dtypes=names))
 
 
 def predicted(

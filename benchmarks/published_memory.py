@@ -20,7 +20,7 @@ from spanax.plan.cost.peak_memory import by_name, held, state_of, walk
 from spanax.plan.presets import layout_for
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.sharded_program import ShardedProgram
 
 MEGATRON_BYTES = 18
 """What Megatron-LM keeps of a parameter: fp16 weight 2, fp32 gradient 4, master weight 4, two moments 8.
@@ -103,8 +103,8 @@ def stated(text: dict[str, str], file: str, at: int) -> Measured:
     one = np.ones(1)
     ways = np.asarray([[mesh.ways([axis])] for axis in mesh.names], float)
     found = held(
-        state_of(resolver), walk(Laid(resolver, program.step)), ways, num_stages=one * row.stages, num_microbatches=one,
-        in_flight=one, scale=one,
+        state_of(resolver), walk(ShardedProgram(resolver, program.step)), ways, num_stages=one * row.stages,
+        num_microbatches=one, in_flight=one, scale=one,
     )  # fmt: skip
     params = float(found.groups["parameters"][0]) / 4
     return Measured(row.id, "state of published runs", size * 2**30, params * MEGATRON_BYTES)
@@ -124,7 +124,7 @@ def _held(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
         raise Skipped("the planner refuses it: " + re.sub(r"\d+", "N", str(error).splitlines()[0])) from error
     one = np.ones(1)
     ways = np.asarray([[mesh.size]], float)
-    level = walk(Laid(resolver, program.step), is_tpu=True)
+    level = walk(ShardedProgram(resolver, program.step), is_tpu=True)
     return by_name(
         held(state_of(resolver), level, ways, num_stages=one, num_microbatches=one, in_flight=one, scale=one).groups, 0
     )

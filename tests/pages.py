@@ -10,7 +10,7 @@ from spanax.check.finding import Finding, Severity
 from spanax.check.hlo import Collective
 from spanax.check.report import Figures, Report
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.prediction import Price
+from spanax.plan.cost.prediction import Prediction
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.run.record.events import Events
@@ -40,7 +40,7 @@ def a_plan(num_blocks: int = 3, *, paths: tuple[str, ...] = (), has_price: bool 
     leaves += [leaf(f"blocks.{at}.scale", "param", (64,), "too small to split") for at in range(4)]
     leaves += [leaf(path) for path in paths]
     leaves += [replace(one, path=f"opt_state.0.mu.{one.path}", kind="optimizer") for one in leaves]
-    price = Price(
+    price = Prediction(
         "h100:8", 0.02, {"matmuls": 0.012, "memory": 0.005, "weights between devices": 0.003},
         {"parameters": 3 << 20, "optimizer": 6 << 20, "activations": 30 << 20}, 80 << 20, 1e12, 0.41,
         {"fsdp": {"all-gather": 5_000_000, "reduce-scatter": 1_000_000}, "model": {"all-reduce": 2_500_000}},

@@ -38,7 +38,7 @@ from spanax.run.simulate import simulate
 from spanax.trace.initial_state import Eager
 from spanax.trace.program import Program
 from spanax.trace.pure_loss import with_extra
-from spanax.trace.rewrites.chunked_loss.chunked import chunked
+from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.tracing import trace
 from spanax.units import quantity
 
@@ -56,7 +56,7 @@ def without_scikit_learn() -> None:
 
 def in_two(loss: Callable[..., Any]) -> Any:
     """A loss of a weight and a batch of nine tokens, in two chunks."""
-    return chunked(loss, 2)(np.ones((3, 5)), np.ones((9, 3)))
+    return chunked_loss(loss, 2)(np.ones((3, 5)), np.ones((9, 3)))
 
 
 def named() -> nnx.Module:

@@ -16,9 +16,9 @@ from spanax.plan.cost.peak_memory import held, state_of, walk
 from spanax.plan.cost.step_time import Grid, price
 from spanax.plan.sharding.resolve import Resolver, resolve
 from spanax.plan.space import AXES, BATCH, IDLE, UNEVEN, UNSTORED, Family, families, layout_on, mesh_of
-from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.partition import as_masks, union
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 
 PLACES = [("gpt-nano", "cpu:8"), ("gpt-nano", "a100:2x8"), ("moe-nano", "cpu:8"), ("moe-nano", "a100:2x8")]
@@ -93,9 +93,9 @@ def priced(
     one = np.ones(1, int)
     stages = family.num_stages[at : at + 1]
     grid = Grid(family.sizes[:, at : at + 1], stages, one, one)
-    seconds = price(tally(Laid(resolver, program.step)), cluster, grid).step_seconds
+    seconds = price(count_terms(ShardedProgram(resolver, program.step)), cluster, grid).step_seconds
     memory = held(
-        state_of(resolver), walk(Laid(resolver, program.step)), grid.sizes,
+        state_of(resolver), walk(ShardedProgram(resolver, program.step)), grid.sizes,
         num_stages=stages, num_microbatches=one, in_flight=one, scale=one,
     )  # fmt: skip
     return float(seconds[0]), float(memory.peak_bytes[0])

@@ -14,7 +14,7 @@ from spanax.errors import SpanaxError
 from spanax.models.unet import adam
 from spanax.models.workloads import sgd
 from spanax.run.run import Run
-from spanax.trace.optimizers.moment_dtype import kept_as
+from spanax.trace.optimizers.moment_dtype import stored_as
 from spanax.trace.workload import adamw
 
 MLP = spanax.Workload(build=zoo.MLP, batch=zoo.VECTORS(32), loss=zoo.squared_error)
@@ -54,7 +54,7 @@ def test_a_mean_over_few_steps_forgets_in_bfloat16_and_one_over_many_does_not() 
     """Why Adam with its usual `b2` keeps its second moment in float32."""
 
     def second_moment(b2: float) -> float:
-        optimizer, params = kept_as("bfloat16", optax.adam(1e-3, b2=b2)), {"w": jnp.ones(8)}
+        optimizer, params = stored_as("bfloat16", optax.adam(1e-3, b2=b2)), {"w": jnp.ones(8)}
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step in range(100):
             state = update({"w": jnp.full(8, float(step < 10))}, state)[1]

@@ -9,7 +9,7 @@ from spanax.plan.cost.step_time import ways_table
 from spanax.plan.evaluate import memory_of
 from spanax.plan.pipeline.stages import inside_stage
 from spanax.plan.plan import Plan
-from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import unreduced
 from spanax.trace.program import Program
 
@@ -40,9 +40,9 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
       True
     """
     laid = laid_as_planned(program, plan)
-    terms = tally(laid, adds_first=adds_first, late=unreduced(laid, plan.schedule))
+    terms = count_terms(laid, adds_first=adds_first, late=unreduced(laid, plan.schedule))
     sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes], float)
-    works = terms.works
+    works = terms.matmuls
     stages = np.where(works.in_layers, num_shares(laid, plan), 1)
     flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0] / stages).sum())
     collectives = moved_bytes(laid, plan, terms)

@@ -126,7 +126,7 @@ def too_big(program: Program, plan: Plan, memory_bytes: float, flops: float) -> 
 def step_flops(program: Program) -> float:
     """Operations of all matmuls of one step, what is computed twice included."""
     graph = program.step.graph
-    kinds = [kind for kind in program.step.census if kind.op.name in CONTRACTIONS]
+    kinds = [kind for kind in program.step.op_groups if kind.op.name in CONTRACTIONS]
     return float(sum(kind.runs * contraction_flops(graph, kind.op) for kind in kinds))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.trace.program import Program
-from spanax.trace.rewrites.attention.fuse import Attended
+from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.remat_policies import CUDNN, GATHERED, SPLASH, known_attention
 
 
@@ -43,9 +43,11 @@ def with_attention(program: Program, cluster: Cluster, asked: str | None) -> Pro
     if asked is None or known_attention(asked) == "plain" or program.context != GATHERED:
         return program
     kernel = kernel_on(cluster)
-    found: tuple[Attended, ...] = (Attended(None, f": there is no attention kernel for {cluster.chip.name}"),)
+    found: tuple[FusedAttention, ...] = (
+        FusedAttention(None, f": there is no attention kernel for {cluster.chip.name}"),
+    )
     if program.evaluation is None:
-        found = (Attended(None, ": the program has a train step of its own"),)
+        found = (FusedAttention(None, ": the program has a train step of its own"),)
     elif kernel is not None:
         made = program.with_context(kernel)
         if any(each.kernel == kernel for each in made.attention):

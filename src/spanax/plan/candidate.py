@@ -9,7 +9,7 @@ from spanax.displays import display
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.flags import default_flags
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.peak_memory import Held
+from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.defaults import contraction_dtypes
 from spanax.plan.layout import Layout
@@ -21,11 +21,11 @@ from spanax.plan.sharding.assign import Pins
 from spanax.plan.sharding.place import placed
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES, layout_on
-from spanax.plan.spmd.count_terms import tally
-from spanax.plan.spmd.sharded_program import Laid
-from spanax.trace.analysis.leaf_aliases import versions
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.analysis.leaf_aliases import leaf_aliases
 from spanax.trace.program import Program
-from spanax.trace.rewrites.attention.fuse import Attended
+from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.remat_policies import POLICIES, RING
 from spanax.units import bytes_text
 
@@ -59,7 +59,7 @@ class Candidate:
         program: Program,
         grid: Grid,
         costs: Costs,
-        memory: Held,
+        memory: MemoryUse,
         at: int = 0,
     ) -> "Candidate":
         """One entry of a grid that was priced, of a program as it was traced."""
@@ -146,7 +146,7 @@ class Search:
     programs: dict[str, Program] = field(repr=False, compare=False)
     pins: Pins = field(default_factory=dict)
     too_large: tuple[Candidate, ...] = field(default=(), repr=False)
-    attention: tuple[Attended, ...] = ()
+    attention: tuple[FusedAttention, ...] = ()
     asked: str = ""
     logits: str = ""
 
@@ -239,9 +239,9 @@ def collectives_of(found: Search, one: Candidate, path: str | None = None) -> di
     layout = layout_on(one.storing, one.sequence, one.mesh)
     only = None
     if path is not None:
-        only = versions(program.step, [leaf.path for leaf in program.leaves].index(path))
-    laid = Laid(resolve(program, layout, mesh, found.pins), program.step)
-    moved = tally(laid, only, adds_first=found.cluster.adds_first).moved_bytes(
+        only = leaf_aliases(program.step, [leaf.path for leaf in program.leaves].index(path))
+    laid = ShardedProgram(resolve(program, layout, mesh, found.pins), program.step)
+    moved = count_terms(laid, only, adds_first=found.cluster.adds_first).moved_bytes(
         mesh,
         scale=found.batch_size / program.batch[0].shape[0] / one.microbatches,
         num_microbatches=one.microbatches,

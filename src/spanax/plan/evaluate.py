@@ -5,14 +5,14 @@ import numpy as np
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.peak_memory import Held, held_on, state_of, walk
+from spanax.plan.cost.peak_memory import MemoryUse, memory_per_device, state_of, walk
 from spanax.plan.cost.step_time import Grid, price
 from spanax.plan.pipeline.stages import inside_stage
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import in_forms, resolver_of
-from spanax.plan.spmd.count_terms import tally
-from spanax.plan.spmd.deferred_reductions import put_off
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.deferred_reductions import deferred_reductions
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 
 
@@ -40,13 +40,15 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
     """
     laid, grid = _laid(program, plan), _grid(program, plan)
     memory = _held(laid, grid, cluster, given or Assumptions())
-    costs = price(tally(laid, adds_first=cluster.adds_first, late=put_off(laid)), cluster, grid, given)
+    costs = price(
+        count_terms(laid, adds_first=cluster.adds_first, late=deferred_reductions(laid)), cluster, grid, given
+    )
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
     return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, laid.resolver.program, grid, costs, memory)
 
 
-def memory_of(program: Program, plan: Plan, cluster: Cluster) -> Held:
+def memory_of(program: Program, plan: Plan, cluster: Cluster) -> MemoryUse:
     """What one device holds under a plan at the fullest moment, by group; arrays of one entry.
 
     Raises:
@@ -55,18 +57,18 @@ def memory_of(program: Program, plan: Plan, cluster: Cluster) -> Held:
     return _held(_laid(program, plan), _grid(program, plan), cluster, Assumptions())
 
 
-def _held(laid: Laid, grid: Grid, cluster: Cluster, given: Assumptions) -> Held:
-    return held_on(
+def _held(laid: ShardedProgram, grid: Grid, cluster: Cluster, given: Assumptions) -> MemoryUse:
+    return memory_per_device(
         state_of(laid.resolver), walk(laid, is_tpu=cluster.is_torus), grid, fused_attention=given.fused_attention
     )
 
 
-def _laid(program: Program, plan: Plan) -> Laid:
+def _laid(program: Program, plan: Plan) -> ShardedProgram:
     """One microbatch of the step that would run, laid out."""
     variant, remat = in_forms(program, plan), plan.schedule.remat
     variant = variant if remat in (None, variant.remat) else variant.with_remat(remat)
     variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
-    return Laid(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
+    return ShardedProgram(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
 
 
 def _grid(program: Program, plan: Plan) -> Grid:

@@ -15,7 +15,7 @@ from spanax.entries.names import PLAN
 from spanax.errors import DataError, SpanaxError, WriteError, nearest
 from spanax.hardware.flags import checked, explained
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.cost.prediction import Price
+from spanax.plan.cost.prediction import Prediction
 from spanax.plan.layout import Layout
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.resolve import Spec
@@ -149,7 +149,7 @@ class Plan:
     xla_flags: tuple[str, ...] = ()
     allow: tuple[str, ...] = ()
     version: int = VERSION
-    price: Price | None = field(default=None, compare=False, repr=False)
+    price: Prediction | None = field(default=None, compare=False, repr=False)
 
     def state_bytes(self, kind: str | None = None) -> int:
         """Bytes of state that one device holds: of one kind (`param`, `optimizer`, `other`), or all of it."""

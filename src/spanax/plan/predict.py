@@ -6,11 +6,11 @@ from dataclasses import replace
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
 from spanax.plan.cost.collective_bytes import laid_as_planned, moved_bytes, moved_of
-from spanax.plan.cost.prediction import Price
+from spanax.plan.cost.prediction import Prediction
 from spanax.plan.evaluate import candidate_of
 from spanax.plan.plan import Plan
 from spanax.plan.search import main_dtype, model_flops
-from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import unreduced
 from spanax.trace.program import Program
 
@@ -18,7 +18,7 @@ MOST = 64
 """Of so many kinds of parameters, the largest, it is worked out what moves of each."""
 
 
-def priced(program: Program, plan: Plan, cluster: Cluster, own: Candidate | None = None) -> Plan:
+def with_prediction(program: Program, plan: Plan, cluster: Cluster, own: Candidate | None = None) -> Plan:
     """The plan with its price on a cluster; as it is where nobody knows how fast the chip is.
 
     Args:
@@ -47,9 +47,9 @@ def priced(program: Program, plan: Plan, cluster: Cluster, own: Candidate | None
     if not cluster.chip.peak_flops:
         return plan
     own, laid = own or candidate_of(program, plan, cluster), laid_as_planned(program, plan)
-    terms = tally(laid, adds_first=cluster.adds_first, late=unreduced(laid, plan.schedule))
+    terms = count_terms(laid, adds_first=cluster.adds_first, late=unreduced(laid, plan.schedule))
     peak = cluster.num_devices * cluster.chip.peak_flops.get(main_dtype(terms), 0.0) * own.step_seconds
-    price = Price(
+    price = Prediction(
         cluster=str(cluster),
         step_seconds=own.step_seconds,
         seconds=own.seconds,

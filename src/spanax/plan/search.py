@@ -14,15 +14,15 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.attention_kernel import with_attention
 from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.peak_memory import Held, held_on, state_of, walk
+from spanax.plan.cost.peak_memory import MemoryUse, memory_per_device, state_of, walk
 from spanax.plan.cost.step_time import Costs, Grid, Table, price
 from spanax.plan.cost.terms import Terms
 from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, STORING, Family, families, is_standard, layout_on, mesh_of
-from spanax.plan.spmd.count_terms import tally
-from spanax.plan.spmd.deferred_reductions import put_off
-from spanax.plan.spmd.sharded_program import Known, Laid
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.deferred_reductions import deferred_reductions
+from spanax.plan.spmd.sharded_program import Known, ShardedProgram
 from spanax.trace.analysis.op_groups import Phase, contraction_flops
 from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.program import Program
@@ -198,7 +198,7 @@ class _Priced:
     program: Program
     terms: Terms
     grid: Grid
-    memory: Held
+    memory: MemoryUse
     costs: Costs
 
 
@@ -258,11 +258,14 @@ def _price(
         for family, state, several in zip(space, states, places, strict=True):
             if not several:
                 continue
-            laid = Laid(family.resolver.of(program), program.step, known)
-            late = put_off(laid)
-            terms, level = tally(laid, adds_first=cluster.adds_first, late=late), walk(laid, is_tpu=cluster.is_torus)
+            laid = ShardedProgram(family.resolver.of(program), program.step, known)
+            late = deferred_reductions(laid)
+            terms, level = (
+                count_terms(laid, adds_first=cluster.adds_first, late=late),
+                walk(laid, is_tpu=cluster.is_torus),
+            )
             for grid, at in several:
-                memory = held_on(state, level, grid, fused_attention=given.fused_attention)
+                memory = memory_per_device(state, level, grid, fused_attention=given.fused_attention)
                 costs = price(terms, cluster, grid, given, at)
                 found.append(_Priced(family, program, terms, grid, memory, costs))
     return found
@@ -365,7 +368,7 @@ def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
 def main_dtype(terms: Terms) -> str:
     """The dtype of most of the arithmetic."""
     flops: Counter[str] = Counter()
-    for dtype, count in zip(terms.works.dtypes, terms.works.flops * terms.works.runs, strict=True):
+    for dtype, count in zip(terms.matmuls.dtypes, terms.matmuls.flops * terms.matmuls.runs, strict=True):
         flops[dtype] += count
     return flops.most_common(1)[0][0] if flops else "fp32"
 
@@ -376,7 +379,7 @@ def model_flops(program: Program) -> float:
     Source: the forward pass, and twice that on the way back: to the inputs and to the weights (PaLM, appendix B).
     """
     graph = program.step.graph
-    kinds = [kind for kind in program.step.census if kind.phase == Phase.FORWARD]
+    kinds = [kind for kind in program.step.op_groups if kind.phase == Phase.FORWARD]
     matmuls = sum(kind.runs * contraction_flops(graph, kind.op) for kind in kinds if kind.op.name in CONTRACTIONS)
     attended = sum(kind.runs * attention_flops(graph, kind.op) for kind in kinds if kind.op.name == FORWARD)
     return 3.0 * (matmuls + attended)

@@ -10,7 +10,7 @@ from typing import Any
 from spanax.errors import first_line
 from spanax.hardware.cluster import local
 from spanax.plan.plan import Plan
-from spanax.plan.predict import priced
+from spanax.plan.predict import with_prediction
 from spanax.trace.program import Program
 
 
@@ -31,7 +31,7 @@ class Pricing:
     def find(self, write: Callable[[str], None], warn: Callable[[str], None]) -> None:
         """Work it out and write the plan anew, as JSON; a failure is no more than a warning."""
         try:
-            self.plan = priced(self.program, self.plan, local(self.devices[: self.plan.mesh.size]))
+            self.plan = with_prediction(self.program, self.plan, local(self.devices[: self.plan.mesh.size]))
             write(self.plan.to_json())
         except Exception as error:
             warn(f"the plan has no price: {first_line(error)}")

@@ -23,7 +23,7 @@ from spanax.errors import SpanaxError, WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.defaults import default_dtype
-from spanax.plan.pipeline.stages import check_wished, wished
+from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
 from spanax.run.config import TrainConfig, profiled_steps
@@ -89,7 +89,7 @@ def train(
         steps = profiled_steps(config)
         profile = None if steps is None else Profile(*steps, folder)
         plan = flagged(planned or _chosen(program, config, folder, devices, emit, events), config.xla_flags, devices)
-        check_wished(config.schedule, plan)
+        check_requested_schedule(config.schedule, plan)
         read = partial(
             batches, plan=plan, mesh=plan.mesh.build(devices), tokenizer=config.tokenizer or "bytes", seed=config.seed,
             field=config.field, epochs=None,
@@ -206,7 +206,7 @@ def _chosen(
     """
     if config.resume and config.dtype is None:
         program = _in_recorded_dtype(program, folder, devices)
-    schedule = wished(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
+    schedule = requested_schedule(microbatches=config.microbatches, schedule=config.schedule, chunks=config.chunks)
     place = partial(make_plan, program, attention=config.attention, loss_chunks=config.loss_chunks)
     try:
         return place(local(devices), layout=config.layout, mesh=config.mesh, schedule=schedule)

@@ -21,9 +21,9 @@ from spanax.check.shrink import parity_of
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.choose import plan
-from spanax.plan.pipeline.stages import check_wished, wished
+from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
 from spanax.plan.plan import Plan
-from spanax.plan.predict import priced
+from spanax.plan.predict import with_prediction
 from spanax.run.config import OF_PLAN, check_alone
 from spanax.run.simulate import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
@@ -58,7 +58,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
         check_alone({name: getattr(asked, name) for name in OF_PLAN})
     known_policy(asked.remat)
     program = _traced(load, asked, given)
-    schedule = wished(microbatches=asked.microbatches, schedule=asked.schedule, chunks=asked.chunks)
+    schedule = requested_schedule(microbatches=asked.microbatches, schedule=asked.schedule, chunks=asked.chunks)
     made = given or plan(
         program,
         machine,
@@ -68,7 +68,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
         attention=asked.attention,
         loss_chunks=asked.loss_chunks,
     )
-    check_wished(asked.schedule, made)
+    check_requested_schedule(asked.schedule, made)
     text = source_text(asked.workload)
     waived([], text, made.allow)  # a code that does not exist is told before anything is compiled
     watched = lint_profile(read_profile(asked.profiled)) if asked.profiled is not None else []
@@ -104,7 +104,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
 def _priced(program: Program, made: Plan, machine: Cluster) -> tuple[Plan, list[str]]:
     """Returns the plan with its price, or without one and a note that says why."""
     try:
-        return priced(program, made, machine), []
+        return with_prediction(program, made, machine), []
     except SpanaxError as error:
         return made, [f"note: the certificate has no price: {first_line(error)}"]
 

@@ -15,7 +15,7 @@ from spanax.plan.candidate import Search, collectives_of, shortfall
 from spanax.plan.choose import Request, decided, searched
 from spanax.plan.loss_chunks import saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan
-from spanax.plan.predict import priced
+from spanax.plan.predict import with_prediction
 from spanax.show.page.document import write
 from spanax.show.page.ranked import ranked_page
 from spanax.show.plans import candidate_json, search_json, search_text
@@ -122,7 +122,7 @@ def _extras(
     data: Data = {}
     if asked.out is not None or asked.html is not None:
         try:
-            made = priced(next(iter(found.programs.values())), made, machine, best)
+            made = with_prediction(next(iter(found.programs.values())), made, machine, best)
         except SpanaxError as error:
             text.append(f"note: the plan is without its price: {first_line(error)}")
     if asked.html is not None:

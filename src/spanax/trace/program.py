@@ -16,7 +16,7 @@ from spanax.trace.axes.axes import Axis, table
 from spanax.trace.initial_state import Initial
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.pipeline.retrace import Shapes
-from spanax.trace.rewrites.attention.fuse import Attended
+from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.microbatches.support import Microbatches
 from spanax.trace.rewrites.remat_policies import AS_WRITTEN, known_context
 from spanax.trace.traced import Traced
@@ -59,7 +59,7 @@ class Program:
     remat: str
     microbatches: int
     context: str
-    attention: tuple[Attended, ...]
+    attention: tuple[FusedAttention, ...]
     loss_chunks: int
     compute_dtype: str | None
     _retrace: Callable[[str | None, int, str, int], "Program"] = field(repr=False)

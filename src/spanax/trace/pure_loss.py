@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from spanax.errors import SpanaxError
-from spanax.trace.analysis.param_writes import written
+from spanax.trace.analysis.param_writes import param_writes
 from spanax.trace.variables import changed_variables
 
 NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
@@ -91,7 +91,7 @@ def _moved(forward: Callable[..., Any], after: Any, args: tuple[Any, ...], param
     groups = list(zip(*map(jax.tree.leaves, (after, args[0], params)), strict=True))
     is_written = [new is not old for new, old, _ in groups]
     if any(is_written):
-        is_written = written(lambda *args: jax.tree.leaves(forward(*args)[0]), *args)
+        is_written = param_writes(lambda *args: jax.tree.leaves(forward(*args)[0]), *args)
     return [new.astype(kept.dtype) if moves else None for moves, (new, _, kept) in zip(is_written, groups, strict=True)]
 
 

@@ -6,22 +6,22 @@ from typing import Any
 
 from spanax.displays import display
 from spanax.trace.analysis.fusion import Kept, memory_plan
-from spanax.trace.analysis.gradient_accumulation import Meeting, meetings
-from spanax.trace.analysis.leaf_aliases import next_versions
-from spanax.trace.analysis.liveness import Lifetimes, lifetimes
+from spanax.trace.analysis.gradient_accumulation import GradientSum, gradient_sums
+from spanax.trace.analysis.leaf_aliases import updated_aliases
+from spanax.trace.analysis.liveness import Liveness, liveness
 from spanax.trace.analysis.moe_routing import Labels, Routing, routed, routings
 from spanax.trace.analysis.op_groups import (
-    Kind,
+    OpGroup,
     Traffic,
-    census,
     inert_ops,
     label_key,
     layer_carry,
+    op_groups,
     score_keys,
     traffic,
 )
 from spanax.trace.analysis.order import order
-from spanax.trace.analysis.sharding_keys import MOVEMENT, Role, roles
+from spanax.trace.analysis.sharding_keys import MOVEMENT, ShardingKey, sharding_keys
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
@@ -44,9 +44,9 @@ class Traced:
         return display(self)
 
     @cached_property
-    def roles(self) -> list[Role]:
+    def sharding_keys(self) -> list[ShardingKey]:
         """What every value is, as far as its place depends on it, by its number."""
-        return roles(self.graph, self.axes, self.routed)
+        return sharding_keys(self.graph, self.axes, self.routed)
 
     @cached_property
     def routings(self) -> dict[int, Routing]:
@@ -69,19 +69,19 @@ class Traced:
         return frozenset(label for labels in worked for label in labels if label is not None)
 
     @cached_property
-    def census(self) -> list[Kind]:
+    def op_groups(self) -> list[OpGroup]:
         """Its kinds of operations, each with how often it runs."""
-        return census(self)
+        return op_groups(self)
 
     @cached_property
     def alike(self) -> dict[Op, Op]:
         """For every operation, the one that stands for its kind."""
-        return {op: kind.op for kind in self.census for op, _ in kind.ops}
+        return {op: kind.op for kind in self.op_groups for op, _ in kind.ops}
 
     @cached_property
-    def meetings(self) -> list[Meeting]:
+    def gradient_sums(self) -> list[GradientSum]:
         """Results that are added to each other and read by nothing else."""
-        return meetings(self)
+        return gradient_sums(self)
 
     @cached_property
     def memory_traffic(self) -> Traffic:
@@ -104,19 +104,19 @@ class Traced:
         return order(self)
 
     @cached_property
-    def lifetimes(self) -> dict[Body, Lifetimes]:
+    def liveness(self) -> dict[Body, Liveness]:
         """For every body, from where to where its values are held."""
-        return lifetimes(self, in_matmuls=False)
+        return liveness(self, in_matmuls=False)
 
     @cached_property
-    def tpu_lifetimes(self) -> dict[Body, Lifetimes]:
+    def tpu_liveness(self) -> dict[Body, Liveness]:
         """The same, where the compiler makes what matmuls read inside of them."""
-        return lifetimes(self, in_matmuls=True)
+        return liveness(self, in_matmuls=True)
 
     @cached_property
     def next_versions(self) -> dict[int, list[int]]:
         """For every value, those that are the same in another dtype or order, one operation away."""
-        return next_versions(self)
+        return updated_aliases(self)
 
     @cached_property
     def inert(self) -> frozenset[Op]:

@@ -10,8 +10,8 @@ from flax import nnx
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.marks import marked_gradients
 from spanax.trace.pure_loss import check_unmoved, numbers_of, pure_loss
-from spanax.trace.rewrites.attention.fuse import Attended, attended
-from spanax.trace.rewrites.chunked_loss.chunked import chunked
+from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
+from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.microbatches.exact import accumulated
 from spanax.trace.rewrites.microbatches.mean import mean_of_microbatches
 from spanax.trace.rewrites.microbatches.support import examples
@@ -31,7 +31,7 @@ def chosen_step(
     context: str,
     loss_chunks: int,
     accumulate: str = EXACT,
-    attentions: list[Attended] | None = None,
+    attentions: list[FusedAttention] | None = None,
 ) -> Any:
     """The train step that is asked for: one made around a loss, or one's own.
 
@@ -85,7 +85,7 @@ def train_step_of(
     context: str = GATHERED,
     loss_chunks: int = 1,
     accumulate: str = EXACT,
-    attentions: list[Attended] | None = None,
+    attentions: list[FusedAttention] | None = None,
 ) -> TrainStep:
     """An ordinary NNX train step: gradients over microbatches, clipping, one optimizer update.
 
@@ -96,8 +96,8 @@ def train_step_of(
     """
 
     def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
-        attending = pure if context == GATHERED else attended(pure, context, attentions)
-        return rematerialized(chunked(attending, loss_chunks), remat)
+        attending = pure if context == GATHERED else fuse_attention(pure, context, attentions)
+        return rematerialized(chunked_loss(attending, loss_chunks), remat)
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         value, params, rest = pure_loss(loss, compute_dtype, model, optimizer)

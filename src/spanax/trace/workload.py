@@ -10,7 +10,7 @@ from flax import nnx
 
 from spanax.errors import SpanaxError, nearest
 from spanax.trace.optimizers.learning_rates import logged
-from spanax.trace.optimizers.moment_dtype import STATE_DTYPES, kept_as
+from spanax.trace.optimizers.moment_dtype import STATE_DTYPES, stored_as
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import EXACT
 from spanax.trace.tracing import trace
@@ -28,7 +28,7 @@ def adamw(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> o
         0.0, learning_rate, warmup, max(num_steps, warmup + 1), end_value=learning_rate / 10
     )
     made = optax.adamw(logged(schedule), b2=0.95, weight_decay=0.1)
-    return made if state_dtype is None else kept_as(state_dtype, made)
+    return made if state_dtype is None else stored_as(state_dtype, made)
 
 
 @dataclass(frozen=True)

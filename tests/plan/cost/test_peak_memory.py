@@ -15,7 +15,7 @@ from programs import array, small_gpt, zoo_program
 from spanax.plan.cost.peak_memory import GROUPS, by_name, held, state_of, walk
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import resolver_of
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 
 MESHES = [
@@ -48,7 +48,9 @@ def groups(
     sizes = np.asarray([[size] for _, size in resolver.mesh.axes])
     numbers: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "in_flight": 1, "scale": 1.0}
     arrays = {name: np.asarray([given.pop(name, default)]) for name, default in numbers.items()}
-    found = held(state_of(resolver), walk(Laid(resolver, program.step), is_tpu=is_tpu), sizes, **arrays, **given)
+    found = held(
+        state_of(resolver), walk(ShardedProgram(resolver, program.step), is_tpu=is_tpu), sizes, **arrays, **given
+    )
     assert found.peak_bytes[0] == pytest.approx(sum(values[0] for values in found.groups.values()))
     return by_name(found.groups, 0)
 
@@ -231,7 +233,7 @@ def test_one_walk_serves_many_meshes() -> None:
     sizes = np.asarray([[1, 2, 4, 8, 4], [8, 4, 2, 1, 1]])
     one = np.ones(5)
     together = held(
-        state_of(resolver), walk(Laid(resolver, program.step)), sizes,
+        state_of(resolver), walk(ShardedProgram(resolver, program.step)), sizes,
         num_stages=one, num_microbatches=one, in_flight=one, scale=one,
     )  # fmt: skip
     for at, (fsdp, model) in enumerate(sizes.T.tolist()):

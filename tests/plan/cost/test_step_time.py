@@ -19,11 +19,11 @@ from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.step_time import TILE, Costs, Grid, Table, matmul_seconds, price, ways_table
-from spanax.plan.cost.terms import KINDS, Terms, Works
+from spanax.plan.cost.terms import KINDS, Matmuls, Terms
 from spanax.plan.search import Candidate, search
 from spanax.plan.sharding.place import resolver_of
-from spanax.plan.spmd.count_terms import tally
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.op_groups import Phase, contraction_flops
 from spanax.trace.program import Program
 
@@ -31,7 +31,9 @@ from spanax.trace.program import Program
 @functools.cache
 def terms(program: Program, layout: str, mesh: str) -> Terms:
     chips = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
-    return tally(Laid(resolver_of(program, spanax.plan(program, chips, layout=layout, mesh=mesh)), program.step))
+    return count_terms(
+        ShardedProgram(resolver_of(program, spanax.plan(program, chips, layout=layout, mesh=mesh)), program.step)
+    )
 
 
 def grid(*meshes: tuple[int, ...], stages: int = 1, microbatches: int = 1, scale: float = 1.0, **rest: Any) -> Grid:
@@ -85,17 +87,19 @@ def test_local_flops_are_the_steps_over_the_devices() -> None:
     program = small_gpt()
     graph = program.step.graph
     total = sum(
-        kind.runs * contraction_flops(graph, kind.op) for kind in program.step.census if kind.op.name == "dot_general"
+        kind.runs * contraction_flops(graph, kind.op)
+        for kind in program.step.op_groups
+        if kind.op.name == "dot_general"
     )
     for layout, mesh in (("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=4,model=2")):
         assert cost(program, layout, mesh).flops[0] == pytest.approx(total / 8)
     assert cost(program, "data", "data=4", stages=1, microbatches=4, scale=0.25).flops[0] == pytest.approx(total / 4)
 
 
-def one_matmul(m: int, n: int, k: int, *, splits: tuple[int, ...] = (0, 0, 0, 0), dtype: str = "bf16") -> Works:
+def one_matmul(m: int, n: int, k: int, *, splits: tuple[int, ...] = (0, 0, 0, 0), dtype: str = "bf16") -> Matmuls:
     """A matmul of bf16 numbers of its own, for a cost by hand."""
     row = np.asarray
-    return Works(
+    return Matmuls(
         flops=row([2.0 * m * n * k]),
         work=row([0]),
         sizes=row([[m, n, k, 1.0]]),
@@ -113,7 +117,7 @@ def one_matmul(m: int, n: int, k: int, *, splits: tuple[int, ...] = (0, 0, 0, 0)
     )
 
 
-def seconds(chip: str, works: Works, ways: int = 1) -> float:
+def seconds(chip: str, works: Matmuls, ways: int = 1) -> float:
     table = ways_table(np.asarray([[ways]]))
     return float(matmul_seconds(works, table, np.ones(1), chip_named(chip), Assumptions())[0, 0])
 
@@ -184,7 +188,7 @@ def test_a_convolution_is_the_matmul_of_its_flops(stride: int, groups: int) -> N
     program = spanax.trace(
         build=build, optimizer=optax.sgd(0.1), batch=array(8, 16, 16, 3), loss=lambda model, x: (model(x) ** 2).mean()
     )
-    works = terms(program, "data", "data=8").works
+    works = terms(program, "data", "data=8").matmuls
     assert len(works.flops) >= 5
     np.testing.assert_allclose(2 * works.sizes.prod(1), works.flops)
     if groups > 1:
@@ -354,7 +358,7 @@ def test_interleaving_waits_less() -> None:
 
 def moved(program: Program, layout: str, mesh: str, kind: str, **fields: Any) -> float:
     """Global bytes of a kind of collective in a step."""
-    moves = terms(program, layout, mesh).moves
+    moves = terms(program, layout, mesh).collectives
     chosen = moves.kind == KINDS.index(kind)
     for name, value in fields.items():
         chosen &= getattr(moves, name) == value

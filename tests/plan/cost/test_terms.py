@@ -14,7 +14,7 @@ from spanax.plan.sharding import operands
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd import count_terms, partition, sharded_program
 from spanax.run.run import Run
-from spanax.trace.analysis.leaf_aliases import versions
+from spanax.trace.analysis.leaf_aliases import leaf_aliases
 
 # A vocabulary so large that moving what was looked up in it takes less than moving the table.
 GPT = gpt.GPTConfig(vocab_size=2048, seq_len=32, num_layers=2, num_heads=8, embed_dim=64, remat=True)
@@ -53,7 +53,9 @@ def planned(model: str, layout: str, mesh: str) -> tuple[spanax.Program, spanax.
 
 def predicted(model: str, layout: str, mesh: str) -> dict[tuple[str, str], float]:
     program, plan = planned(model, layout, mesh)
-    return count_terms.tally(sharded_program.Laid(resolver_of(program, plan), program.step)).moved_bytes(plan.mesh)
+    return count_terms.count_terms(
+        sharded_program.ShardedProgram(resolver_of(program, plan), program.step)
+    ).moved_bytes(plan.mesh)
 
 
 @functools.cache
@@ -84,18 +86,18 @@ def test_what_moves_is_what_xla_moves(cell: tuple[str, str, str]) -> None:
     assert sum(compiled(*cell).values()) > 10_000
 
 
-def gathered_again(found: count_terms._Tally, kind: count_terms.Kind, shift: partition.Shift) -> int:
+def gathered_again(found: count_terms._TermCounter, kind: count_terms.Kind, shift: partition.Reshard) -> int:
     return kind.runs
 
 
-def unsummed(*args: object, **kwargs: object) -> list[partition.Shift]:
+def unsummed(*args: object, **kwargs: object) -> list[partition.Reshard]:
     return []
 
 
 BREAKAGES = [
     (sharded_program, "use_of", lambda *args: None, ("gpt", "fsdp", "fsdp=8")),
-    (count_terms._Tally, "_runs", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
-    (count_terms._Tally, "add_ends", lambda tally: None, ("gpt", "zero2", "data=2,fsdp=4")),
+    (count_terms._TermCounter, "_runs", gathered_again, ("gpt", "tensor+seq", "data=2,model=4")),
+    (count_terms._TermCounter, "add_ends", lambda tally: None, ("gpt", "zero2", "data=2,fsdp=4")),
     (partition, "_finished", unsummed, ("moe", "expert", "data=4,expert=2")),
     (sharded_program, "transition", unsummed, ("moe", "expert", "data=4,expert=2")),
 ]
@@ -145,7 +147,9 @@ def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, k
     resolver, total = resolver_of(program, plan), 0.0
     for at, leaf in enumerate(program.leaves):
         if leaf.kind == "param":
-            of_leaf = count_terms.tally(sharded_program.Laid(resolver, program.step), versions(program.step, at))
+            of_leaf = count_terms.count_terms(
+                sharded_program.ShardedProgram(resolver, program.step), leaf_aliases(program.step, at)
+            )
             total += of_leaf.moved_bytes(plan.mesh).get((kind, "fsdp"), 0.0)
     assert total > 0 and total == pytest.approx(predicted("gpt", layout, "fsdp=8")[kind, "fsdp"])
 
@@ -153,12 +157,12 @@ def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, k
 def test_what_is_done_once_a_step_does_not_grow_with_microbatches() -> None:
     for layout, kind in (("zero1", "all-gather"), ("data", "all-reduce")):
         program, plan = planned("gpt", layout, "data=8" if layout == "data" else "fsdp=8")
-        found = count_terms.tally(sharded_program.Laid(resolver_of(program, plan), program.step))
+        found = count_terms.count_terms(sharded_program.ShardedProgram(resolver_of(program, plan), program.step))
         one, four = found.moved_bytes(plan.mesh), found.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
         axes = plan.mesh.names[0]
         assert four[kind, axes] == pytest.approx(one[kind, axes], rel=1e-3)
     program, plan = planned("gpt", "fsdp", "fsdp=8")
-    found = count_terms.tally(sharded_program.Laid(resolver_of(program, plan), program.step))
+    found = count_terms.count_terms(sharded_program.ShardedProgram(resolver_of(program, plan), program.step))
     one, four = found.moved_bytes(plan.mesh), found.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
     assert four["all-gather", "fsdp"] == pytest.approx(4 * one["all-gather", "fsdp"], rel=0.05)
 

@@ -14,16 +14,16 @@ import spanax
 import zoo
 from spanax.check.predicted import predicted
 from spanax.plan.sharding.place import resolver_of
-from spanax.plan.spmd.deferred_reductions import Unreduced, unreduced
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
+from spanax.plan.spmd.sharded_program import ShardedProgram
 
 BATCH = jax.ShapeDtypeStruct((32, 16), "float32")
 MESH = "data=4,model=2"
 
 
-def put_off(program: spanax.Program, mesh: str = MESH, layout: str | None = None) -> Unreduced:
+def put_off(program: spanax.Program, mesh: str = MESH, layout: str | None = None) -> DeferredReductions:
     plan = spanax.plan(program, spanax.cluster("cpu:8"), mesh=mesh, layout=layout)
-    return unreduced(Laid(resolver_of(program, plan), program.step), plan.schedule)
+    return unreduced(ShardedProgram(resolver_of(program, plan), program.step), plan.schedule)
 
 
 @functools.cache

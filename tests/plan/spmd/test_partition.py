@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 from programs import array, graph_of
-from spanax.plan.spmd.partition import Masks, Shift, Split, as_masks, partition, transition, union
+from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
 
 DATA, MODEL, FSDP = 1, 2, 4
 
@@ -21,7 +21,7 @@ Moves = list[tuple[str, str, int, int]]
 
 def divided(
     function: Any, shapes: Sequence[Any], ins: Sequence[Masks], out: Masks, labels: Sequence[Any] = ()
-) -> tuple[Moves, Split]:
+) -> tuple[Moves, PartitionedOp]:
     """What the last operation of a function moves; `labels` are those of its operands, then of its result."""
     graph = graph_of(function, *shapes)
     op = graph.body.ops[-1]
@@ -29,12 +29,12 @@ def divided(
     classes: list[tuple[int | None, ...]] = [(None,) * len(graph.shape(value)) for value in range(len(graph.avals))]
     for value, given in zip((*op.inputs, *op.outputs), labels, strict=bool(labels)):
         classes[value] = given
-    split = partition(graph, classes, op, ins, [out])
+    split = spmd_partition(graph, classes, op, ins, [out])
     assert all(shift.is_operand == (names[shift.value] != "out") for shift in split.shifts)
     return [(shift.kind, names[shift.value], shift.over, shift.kept) for shift in split.shifts], split
 
 
-def einsum(spec: str, x: Masks, w: Masks, out: Masks, sizes: str = "") -> tuple[Moves, Split]:
+def einsum(spec: str, x: Masks, w: Masks, out: Masks, sizes: str = "") -> tuple[Moves, PartitionedOp]:
     """A matmul under splits; dims have size 8, those in `sizes` 64."""
     left, right = spec.partition("->")[0].split(",")
     shapes = [tuple(64 if dim in sizes else 8 for dim in dims) for dims in (left, right)]
@@ -271,7 +271,7 @@ def test_a_scatter_of_batch_rows(table: Masks, updates: Masks, out: Masks, expec
 )
 def test_transitions(before: Masks, after: Masks, expected: list[tuple[str, int, int]]) -> None:
     found = transition(7, before, after, is_operand=True)
-    assert found == [Shift(kind, 7, over, kept, True) for kind, over, kept in expected]
+    assert found == [Reshard(kind, 7, over, kept, True) for kind, over, kept in expected]
 
 
 def test_masks_of_a_spec() -> None:

@@ -20,7 +20,7 @@ from spanax.models.stack import Stack
 from spanax.plan.evaluate import candidate_of, memory_of
 from spanax.plan.loss_chunks import chunks_to_try, saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.predict import priced
+from spanax.plan.predict import with_prediction
 from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run
 from spanax.show.plans import search_json, search_text
@@ -120,7 +120,7 @@ def test_nothing_more_is_moved_and_the_logits_are_not_there(layout: str, mesh: s
     steps = [compiled(plan) for plan in plans]
     moved = [hlo_bytes.by_axis(step.as_text(), dict(plans[0].mesh.axes)) for step in steps]
     assert sum(moved[1].values()) <= sum(moved[0].values()) + 256
-    foreseen = [priced(program(), plan, spanax.cluster("a100:4")).price for plan in plans]
+    foreseen = [with_prediction(program(), plan, spanax.cluster("a100:4")).price for plan in plans]
     for whole, chunked in zip(*(one.moved[mesh.split("=")[0]].values() for one in foreseen if one), strict=True):
         assert chunked <= whole + 256
     machine = spanax.cluster("cpu", 4)

@@ -12,7 +12,7 @@ import pytest
 import spanax
 from spanax.models.workloads import load
 from spanax.run.step import kernels
-from spanax.trace.rewrites.attention.fuse import Attended, attended
+from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD, attention_grad_p, attention_p
 
 B, T, H, G, K = 2, 256, 4, 2, 16
@@ -65,8 +65,8 @@ def test_splash_has_the_numbers_of_the_model(name: str, interpreted: list[str]) 
     keys = jax.random.split(jax.random.key(0), 3)
     sizes = ((B, T, H, K), (B, num_keys, heads, K), (B, num_keys, heads, K))
     operands = [jax.random.normal(key, size) for key, size in zip(keys, sizes, strict=True)]
-    told: list[Attended] = []
-    found = gradients(attended(function, "splash", told), operands)
+    told: list[FusedAttention] = []
+    found = gradients(fuse_attention(function, "splash", told), operands)
     assert interpreted == [FORWARD, BACKWARD] and str(told[0]).startswith("splash for 256 x")
     for one, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(gradients(function, operands)), strict=True):
         assert float(jnp.abs(one - wanted).max()) <= TOLERANCE * float(jnp.abs(wanted).max())
@@ -83,7 +83,9 @@ def test_splash_has_the_numbers_of_the_model(name: str, interpreted: list[str]) 
 )
 def test_each_kernel_is_called_on_its_platform_and_nowhere_else(kernel: str, platform: str, calls: set[str]) -> None:
     q, k = (jax.ShapeDtypeStruct((B, T, heads, 64), "bfloat16") for heads in (H, G))
-    of_loss = jax.grad(attended(lambda q, k, v: causal(q, k, v).astype("float32").sum(), kernel), argnums=(0, 1, 2))
+    of_loss = jax.grad(
+        fuse_attention(lambda q, k, v: causal(q, k, v).astype("float32").sum(), kernel), argnums=(0, 1, 2)
+    )
     text = jax.jit(of_loss).trace(q, k, k).lower(lowering_platforms=(platform,)).as_text()
     assert set(re.findall(r"custom_call @([\w$]+)", text)) == calls
 

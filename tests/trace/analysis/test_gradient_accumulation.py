@@ -12,9 +12,9 @@ import zoo
 from programs import zoo_program
 from spanax.plan.evaluate import candidate_of
 from spanax.plan.sharding.place import resolver_of
-from spanax.plan.spmd.count_terms import tally
-from spanax.plan.spmd.sharded_program import Laid
-from spanax.trace.analysis.leaf_aliases import versions
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.analysis.leaf_aliases import leaf_aliases
 from spanax.trace.program import Program
 
 WIDTH, HIDDEN, BATCH = 32, 64, 16
@@ -22,7 +22,7 @@ WIDTH, HIDDEN, BATCH = 32, 64, 16
 
 def moved(program: Program, layout: str, mesh: str, **how: bool) -> dict[tuple[str, str], float]:
     plan = spanax.plan(program, spanax.cluster("cpu:8"), layout=layout, mesh=mesh)
-    return tally(Laid(resolver_of(program, plan), program.step), **how).moved_bytes(plan.mesh)
+    return count_terms(ShardedProgram(resolver_of(program, plan), program.step), **how).moved_bytes(plan.mesh)
 
 
 def test_sums_that_meet_are_summed_once() -> None:
@@ -54,7 +54,7 @@ def test_a_sum_that_meets_what_is_none_stays() -> None:
         build=Residual, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
-    assert any(len(values) == 2 for meeting in program.step.meetings for values, _ in meeting.met)
+    assert any(len(values) == 2 for meeting in program.step.gradient_sums for values, _ in meeting.met)
     for layout, mesh in (("tensor", "model=8"), ("data", "data=8")):
         assert moved(program, layout, mesh) == moved(program, layout, mesh, adds_first=True)
 
@@ -75,16 +75,17 @@ def test_of_one_leaf_alone() -> None:
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
     plan = spanax.plan(program, spanax.cluster("cpu:8"), layout="data")
-    laid = Laid(resolver_of(program, plan), program.step)
+    laid = ShardedProgram(resolver_of(program, plan), program.step)
     size = WIDTH * HIDDEN * 4
     apart, joined = (
-        tally(laid, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"] for adds in (False, True)
+        count_terms(laid, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"] for adds in (False, True)
     )
     assert apart - joined == size
     for leaf, saved in (("embed.kernel", size), ("body.kernel", 0)):
-        only = versions(program.step, [one.path for one in program.leaves].index(leaf))
+        only = leaf_aliases(program.step, [one.path for one in program.leaves].index(leaf))
         of_leaf = [
-            tally(laid, only, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"] for adds in (False, True)
+            count_terms(laid, only, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"]
+            for adds in (False, True)
         ]
         assert of_leaf[0] - of_leaf[1] == saved and of_leaf[1] > 0
 
@@ -103,7 +104,7 @@ def test_a_sum_over_very_many_parameters_is_no_recursion() -> None:
         build=Many, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
-    assert program.step.meetings and moved(program, "data", "data=8", adds_first=True)["all-reduce", "data"] > 0
+    assert program.step.gradient_sums and moved(program, "data", "data=8", adds_first=True)["all-reduce", "data"] > 0
 
 
 def test_a_sum_that_is_saved_altogether_leaves_no_move() -> None:
@@ -122,6 +123,6 @@ def test_a_sum_that_is_saved_altogether_leaves_no_move() -> None:
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
     plan = spanax.plan(program, spanax.cluster("a100:8"), layout="data")
-    moves = tally(Laid(resolver_of(program, plan), program.step), adds_first=True).moves
+    moves = count_terms(ShardedProgram(resolver_of(program, plan), program.step), adds_first=True).collectives
     assert (moves.runs > 0).all()
     assert candidate_of(program, plan, spanax.cluster("a100:8")).step_seconds > 0

@@ -15,10 +15,10 @@ from jax import lax
 import spanax
 import zoo
 from programs import array, graph_of, small_gpt, workload, zoo_program
-from spanax.plan.sharding.operands import use_of
+from spanax.plan.sharding.operands import operand_sharding
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.partition import as_masks
-from spanax.trace.analysis.op_groups import Kind, Phase, contraction_flops
+from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph
 from spanax.trace.program import Program
@@ -32,8 +32,8 @@ HEAD_FLOPS = 2 * B * T * D * V
 FORWARD_FLOPS = L * LAYER_FLOPS + HEAD_FLOPS
 
 
-def matmuls(program: Program) -> list[Kind]:
-    return [kind for kind in program.step.census if kind.op.name in CONTRACTIONS]
+def matmuls(program: Program) -> list[OpGroup]:
+    return [kind for kind in program.step.op_groups if kind.op.name in CONTRACTIONS]
 
 
 def flops(program: Program, **fields: Any) -> int:
@@ -90,7 +90,7 @@ def test_full_remat_adds_the_forward_pass_of_a_layer_but_for_its_last_matmul(sca
 def test_operations_are_counted_as_often_as_they_run(scan: bool, remat: bool) -> None:
     program = small_gpt(scan_layers=scan, remat=remat)
     found = Counter[str]()
-    for kind in program.step.census:
+    for kind in program.step.op_groups:
         found[kind.op.name] += kind.runs
     assert found == counted(program.step.graph)
 
@@ -98,9 +98,9 @@ def test_operations_are_counted_as_often_as_they_run(scan: bool, remat: bool) ->
 def test_what_is_alike_is_one_kind() -> None:
     """Norms of unrolled layers are of one class, and so is all that the optimizer does to them."""
     program = small_gpt(scan_layers=False)
-    norms = [kind for kind in program.step.census if kind.op.name == "rsqrt" and kind.phase == Phase.FORWARD]
+    norms = [kind for kind in program.step.op_groups if kind.op.name == "rsqrt" and kind.phase == Phase.FORWARD]
     assert [kind.runs for kind in norms] == [2 * L + 1]
-    assert 2 * len(program.step.census) < sum(kind.runs for kind in program.step.census)
+    assert 2 * len(program.step.op_groups) < sum(kind.runs for kind in program.step.op_groups)
 
 
 def test_microbatches_run_the_layers_as_often() -> None:
@@ -117,9 +117,9 @@ def test_microbatches_run_the_layers_as_often() -> None:
 
 def test_the_optimizer_is_the_update() -> None:
     program = workload("gpt-nano")
-    phases = {kind.op.name: kind.phase for kind in program.step.census if kind.op.name in ("sqrt", "erf")}
+    phases = {kind.op.name: kind.phase for kind in program.step.op_groups if kind.op.name in ("sqrt", "erf")}
     assert phases == {"sqrt": Phase.UPDATE}
-    tables = [kind.phase for kind in program.step.census if kind.op.name in ("gather", "scatter-add", "scatter_add")]
+    tables = [kind.phase for kind in program.step.op_groups if kind.op.name in ("gather", "scatter-add", "scatter_add")]
     assert set(tables) == {Phase.FORWARD, Phase.BACKWARD}
 
 
@@ -167,7 +167,7 @@ def test_nothing_ever_moves_for_an_inert_operation(name: str, layout: str, mesh:
     assert 2 * len(program.step.inert) > len(elementwise) and set(elementwise) >= program.step.inert
     for op in program.step.inert:
         assert len({masks(value) for value in (*op.inputs, *op.outputs) if graph.shape(value)}) <= 1, op
-        assert use_of(resolver, program.step, op, constraints) is None, op
+        assert operand_sharding(resolver, program.step, op, constraints) is None, op
 
 
 # Matmuls and convolutions

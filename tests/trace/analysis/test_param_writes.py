@@ -10,7 +10,7 @@ from flax import nnx
 
 import spanax
 from spanax.errors import SpanaxError
-from spanax.trace.analysis.param_writes import written
+from spanax.trace.analysis.param_writes import param_writes
 
 
 class Clipped(nnx.Module):
@@ -79,4 +79,4 @@ def test_a_loop_that_does_write_is_seen() -> None:
         return [*turned, *swapped]
 
     rows = jnp.ones((3, 4))
-    assert written(after, [rows, rows, rows, rows]) == [False, True, True, True]
+    assert param_writes(after, [rows, rows, rows, rows]) == [False, True, True, True]

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import spanax
 from spanax.trace.axes.discover import Dims
-from spanax.trace.axes.scanned_dims import turns
+from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr import dim_rules
 from spanax.trace.jaxpr.graph import from_jaxpr
 
@@ -347,7 +347,7 @@ def test_of_a_linear_solve_only_the_solution_is_left() -> None:
 def turned(function: Callable[..., Any], *args: Any) -> Dims:
     """As in a step whose first input is a batch."""
     graph = from_jaxpr(jax.make_jaxpr(function)(*args))
-    dims = Dims(graph, turns(graph))
+    dims = Dims(graph, scanned_dims(graph))
     for op in graph.ops():
         dim_rules.apply(op, dims)
     dims.join_turns(graph.body.inputs[:1])

@@ -11,8 +11,8 @@ from flax import nnx
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt
-from spanax.trace.pipeline.partition import Cut, cut
-from spanax.trace.pipeline.split_backward import halves
+from spanax.trace.pipeline.partition import PipelinePartition, pipeline_partition
+from spanax.trace.pipeline.split_backward import split_backward
 from spanax.trace.program import Program
 
 CONFIG = gpt.GPTConfig(32, seq_len=8, num_layers=4, num_heads=2, embed_dim=16, dropout=0.1)
@@ -30,11 +30,11 @@ def names(ops: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def pieces() -> Cut:
-    return cut(traced().step, 4)
+def pieces() -> PipelinePartition:
+    return pipeline_partition(traced().step, 4)
 
 
-def test_lookups_are_in_front_the_loss_is_in_the_head_and_their_gradient_is_the_end(pieces: Cut) -> None:
+def test_lookups_are_in_front_the_loss_is_in_the_head_and_their_gradient_is_the_end(pieces: PipelinePartition) -> None:
     assert pieces.num_layers == 4
     assert "gather" in names(pieces.front_ops) and "dot_general" not in names(pieces.front_ops)
     # The tied embedding: logits, and what they give back to the layers and to the table.
@@ -43,7 +43,7 @@ def test_lookups_are_in_front_the_loss_is_in_the_head_and_their_gradient_is_the_
     assert not {"dot_general", "gather", "scan"}.intersection(names((*pieces.forward_ops, *pieces.backward_ops)))
 
 
-def test_a_tied_embedding_is_added_up_at_both_ends_and_layers_where_they_are(pieces: Cut) -> None:
+def test_a_tied_embedding_is_added_up_at_both_ends_and_layers_where_they_are(pieces: PipelinePartition) -> None:
     shapes = {}
     graph = traced().step.graph
     for one in pieces.sums:
@@ -55,27 +55,27 @@ def test_a_tied_embedding_is_added_up_at_both_ends_and_layers_where_they_are(pie
     assert len(shapes["layers",]) == 12 and len(shapes["head",]) == 2
 
 
-def test_counts_of_draws_stay_with_their_layers(pieces: Cut) -> None:
+def test_counts_of_draws_stay_with_their_layers(pieces: PipelinePartition) -> None:
     assert len(pieces.layer_states) == 2 and not pieces.states
 
 
 def test_counts_move_on_with_their_layers_or_in_front() -> None:
-    pieces = cut(traced(accumulate="mean").step, 4)
+    pieces = pipeline_partition(traced(accumulate="mean").step, 4)
     assert len(pieces.layer_states) == 2 and len(pieces.states) == pieces.num_front_states == 1
     # Its value before is what the end makes the same mask from.
     assert pieces.ridden == (pieces.states[0].before,)
 
 
 def test_what_is_cast_for_all_layers_is_cast_before_the_loop() -> None:
-    found = cut(traced("bfloat16", "full").step, 4)
+    found = pipeline_partition(traced("bfloat16", "full").step, 4)
     assert set(names(found.prepared_ops)) == {"convert_element_type"} and len(found.rows) >= 12
     assert {tuple(sorted(one.parts)) for one in found.sums} == {("layers",), ("end", "head"), ("end",), ("head",)}
 
 
 @pytest.mark.parametrize("remat", [None, "full"])
 def test_half_a_way_back_is_half_the_matmuls(remat: str | None) -> None:
-    found = cut(traced(remat=remat).step, 4)
-    two = halves(found.backward)
+    found = pipeline_partition(traced(remat=remat).step, 4)
+    two = split_backward(found.backward)
     again = 5 if remat else 0  # qkv, scores, weighted values, the projection of heads, up
     first, second = (names(ops).count("dot_general") for ops in (two.first, two.second))
     assert second == 4, "the gradients of four weights"
@@ -89,7 +89,7 @@ def test_a_step_without_layers_is_refused() -> None:
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
     with pytest.raises(SpanaxError, match="no loop over layers that could be divided"):
-        cut(program.step, 4)
+        pipeline_partition(program.step, 4)
 
 
 class Watched(nnx.Module):
@@ -108,6 +108,6 @@ def test_what_reads_all_layers_weights_at_once_is_computed_before_the_loop() -> 
         accumulate="mean",
         loss=lambda model, x: (model(x) ** 2).mean() + 1e-2 * jnp.square(model.blocks.kernel[...]).sum(),
     )  # fmt: skip
-    found = cut(program.step, 4)
+    found = pipeline_partition(program.step, 4)
     assert "reduce_sum" in names(found.prepared_ops) and found.prepared
     assert any("always" in one.parts for one in found.sums)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from spanax.check.checked import Checked
 from spanax.check.rules.said import Said
 from spanax.plan.sharding.place import resolver_of
-from spanax.plan.spmd.count_terms import tally
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.sharded_program import ShardedProgram
 
 MANY_LAYERS = 8
 """Equal layers, written out, from which on compiling takes minutes."""
@@ -34,7 +34,7 @@ def wide_matmuls(checked: Checked) -> Iterator[Said]:
     rates = checked.cluster.chip.peak_flops
     if checked.cluster.chip.shared or rates.get("bf16", 0.0) < 2 * rates.get("fp32", 1.0):
         return
-    works = tally(Laid(resolver_of(checked.program, checked.plan), checked.program.step)).works
+    works = count_terms(ShardedProgram(resolver_of(checked.program, checked.plan), checked.program.step)).matmuls
     flops: dict[str, float] = defaultdict(float)
     for dtype, count in zip(works.dtypes, works.flops * works.runs, strict=True):
         flops[dtype] += count

@@ -1,55 +1,55 @@
 """Bytes that one device receives from collectives per step under a plan."""
 
-from spanax.plan.cost.stage_transfers import hop_bytes
+from spanax.plan.cost.stage_transfers import stage_transfer_bytes
 from spanax.plan.cost.terms import Terms
 from spanax.plan.pipeline.layer_partition import shares
 from spanax.plan.pipeline.stages import AXIS, inside_stage
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned, resolver_of
-from spanax.plan.spmd.count_terms import tally
+from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import unreduced
-from spanax.plan.spmd.sharded_program import Laid
-from spanax.trace.analysis.leaf_aliases import versions
-from spanax.trace.pipeline.partition import cut
+from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.analysis.leaf_aliases import leaf_aliases
+from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 
 Moved = dict[str, dict[str, int]]
 """Bytes of results by mesh axes and kind."""
 
 
-def laid_as_planned(program: Program, plan: Plan) -> Laid:
+def laid_as_planned(program: Program, plan: Plan) -> ShardedProgram:
     """The step as it would run, laid out inside of one stage.
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
     """
     planned = as_planned(program, plan)
-    return Laid(resolver_of(program, inside_stage(plan)).of(planned), planned.step)
+    return ShardedProgram(resolver_of(program, inside_stage(plan)).of(planned), planned.step)
 
 
-def moved_bytes(laid: Laid, plan: Plan, terms: Terms) -> Moved:
+def moved_bytes(laid: ShardedProgram, plan: Plan, terms: Terms) -> Moved:
     """All that moves, between stages too."""
     found = _by_axes(laid, plan, terms)
     if plan.schedule.num_stages > 1:
-        pieces = cut(laid.traced, plan.schedule.microbatches)
-        found[AXIS] = {"collective-permute": hop_bytes(laid.resolver, pieces, ticks_of(plan.schedule))}
+        pieces = pipeline_partition(laid.traced, plan.schedule.microbatches)
+        found[AXIS] = {"collective-permute": stage_transfer_bytes(laid.resolver, pieces, ticks_of(plan.schedule))}
     return found
 
 
-def moved_of(laid: Laid, plan: Plan, path: str) -> Moved:
+def moved_of(laid: ShardedProgram, plan: Plan, path: str) -> Moved:
     """What moves of one leaf of the state, its gradient and its update."""
-    only = versions(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
-    return _by_axes(laid, plan, tally(laid, only, late=unreduced(laid, plan.schedule)))
+    only = leaf_aliases(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
+    return _by_axes(laid, plan, count_terms(laid, only, late=unreduced(laid, plan.schedule)))
 
 
-def num_shares(laid: Laid, plan: Plan) -> float:
+def num_shares(laid: ShardedProgram, plan: Plan) -> float:
     """Into how many parts the layers count as divided, padding included."""
     schedule = plan.schedule
     return float(shares(laid.traced.layer_carry[1], schedule.num_stages, schedule.num_chunks))
 
 
-def _by_axes(laid: Laid, plan: Plan, terms: Terms) -> Moved:
+def _by_axes(laid: ShardedProgram, plan: Plan, terms: Terms) -> Moved:
     found: Moved = {}
     moved = terms.moved_bytes(inside_stage(plan).mesh, num_stages=num_shares(laid, plan))
     for (kind, axes), num_bytes in sorted(moved.items()):

@@ -17,8 +17,8 @@ from spanax.plan.cost.step_time import Grid, ways_table
 from spanax.plan.pipeline.bubble import num_in_flight
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import as_masks, union
-from spanax.plan.spmd.sharded_program import Laid
-from spanax.trace.analysis.liveness import Lifetimes
+from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.analysis.liveness import Liveness
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Op
 from spanax.trace.rewrites.attention.operation import RING
 
@@ -59,7 +59,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class MemoryUse:
     """Bytes of one device by group, one entry a candidate; `peak_bytes` is their sum and `reserve_bytes`."""
 
     groups: dict[str, Array]
@@ -83,9 +83,9 @@ def state_of(resolver: Resolver) -> State:
     return State(kinds, np.asarray([*rows.values()], float), np.asarray(splits, int), np.asarray(stacked, bool))
 
 
-def walk(laid: Laid, *, is_tpu: bool = False) -> Level:
+def walk(laid: ShardedProgram, *, is_tpu: bool = False) -> Level:
     """The fullest moments of a program under a layout, as a TPU's compiler or those of others have them."""
-    lifetimes = laid.traced.tpu_lifetimes if is_tpu else laid.traced.lifetimes
+    lifetimes = laid.traced.tpu_liveness if is_tpu else laid.traced.liveness
     return _level(laid, lifetimes, laid.traced.graph.body)
 
 
@@ -99,7 +99,7 @@ def held(
     in_flight: Array,
     scale: Array,
     fused_attention: bool = False,
-) -> Held:
+) -> MemoryUse:
     """Bytes that one device holds on every mesh.
 
     Args:
@@ -122,10 +122,10 @@ def held(
     for at, name in enumerate(GROUPS):
         groups[name] = peak[at]
     groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, of_kind["gradient"], 0.0)
-    return Held(groups, sum(groups.values()))
+    return MemoryUse(groups, sum(groups.values()))
 
 
-def held_on(state: State, level: Level, grid: Grid, *, fused_attention: bool = False) -> Held:
+def memory_per_device(state: State, level: Level, grid: Grid, *, fused_attention: bool = False) -> MemoryUse:
     """Bytes that one device holds on every mesh of a grid, a stage of a pipeline as its schedule has it."""
     flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
     return held(
@@ -186,7 +186,7 @@ class _Columns:
         return self._known[column]
 
 
-def _level(laid: Laid, lifetimes: Mapping[Body, Lifetimes], body: Body) -> Level:
+def _level(laid: ShardedProgram, lifetimes: Mapping[Body, Liveness], body: Body) -> Level:
     """The moments of a body at which more may be held than at any other."""
     alive, ops = lifetimes[body], laid.traced.order[body]
     num_ops = len(ops)
@@ -219,7 +219,7 @@ class Span:
     num_bytes: float
 
 
-def _gathered(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
+def _gathered(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
     """Stored weights as they are used, from where each is first gathered to where it is last used so."""
     spans: dict[tuple[int, Constraint], list[int]] = {}
     for at, op in enumerate(ops):
@@ -232,7 +232,7 @@ def _gathered(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
         yield Span(first, last, (split, *_column(laid, value)[1:-1], WEIGHTS), laid.num_bytes(value))
 
 
-def _summed(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
+def _summed(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
     """Sums that are whole on every device before each keeps its part: the gradient of a stored weight.
 
     They are exchanged after the loops that follow, which do not need them.
@@ -246,7 +246,7 @@ def _summed(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
                 yield Span(at, max(at, last_loop), (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
 
 
-def _worked(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
+def _worked(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
     """What an attention around a ring holds while it runs."""
     for at, op in enumerate(ops):
         use = laid.division(op).use if op.name in RING else None
@@ -257,9 +257,9 @@ def _worked(laid: Laid, ops: Sequence[Op]) -> Iterator[Span]:
             yield Span(at, at, (mask, *_column(laid, op.inputs[0])[1:]), num_bytes)
 
 
-def _column(laid: Laid, value: int) -> Column:
+def _column(laid: ShardedProgram, value: int) -> Column:
     """Where a value counts as it lies."""
-    traced, labels = laid.traced, laid.traced.roles[value].labels
+    traced, labels = laid.traced, laid.traced.sharding_keys[value].labels
     is_batched = laid.is_batched(value)
     is_stacked = not traced.layer_labels.isdisjoint(labels)
     group = ACTIVATIONS if is_batched or not labels else GRADIENTS

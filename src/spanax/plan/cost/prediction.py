@@ -8,7 +8,7 @@ Moved = Mapping[str, Mapping[str, int]]
 
 
 @dataclass(frozen=True)
-class Price:
+class Prediction:
     """What one device was expected to take for one step; bytes that move count as results of collectives.
 
     Attributes:

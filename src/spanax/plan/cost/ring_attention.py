@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.sharding.attention import Around
+from spanax.plan.sharding.attention import AttentionSharding
 from spanax.plan.sharding.resolve import Spec
-from spanax.plan.spmd.partition import Shift, Split, as_masks, union
+from spanax.plan.spmd.partition import PartitionedOp, Reshard, as_masks, union
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.blockwise import BLOCK
 from spanax.trace.rewrites.attention.kernels import Kernel
@@ -19,12 +19,12 @@ ROUND, HOP = "round", "collective-permute"
 """A value that goes past all devices of a ring, one hop more than to the last; and one hop."""
 
 
-def ring_of(around: Around, mesh: MeshShape) -> Shares:
+def ring_of(around: AttentionSharding, mesh: MeshShape) -> Shares:
     """The parts of every device of the ring; of one device where nothing goes around."""
     return shares(around.form, mesh.ways(around.ring))
 
 
-def ring_split(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> Split:
+def ring_split(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> PartitionedOp:
     """How an attention is divided, and what moves.
 
     Keys and values go past all others; what is added to their gradients goes behind them and home, from the first step
@@ -34,7 +34,7 @@ def ring_split(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> Split:
     """
     mask = _masks(mesh)
     ring = mask((around.ring,))
-    shifts: list[Shift] = []
+    shifts: list[Reshard] = []
     if mesh.ways(around.ring) > 1:
         is_moved = ring_of(around, mesh).is_moved
         for value, spec, rounds, width in _moving(graph, op, around):
@@ -42,13 +42,13 @@ def ring_split(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> Split:
             hops = is_moved * width + rounds * (width if value in op.outputs else -1)
             for kind, times in ((ROUND, rounds * width), (HOP, hops)):
                 if times:
-                    shifts.append(Shift(kind, value, ring, kept, False, times))
+                    shifts.append(Reshard(kind, value, ring, kept, False, times))
     if op.name == BACKWARD:
         used = mask(around.axes)
         for value, spec in zip(op.outputs, around.results(op), strict=True):
             if over := used & ~mask(spec):
-                shifts.append(Shift("all-reduce", value, over, mask(spec), False, _words(graph, value)))
-    return Split(mask(around.axes), (), (), tuple(shifts))
+                shifts.append(Reshard("all-reduce", value, over, mask(spec), False, _words(graph, value)))
+    return PartitionedOp(mask(around.axes), (), (), tuple(shifts))
 
 
 def _masks(mesh: MeshShape) -> Callable[[Spec], int]:
@@ -57,7 +57,7 @@ def _masks(mesh: MeshShape) -> Callable[[Spec], int]:
     return lambda spec: union(as_masks(spec, bits))
 
 
-def _moving(graph: Graph, op: Op, around: Around) -> Iterator[tuple[int, Spec, int, int]]:
+def _moving(graph: Graph, op: Op, around: AttentionSharding) -> Iterator[tuple[int, Spec, int, int]]:
     """Values that are exchanged or go around: the spec, how often around, and how many of their bytes for one.
 
     Gradients are added up in 32 bits, whatever they are kept in.
@@ -83,7 +83,7 @@ def _words(graph: Graph, value: int) -> int:
     return max(1, 4 // graph.avals[value].dtype.itemsize)
 
 
-def products(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> list[tuple[float, tuple[float, ...]]]:
+def products(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> list[tuple[float, tuple[float, ...]]]:
     """FLOPs and sizes (m, n, k, separate products) of its matmuls: two on the way to the loss, five on the way back.
 
     Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. What is masked whatever the numbers is not
@@ -112,7 +112,9 @@ def _blocks_met(form: Form, kernel: Kernel) -> float:
     return (1 + 1 / num_blocks) / 2 if kernel.is_causal else 1.0
 
 
-def works(graph: Graph, op: Op, around: Around, mesh: MeshShape, is_batched: bool, dtype: str) -> list[tuple[Any, ...]]:
+def works(
+    graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape, is_batched: bool, dtype: str
+) -> list[tuple[Any, ...]]:
     """Rows of `Works` for its matmuls but for when they run and how often."""
     mask = _masks(mesh)
     form = around.form
@@ -133,7 +135,7 @@ def works(graph: Graph, op: Op, around: Around, mesh: MeshShape, is_batched: boo
     return found
 
 
-def worked_bytes(graph: Graph, op: Op, around: Around, mesh: MeshShape) -> list[tuple[Spec, float]]:
+def worked_bytes(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> list[tuple[Spec, float]]:
     """Bytes that it holds while it runs beside operands and results, by how they are split.
 
     Keys as they come in, as they are sent and as they arrive; sums in 32 bits with what is added to them; a block of

@@ -5,11 +5,11 @@ import math
 from spanax.plan.pipeline.schedules import Kind
 from spanax.plan.pipeline.ticks import Ticks
 from spanax.plan.sharding.resolve import Resolver
-from spanax.trace.pipeline.partition import Cut
+from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.variables import itemsize
 
 
-def hop_bytes(resolver: Resolver, cut: Cut, ticks: Ticks) -> int:
+def stage_transfer_bytes(resolver: Resolver, cut: PipelinePartition, ticks: Ticks) -> int:
     """Bytes that one device receives of permutations between stages in one step.
 
     At every tick that has a forward, activations; at every one that has a backward, their gradients; once a step what

@@ -16,7 +16,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds, permute_seconds
 from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.links import Links
-from spanax.plan.cost.terms import Moves, Terms, Touches, Works
+from spanax.plan.cost.terms import Collectives, Matmuls, MemoryTraffic, Terms
 from spanax.plan.pipeline.bubble import step_seconds
 from spanax.plan.pipeline.layer_partition import shares
 from spanax.trace.analysis.op_groups import Phase
@@ -102,7 +102,7 @@ def price(
     for name, found in (("weights between devices", moved), ("update", parts)):
         seconds = sum(value for (phase, _, _), value in found.items() if phase == Phase.UPDATE) / divided
         named[name] = named.get(name, 0.0) + seconds
-    works = terms.works
+    works = terms.matmuls
     flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], divided, 1)
     return Costs(named, sum(named.values()), flops.sum(0) * count)
 
@@ -116,7 +116,7 @@ def ways_table(sizes: Array) -> Array:
     return table
 
 
-def matmul_seconds(works: Works, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
+def matmul_seconds(works: Matmuls, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
     """Seconds of one run of each matmul: a roofline over whole tiles. One row a matmul, one column a mesh.
 
     A result is made in tiles, each by one core, and the last round of tiles leaves cores idle (`_tiled`). Reading and
@@ -167,7 +167,7 @@ def _tiled(
     return rounds * 2.0 * TILE**2 * (k / parts + first) * cores, np.where(parts > 1, 8.0 * parts * m * n * count, 0.0)
 
 
-def touch_seconds(touches: Touches, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
+def touch_seconds(touches: MemoryTraffic, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
     """Seconds of each row of fused traffic: its bytes over the memory's rate, times `touched_around` around the layers.
 
     Source: a kernel that only passes numbers on is as fast as the memory (roofline).
@@ -182,7 +182,7 @@ def _computed(
     terms: Terms, ways: Array, table: "TableAt", grid: Grid, given: Assumptions
 ) -> dict[tuple[Any, ...], Array]:
     """Seconds by (phase, in the layers, what they go to), for one microbatch."""
-    works, touches, chip = terms.works, terms.touches, table.table.chip
+    works, touches, chip = terms.matmuls, terms.memory_traffic, table.table.chip
     matmuls = table.matmul_seconds(works) * works.runs[:, None]
     touched = touch_seconds(touches, ways, grid.scale, chip, given)
     found: dict[tuple[Any, ...], Array] = {}
@@ -204,15 +204,15 @@ def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
       terms: of a program that keeps everything.
       gathers_again: whether weights are let go of in between, and gathered a third time.
     """
-    works, touches, moves = terms.works, terms.touches, terms.moves
+    works, touches, moves = terms.matmuls, terms.memory_traffic, terms.collectives
     kernels = touches.kernels.copy()
     kernels[Phase.FORWARD, 1] *= 2
     again = [1 + ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (works, touches, moves)]
     return replace(
         terms,
-        works=replace(works, runs=works.runs * again[0]),
-        touches=replace(touches, num_bytes=touches.num_bytes * again[1], kernels=kernels),
-        moves=replace(moves, runs=moves.runs * np.where(moves.of_weights & (not gathers_again), 1, again[2])),
+        matmuls=replace(works, runs=works.runs * again[0]),
+        memory_traffic=replace(touches, num_bytes=touches.num_bytes * again[1], kernels=kernels),
+        collectives=replace(moves, runs=moves.runs * np.where(moves.of_weights & (not gathers_again), 1, again[2])),
     )
 
 
@@ -225,7 +225,7 @@ def _wait_for_host(
     """
     if not given.dispatch_seconds:
         return
-    host = terms.touches.kernels[: Phase.UPDATE].sum() * given.dispatch_seconds / stages
+    host = terms.memory_traffic.kernels[: Phase.UPDATE].sum() * given.dispatch_seconds / stages
     device = (sum(layers.values()) + sum(around.values())) / stages
     grows = (1 + (host / device) ** SHARPNESS) ** (1 / SHARPNESS)
     for part in (layers, around):
@@ -240,7 +240,7 @@ def _moved(
     What is gathered or scattered of the weights at one place goes in one message, as compilers combine it; that for the
     CPU does not.
     """
-    moves = terms.moves
+    moves = terms.collectives
     num_bytes = moves.num_bytes[:, None] * np.where(moves.batched[:, None], grid.scale, 1.0) / ways[moves.kept]
     found: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
     once = np.zeros(grid.scale.shape)
@@ -257,7 +257,7 @@ def _moved(
     return found, once
 
 
-def _messages(moves: Moves, combines: bool) -> dict[tuple[Any, ...], list[int]]:
+def _messages(moves: Collectives, combines: bool) -> dict[tuple[Any, ...], list[int]]:
     """Rows that go together, by (kind, over, phase, in the layers, of weights), and the row of what goes alone."""
     together: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     places = (moves.kind, moves.over, moves.phase, moves.in_layers, moves.of_weights)
@@ -275,7 +275,7 @@ def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool) -> dict
     return found
 
 
-def _flops(works: Works, ways: Array, scale: Array) -> Array:
+def _flops(works: Matmuls, ways: Array, scale: Array) -> Array:
     return works.flops[:, None] * np.where(works.batched[:, None] >= 0, scale, 1.0) / ways[works.work]
 
 
@@ -306,7 +306,7 @@ class Table:
         """The part of a grid's candidates."""
         return TableAt(self, np.searchsorted(self._codes, self._code(_columns(grid))), {})
 
-    def matmul_seconds(self, works: Works) -> list[Array]:
+    def matmul_seconds(self, works: Matmuls) -> list[Array]:
         """Seconds of one run of each matmul: an array of all candidates for each."""
         keys = works.keys
         new = [row for row, key in enumerate(keys) if key not in self._matmuls]
@@ -333,7 +333,7 @@ class TableAt:
     where: Array
     known: dict[int, dict[str, Array]]
 
-    def matmul_seconds(self, works: Works) -> Array:
+    def matmul_seconds(self, works: Matmuls) -> Array:
         """Seconds of one run of each matmul; one row a matmul, one column a candidate."""
         found = [seconds[self.where] for seconds in self.table.matmul_seconds(works)]
         return np.stack(found) if found else np.zeros((0, self.where.size))

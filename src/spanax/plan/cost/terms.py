@@ -23,7 +23,7 @@ AS_WHOLE = ("all-gather", "all-reduce", ROUND)
 
 
 @dataclass(frozen=True, eq=False)
-class Works:
+class Matmuls:
     """The matmuls and convolutions. Every field is an array with one entry a kind of operation.
 
     `flops` of one run on one device would be `flops / ways(work)`; `sizes` are the global m, n, k and number of
@@ -56,14 +56,14 @@ class Works:
         )
         return list(zip(self.dtypes, map(tuple, table.tolist()), strict=True))
 
-    def some(self, rows: Sequence[int]) -> "Works":
+    def some(self, rows: Sequence[int]) -> "Matmuls":
         """Some of the rows."""
         chosen = np.asarray(rows, int)
-        return Works(**{one.name: np.asarray(getattr(self, one.name))[chosen] for one in fields(self)})
+        return Matmuls(**{one.name: np.asarray(getattr(self, one.name))[chosen] for one in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
-class Touches:
+class MemoryTraffic:
     """The bytes that fused kernels read and write, by phase; `kernels` are how many they are in all."""
 
     num_bytes: np.ndarray
@@ -76,7 +76,7 @@ class Touches:
 
 
 @dataclass(frozen=True, eq=False)
-class Moves:
+class Collectives:
     """The collectives: global bytes of the value, the axes it goes over, and those that split it besides.
 
     `of_weights` tells gathers of parameters and reductions of gradients, which can run beside the computation,
@@ -103,9 +103,9 @@ class Terms:
     """
 
     axes: tuple[str, ...]
-    works: Works
-    touches: Touches
-    moves: Moves
+    matmuls: Matmuls
+    memory_traffic: MemoryTraffic
+    collectives: Collectives
     carry_bytes: float
     num_layers: int
 
@@ -124,7 +124,7 @@ class Terms:
           num_stages: of a pipeline, each of which has its part of the layers and of the update; fewer where some of it
             is padding.
         """
-        found, moves = defaultdict[tuple[str, str], float](float), self.moves
+        found, moves = defaultdict[tuple[str, str], float](float), self.collectives
         is_update = moves.phase == Phase.UPDATE
         is_once = is_update | (moves.of_weights & (moves.kind == KINDS.index("all-reduce")))
         in_stages = moves.in_layers | is_update

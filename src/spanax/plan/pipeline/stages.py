@@ -49,7 +49,7 @@ def in_stages(
     return layout, mesh, schedule
 
 
-def wished(
+def requested_schedule(
     *, remat: str | None = None, microbatches: int | None = None, schedule: str | None = None, chunks: int | None = None
 ) -> Schedule | None:
     """What was asked for of how a step goes through a plan; None where nothing was.
@@ -68,7 +68,7 @@ def wished(
     )
 
 
-def check_wished(schedule: str | None, plan: Plan) -> None:
+def check_requested_schedule(schedule: str | None, plan: Plan) -> None:
     """Hold a schedule that was asked for against the plan that came of it.
 
     Raises:

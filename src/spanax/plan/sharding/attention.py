@@ -12,7 +12,7 @@ Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Around:
+class AttentionSharding:
     """The mesh axes that divide each dim of an attention, by the form's labels.
 
     Keys that are divided as the queries are go around a ring of those devices; others are whole wherever queries are.
@@ -64,7 +64,7 @@ class Around:
         return (rows, number) if op.params["kernel"] else (rows, number, number)
 
 
-def around(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> Around | None:
+def attention_sharding(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> AttentionSharding | None:
     """How an attention is divided, its batch as q, k and v all are, its queries as they lie; None of what is none.
 
     A kernel has whole sequences, and all queries that share keys.
@@ -82,10 +82,10 @@ def around(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> Ar
 
     batch = [some([axis for axis in q[dim] if axis in k[dim] and axis in v[dim]]) for dim in range(form.num_batch)]
     if op.params["kernel"]:
-        return Around(form, (*batch, *[()] * (form.num_rows + 2)))
+        return AttentionSharding(form, (*batch, *[()] * (form.num_rows + 2)))
     queries = some(q[form.queries])
     rows = [some(q[dim]) for dim in range(form.num_batch, form.queries)]
-    return Around(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))
+    return AttentionSharding(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))
 
 
 def _lies(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> Spec:

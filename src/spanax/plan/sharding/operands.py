@@ -9,10 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spanax.plan.sharding.attention import Around, around
+from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec
 from spanax.plan.sharding.xla_workarounds import SCATTERS, resized, writes_shards
-from spanax.plan.spmd.partition import Split, as_masks, partition, union
+from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.trace.jaxpr.dim_rules import independent_dims, reshape_groups
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.traced import Traced
@@ -32,7 +32,7 @@ REDUCING = frozenset({"conv_general_dilated"})
 
 
 @dataclass(frozen=True)
-class Use:
+class OperandSharding:
     """What happens around one operation.
 
     Attributes:
@@ -52,22 +52,24 @@ class Use:
     is_local: bool = False
     summed: tuple[str, ...] = ()
     parts: int = 1
-    around: Around | None = None
+    around: AttentionSharding | None = None
     is_isolated: bool = False
 
 
-def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | None]) -> dict[Op, Use]:
+def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | None]) -> dict[Op, OperandSharding]:
     """The operations that take operands otherwise than they lie, each with how."""
-    found = {op: use_of(resolver, traced, op, constraints) for op in traced.graph.ops() if not op.bodies}
+    found = {op: operand_sharding(resolver, traced, op, constraints) for op in traced.graph.ops() if not op.bodies}
     return {op: use for op, use in found.items() if use is not None}
 
 
-def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def operand_sharding(
+    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+) -> OperandSharding | None:
     """How one operation takes its operands, if otherwise than they lie."""
-    attended = around(traced.graph, op, constraints)
+    attended = attention_sharding(traced.graph, op, constraints)
     if attended is not None:
         inputs, outputs = (tuple(map(Constraint, specs)) for specs in (attended.operands(op), attended.results(op)))
-        return Use(inputs, outputs, is_local=True, around=attended)
+        return OperandSharding(inputs, outputs, is_local=True, around=attended)
     if op.name in CONTRACTIONS:
         return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
     if op.name == "reshape":
@@ -77,7 +79,9 @@ def use_of(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Con
     return _isolated(traced, op, constraints, found)
 
 
-def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def _in_groups(
+    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+) -> OperandSharding | None:
     """A convolution in groups: every device computes its part of the batch and of the groups, and nothing moves.
 
     XLA's partitioner gathers the batch for it. The gradient of its kernel it adds up too often where the mesh has more
@@ -100,7 +104,7 @@ def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence
     taken = [
         Constraint(tuple(by.get(dim, ()) for dim in range(len(spec)))) for by, spec in zip(by_dim, whole, strict=True)
     ]
-    return Use(
+    return OperandSharding(
         inputs=tuple(taken[:2]),
         outputs=(taken[2],),
         is_local=bool(batch or split),
@@ -109,7 +113,9 @@ def _in_groups(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence
     )
 
 
-def _turned(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def _turned(
+    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+) -> OperandSharding | None:
     """Where what a loop goes along is taken apart, or put together: an exchange before or after the numbers' own order.
 
     Left to itself, XLA may gather all of it on every device.
@@ -127,7 +133,7 @@ def _turned(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Co
             if is_turned and shape(values[at])[dims[0]] % resolver.mesh.ways(by) == 0:
                 moved = {dims[0]: by, dims[1]: ()}
                 taken[at] = Constraint(tuple(moved.get(dim, old) for dim, old in enumerate(spec)))
-    return Use((taken[0],), (taken[1],)) if any(taken) else None
+    return OperandSharding((taken[0],), (taken[1],)) if any(taken) else None
 
 
 def _shared(specs: Sequence[Spec], dims: Sequence[int]) -> tuple[str, ...]:
@@ -148,7 +154,9 @@ def _group_dims(op: Op) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
     return None
 
 
-def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def _contracted(
+    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+) -> OperandSharding | None:
     """What moves around a contraction, said to the compiler as it is priced.
 
     Of operands that one mesh axis splits along dims that do not meet, one is gathered, and where a dim that is summed
@@ -156,7 +164,7 @@ def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequenc
     axis that is to split a dim together with others comes before the split: asked for both at once, XLA gathers the
     others. So does a result that is exchanged: asked for it as it is wanted, XLA may gather an operand.
     """
-    use = _gathered(op, constraints) or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
+    use = _gathered(op, constraints) or OperandSharding((None,) * len(op.inputs), (None,) * len(op.outputs))
     values = (*op.inputs[:2], op.outputs[0])
     lies = [one or constraints[value] for one, value in zip((*use.inputs[:2], use.outputs[0]), values, strict=True)]
     specs = [one.spec if one else ((),) * len(traced.graph.shape(at)) for one, at in zip(lies, values, strict=True)]
@@ -164,7 +172,7 @@ def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequenc
     if _axes(specs[0]) & _axes(specs[1]) or any(len(by) > 1 for by in specs[2]):
         bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
         masks = [as_masks(spec, bits) for spec in specs]
-        split = partition(traced.graph, traced.axes.classes, op, masks[:2], masks[2:])
+        split = spmd_partition(traced.graph, traced.axes.classes, op, masks[:2], masks[2:])
         if split.operands != tuple(masks[:2]):
             for side in (0, 1):
                 spec = _taken(specs[side], split.operands[side], bits)
@@ -182,15 +190,19 @@ def _contracted(resolver: Resolver, traced: Traced, op: Op, constraints: Sequenc
         elif exchanged := _over(split, "all-to-all", op.outputs[0]):
             before = [was & exchanged | to & ~exchanged for was, to in zip(split.result, masks[2], strict=True)]
             given[0] = Constraint(_taken(specs[2], before, bits))
-    return Use(tuple(taken), tuple(given), tuple(first) if any(first) else ()) if any((*taken, *given)) else None
+    return (
+        OperandSharding(tuple(taken), tuple(given), tuple(first) if any(first) else ())
+        if any((*taken, *given))
+        else None
+    )
 
 
-def _over(split: Split, kind: str, value: int) -> int:
+def _over(split: PartitionedOp, kind: str, value: int) -> int:
     """The mesh axes over which a value moves so."""
     return union([shift.over for shift in split.shifts if shift.kind == kind and shift.value == value])
 
 
-def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
     """Stored operands come in their computed layout where the result is computed.
 
     A result that is stored, of operands that are not, is a gradient: reduced first, and split then. Asked for both
@@ -199,10 +211,10 @@ def _gathered(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     results = [constraints[value] for value in op.outputs]
     if all(result is not None and result.used is None for result in results):
         inputs = tuple(_as_used(constraints[value]) for value in op.inputs)
-        return Use(inputs, (None,) * len(results)) if any(inputs) else None
+        return OperandSharding(inputs, (None,) * len(results)) if any(inputs) else None
     operands = [constraints[value] for value in op.inputs]
     if op.name in REDUCING and all(operand is None or operand.used is None for operand in operands):
-        return Use((None,) * len(operands), tuple(map(_as_used, results)))
+        return OperandSharding((None,) * len(operands), tuple(map(_as_used, results)))
     return None
 
 
@@ -210,7 +222,7 @@ def _as_used(constraint: Constraint | None) -> Constraint | None:
     return None if constraint is None or constraint.used is None else Constraint(constraint.used)
 
 
-def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
     """The leading dims as the result has them, everything else whole."""
     lies = [constraints[value] for value in (*op.inputs, *op.outputs)]
     if op.name not in LOCAL or not any(one and any(one.spec) for one in lies):
@@ -229,10 +241,10 @@ def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> 
         by = [split.get(label, ()) if (value, dim) in free else () for dim, label in enumerate(classes[value])]
         return Constraint(tuple(by))
 
-    return Use(tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=any(split.values()))
+    return OperandSharding(tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=any(split.values()))
 
 
-def _spread(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def _spread(op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
     """A pad between elements or by fewer than none, replicated along the dims that it spreads or cuts.
 
     XLA's partitioner dies where elements are spread along a sharded dim (`associative_scan`, the gradient of a strided
@@ -245,23 +257,25 @@ def _spread(op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
     if not any(one is not None and (one.spec[dim] or one.computed[dim]) for one in lies for dim in dims):
         return None
     whole = [None if one is None else _whole_along(one, dims) for one in lies]
-    return Use((whole[0], None), (whole[1],))
+    return OperandSharding((whole[0], None), (whole[1],))
 
 
-def _resized(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def _resized(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
     """Operands and results of a slice, a pad or a concatenation, replicated along what does not divide."""
-    stored = _gathered(op, constraints) or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
+    stored = _gathered(op, constraints) or OperandSharding((None,) * len(op.inputs), (None,) * len(op.outputs))
     values = (*op.inputs, *op.outputs)
     lies = [use or constraints[value] for use, value in zip((*stored.inputs, *stored.outputs), values, strict=True)]
     placed = resized(traced.graph, op, lies)
-    return None if placed is None else Use(*placed)
+    return None if placed is None else OperandSharding(*placed)
 
 
-def _isolated(traced: Traced, op: Op, constraints: Sequence[Constraint | None], use: Use | None) -> Use | None:
+def _isolated(
+    traced: Traced, op: Op, constraints: Sequence[Constraint | None], use: OperandSharding | None
+) -> OperandSharding | None:
     """The use of an operation whose first operand needs an optimization barrier."""
     if op.name not in SCATTERS or op.inputs[0] in traced.uniform:
         return use
-    use = use or Use((None,) * len(op.inputs), (None,) * len(op.outputs))
+    use = use or OperandSharding((None,) * len(op.inputs), (None,) * len(op.outputs))
     return replace(use, is_isolated=True) if writes_shards(op, use.inputs[0] or constraints[op.inputs[0]]) else use
 
 
@@ -290,7 +304,9 @@ def _lookup_of(op: Op) -> _Lookup | None:
     return None
 
 
-def _lookup(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> Use | None:
+def _lookup(
+    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+) -> OperandSharding | None:
     """A lookup in a table, or the gradient of one, in whichever of three ways moves least.
 
     Computed, the table comes as the layout computes with it; if that splits its rows, all who keep some of them are
@@ -314,8 +330,8 @@ def _lookup(resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Co
     asks = Constraint((*asked, *((),) * (rank - len(asked))))
     table, rows = Constraint(table_spec), Constraint(rows_spec)
     if op.name == "gather":
-        return Use((table, asks, *(None,) * (len(op.inputs) - 2)), (rows,))
-    return Use((table, asks, rows), (table,))
+        return OperandSharding((table, asks, *(None,) * (len(op.inputs) - 2)), (rows,))
+    return OperandSharding((table, asks, rows), (table,))
 
 
 def _ways_to_look_up(

@@ -12,7 +12,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, Reason, assign, pinned
 from spanax.trace.analysis.op_groups import label_key
-from spanax.trace.analysis.sharding_keys import Role
+from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.jaxpr.provenance import Origin
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
@@ -150,7 +150,7 @@ class Resolver:
         """The constraint of every value of a traced function, by its number; None: left to the compiler."""
         return Constraints(self, traced)
 
-    def constraint(self, role: Role) -> Constraint | None:
+    def constraint(self, role: ShardingKey) -> Constraint | None:
         """How every value of one role is split while the step runs; None: left to the compiler."""
         labels, shape, origin = role.labels, role.shape, role.origin
         if role.whole:
@@ -240,7 +240,7 @@ class Constraints(Sequence[Constraint | None]):
             return [self[at] for at in range(*value.indices(len(self)))]
         if value >= len(self):
             raise IndexError(value)
-        role = self._traced.roles[value]  # equal ones are one object
+        role = self._traced.sharding_keys[value]  # equal ones are one object
         if id(role) not in self._known:
             self._known[id(role)] = self._resolver.constraint(role)
         return self._known[id(role)]

@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 
 from spanax.plan.cost.ring_attention import works
-from spanax.plan.cost.terms import KINDS, Moves, Terms, Touches, Works
-from spanax.plan.spmd.deferred_reductions import Unreduced
-from spanax.plan.spmd.partition import Shift, Split, transition, union
-from spanax.plan.spmd.sharded_program import Laid, scattered
-from spanax.trace.analysis.gradient_accumulation import Meeting
-from spanax.trace.analysis.op_groups import Kind, Phase, contraction_dims, contraction_flops, trips
+from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, Terms
+from spanax.plan.spmd.deferred_reductions import DeferredReductions
+from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
+from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
+from spanax.trace.analysis.gradient_accumulation import GradientSum
+from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_dims, contraction_flops, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.rewrites.attention.operation import RING
 
 
-def tally(
-    laid: Laid,
+def count_terms(
+    laid: ShardedProgram,
     only: frozenset[int] | None = None,
     *,
     adds_first: bool = False,
-    late: Unreduced | None = None,
+    late: DeferredReductions | None = None,
 ) -> Terms:
     """The terms of a layout on a program: one walk over its kinds of operations.
 
@@ -36,29 +36,29 @@ def tally(
       adds_first: whether the compiler adds sums over devices before it has summed them, and sums once: those for TPUs
         and GPUs do, XLA's for CPUs does not. Source: the programs of docs/check.md.
     """
-    traced, found = laid.traced, _Tally(laid, only, late or Unreduced())
-    for kind in traced.census:
+    traced, found = laid.traced, _TermCounter(laid, only, late or DeferredReductions())
+    for kind in traced.op_groups:
         if kind.op not in traced.inert:
             found.add(kind)
     found.add_ends()
-    found.put_off()
-    for meeting in traced.meetings if adds_first else ():
+    found.defer()
+    for meeting in traced.gradient_sums if adds_first else ():
         found.join(meeting)
     carry, num_layers = traced.layer_carry
     num_bytes = 0 if carry is None else laid.num_bytes(carry)
-    return Terms(laid.resolver.mesh.names, found.works(), _touches(laid), found.moves(), num_bytes, num_layers)
+    return Terms(laid.resolver.mesh.names, found.matmuls(), _touches(laid), found.collectives(), num_bytes, num_layers)
 
 
-class _Tally:
+class _TermCounter:
     """The rows of the terms as they are found; equal moves are counted together."""
 
-    def __init__(self, laid: Laid, only: frozenset[int] | None, late: Unreduced):
+    def __init__(self, laid: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions):
         self.laid, self.traced, self._only, self._late = laid, laid.traced, only, late
         self._works: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
 
-    def add(self, kind: Kind) -> None:
+    def add(self, kind: OpGroup) -> None:
         """Count one kind of operation."""
         op, laid = kind.op, self.laid
         if op.bodies:
@@ -79,7 +79,7 @@ class _Tally:
                 known[division] = _matmul(laid, op, division.split)
             self._works.append((*known[division], kind.runs, int(kind.phase), kind.in_layers))
 
-    def _add_wires(self, kind: Kind) -> None:
+    def _add_wires(self, kind: OpGroup) -> None:
         """Where a value is split otherwise outside of a loop than inside, or after a round than before."""
         wires = self.traced.graph.wires(kind.op)
         num_trips = trips(kind.op)
@@ -102,10 +102,10 @@ class _Tally:
             shifts = transition(new, self.laid.masks(new), self.laid.masks(old), is_operand=False)
             self._move(self._of(new, 1), Phase.UPDATE, False, shifts)
 
-    def put_off(self) -> None:
+    def defer(self) -> None:
         """Take back the sums over devices that loops put off, and count those behind the loops."""
         late, laid = self._late, self.laid
-        for kind in self.traced.census if late.sums else ():
+        for kind in self.traced.op_groups if late.sums else ():
             for op, runs in kind.ops:
                 mask = laid.mask(late.of(op.outputs[0])) if op in late.sums else 0
                 split = laid.division(op).split if mask else None
@@ -117,13 +117,13 @@ class _Tally:
                         self._move(runs if left.over else 0, kind.phase, kind.in_layers, [left])
             for value in set(kind.op.outputs).intersection(late.ends) if kind.op.bodies else ():
                 lies = union(laid.masks(value))
-                shift = scattered(Shift("all-reduce", value, laid.mask(late.ends[value]), lies, False), lies)
-                in_layers = not self.traced.layer_labels.isdisjoint(self.traced.roles[value].labels)
+                shift = scattered(Reshard("all-reduce", value, laid.mask(late.ends[value]), lies, False), lies)
+                in_layers = not self.traced.layer_labels.isdisjoint(self.traced.sharding_keys[value].labels)
                 self._move(self._of(value, kind.runs), kind.phase, in_layers, [shift])
 
-    def join(self, meeting: Meeting) -> None:
+    def join(self, meeting: GradientSum) -> None:
         """Take back the sums over devices of results that are added to others which are summed alike."""
-        needed = list[tuple[int, Kind, Shift] | None]()  # what each part needs, if it is one sum over devices
+        needed = list[tuple[int, OpGroup, Reshard] | None]()  # what each part needs, if it is one sum over devices
         at = itertools.count()
         for kind in meeting.sums:
             if kind is not None:
@@ -136,7 +136,7 @@ class _Tally:
                 runs = sum(self._of(values[right[0]], runs) for values, runs in meeting.met)
                 self._move(-runs, right[1].phase, right[1].in_layers, [right[2]])
 
-    def _summed(self, kind: Kind, at: int) -> tuple[int, Kind, Shift] | None:
+    def _summed(self, kind: OpGroup, at: int) -> tuple[int, OpGroup, Reshard] | None:
         split = None if any(op in self._late.sums for op, _ in kind.ops) else self.laid.division(kind.op).split
         sums = [one for one in split.shifts if one.kind == "all-reduce"] if split else []
         return (at, kind, sums[0]) if len(sums) == 1 else None
@@ -144,7 +144,7 @@ class _Tally:
     def _of(self, value: int, runs: int) -> int:
         return runs if self._only is None or value in self._only else 0
 
-    def _runs(self, kind: Kind, shift: Shift) -> int:
+    def _runs(self, kind: OpGroup, shift: Reshard) -> int:
         """How often a value really moves: what one operation has gathered, others of the same body read too.
 
         What depends on no input is the same in every round of a loop, and is moved before it.
@@ -160,7 +160,7 @@ class _Tally:
             runs += self._of(value, times)
         return runs
 
-    def _move(self, runs: int, phase: Phase, in_layers: bool, shifts: Sequence[Shift]) -> None:
+    def _move(self, runs: int, phase: Phase, in_layers: bool, shifts: Sequence[Reshard]) -> None:
         for shift in shifts:
             if not runs or shift.value in self.traced.uniform:
                 continue
@@ -176,11 +176,11 @@ class _Tally:
             )
             self._moves[key] += runs * shift.times
 
-    def works(self) -> Works:
+    def matmuls(self) -> Matmuls:
         """The contractions, as arrays."""
         flops, work, sizes, splits, batched, num_bytes, bytes_splits, grows, *rest = _columns(self._works, 14)
         dtypes, scores, fused, runs, phase, inside = rest
-        return Works(
+        return Matmuls(
             flops=np.asarray(flops, float),
             work=np.asarray(work, int),
             sizes=np.asarray(sizes, float).reshape(-1, 4),
@@ -197,11 +197,11 @@ class _Tally:
             fused=np.asarray(fused, bool),
         )
 
-    def moves(self) -> Moves:
+    def collectives(self) -> Collectives:
         """The collectives, as arrays."""
         rows = [(*key, runs) for key, runs in self._moves.items() if runs]
         kind, num_bytes, over, kept, batched, phase, in_layers, of_weights, runs = _columns(rows, 9)
-        return Moves(
+        return Collectives(
             kind=np.asarray(kind, int),
             num_bytes=np.asarray(num_bytes, float),
             over=np.asarray(over, int),
@@ -214,8 +214,8 @@ class _Tally:
         )
 
 
-def _matmul(laid: Laid, op: Op, split: Split) -> tuple[Any, ...]:
-    """A row of `Works` but for when it runs and how often."""
+def _matmul(laid: ShardedProgram, op: Op, split: PartitionedOp) -> tuple[Any, ...]:
+    """A row of `Matmuls` but for when it runs and how often."""
     traced, graph = laid.traced, laid.traced.graph
     summed, passed = contraction_dims(op)
     lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
@@ -242,13 +242,13 @@ def _matmul(laid: Laid, op: Op, split: Split) -> tuple[Any, ...]:
         [union(masks) for masks in (*split.operands[:2], split.result)],
         [laid.is_batched(value) for value in values],
         _dtype_name(graph.avals[lhs].dtype),
-        [traced.roles[value].labels in traced.score_labels for value in values],
+        [traced.sharding_keys[value].labels in traced.score_labels for value in values],
         False,
     )
 
 
 def _as_matmul(
-    op: Op, groups: list[list[tuple[float, int, bool]]], shape: Sequence[int], split: Split, flops: int
+    op: Op, groups: list[list[tuple[float, int, bool]]], shape: Sequence[int], split: PartitionedOp, flops: int
 ) -> None:
     """Complete m, n, k and the number of products of a convolution: its places are rows, its window is summed over.
 
@@ -266,16 +266,16 @@ def _as_matmul(
     groups[2].append((flops / (2 * math.prod(shape) * counted), 0, False))
 
 
-def _touches(laid: Laid) -> Touches:
+def _touches(laid: ShardedProgram) -> MemoryTraffic:
     rows: dict[tuple[Any, ...], float] = defaultdict(float)
     traced = laid.traced
     for value, phase, in_layers, times in traced.memory_traffic.touched:
-        is_score = traced.roles[value].labels in traced.score_labels
+        is_score = traced.sharding_keys[value].labels in traced.score_labels
         rows[union(laid.masks(value)), laid.is_batched(value), phase, in_layers, is_score] += times * laid.num_bytes(
             value
         )
     split, batched, phases, inside, scores, num_bytes = _columns([(*key, size) for key, size in rows.items()], 6)
-    return Touches(
+    return MemoryTraffic(
         num_bytes=np.asarray(num_bytes, float),
         split=np.asarray(split, int),
         batched=np.asarray(batched, bool),

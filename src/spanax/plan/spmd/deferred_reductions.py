@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
 from spanax.plan.spmd.partition import union
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.op_groups import contraction_dims
 from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Graph, Op, Wires
-from spanax.trace.pipeline.partition import cut
-from spanax.trace.pipeline.split_backward import halves
+from spanax.trace.pipeline.partition import pipeline_partition
+from spanax.trace.pipeline.split_backward import split_backward
 
 LINEAR = frozenset(
     "add add_any sub neg transpose reshape squeeze expand_dims copy copy_p reduce_sum slice rev concatenate".split()
@@ -44,7 +44,7 @@ Dims = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Unreduced:
+class DeferredReductions:
     """What is put off in one traced function under one layout.
 
     Attributes:
@@ -62,7 +62,7 @@ class Unreduced:
         return self.axes.get(value, ())
 
 
-def unreduced(laid: Laid, schedule: Schedule) -> Unreduced:
+def unreduced(laid: ShardedProgram, schedule: Schedule) -> DeferredReductions:
     """Find the sums over devices that the loops of a step can put off.
 
     What a pipeline keeps or hands from stage to stage is summed before.
@@ -70,27 +70,27 @@ def unreduced(laid: Laid, schedule: Schedule) -> Unreduced:
     return _found(laid, _handed(laid, schedule) if schedule.num_stages > 1 else ())
 
 
-def put_off(laid: Laid) -> Unreduced | None:
+def deferred_reductions(laid: ShardedProgram) -> DeferredReductions | None:
     """What is put off in one microbatch of a step: only a loop over chunks of the loss has such sums."""
     return _found(laid, ()) if laid.resolver.program.loss_chunks > 1 else None
 
 
-def _handed(laid: Laid, schedule: Schedule) -> set[int]:
-    pieces = cut(laid.traced, schedule.microbatches)
+def _handed(laid: ShardedProgram, schedule: Schedule) -> set[int]:
+    pieces = pipeline_partition(laid.traced, schedule.microbatches)
     loops = (pieces.forward, pieces.backward)
     states = [value for state in (*pieces.states, *pieces.layer_states) for value in (state.before, state.after)]
-    between = halves(pieces.backward).between if ticks_of(schedule).is_split else ()
+    between = split_backward(pieces.backward).between if ticks_of(schedule).is_split else ()
     handed = {*pieces.payload_forward, *pieces.payload_backward, *pieces.prepared, *pieces.rows, *states, *between}
     # From layer to layer is from stage to stage as well.
     loops_hand_on = ((*loop.scanned, *loop.results, *loop.body_carried) for loop in loops)
     return handed.union(*loops_hand_on, pieces.forward.stacked)
 
 
-def _found(laid: Laid, reduced: Collection[int]) -> Unreduced:
+def _found(laid: ShardedProgram, reduced: Collection[int]) -> DeferredReductions:
     graph = laid.traced.graph
     sums = {op: axes for op in _in_loops(graph) if (axes := _summed_over(laid, op))}
     if not sums:
-        return Unreduced()
+        return DeferredReductions()
     refused = set(reduced)
     while True:
         may = _may_be(laid, refused)
@@ -106,7 +106,7 @@ def _found(laid: Laid, reduced: Collection[int]) -> Unreduced:
         refused |= clashes
 
 
-def _described(laid: Laid, sums: Mapping[Op, int], found: Mapping[int, int]) -> Unreduced:
+def _described(laid: ShardedProgram, sums: Mapping[Op, int], found: Mapping[int, int]) -> DeferredReductions:
     graph, names = laid.traced.graph, laid.resolver.mesh.names
 
     def named(mask: int) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def _described(laid: Laid, sums: Mapping[Op, int], found: Mapping[int, int]) -> 
                     ends[outer] = named(left)
     put_off = {op: mask & found.get(op.outputs[0], 0) for op, mask in sums.items()}
     dims = {op: _dims(laid, op, mask) for op, mask in put_off.items() if mask}
-    return Unreduced({value: named(mask) for value, mask in found.items() if mask}, dims, ends)
+    return DeferredReductions({value: named(mask) for value, mask in found.items() if mask}, dims, ends)
 
 
 def _in_loops(graph: Graph) -> Iterator[Op]:
@@ -130,7 +130,7 @@ def _in_loops(graph: Graph) -> Iterator[Op]:
                 yield from Graph(body, graph.avals, graph.constants).ops()
 
 
-def _summed_over(laid: Laid, op: Op) -> int:
+def _summed_over(laid: ShardedProgram, op: Op) -> int:
     """The mesh axes over which the compiler would sum the result of an operation at once."""
     if op.name not in SUMS or not jnp.issubdtype(laid.traced.graph.avals[op.outputs[0]].dtype, jnp.inexact):
         return 0
@@ -147,7 +147,7 @@ def _summed_over(laid: Laid, op: Op) -> int:
     return mask
 
 
-def _split_sums(laid: Laid, op: Op) -> list[list[tuple[int, int]] | None]:
+def _split_sums(laid: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | None]:
     """For every operand, its dims that are summed over, each with what splits it; None for what is added to."""
     split = laid.division(op).split
     assert split is not None
@@ -164,7 +164,7 @@ def _split_sums(laid: Laid, op: Op) -> list[list[tuple[int, int]] | None]:
     return [None, [(at, masks[1][at]) for at in asked], [(asking[at], masks[2][asking[at]]) for at in asked]]
 
 
-def _dims(laid: Laid, op: Op, mask: int) -> tuple[Dims | None, ...]:
+def _dims(laid: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]:
     """The dims to be divided: dims that meet are divided alike, in the order in which one of them lies."""
     by_operand = _split_sums(laid, op)
     use, names = laid.division(op).use, laid.resolver.mesh.names
@@ -186,7 +186,7 @@ def _dims(laid: Laid, op: Op, mask: int) -> tuple[Dims | None, ...]:
     return tuple(None if dims is None else tuple(dims) for dims in found)
 
 
-def _may_be(laid: Laid, refused: Collection[int]) -> defaultdict[int, int]:
+def _may_be(laid: ShardedProgram, refused: Collection[int]) -> defaultdict[int, int]:
     """For every value, the mesh axes over which its sum may be put off: nothing but loops' ends asks for it whole."""
     graph, everything = laid.traced.graph, (1 << len(laid.resolver.mesh.names)) - 1
     may = defaultdict(lambda: everything)

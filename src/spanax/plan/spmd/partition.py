@@ -21,7 +21,7 @@ SUMMED = REDUCTIONS | {"gather", "scatter-add", "scatter_add", "scatter", "reduc
 
 
 @dataclass(frozen=True, slots=True)
-class Shift:
+class Reshard:
     """Bytes between devices, for one value.
 
     Attributes:
@@ -43,7 +43,7 @@ class Shift:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PartitionedOp:
     """How one operation is divided: the mesh axes that divide its arithmetic, and what moves for it.
 
     `operands` and `result` are the splits of the contraction's operands and result as computed with.
@@ -52,7 +52,7 @@ class Split:
     work: int
     operands: tuple[Masks, ...]
     result: Masks
-    shifts: tuple[Shift, ...]
+    shifts: tuple[Reshard, ...]
 
 
 def union(masks: Sequence[int]) -> int:
@@ -63,7 +63,7 @@ def union(masks: Sequence[int]) -> int:
     return found
 
 
-def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> list[Shift]:
+def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> list[Reshard]:
     """What it takes to bring a value from one split to another; to split it further takes nothing.
 
     Dims are gathered one after the other, the last first.
@@ -77,15 +77,17 @@ def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> 
         exchanged |= old & wanted & ~new
     shifts, left = [], had & ~wanted
     if exchanged:
-        shifts.append(Shift("all-to-all", value, exchanged, (kept | left) & had, is_operand))
+        shifts.append(Reshard("all-to-all", value, exchanged, (kept | left) & had, is_operand))
     for old in reversed(before):
         if gathered := old & ~wanted:
             left &= ~gathered
-            shifts.append(Shift("all-gather", value, gathered, kept | exchanged | left, is_operand))
+            shifts.append(Reshard("all-gather", value, gathered, kept | exchanged | left, is_operand))
     return shifts
 
 
-def partition(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]) -> Split:
+def spmd_partition(
+    graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]
+) -> PartitionedOp:
     """Divide one operation.
 
     Args:
@@ -100,7 +102,7 @@ def partition(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Mas
     return _other(graph, classes, op, ins, outs)
 
 
-def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> Split:
+def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> PartitionedOp:
     summed, passed = contraction_dims(op)
     operands = [list(masks) for masks in ins[:2]]
     sizes = [_size(graph, value) for value in (*op.inputs[:2], op.outputs[0])]
@@ -108,7 +110,7 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> S
     goes.append({rhs: out for _, rhs, out in passed if rhs >= 0})
     pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
     work, partial, result = 0, [0] * len(summed), [0] * len(wanted)
-    shifts: list[Shift] = []
+    shifts: list[Reshard] = []
     for axis in _bits(union([*operands[0], *operands[1], *wanted])):
         at = [next((dim for dim, mask in enumerate(masks) if mask & axis), None) for masks in operands]
         target = next((dim for dim, mask in enumerate(wanted) if mask & axis), None)
@@ -136,7 +138,7 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> S
             operands[side][at[side]] &= ~axis  # type: ignore[index]
             # Of a dim that both have, it needs what the other has of it alone.
             meets = None if 1 - side in gathered else _dim_to(goes[side], ends[1 - side])
-            shifts.append(Shift("all-gather" if meets is None else "all-to-all", op.inputs[side], axis, kept, True))
+            shifts.append(Reshard("all-gather" if meets is None else "all-to-all", op.inputs[side], axis, kept, True))
             if meets is not None:
                 operands[side][meets] |= axis
         left = [side for side in (0, 1) if at[side] is not None and side not in gathered]
@@ -150,7 +152,7 @@ def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> S
             work |= axis
             result[target] |= axis
     shifts = _merged(shifts) + _finished(op.outputs[0], partial, tuple(result), wanted, is_eager=True)
-    return Split(work, tuple(tuple(masks) for masks in operands), tuple(result), tuple(shifts))
+    return PartitionedOp(work, tuple(tuple(masks) for masks in operands), tuple(result), tuple(shifts))
 
 
 def _dim_to(goes: Mapping[int, int], end: int | None) -> int | None:
@@ -173,15 +175,17 @@ def _slice_partner(
     return which
 
 
-def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]) -> Split:
+def _other(
+    graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]
+) -> PartitionedOp:
     """By the classes of the dims: what goes through stays split, what is summed is partial, the rest is gathered."""
     if not op.outputs:
-        return Split(0, tuple(ins), (), ())
+        return PartitionedOp(0, tuple(ins), (), ())
     labels, wanted = classes[op.outputs[0]], outs[0]
     is_summed = op.name in SUMMED
     partials: dict[int, int] = defaultdict(int)
     result = [0] * len(wanted)
-    shifts: list[Shift] = []
+    shifts: list[Reshard] = []
     for value, masks in zip(op.inputs, ins, strict=True):
         gathered = 0
         for along, (label, mask) in enumerate(zip(classes[value], masks, strict=True)):
@@ -197,14 +201,14 @@ def _other(graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks]
                 gathered |= moved
                 result[dim] |= mask & ~moved
         if gathered:
-            shifts.append(Shift("all-gather", value, gathered, union(masks) & ~gathered, True))
+            shifts.append(Reshard("all-gather", value, gathered, union(masks) & ~gathered, True))
     if op.name.startswith("scatter"):  # what is scattered into gives way: each device adds to its own zeros
         result = [mask & ~union([*partials.values()]) for mask in result]
     summed = [partials[along] & ~union(result) for along in sorted(partials)]
     partial = union(summed)
     result = [mask | (want & ~partial) for mask, want in zip(result, wanted, strict=True)]
     shifts += _finished(op.outputs[0], summed, tuple(result), wanted)
-    return Split(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
+    return PartitionedOp(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
 
 
 def _same_dim(op: Op, along: int, label: int, mask: int, labels: Labels, wanted: Masks) -> int | None:
@@ -220,7 +224,7 @@ def _same_dim(op: Op, along: int, label: int, mask: int, labels: Labels, wanted:
 
 def _finished(
     value: int, partials: Sequence[int], result: Masks, wanted: Masks, *, is_eager: bool = False
-) -> list[Shift]:
+) -> list[Reshard]:
     """Partial sums are summed, split further at once where that is wanted; then the rest of the way.
 
     The compiler sums over one dim after the other, the last first. A contraction's sum over some axes that is then
@@ -231,25 +235,25 @@ def _finished(
         scattered = partial & union(wanted)
         reduced = partial & ~scattered
         if scattered and (is_eager or not reduced):
-            shifts.append(Shift("reduce-scatter", value, scattered, union(done), False))
+            shifts.append(Reshard("reduce-scatter", value, scattered, union(done), False))
         elif scattered:
             reduced = partial
         after = [mask | (want & scattered) for mask, want in zip(done, wanted, strict=True)]
         if reduced:
             kept = union(after if reduced != partial else done)
-            shifts.append(Shift("all-reduce", value, reduced, kept, False))
+            shifts.append(Reshard("all-reduce", value, reduced, kept, False))
         done = after
     return shifts + transition(value, tuple(done), wanted, is_operand=False)
 
 
-def _merged(shifts: Sequence[Shift]) -> list[Shift]:
+def _merged(shifts: Sequence[Reshard]) -> list[Reshard]:
     """Gathers of one operand over several axes are one gather, and so are exchanges."""
-    found: dict[tuple[str, int], Shift] = {}
+    found: dict[tuple[str, int], Reshard] = {}
     for shift in shifts:
         old = found.get((shift.kind, shift.value))
         over = shift.over | (old.over if old else 0)
         kept = (shift.kept & old.kept if old else shift.kept) & ~over
-        found[shift.kind, shift.value] = Shift(shift.kind, shift.value, over, kept, True)
+        found[shift.kind, shift.value] = Reshard(shift.kind, shift.value, over, kept, True)
     return list(found.values())
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spanax.plan.cost.ring_attention import ring_split
-from spanax.plan.sharding.operands import LOOKUPS, Use, use_of
+from spanax.plan.sharding.operands import LOOKUPS, OperandSharding, operand_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver
-from spanax.plan.spmd.partition import Masks, Shift, Split, as_masks, partition, transition, union
+from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.rewrites.attention.operation import RING
@@ -22,8 +22,8 @@ class Division:
     `use` is None where it takes everything as it lies, `split` where nothing can move.
     """
 
-    use: Use | None
-    split: Split | None
+    use: OperandSharding | None
+    split: PartitionedOp | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Known:
     matmuls: dict[Division, tuple[Any, ...]] = field(default_factory=dict)
 
 
-class Laid:
+class ShardedProgram:
     """Found when it is asked for, and kept: once for each role of values, and once for each kind of operation.
 
     Args:
@@ -72,7 +72,7 @@ class Laid:
 
     def is_batched(self, value: int) -> bool:
         """Whether a value grows with the batch."""
-        return not self.traced.batch_labels.isdisjoint(self.traced.roles[value].labels)
+        return not self.traced.batch_labels.isdisjoint(self.traced.sharding_keys[value].labels)
 
     def num_bytes(self, value: int) -> int:
         """Bytes of the whole value."""
@@ -91,7 +91,7 @@ class Laid:
         return self._divisions[op]
 
     def _lying(self, value: int) -> tuple[int, Masks]:
-        role = id(self.traced.roles[value])
+        role = id(self.traced.sharding_keys[value])
         if role not in self._lies:
             constraint, numbers = self.constraints[value], self.known.numbers
             number = numbers.setdefault(constraint, len(numbers))
@@ -102,8 +102,8 @@ class Laid:
         ins, outs = [self.masks(value) for value in op.inputs], [self.masks(value) for value in op.outputs]
         if op.name in ELEMENTWISE and all(masks == outs[0] or not any(masks) for masks in ins):
             return Division(None, None)
-        use = use_of(self.resolver, self.traced, op, self.constraints)
-        wanted, shifts = list(outs), list[Shift]()
+        use = operand_sharding(self.resolver, self.traced, op, self.constraints)
+        wanted, shifts = list(outs), list[Reshard]()
         for at, constraint in enumerate(use.inputs if use else ()):
             if constraint is not None:
                 asked = self.masks_of(op.inputs[at], constraint)
@@ -115,7 +115,7 @@ class Laid:
         if use is not None and use.around is not None:
             split = ring_split(self.traced.graph, op, use.around, self.resolver.mesh)
         else:
-            split = partition(self.traced.graph, self.traced.axes.classes, op, ins, wanted)
+            split = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, wanted)
         shifts += split.shifts
         for value, before, after in zip(op.outputs, wanted, outs, strict=True):
             further = union(after) & ~union(before)
@@ -124,7 +124,7 @@ class Laid:
         return Division(use, replace(split, shifts=tuple(shifts)))
 
 
-def scattered(shift: Shift, split: int) -> Shift:
+def scattered(shift: Reshard, split: int) -> Reshard:
     """A sum that is split right after it, over the axes it goes over: the compiler makes one of both."""
     if shift.kind == "all-reduce" and not shift.over & ~split:
         return replace(shift, kind="reduce-scatter")

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from spanax.plan.pipeline.stages import AXIS
-from spanax.trace.pipeline.partition import Cut
+from spanax.trace.pipeline.partition import PipelinePartition
 
 
-def shared(cut: Cut, by_stage: dict[int, Any], num_stages: int, index: Any) -> dict[int, Any]:
+def shared(cut: PipelinePartition, by_stage: dict[int, Any], num_stages: int, index: Any) -> dict[int, Any]:
     """Sums and states as all stages know them in the end.
 
     Args:
@@ -34,7 +34,7 @@ def shared(cut: Cut, by_stage: dict[int, Any], num_stages: int, index: Any) -> d
     return found
 
 
-def results(cut: Cut, arrays: Sequence[Any], num_stages: int, index: Any) -> list[Any]:
+def results(cut: PipelinePartition, arrays: Sequence[Any], num_stages: int, index: Any) -> list[Any]:
     """What is left of every microbatch, as all stages know it in the end."""
     places = [num_stages - 1 if where == "head" else 0 for _, where in cut.results]
     return [told(array, place, num_stages, index) for array, place in zip(arrays, places, strict=True)]

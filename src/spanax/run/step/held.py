@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.pipeline.ticks import Ticks
 from spanax.run.step.replay import Replay
-from spanax.trace.pipeline.partition import Cut
-from spanax.trace.pipeline.split_backward import Halves
+from spanax.trace.pipeline.partition import PipelinePartition
+from spanax.trace.pipeline.split_backward import SplitBackward
 
 Held = dict[str, Any]
 """What a stage holds, by what it is:
@@ -34,9 +34,9 @@ class Storage:
     """
 
     replay: Replay
-    cut: Cut
+    cut: PipelinePartition
     ticks: Ticks
-    halves: Halves | None
+    halves: SplitBackward | None
 
     @cached_property
     def parts(self) -> Parts:
@@ -65,7 +65,7 @@ class Storage:
         """What the head handed back, as far as the gradients of weights come later and may still need it."""
         return self.cut.returned if self.halves else ()
 
-    def put_off(self, index: int) -> tuple[str, ...]:
+    def defer(self, index: int) -> tuple[str, ...]:
         """The mesh axes over which a carried value is still to be summed."""
         return self.replay.unreduced.of(self.cut.loop.body_carried[index])
 
@@ -116,6 +116,6 @@ class Storage:
             "kept": layers + each(held["kept"][num_layers:], cut.ridden, 1),
             "split": each(held["split"][:num_between], self.between, 2)
             + each(held["split"][num_between:], self.returned, 1),
-            "by_rows": {at: fix(array, of[outputs[at]], self.put_off(at)) for at, array in held["by_rows"].items()},
-            "by_stage": {at: fix(array, of[outputs[at]], self.put_off(at)) for at, array in held["by_stage"].items()},
+            "by_rows": {at: fix(array, of[outputs[at]], self.defer(at)) for at, array in held["by_rows"].items()},
+            "by_stage": {at: fix(array, of[outputs[at]], self.defer(at)) for at, array in held["by_stage"].items()},
         }

@@ -18,7 +18,7 @@ from spanax.run.step.replay import Replay
 from spanax.run.step.rows import Rows
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import BODIES, Op
-from spanax.trace.pipeline.partition import Cut
+from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.retrace import dividing, longer_dim
 from spanax.trace.traced import Traced
 
@@ -63,7 +63,9 @@ class Padded:
             raise self._refused(maker)
         return dim
 
-    def masked(self, replay: Replay, written: Cut, pieces: Cut) -> Mapping[Op, Callable[[Sequence[Any]], list[Any]]]:
+    def masked(
+        self, replay: Replay, written: PipelinePartition, pieces: PipelinePartition
+    ) -> Mapping[Op, Callable[[Sequence[Any]], list[Any]]]:
         """What runs in place of operations that would otherwise take padding for layers.
 
         Args:

@@ -23,8 +23,8 @@ from spanax.run.step.replay import Replay
 from spanax.run.step.rows import Rows, check_alike
 from spanax.run.step.stage import Stage, Values, converted
 from spanax.trace.jaxpr.graph import Op
-from spanax.trace.pipeline.partition import Cut, cut
-from spanax.trace.pipeline.split_backward import Halves, halves
+from spanax.trace.pipeline.partition import PipelinePartition, pipeline_partition
+from spanax.trace.pipeline.split_backward import SplitBackward, split_backward
 from spanax.trace.traced import Traced
 
 
@@ -76,7 +76,7 @@ def in_stages(
     """
     if schedule.num_stages == 1:
         return replay
-    pieces = cut(traced, schedule.microbatches)
+    pieces = pipeline_partition(traced, schedule.microbatches)
     table = ticks_of(schedule)
     instead: dict[Op, Any] = {}
     if padded is None:
@@ -86,7 +86,7 @@ def in_stages(
         outside = Outside(replay, pieces.loop.op, pieces.prepared_ops, rows, dim)
     else:
         outer, both = padded
-        other = cut(both.step, schedule.microbatches)
+        other = pipeline_partition(both.step, schedule.microbatches)
         instead |= both.masked(outer, pieces, other)
         outside = Outside(replace(outer, instead=instead), other.loop.op, other.prepared_ops, rows, both.dim)
     # Each permutation inside of a task waits for all simulated devices, those of other stages too.
@@ -96,7 +96,7 @@ def in_stages(
 
 
 def pipelined(
-    replay: Replay, pieces: Cut, ticks: Ticks, outside: Outside, *, meets: bool
+    replay: Replay, pieces: PipelinePartition, ticks: Ticks, outside: Outside, *, meets: bool
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """What runs in place of the loop over microbatches: a function of its operands that returns its results.
 
@@ -108,7 +108,7 @@ def pipelined(
       meets: whether all stages take every task that one of them has at a tick, and all but that one forget it.
     """
     loop = pieces.loop
-    two = halves(pieces.backward) if ticks.is_split else None
+    two = split_backward(pieces.backward) if ticks.is_split else None
     inner = _inside(replay, two)
     divided = [one.index for one in pieces.sums if one.is_rows] + [state.index for state in pieces.layer_states]
 
@@ -163,7 +163,7 @@ def pipelined(
     return run
 
 
-def _inside(replay: Replay, two: Halves | None) -> Replay:
+def _inside(replay: Replay, two: SplitBackward | None) -> Replay:
     """How operations run inside of a stage, those of a layer's halves as they were written."""
     uses, sums = dict(replay.uses), dict(replay.unreduced.sums)
     for op, written in two.as_written.items() if two else ():
@@ -173,7 +173,7 @@ def _inside(replay: Replay, two: Halves | None) -> Replay:
     return replace(replay, uses=uses, unreduced=late, instead={}, manual=frozenset([AXIS]))
 
 
-def _read(pieces: Cut) -> set[int]:
+def _read(pieces: PipelinePartition) -> set[int]:
     """Values that some piece reads, beside the rows that each stage has of its own."""
     ops = (pieces.front_ops, pieces.head_ops, pieces.end_ops, pieces.forward_ops, pieces.backward_ops)
     found = {value for each in ops for op in each for value in op.inputs}

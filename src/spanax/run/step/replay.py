@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from spanax.plan.sharding.operands import Use
+from spanax.plan.sharding.operands import OperandSharding
 from spanax.plan.sharding.resolve import Constraint
-from spanax.plan.spmd.deferred_reductions import Unreduced
+from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.run.step import kernels  # noqa: F401  (what a platform's kernel computes is lowered to it)
 from spanax.run.step.lookup import look_up, split_lookup
 from spanax.run.step.matmuls import as_one_sum
@@ -55,9 +55,9 @@ class Replay:
 
     graph: Graph
     constraints: Sequence[Constraint | None]
-    uses: Mapping[Op, Use]
+    uses: Mapping[Op, OperandSharding]
     mesh: Mesh
-    unreduced: Unreduced = Unreduced()
+    unreduced: DeferredReductions = DeferredReductions()
     instead: Mapping[Op, Callable[[Sequence[Any]], list[Any]]] = field(default_factory=dict)
     manual: frozenset[str] = frozenset()
 
@@ -141,7 +141,7 @@ class Replay:
             found.append(out if known else self.constrained(out, wanted, late))
         return found
 
-    def _product(self, op: Op, ins: Sequence[Any], use: Use | None) -> list[Any] | None:
+    def _product(self, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
         """A matmul as CPUs take it best; None for all else."""
         if op.name != "dot_general" or platform_of(self.mesh) != "cpu":
             return None
@@ -216,7 +216,12 @@ def as_traced(op: Op) -> AbstractContextManager[None]:
 
 
 def _shard_by_shard(
-    op: Op, use: Use, mesh: Mesh, ins: Sequence[Any], manual: frozenset[str], instead: Callable[..., Any] | None = None
+    op: Op,
+    use: OperandSharding,
+    mesh: Mesh,
+    ins: Sequence[Any],
+    manual: frozenset[str],
+    instead: Callable[..., Any] | None = None,
 ) -> list[Any]:
     """The operation on each device's part, or what runs instead of it there, without a word from the compiler."""
     specs = [

@@ -6,10 +6,10 @@ from jax.sharding import Mesh
 
 from spanax.plan.pipeline.stages import inside_stage
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.operands import Use, uses
+from spanax.plan.sharding.operands import OperandSharding, uses
 from spanax.plan.sharding.place import resolver_of
-from spanax.plan.spmd.deferred_reductions import Unreduced, unreduced
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.run.step.padding import Padded
 from spanax.run.step.pipeline import in_stages
 from spanax.run.step.replay import Replay
@@ -50,7 +50,7 @@ def replayed(
         constraints = resolver.constraints(traced)
         if inputs_only:
             return Replay(traced.graph, [None] * len(constraints), {}, mesh)
-        late = unreduced(Laid(resolver, traced), plan.schedule) if is_step else Unreduced()
+        late = unreduced(ShardedProgram(resolver, traced), plan.schedule) if is_step else DeferredReductions()
         taken = uses(resolver, traced, constraints)
         free = _free(traced, taken)
         told = [None if value in free else constraint for value, constraint in enumerate(constraints)]
@@ -62,7 +62,7 @@ def replayed(
     return in_stages(replay(traced), traced, plan.schedule, rows, around)
 
 
-def _free(traced: Traced, taken: Mapping[Op, Use]) -> set[int]:
+def _free(traced: Traced, taken: Mapping[Op, OperandSharding]) -> set[int]:
     """One number all over that an operation asks for in its own way, and what nothing but that is made of.
 
     It is made as it is asked for: said to lie otherwise before, it would be gathered.

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from spanax.plan.pipeline.ticks import share_name
-from spanax.plan.sharding.attention import Around
+from spanax.plan.sharding.attention import AttentionSharding
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, parted
 from spanax.trace.rewrites.attention.operation import (
@@ -34,7 +34,9 @@ from spanax.trace.rewrites.attention.scores import Form
 from spanax.trace.rewrites.attention.zigzag import Shares, shares
 
 
-def attended_part(op: Op, around: Around, mesh: Mesh, manual: frozenset[str]) -> Callable[..., tuple[Any, ...]]:
+def attended_part(
+    op: Op, around: AttentionSharding, mesh: Mesh, manual: frozenset[str]
+) -> Callable[..., tuple[Any, ...]]:
     """What each device does of an attention, with its parts of the operands.
 
     Args:

@@ -24,7 +24,7 @@ from spanax.plan.sharding.assign import divided_layers
 from spanax.trace.analysis.fusion import REDUCTIONS
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
-from spanax.trace.pipeline.partition import Cut
+from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 
@@ -144,7 +144,7 @@ def stage_by_stage(parts: Parts) -> tuple[int, ...]:
     )
 
 
-def check_alike(traced: Traced, pieces: Cut) -> None:
+def check_alike(traced: Traced, pieces: PipelinePartition) -> None:
     """Refuse a step in which something outside of the layers' loop depends on the order that layers come in.
 
     Raises:

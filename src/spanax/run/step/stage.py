@@ -17,8 +17,8 @@ from spanax.run.step.held import Held, Storage
 from spanax.run.step.replay import Replay
 from spanax.run.step.unreduced import in_front, lifted
 from spanax.trace.jaxpr.loops import Loop
-from spanax.trace.pipeline.partition import Cut, Part, State, Sum
-from spanax.trace.pipeline.split_backward import Halves
+from spanax.trace.pipeline.partition import Part, PipelinePartition, State, Sum
+from spanax.trace.pipeline.split_backward import SplitBackward
 
 Values = dict[int, Any]
 
@@ -43,10 +43,10 @@ class Stage:
     """
 
     replay: Replay
-    cut: Cut
+    cut: PipelinePartition
     ticks: Ticks
     meets: bool
-    halves: Halves | None
+    halves: SplitBackward | None
     rows: Values
     whole: Values = field(repr=False)
     microbatches: list[Any]
@@ -75,11 +75,11 @@ class Stage:
 
     def _begun(self, index: int, array: Any) -> Any:
         """A carried value as the ticks add to it: where its sum is put off, in parts."""
-        return lifted(array, (), self.storage.put_off(index), self.replay.mesh.shape)
+        return lifted(array, (), self.storage.defer(index), self.replay.mesh.shape)
 
     def _summed(self, index: int, array: Any) -> Any:
         return self.replay.reduced(
-            array, self.replay.constraints[self.cut.loop.body.outputs[index]], self.storage.put_off(index)
+            array, self.replay.constraints[self.cut.loop.body.outputs[index]], self.storage.defer(index)
         )
 
     def _tick(self, held: Held, row: tuple[Any, Any]) -> tuple[Held, None]:
@@ -222,7 +222,7 @@ class Stage:
         values: Values,
         chunks: Values,
         part: Any,
-        two: Halves | None = None,
+        two: SplitBackward | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """The layers of one chunk in their order: what goes on, and what they leave (in halves: for the second)."""
         consts, scanned = self.replay.read(values, loop.consts), self._operands(loop, values, chunks, part)
@@ -320,7 +320,7 @@ class Stage:
 
     def _part_of(self, one: Sum, part: Part, array: Any) -> Any:
         """A summand as it goes into its sum."""
-        axes = self.storage.put_off(one.index)
+        axes = self.storage.defer(one.index)
         return lifted(converted(part, array), self.replay.unreduced.of(part.value), axes, self.replay.mesh.shape)
 
     def _added(self, by_rows: Values, mine: Mine, stacked: Sequence[Any]) -> Values:
@@ -328,7 +328,7 @@ class Stage:
         left, found = dict(zip(self.cut.backward.stacked, stacked, strict=True)), dict(by_rows)
         for one in self.cut.sums:
             for part in one.parts.get("layers", ()):
-                dim, axes = len(self.storage.put_off(one.index)), self.replay.unreduced.of(part.value)
+                dim, axes = len(self.storage.defer(one.index)), self.replay.unreduced.of(part.value)
                 added = self._part_of(one, part, in_front(left[part.value], axes))
                 total = self._chunk(found[one.index], mine, dim) + added
                 found[one.index] = self._put_chunk(found[one.index], mine, total, dim)

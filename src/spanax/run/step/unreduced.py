@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from spanax.plan.spmd.deferred_reductions import LINEAR, LINEAR_IN, Dims, Unreduced
+from spanax.plan.spmd.deferred_reductions import LINEAR, LINEAR_IN, DeferredReductions, Dims
 from spanax.trace.jaxpr.graph import Graph, Op
 
 Ways = Mapping[str, int]
@@ -21,7 +21,7 @@ Ways = Mapping[str, int]
 
 
 def in_parts(
-    graph: Graph, op: Op, ins: Sequence[Any], known: Unreduced, mesh: Mesh, manual: frozenset[str]
+    graph: Graph, op: Op, ins: Sequence[Any], known: DeferredReductions, mesh: Mesh, manual: frozenset[str]
 ) -> list[Any]:
     """The result of an operation without bodies, whose sum is put off or which takes one that is."""
     ways = mesh.shape

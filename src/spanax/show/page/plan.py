@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from spanax.plan.cost.prediction import Price
+from spanax.plan.cost.prediction import Prediction
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Plan
 from spanax.show.page.bars import Bar, stacked
@@ -47,7 +47,7 @@ def plan_figures(plan: Plan) -> list[Figure]:
     return found
 
 
-def peak_figure(price: Price) -> Figure:
+def peak_figure(price: Prediction) -> Figure:
     """The peak memory beside its limit."""
     limit = price.limit_bytes
     beside = f"of {bytes_text(limit)} a device" if limit else "a device"
@@ -73,7 +73,7 @@ def _schedule(plan: Plan) -> Node:
     return schedule_grid(ticks_of(schedule))
 
 
-def price_blocks(price: Price) -> list[Block]:
+def price_blocks(price: Prediction) -> list[Block]:
     """What a step takes, holds and moves, as expected."""
     memory = memory_bars([Bar("expected", price.memory)], price.limit_bytes)
     steps, moved = step_bars([Bar("expected", price.seconds)]), traffic({"expected": price.moved})

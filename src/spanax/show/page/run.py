@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from spanax.check.lint import lint_profile
-from spanax.plan.cost.prediction import Price
+from spanax.plan.cost.prediction import Prediction
 from spanax.printable import printable
 from spanax.run.record.account import Account
 from spanax.run.record.ledger import BUCKETS
@@ -116,7 +116,7 @@ def _of_plan(told: Recorded) -> list[Block]:
     return found
 
 
-def _compared(price: Price, told: Recorded) -> list[Sequence[str]]:
+def _compared(price: Prediction, told: Recorded) -> list[Sequence[str]]:
     pairs: list[tuple[str, float, float | None]] = [("step", price.step_seconds, told.metrics.median_step_seconds)]
     if told.profile is not None:
         between = sum(price.seconds.get(name, 0) for name in BETWEEN)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spanax.trace.analysis.fusion import ALIASES
-from spanax.trace.analysis.op_groups import Kind
+from spanax.trace.analysis.op_groups import OpGroup
 from spanax.trace.jaxpr.graph import Body, Op
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ PASSING = (ALIASES - {"broadcast_in_dim", "expand_dims"}) | {"convert_element_ty
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
+class GradientSum:
     """Results that meet in one sum, and nowhere else.
 
     Attributes:
@@ -30,20 +30,20 @@ class Meeting:
       met: the values that are added, in this order, and how often they meet; for every place where they do.
     """
 
-    sums: tuple["Kind | None", ...]
+    sums: tuple["OpGroup | None", ...]
     met: tuple[tuple[tuple[int, ...], int], ...]
 
 
-def meetings(traced: "Traced") -> list[Meeting]:
+def gradient_sums(traced: "Traced") -> list[GradientSum]:
     """Every sum of results that nothing else reads, all of one kind together."""
-    kinds = {op: (kind, runs) for kind in traced.census for op, runs in kind.ops}
-    found: dict[tuple[Kind | None, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+    kinds = {op: (kind, runs) for kind in traced.op_groups for op, runs in kind.ops}
+    found: dict[tuple[OpGroup | None, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
     for body in traced.kept:
         for sums in _sums(body):
             leaves = [op for op in sums if op is not None]
             key = tuple(None if op is None else kinds[op][0] for op in sums)
             found[key].append((tuple(op.outputs[0] for op in leaves), kinds[leaves[0]][1]))
-    return [Meeting(sums, tuple(met)) for sums, met in found.items()]
+    return [GradientSum(sums, tuple(met)) for sums, met in found.items()]
 
 
 def _sums(body: Body) -> Iterator[list[Op | None]]:

@@ -13,7 +13,7 @@ PASSING = FUSED | MOVEMENT | REDUCTIONS | {"dynamic_slice", "dynamic_update_slic
 """Operations whose result is a version of an operand where both have the same classes: none of them was summed."""
 
 
-def versions(traced: "Traced", leaf: int) -> frozenset[int]:
+def leaf_aliases(traced: "Traced", leaf: int) -> frozenset[int]:
     """Every value of a traced function that is a version of a leaf of the state, by their numbers.
 
     Two values are versions of one if one is made of the other number by number, or put elsewhere, and both have the
@@ -45,7 +45,7 @@ def versions(traced: "Traced", leaf: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def next_versions(traced: "Traced") -> dict[int, list[int]]:
+def updated_aliases(traced: "Traced") -> dict[int, list[int]]:
     """For every value, those that one operation makes of it and that are versions of the same, both ways."""
     found: dict[int, list[int]] = {}
     for one, other in _pairs(traced):

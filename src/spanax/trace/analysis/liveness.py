@@ -22,7 +22,7 @@ SCATTERS = ("scatter-add", "scatter_add")
 
 
 @dataclass(frozen=True, eq=False)
-class Lifetimes:
+class Liveness:
     """The held values of one body, an entry each; values of one role and dtype are of one group.
 
     Attributes:
@@ -40,7 +40,7 @@ class Lifetimes:
     num_bytes: np.ndarray
 
 
-def lifetimes(traced: "Traced", *, in_matmuls: bool) -> dict[Body, Lifetimes]:
+def liveness(traced: "Traced", *, in_matmuls: bool) -> dict[Body, Liveness]:
     """The lifetimes in every body of a traced function.
 
     State and batch are there all the time, and what replaces the state takes its place: none of them is counted.
@@ -57,7 +57,7 @@ def lifetimes(traced: "Traced", *, in_matmuls: bool) -> dict[Body, Lifetimes]:
     return {body: _of_body(traced, body, counted, in_matmuls) for body in traced.kept}
 
 
-def _of_body(traced: "Traced", body: Body, counted: set[int], in_matmuls: bool) -> Lifetimes:
+def _of_body(traced: "Traced", body: Body, counted: set[int], in_matmuls: bool) -> Liveness:
     ops = traced.order[body]
     kept, last = _last_reads(traced, body, ops, in_matmuls)
     groups: dict[tuple[int, int], int] = {}
@@ -69,13 +69,13 @@ def _of_body(traced: "Traced", body: Body, counted: set[int], in_matmuls: bool) 
             continue
         aval = traced.graph.avals[value]
         itemsize = getattr(aval.dtype, "itemsize", 4)
-        group = groups.setdefault((id(traced.roles[value]), itemsize), len(groups))
+        group = groups.setdefault((id(traced.sharding_keys[value]), itemsize), len(groups))
         if group == len(values):
             values.append(value)
             sizes.append(float(math.prod(aval.shape)) * itemsize)
         rows.append((at, max(at, last.get(value, len(ops))), group))
     table = np.asarray(rows, int).reshape(-1, 3).T
-    return Lifetimes(table[0], table[1], table[2], tuple(values), np.asarray(sizes))
+    return Liveness(table[0], table[1], table[2], tuple(values), np.asarray(sizes))
 
 
 def _last_reads(traced: "Traced", body: Body, ops: Sequence[Op], in_matmuls: bool) -> tuple[set[int], dict[int, int]]:

@@ -32,7 +32,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Kind:
+class OpGroup:
     """Operations that any layout treats alike.
 
     Attributes:
@@ -50,7 +50,7 @@ class Kind:
     ops: tuple[tuple[Op, int], ...]
 
 
-def census(traced: "Traced") -> list[Kind]:
+def op_groups(traced: "Traced") -> list[OpGroup]:
     """Every kind of operation of a traced function, in the order of their first appearance.
 
     Example:
@@ -71,7 +71,7 @@ def census(traced: "Traced") -> list[Kind]:
         phase = phase_of(traced, op, forward)
         found.setdefault((_signature(traced, op), phase, in_layers), []).append((op, runs))
     return [
-        Kind(ops[0][0], sum(runs for _, runs in ops), phase, in_layers, tuple(ops))
+        OpGroup(ops[0][0], sum(runs for _, runs in ops), phase, in_layers, tuple(ops))
         for (_, phase, in_layers), ops in found.items()
     ]
 
@@ -104,7 +104,7 @@ def traffic(traced: "Traced") -> Traffic:
             if not in_layers and not traced.batch_labels.intersection(labels):
                 phase = Phase.UPDATE  # nothing of the batch is left in it: once a step, however many microbatches
             staged = in_layers or not traced.layer_labels.isdisjoint(labels)
-            role = (id(traced.roles[access.value]), getattr(graph.avals[access.value], "dtype", None))
+            role = (id(traced.sharding_keys[access.value]), getattr(graph.avals[access.value], "dtype", None))
             row = rows.setdefault((role, phase, staged), [access.value, int(phase), staged, 0.0])
             row[3] += runs * (access.writes + access.reads)
         kernels[own][in_layers] += runs * num_kernels
@@ -114,7 +114,7 @@ def traffic(traced: "Traced") -> Traffic:
                 visit(inner, runs * trips(op), inside)
 
     visit(graph.body, 1, False)
-    for kind in traced.census:
+    for kind in traced.op_groups:
         if not kind.op.bodies and kind.op.name not in FUSED and kind.op.name not in REDUCTIONS:
             kernels[kind.phase][kind.in_layers] += kind.runs
     return Traffic([tuple(row) for row in rows.values()], kernels)
@@ -232,7 +232,7 @@ def inert_ops(traced: "Traced") -> frozenset[Op]:
 
     Of that only what decides where a value is stored counts: whether it is of the optimizer, or has seen the batch.
     """
-    roles, found = traced.roles, set()
+    roles, found = traced.sharding_keys, set()
     of_weights = int(Origin.OPTIMIZER | Origin.BATCH)
     for op in traced.graph.ops():
         if op.name in ELEMENTWISE:
@@ -253,7 +253,7 @@ def score_keys(traced: "Traced") -> frozenset[tuple[int | None, ...]]:
     value of those labels on the chip.
     """
     found = set()
-    for kind in traced.census:
+    for kind in traced.op_groups:
         op = kind.op
         if op.name == "dot_general" and all(
             traced.batch_labels.intersection(traced.axes.classes[value]) for value in op.inputs[:2]
@@ -272,7 +272,7 @@ def label_key(labels: Sequence[int | None]) -> tuple[int, ...]:
 def layer_carry(traced: "Traced") -> tuple[int | None, int]:
     """The largest value carried by the deepest loop over layers on the way to the loss, and that loop's length."""
     best: tuple[int | None, int] = (None, 0)
-    for kind in traced.census:
+    for kind in traced.op_groups:
         if is_layers(traced, kind.op) and kind.phase == Phase.FORWARD and trips(kind.op) > best[1]:
             carried = [first for first, _ in traced.graph.wires(kind.op).carried]
             if carried:
@@ -283,7 +283,7 @@ def layer_carry(traced: "Traced") -> tuple[int | None, int]:
 def _signature(traced: "Traced", op: Op) -> tuple[Any, ...]:
     if op.bodies:
         return (id(op),)
-    roles, graph = traced.roles, traced.graph
+    roles, graph = traced.sharding_keys, traced.graph
     params = tuple((key, value) for key, value in op.params.items() if _is_plain(value))
     ins = tuple((id(roles[value]), getattr(graph.avals[value], "dtype", None)) for value in op.inputs)
     outs = tuple((id(roles[value]), getattr(graph.avals[value], "dtype", None)) for value in op.outputs)

@@ -59,7 +59,9 @@ def _needed(op: Op, makers: dict[int, Op], done: dict[Op, None]) -> Iterator[Op]
 
 def _gradients(traced: "Traced", body: Body) -> Iterator[int]:
     """Sums over the batch; of those that are added up, the last sum."""
-    is_batched = {value: not traced.batch_labels.isdisjoint(traced.roles[value].labels) for value in _values(body)}
+    is_batched = {
+        value: not traced.batch_labels.isdisjoint(traced.sharding_keys[value].labels) for value in _values(body)
+    }
     readers: dict[int, list[Op]] = defaultdict(list)
     summed: dict[int, Op] = {}
     for op in body.ops:

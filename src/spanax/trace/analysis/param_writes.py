@@ -14,7 +14,7 @@ PASSING = frozenset({"copy", "copy_p", "optimization_barrier", "sharding_constra
 """Operations whose results are their operands."""
 
 
-def written(after: Callable[..., Sequence[Any]], before: Any, *others: Any) -> list[bool]:
+def param_writes(after: Callable[..., Sequence[Any]], before: Any, *others: Any) -> list[bool]:
     """For each leaf of `before`, whether `after(before, *others)` has something else in its place.
 
     Example:

@@ -18,7 +18,7 @@ MOVEMENT = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "re
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class ShardingKey:
     """Values of one role are placed alike under any layout.
 
     Attributes:
@@ -38,7 +38,7 @@ class Role:
     is_routed: bool
 
 
-def roles(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> list[Role]:
+def sharding_keys(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> list[ShardingKey]:
     """The role of every value, by its number; equal roles are one object."""
     whole: dict[int, set[int]] = {}
     for value, dim in axes.kept_whole:
@@ -48,13 +48,13 @@ def roles(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> list[Role
     ]
     feeding = feeds(graph, is_activation)
     moved, at_once = _moved(graph), _in_chunks(graph)
-    found: list[Role] = []
-    known: dict[Role, Role] = {}
+    found: list[ShardingKey] = []
+    known: dict[ShardingKey, ShardingKey] = {}
     for value, labels in enumerate(axes.classes):
         origin = axes.origins[value]
         # What goes into activations is computed: a statistic of the batch, or a weight turned into its place.
         goes_in = feeding[value] and (value in moved or bool(origin & Origin.BATCH))
-        role = Role(
+        role = ShardingKey(
             labels,
             graph.shape(value),
             int(origin),

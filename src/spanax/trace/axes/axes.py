@@ -11,7 +11,7 @@ from spanax.errors import SpanaxError, nearest
 from spanax.trace.axes.discover import Dims
 from spanax.trace.axes.frozen import frozen
 from spanax.trace.axes.naming import STRENGTH, name_classes, with_examples
-from spanax.trace.axes.scanned_dims import turns
+from spanax.trace.axes.scanned_dims import scanned_dims
 from spanax.trace.jaxpr.dim_rules import apply
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin, origins
@@ -85,7 +85,7 @@ def discover(
     The first outputs are the new values of the leaves, so each is split like the leaf it replaces. The dims `grown` are
     known to grow with the batch.
     """
-    dims = Dims(graph, turns(graph))
+    dims = Dims(graph, scanned_dims(graph))
     for op in graph.ops():
         apply(op, dims)
     for before, after in zip(graph.body.inputs[: len(leaves)], graph.body.outputs, strict=False):

@@ -15,11 +15,11 @@ from spanax.trace.axes.axes import Axes
 from spanax.trace.axes.naming import with_examples
 from spanax.trace.jaxpr.dim_rules import FRESH
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
-from spanax.trace.pipeline.retrace import resized_graph
+from spanax.trace.pipeline.retrace import retraced_graph
 from spanax.trace.variables import Leaf
 
 
-def grown(
+def batch_sized_dims(
     graph: Graph, axes: Axes, function: Callable[..., Any], state: list[Any], batch: Any, leaves: Sequence[Leaf]
 ) -> list[tuple[int, int]]:
     """Dims of values made from nothing that grow with the batch, as (value, dim).
@@ -60,7 +60,7 @@ def grown(
         for value, array in zip(inputs, arrays, strict=True)
     ]
     try:
-        longer = resized_graph(graph, function, state, jax.tree.unflatten(treedef, twice))
+        longer = retraced_graph(graph, function, state, jax.tree.unflatten(treedef, twice))
     except ResizeError as error:
         reason = first_line(error.__cause__ or error)
         warnings.warn(

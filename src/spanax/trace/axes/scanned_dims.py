@@ -10,7 +10,7 @@ Dim = tuple[int, int]
 """A value and one of its dims."""
 
 
-def turns(graph: Graph) -> set[Dim]:
+def scanned_dims(graph: Graph) -> set[Dim]:
     """The dims of scanned operands and of stacked results, also of what they are a view or a dtype of.
 
     Example:

@@ -14,7 +14,7 @@ PREFIX = "optimizer.opt_state.0.gradients."
 """What the path of a kept gradient begins with; the path of its parameter follows."""
 
 
-class Given(NamedTuple):
+class RecordedGradients(NamedTuple):
     """The state of the part of an optimizer that keeps the gradients."""
 
     gradients: Any
@@ -34,12 +34,14 @@ def recording(optimizer: Any) -> Callable[[nnx.Module], nnx.Optimizer]:
       ['bias', 'kernel']
     """
 
-    def init(params: Any) -> Given:
-        return Given(jax.tree.map(jnp.zeros_like, params))
+    def init(params: Any) -> RecordedGradients:
+        return RecordedGradients(jax.tree.map(jnp.zeros_like, params))
 
-    def update(updates: Any, state: Given, params: Any = None) -> tuple[Any, Given]:
+    def update(updates: Any, state: RecordedGradients, params: Any = None) -> tuple[Any, RecordedGradients]:
         # In the parameter's dtype: a variable keeps its own.
-        return updates, Given(jax.tree.map(lambda new, old: new.astype(old.dtype), updates, state.gradients))
+        return updates, RecordedGradients(
+            jax.tree.map(lambda new, old: new.astype(old.dtype), updates, state.gradients)
+        )
 
     keep = optax.GradientTransformation(init, update)
 

@@ -10,7 +10,7 @@ STATE_DTYPES = ("float32", "bfloat16")
 """What an optimizer's state may be kept in."""
 
 
-def kept_as(dtype: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def stored_as(dtype: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """An optimizer whose floating state lies in a dtype between steps; it computes in float32 as before.
 
     A mean that moves by less than half a rounding of the dtype in a step never moves: 0.4 % of it in bfloat16. Right

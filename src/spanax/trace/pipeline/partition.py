@@ -57,7 +57,7 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class PipelinePartition:
     """A loop over microbatches in pieces. Numbers are values of its body; `ops` are in the order of the program.
 
     Attributes:
@@ -117,7 +117,7 @@ class Cut:
         return int(self.forward.op.params["length"])
 
 
-def cut(traced: Traced, num_microbatches: int) -> Cut:
+def pipeline_partition(traced: Traced, num_microbatches: int) -> PipelinePartition:
     """Take the loop over microbatches of a step apart.
 
     Raises:
@@ -179,7 +179,7 @@ class _Cutter:
     returned: dict[int, None] = field(default_factory=dict)
     prepared: dict[int, None] = field(default_factory=dict)
 
-    def cut(self) -> Cut:
+    def cut(self) -> PipelinePartition:
         body, loop = self.loop.body, self.loop
         carried = list(zip(body.inputs[loop.num_consts :], body.outputs[: loop.num_carried], strict=False))
         readers = _readers(body)
@@ -200,7 +200,7 @@ class _Cutter:
         pieces = self._pieces(found, front, head, results)
         prepared = [value for value in self.prepared if value not in self.rows]
         prepared_ops = self._slice([*self.rows, *prepared], lambda value: False)
-        return Cut(
+        return PipelinePartition(
             self.loop, self.forward, self.backward, tuple(self.rows), prepared_ops, tuple(prepared),
             tuple(self.ridden), tuple(self.collected), tuple(self.returned),
             unchanged, tuple(layer_states), (*front, *head), len(front), tuple(found), tuple(results), **pieces,

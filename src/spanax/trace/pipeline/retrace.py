@@ -16,7 +16,7 @@ Shapes = tuple[tuple[int, ...], ...]
 """The shape of every leaf of the state."""
 
 
-def resized_graph(written: Graph, function: Callable[..., Any], state: list[Any], batch: Any) -> Graph:
+def retraced_graph(written: Graph, function: Callable[..., Any], state: list[Any], batch: Any) -> Graph:
     """The graph of a step whose state has more layers than it was written with.
 
     Args:

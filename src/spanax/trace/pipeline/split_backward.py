@@ -11,7 +11,7 @@ from spanax.trace.jaxpr.loops import Loop
 
 
 @dataclass(frozen=True, eq=False)
-class Halves:
+class SplitBackward:
     """One layer's way back in two.
 
     Attributes:
@@ -29,7 +29,7 @@ class Halves:
     as_written: Mapping[Op, Op]
 
 
-def halves(loop: Loop) -> Halves:
+def split_backward(loop: Loop) -> SplitBackward:
     """Divide the body of a loop over layers that runs back; what is under a remat is divided too."""
     body, num_carried = loop.body, loop.num_carried
     as_written: dict[Op, Op] = {}
@@ -42,7 +42,7 @@ def halves(loop: Loop) -> Halves:
     made = {*carried, *(value for op in first for value in op.outputs)}
     read = [*(value for op in ops if op in second for value in op.inputs), *outputs[num_carried:]]
     between = dict.fromkeys(value for value in read if value in made)
-    return Halves(
+    return SplitBackward(
         tuple(op for op in ops if op in first),
         tuple(op for op in ops if op in second),
         tuple(between),

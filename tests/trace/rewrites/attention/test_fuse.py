@@ -11,7 +11,7 @@ from flax import nnx
 
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr
-from spanax.trace.rewrites.attention.fuse import Attended, attended
+from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.attention.operation import BACKWARD, FORWARD
 from spanax.trace.rewrites.attention.scores import Form
 from spanax.trace.rewrites.attention.zigzag import shares
@@ -103,7 +103,7 @@ def names(graph: Graph) -> list[str]:
 
 
 def form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form:
-    graph = graph_of(attended(function), *operands)
+    graph = graph_of(fuse_attention(function), *operands)
     (form,) = [op.params["form"] for op in graph.ops() if op.name == FORWARD]
     return form
 
@@ -111,7 +111,7 @@ def form_of(function: Callable[..., Any], operands: tuple[Any, ...]) -> Form:
 @pytest.mark.parametrize("name", WRITTEN)
 def test_it_is_found(name: str) -> None:
     function, operands, num_extras, work = WRITTEN[name]
-    graph = graph_of(jax.grad(attended(lambda *args: function(*args).sum())), *operands)
+    graph = graph_of(jax.grad(fuse_attention(lambda *args: function(*args).sum())), *operands)
     assert names(graph).count(FORWARD) == names(graph).count(BACKWARD) == 1
     large = [graph.shape(value) for op in graph.ops() for value in op.outputs if graph.shape(value)[-2:] == (T, T)]
     assert not large
@@ -136,7 +136,7 @@ def test_it_computes_the_same(name: str) -> None:
         return (function(*args) ** 2).sum()
 
     wanted = jax.value_and_grad(squared, floats)(*values)
-    found = jax.jit(jax.value_and_grad(attended(squared), floats))(*values)
+    found = jax.jit(jax.value_and_grad(fuse_attention(squared), floats))(*values)
     for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5 * float(abs(theirs).max()))
 
@@ -151,7 +151,7 @@ def test_it_is_found_in_layers(wrap: str) -> None:
             return jax.lax.scan(lambda x, _: (layer(x), None), x, length=3)[0]
         return jax.checkpoint(layer)(x) if wrap == "remat" else jax.lax.cond(x.sum() > 0, layer, lambda x: x, x)
 
-    assert names(graph_of(attended(run), Q)).count(FORWARD) == 1
+    assert names(graph_of(fuse_attention(run), Q)).count(FORWARD) == 1
 
 
 def test_dropout_on_weights_is_refused() -> None:
@@ -161,7 +161,7 @@ def test_dropout_on_weights_is_refused() -> None:
         return jnp.einsum("bhqs,bshk->bqhk", jnp.where(kept, weights / 0.9, 0), v)
 
     with pytest.raises(SpanaxError, match="dropout on its weights") as raised:
-        jax.make_jaxpr(attended(dropped))(Q, ROWS, ROWS)
+        jax.make_jaxpr(fuse_attention(dropped))(Q, ROWS, ROWS)
     assert "test_attended.py" in str(raised.value)
 
 
@@ -175,7 +175,7 @@ def test_what_is_no_softmax_over_keys_is_left_alone() -> None:
 
     for function in (over_queries, with_sink):
         with pytest.raises(SpanaxError, match="no softmax attention"):
-            jax.make_jaxpr(attended(function))(Q, ROWS, ROWS)
+            jax.make_jaxpr(fuse_attention(function))(Q, ROWS, ROWS)
 
 
 def test_weights_that_are_read_elsewhere_stay() -> None:
@@ -183,7 +183,7 @@ def test_weights_that_are_read_elsewhere_stay() -> None:
         weights = jax.nn.softmax(dots(q, k))
         return jnp.einsum("bhqs,bshk->bqhk", weights, v).sum() + weights.max()
 
-    found = names(graph_of(attended(told), Q, ROWS, ROWS))
+    found = names(graph_of(fuse_attention(told), Q, ROWS, ROWS))
     assert found.count(FORWARD) == 1 and found.count("dot_general") == 1
 
 
@@ -192,7 +192,7 @@ def test_gradients_that_nobody_reads_are_not_made() -> None:
         return with_bias(q, k, v, mask, bias).sum()
 
     def wanted(argnums: tuple[int, ...]) -> tuple[bool, ...]:
-        graph = graph_of(jax.grad(attended(loss), argnums), Q, ROWS, ROWS, MASK, BIAS)
+        graph = graph_of(jax.grad(fuse_attention(loss), argnums), Q, ROWS, ROWS, MASK, BIAS)
         return next(op.params["grads"] for op in graph.ops() if op.name == BACKWARD)
 
     assert sum(wanted((0, 1, 2))) == 0 and sum(wanted((0, 4))) == 1
@@ -228,8 +228,8 @@ KERNELS: dict[str, tuple[float, bool] | str] = {
 def test_a_kernel_takes_scale_and_mask_or_the_reason_is_told(name: str) -> None:
     function, operands, *_ = WRITTEN[name]
     half = [shape(*one.shape, dtype="bfloat16" if one.dtype == jnp.float32 else str(one.dtype)) for one in operands]
-    outcomes: list[Attended] = []
-    jaxpr = jax.make_jaxpr(attended(function, "cudnn", outcomes))(*half)
+    outcomes: list[FusedAttention] = []
+    jaxpr = jax.make_jaxpr(fuse_attention(function, "cudnn", outcomes))(*half)
     found = [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD]
     expected = KERNELS[name]
     if isinstance(expected, str):

@@ -8,7 +8,7 @@ import pytest
 
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import from_jaxpr
-from spanax.trace.rewrites.attention.fuse import Attended, attended
+from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.operation import FORWARD
 
@@ -18,8 +18,8 @@ def shape(*sizes: int, dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def kernels_in(function: Any, operands: Any, name: str) -> tuple[list[Kernel], list[str]]:
-    outcomes: list[Attended] = []
-    jaxpr = jax.make_jaxpr(attended(function, name, outcomes))(*operands)
+    outcomes: list[FusedAttention] = []
+    jaxpr = jax.make_jaxpr(fuse_attention(function, name, outcomes))(*operands)
     return [op.params["kernel"] for op in from_jaxpr(jaxpr).ops() if op.name == FORWARD], [
         str(each) for each in outcomes
     ]

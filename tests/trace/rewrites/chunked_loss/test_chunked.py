@@ -12,7 +12,7 @@ from jax import lax
 
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import from_jaxpr
-from spanax.trace.rewrites.chunked_loss.chunked import chunked
+from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.remat import rematerialized
 
 ROWS, LENGTH, WIDTH, VOCAB = 4, 8, 16, 64
@@ -141,7 +141,7 @@ def same(found: Any, wanted: Any, tolerance: float) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_chunks_have_the_same_value_and_gradients(loss: Callable[..., Any]) -> None:
-    in_chunks = jax.value_and_grad(chunked(loss, 2))
+    in_chunks = jax.value_and_grad(chunked_loss(loss, 2))
     assert largest(jax.value_and_grad(loss), params(), batch()) >= LOGITS * 7 // 8
     assert largest(in_chunks, params(), batch()) <= LOGITS // 2
     (value, grads), (wanted, of_wanted) = (
@@ -152,7 +152,9 @@ def test_chunks_have_the_same_value_and_gradients(loss: Callable[..., Any]) -> N
 
 
 def test_what_becomes_of_the_loss_is_in_the_gradients() -> None:
-    found, wanted = (jax.grad(lambda p, b, f=one: f(p, b) ** 3)(params(), batch()) for one in (chunked(own, 4), own))
+    found, wanted = (
+        jax.grad(lambda p, b, f=one: f(p, b) ** 3)(params(), batch()) for one in (chunked_loss(own, 4), own)
+    )
     same(found, wanted, 1e-5)
 
 
@@ -162,12 +164,12 @@ def test_nothing_is_computed_twice() -> None:
             op.name == "dot_general" for op in from_jaxpr(jax.make_jaxpr(jax.grad(loss))(params(), batch())).ops()
         )
 
-    assert products(chunked(library, 4)) == products(library)
-    assert products(chunked(preferred, 4)) == products(preferred) + 1
+    assert products(chunked_loss(library, 4)) == products(library)
+    assert products(chunked_loss(preferred, 4)) == products(preferred) + 1
 
 
 def test_a_remat_keeps_the_gradients_and_no_logits() -> None:
-    in_chunks = jax.grad(rematerialized(chunked(library, 4), "dots"))
+    in_chunks = jax.grad(rematerialized(chunked_loss(library, 4), "dots"))
     assert largest(in_chunks, params(), batch()) <= LOGITS // 2
     same(in_chunks(params(), batch()), jax.grad(library)(params(), batch()), 1e-5)
 
@@ -177,7 +179,7 @@ def test_low_precision_adds_up_in_32_bits() -> None:
         logits = (hidden(params, batch).astype(jnp.bfloat16) @ params["head"].astype(jnp.bfloat16)).astype(jnp.float32)
         return library_of(logits, batch)
 
-    losses = (chunked(low, 8), low, library)
+    losses = (chunked_loss(low, 8), low, library)
     found, wanted, exact = (jax.jit(jax.grad(loss))(params(), batch())["head"] for loss in losses)
     assert jnp.abs(found - exact).mean() <= 1.2 * jnp.abs(wanted - exact).mean()
 
@@ -189,15 +191,15 @@ def test_what_a_loss_gives_beside_its_value_stays() -> None:
         lost = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
         return lost.mean(), {"accuracy": right.mean(), "of each": lost, "right": right}
 
-    found, wanted = (jax.value_and_grad(one, has_aux=True)(params(), batch()) for one in (chunked(loss, 4), loss))
+    found, wanted = (jax.value_and_grad(one, has_aux=True)(params(), batch()) for one in (chunked_loss(loss, 4), loss))
     same(found, wanted, 1e-5)
     assert found[0][1]["of each"].shape == (ROWS, LENGTH)
 
 
 def test_without_a_gradient_only_values_are_computed() -> None:
-    graph = from_jaxpr(jax.make_jaxpr(chunked(library, 4))(params(), batch()))
+    graph = from_jaxpr(jax.make_jaxpr(chunked_loss(library, 4))(params(), batch()))
     assert sum(op.name == "dot_general" for op in graph.ops()) == 2
-    same(chunked(library, 4)(params(), batch()), library(params(), batch()), 1e-6)
+    same(chunked_loss(library, 4)(params(), batch()), library(params(), batch()), 1e-6)
 
 
 def handed_out(params: Params, batch: Batch) -> Any:
@@ -224,9 +226,9 @@ def no_logits(params: Params, batch: Batch) -> Any:
 )
 def test_what_cannot_be_taken_in_chunks_is_told(loss: Callable[..., Any], count: int, told: str) -> None:
     with pytest.raises(SpanaxError, match=told):
-        chunked(loss, count)(params(), batch())
+        chunked_loss(loss, count)(params(), batch())
 
 
 def test_logits_that_are_handed_out_are_told() -> None:
     with pytest.raises(SpanaxError, match="among the results"):
-        chunked(handed_out, 2)(params(), batch())
+        chunked_loss(handed_out, 2)(params(), batch())

@@ -16,13 +16,13 @@ from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import bind, opened, remat_of, retraced
 from spanax.trace.jaxpr.lines import Line, Lines
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
-from spanax.trace.rewrites.attention.match import Found, Refused, as_written, attentions, canonical
+from spanax.trace.rewrites.attention.match import AttentionMatch, Mismatch, as_written, attentions, canonical
 from spanax.trace.rewrites.attention.operation import attention
 from spanax.trace.rewrites.remat_policies import RING
 
 
 @dataclass(frozen=True)
-class Attended:
+class FusedAttention:
     """What computes an attention: a platform's kernel, or None, plain; `detail` says of which sizes, or why."""
 
     kernel: str | None
@@ -32,8 +32,8 @@ class Attended:
         return f"{self.kernel or 'plain'}{self.detail}"
 
 
-def attended(
-    function: Callable[..., Any], context: str = RING, outcomes: list[Attended] | None = None
+def fuse_attention(
+    function: Callable[..., Any], context: str = RING, outcomes: list[FusedAttention] | None = None
 ) -> Callable[..., Any]:
     """A pure function of arrays that computes the same, its attentions as operations.
 
@@ -59,7 +59,7 @@ def attended(
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         jaxpr, consts = opened(closed)
-        seen: list[Found | Refused] = []
+        seen: list[AttentionMatch | Mismatch] = []
         outs = _evaluate(jaxpr, consts, jax.tree.leaves(args), seen, context)
         if context == RING:
             _check(seen)
@@ -70,8 +70,8 @@ def attended(
     return run
 
 
-def _check(seen: Sequence[Found | Refused]) -> None:
-    refused = [one for one in seen if isinstance(one, Refused)]
+def _check(seen: Sequence[AttentionMatch | Mismatch]) -> None:
+    refused = [one for one in seen if isinstance(one, Mismatch)]
     if refused:
         raise SpanaxError(
             f"an attention cannot go around a ring: it has {refused[0].why}.",
@@ -86,34 +86,34 @@ def _check(seen: Sequence[Found | Refused]) -> None:
         )
 
 
-def _outcomes(seen: Sequence[Found | Refused], kernel: str) -> list[Attended]:
+def _outcomes(seen: Sequence[AttentionMatch | Mismatch], kernel: str) -> list[FusedAttention]:
     """Returns what computes each attention."""
     where = lambda one: one.line.where  # noqa: E731
     return [
-        Attended(None, f" at {where(one)}: {one.why}")
-        if isinstance(one, Refused)
-        else Attended(kernel, f" for {_name(one)}")
+        FusedAttention(None, f" at {where(one)}: {one.why}")
+        if isinstance(one, Mismatch)
+        else FusedAttention(kernel, f" for {_name(one)}")
         for one in seen
-    ] or [Attended(None, ": the loss has no softmax attention")]
+    ] or [FusedAttention(None, ": the loss has no softmax attention")]
 
 
-def _name(one: Found) -> str:
+def _name(one: AttentionMatch) -> str:
     queries, keys = (one.form.sizes[label] for label in (one.form.queries, one.form.keys))
     is_causal = one.kernel is not None and one.kernel.is_causal
     return f"{queries:,} x {keys:,}" + " causal" * is_causal
 
 
-def _fitted(lines: Lines, at: int, one: Found | Refused, kernel: str) -> Found | Refused:
+def _fitted(lines: Lines, at: int, one: AttentionMatch | Mismatch, kernel: str) -> AttentionMatch | Mismatch:
     """An attention with the kernel that computes it, or why none does."""
-    if isinstance(one, Refused):
+    if isinstance(one, Mismatch):
         return one
     shapes = [jax.eval_shape(partial(canonical, order=order), lines.avals[value]) for value, order in one.operands]
     fitted = kernel_of(kernel, one.form, *shapes)
-    return Refused(fitted.why, lines.lines[at]) if isinstance(fitted, Unfit) else replace(one, kernel=fitted)
+    return Mismatch(fitted.why, lines.lines[at]) if isinstance(fitted, Unfit) else replace(one, kernel=fitted)
 
 
 def _evaluate(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], seen: list[Found | Refused], context: str
+    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], seen: list[AttentionMatch | Mismatch], context: str
 ) -> list[Any]:
     lines = Lines.of(jaxpr, consts)
     found = attentions(lines)
@@ -127,7 +127,7 @@ def _evaluate(
             line.eqn.source_info.traceback,
             name_stack=source_info_util.current_name_stack() + line.eqn.source_info.name_stack,
         ):
-            if isinstance(one, Found):
+            if isinstance(one, AttentionMatch):
                 outs = [_attend(lines, line, one, values)]
             else:
                 outs = _apply(line, [values[value] for value in line.ins], seen, context)
@@ -135,18 +135,18 @@ def _evaluate(
     return [values[value] for value in lines.outputs]
 
 
-def _needed(lines: Lines, found: dict[int, Found | Refused]) -> list[int]:
+def _needed(lines: Lines, found: dict[int, AttentionMatch | Mismatch]) -> list[int]:
     """The lines that are still to be run: those that only made scores are not."""
     wanted, needed = set(lines.outputs), []
     for at in range(len(lines.lines) - 1, -1, -1):
         line, one = lines.lines[at], found.get(at)
         if line.eqn.effects or wanted.intersection(line.outs):
             needed.append(at)
-            wanted.update(one.needs if isinstance(one, Found) else line.ins)
+            wanted.update(one.needs if isinstance(one, AttentionMatch) else line.ins)
     return needed[::-1]
 
 
-def _attend(lines: Lines, line: Line, one: Found, values: dict[int, Any]) -> Any:
+def _attend(lines: Lines, line: Line, one: AttentionMatch, values: dict[int, Any]) -> Any:
     q, k, v = (canonical(values[value], order) for value, order in one.operands)
     (result,) = line.outs
     dtype = lines.avals[result].dtype
@@ -154,7 +154,7 @@ def _attend(lines: Lines, line: Line, one: Found, values: dict[int, Any]) -> Any
     return as_written(out, one.out, lines.shape(result))
 
 
-def _apply(line: Line, ins: Sequence[Any], seen: list[Found | Refused], context: str) -> list[Any]:
+def _apply(line: Line, ins: Sequence[Any], seen: list[AttentionMatch | Mismatch], context: str) -> list[Any]:
     eqn, name, params = line.eqn, line.name, dict(line.eqn.params)
 
     def inner(body: Any) -> Callable[..., list[Any]]:

@@ -22,7 +22,7 @@ VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class AttentionMatch:
     """An attention in some lines.
 
     Attributes:
@@ -46,16 +46,16 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Mismatch:
     """A softmax between two products that no ring can take as it is, and why."""
 
     why: str
     line: Line
 
 
-def attentions(lines: Lines) -> dict[int, Found | Refused]:
+def attentions(lines: Lines) -> dict[int, AttentionMatch | Mismatch]:
     """What was found, by the place of the line of its second product."""
-    found: dict[int, Found | Refused] = {}
+    found: dict[int, AttentionMatch | Mismatch] = {}
     for at, line in enumerate(lines.lines):
         if line.name != "dot_general":
             continue
@@ -67,7 +67,7 @@ def attentions(lines: Lines) -> dict[int, Found | Refused]:
     return found
 
 
-def _attention(lines: Lines, line: Line, side: int) -> Found | Refused | None:
+def _attention(lines: Lines, line: Line, side: int) -> AttentionMatch | Mismatch | None:
     """The attention whose second product has its weights on one side."""
     weights, values = line.ins[side], line.ins[1 - side]
     shape = lines.shape(weights)
@@ -82,7 +82,7 @@ def _attention(lines: Lines, line: Line, side: int) -> Found | Refused | None:
     if soft is None:
         passed = _softmax_behind(lines, weights)
         why = "dropout on its weights" if passed and passed.name in ("mul", "select_n", "div") else None
-        return Refused(f"{why} ('{passed.name}' between softmax and values)", line) if why and passed else None
+        return Mismatch(f"{why} ('{passed.name}' between softmax and values)", line) if why and passed else None
     made = _Steps(lines, keys, {tag for tag in tags if tag != NONE})
     if made.grow(*soft) is None or made.score is None:
         return None
@@ -242,7 +242,7 @@ class _Steps:
             left += line.ins
         return False
 
-    def found(self, second: Line, side: int, values: int, batch: dict[int, int]) -> Found | None:
+    def found(self, second: Line, side: int, values: int, batch: dict[int, int]) -> AttentionMatch | None:
         """The attention, if both products go together."""
         lines, first = self._lines, self.score
         assert first is not None
@@ -279,7 +279,7 @@ class _Steps:
         )
         operands = ((first.ins[of_q], q_order), (first.ins[1 - of_q], k_order), (values, v))
         out = self._result(second, side, v[-1], label_of_tag, len(order))
-        return Found(form, operands, tuple(value for value, _ in self._extras), out)
+        return AttentionMatch(form, operands, tuple(value for value, _ in self._extras), out)
 
     def _values(
         self, second: Line, side: int, values: int, batch: dict[int, int], label_of: dict[int, int], num_batch: int

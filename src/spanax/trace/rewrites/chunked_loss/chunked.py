@@ -16,7 +16,7 @@ from jax.extend import source_info_util
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import bind, opened
 from spanax.trace.jaxpr.lines import Line, Lines
-from spanax.trace.rewrites.chunked_loss.per_token import Refused, Region, across, dependents, narrowed, regions
+from spanax.trace.rewrites.chunked_loss.per_token import Mismatch, Region, across, dependents, narrowed, regions
 
 LINEAR = frozenset(
     "add add_any sub neg transpose reshape squeeze expand_dims broadcast_in_dim reduce_sum convert_element_type copy "
@@ -35,7 +35,7 @@ CHUNKS = "spanax_loss_chunks"
 Values = dict[int, Any]
 
 
-def chunked(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]:
     """A pure function of arrays that computes the same, its logits in so many chunks one after the other.
 
     Args:
@@ -68,11 +68,11 @@ def chunked(function: Callable[..., Any], count: int) -> Callable[..., Any]:
     return run
 
 
-def _found(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Lines, list[Region] | Refused | None]:
+def _found(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Lines, list[Region] | Mismatch | None]:
     lines = Lines.of(*opened(closed))
     found = regions(lines, frozenset(lines.inputs[len(args) - num_batch :]))
-    is_sum = isinstance(found, Refused) and found.line.name == "reduce_sum"
-    if not isinstance(found, Refused) or not is_sum or len(found.line.eqn.params["axes"]) < 2:
+    is_sum = isinstance(found, Mismatch) and found.line.name == "reduce_sum"
+    if not isinstance(found, Mismatch) or not is_sum or len(found.line.eqn.params["axes"]) < 2:
         return lines, found
     return _found(jax.make_jaxpr(partial(_summed_apart, lines, found.line))(*args), args, num_batch)
 
@@ -89,14 +89,14 @@ def _summed_apart(lines: Lines, summed: Line, *args: Any) -> list[Any]:
     return [values[value] for value in lines.outputs]
 
 
-def _checked(lines: Lines, found: list[Region] | Refused | None, count: int) -> list[Region]:
+def _checked(lines: Lines, found: list[Region] | Mismatch | None, count: int) -> list[Region]:
     if found is None:
         raise SpanaxError(
             "the loss has no logits to take in chunks.",
             where="a product of activations and a weight, and what is done of it token by token",
             fix="loss_chunks=1",
         )
-    if isinstance(found, Refused):
+    if isinstance(found, Mismatch):
         raise SpanaxError(
             f"the logits cannot be taken in chunks: {found.why}.",
             where=found.line.where,

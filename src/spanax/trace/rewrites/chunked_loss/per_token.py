@@ -50,14 +50,14 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Mismatch:
     """Logits that cannot be taken in chunks, and why."""
 
     why: str
     line: Line
 
 
-def regions(lines: Lines, batch: frozenset[int]) -> list[Region] | Refused | None:
+def regions(lines: Lines, batch: frozenset[int]) -> list[Region] | Mismatch | None:
     """The largest logits of some lines with what is done of them; why not; or None where there are no logits.
 
     Args:
@@ -66,7 +66,7 @@ def regions(lines: Lines, batch: frozenset[int]) -> list[Region] | Refused | Non
     """
     heads = sorted(_heads(lines, batch), key=lambda head: (-math.prod(lines.shape(lines.lines[head[0]].outs[0])), head))
     found: list[Region] = []
-    refused: dict[int, Refused] = {}
+    refused: dict[int, Mismatch] = {}
     for at, dims in heads:
         if any(at in one.lines for one in found):
             continue
@@ -75,7 +75,7 @@ def regions(lines: Lines, batch: frozenset[int]) -> list[Region] | Refused | Non
         if good:
             found.append(max(good, key=lambda one: (divisor := one.most_chunks(lines)) & -divisor))
         else:
-            refused |= dict.fromkeys([at], next(one for one in grown if isinstance(one, Refused)))
+            refused |= dict.fromkeys([at], next(one for one in grown if isinstance(one, Mismatch)))
     if not found:
         return refused[max(refused)] if refused else None
     large = [one for one in found if HALF * one.logits >= found[0].logits]
@@ -133,7 +133,7 @@ class _Growing:
     members: list[int] = field(default_factory=list)
     beside: dict[int, int] = field(default_factory=dict)
 
-    def region(self) -> Region | Refused:
+    def region(self) -> Region | Mismatch:
         """Take in what reads the logits, and what is as large as they are and made for that."""
         roots, is_whole = {self.first: self.dim}, False
         while not is_whole:
@@ -145,7 +145,7 @@ class _Growing:
         scanned = tuple(value for value in self.dims if value not in self.made)
         return Region(tuple(self.members), self.dims, tuple(self.fixed), scanned, self._outs(), self._num_logits)
 
-    def _grow(self, roots: dict[int, int]) -> Refused | None:
+    def _grow(self, roots: dict[int, int]) -> Mismatch | None:
         self.dims, self.made, self.fixed, self.members, self.beside = {}, {}, {}, [], {}
         after = set[int]()
         for at, line in enumerate(self.lines.lines[min(roots) :], min(roots)):
@@ -157,9 +157,9 @@ class _Growing:
                 continue
             after.update(line.outs)
             if any(map(self._is_large, has)):
-                return Refused(f"'{line.name}' takes all of the logits, or tokens together", line)
+                return Mismatch(f"'{line.name}' takes all of the logits, or tokens together", line)
         if any(map(self._is_large, self._outs())):
-            return Refused("its logits are among the results", self.lines.lines[self.first])
+            return Mismatch("its logits are among the results", self.lines.lines[self.first])
         return None
 
     def _joins(self, line: Line, root: int | None) -> bool:
