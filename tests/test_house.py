@@ -394,6 +394,24 @@ def opened_by_path(root: Path) -> list[str]:
 
 UNPACKS = {"shutil", "tempfile", "glob"}
 
+MAX_FILES = 13
+MAX_FILES_OF = {
+    "check": 33, "models": 14, "run": 23, "run/data": 19, "run/step": 18, "show": 21, "show/page": 17,
+}  # fmt: skip
+"""Folders that have not been divided yet; these numbers only shrink."""
+
+
+def crowded(root: Path) -> list[str]:
+    """Folders with more modules than a reader can take in."""
+    folders = sorted(path for path in (root, *root.rglob("*")) if path.is_dir())
+    problems = []
+    for folder in folders:
+        name, count = folder.relative_to(root).as_posix(), len([*folder.glob("[!_]*.py")])
+        if count > MAX_FILES_OF.get(name, MAX_FILES):
+            problems.append(f"{name}: {count} modules; divide it into packages by concept")
+    return problems
+
+
 RULES: list[Callable[[Path], list[str]]] = [
     wrong_way,
     import_cycles,
@@ -404,6 +422,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     left_undone,
     swallowed,
     opened_by_path,
+    crowded,
 ]
 TEST_RULES: list[Callable[[Path], list[str]]] = [asserted_times]
 
@@ -498,7 +517,37 @@ def test_an_error_may_be_dropped_with_a_reason(tmp_path: Path) -> None:
 
 
 def test_every_rule_was_seen_failing() -> None:
-    assert {rule for rule, *_ in BROKEN} == {*RULES, *TEST_RULES}
+    assert {rule for rule, *_ in BROKEN} | {crowded} == {*RULES, *TEST_RULES}
+
+
+def test_a_crowded_folder_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "plan").mkdir()
+    for number in range(MAX_FILES + 1):
+        (tmp_path / "plan" / f"module{number}.py").touch()
+    assert crowded(tmp_path) == [f"plan: {MAX_FILES + 1} modules; divide it into packages by concept"]
+
+
+def test_folders_are_no_larger_than_recorded() -> None:
+    counts = {name: len([*(PACKAGE / name).glob("[!_]*.py")]) for name in MAX_FILES_OF}
+    assert counts == MAX_FILES_OF
+
+
+def tree_of(page: str) -> set[str]:
+    """The folders that the last block of the page draws, by indentation."""
+    rows = [line for line in page.rpartition("```text\n")[2].partition("```")[0].splitlines() if "/" in line]
+    folders, parents = set(), list[str]()
+    for row in rows:
+        depth = (len(row) - len(row.lstrip())) // 2
+        parents[depth:] = [row.split()[0].rstrip("/")]
+        folders.add("/".join(parents))
+    return folders
+
+
+def test_the_page_on_architecture_draws_every_folder() -> None:
+    folders = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("__init__.py")} - {"."}
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert tree_of(page) == folders
+    assert tree_of(page.replace("  spmd/", "  mpmd/")) != folders
 
 
 def test_a_cycle_counts_only_what_is_imported_at_once(tmp_path: Path) -> None:
