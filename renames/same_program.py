@@ -14,16 +14,15 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
 def without_docstrings(tree: ast.Module) -> ast.Module:
     """The tree without statements that are only a string."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            is_text = lambda each: (
-                isinstance(each, ast.Expr)
-                and isinstance(each.value, ast.Constant)
-                and isinstance(each.value.value, str)
-            )  # noqa: E731,E501
             node.body = [each for each in body if not is_text(each)] or [ast.Pass()]
     return tree
 
