@@ -23,9 +23,9 @@ from spanax.plan.cost.peak_memory import walk
 from spanax.plan.evaluate import _laid
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.place import as_planned
-from spanax.plan.spmd.count_terms import tally
-from spanax.plan.spmd.deferred_reductions import put_off
-from spanax.plan.spmd.sharded_program import Laid
+from spanax.plan.spmd.count_terms import count_terms
+from spanax.plan.spmd.deferred_reductions import deferred_reductions
+from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.run.run import Run
 from spanax.trace.program import Program
 
@@ -150,8 +150,8 @@ def add_preset(texts: Texts, program: Program, preset: str, mesh: str, *, pipeli
     if plan is None:
         return
     add_plan(texts, key, plan)
-    laid: Laid = _laid(program, plan)
-    terms = tally(laid, adds_first=cluster.adds_first, late=put_off(laid))
+    laid: ShardedProgram = _laid(program, plan)
+    terms = count_terms(laid, adds_first=cluster.adds_first, late=deferred_reductions(laid))
     texts[f"terms {preset}"] = numbers(terms) + numbers(walk(laid, is_tpu=False))
     if pipeline or preset == LOWERED:
         key = f"lowered {preset}"

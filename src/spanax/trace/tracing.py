@@ -11,18 +11,18 @@ from flax import nnx
 from spanax.errors import SpanaxError
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
-from spanax.trace.axes.batch_sized_dims import grown
+from spanax.trace.axes.batch_sized_dims import batch_sized_dims
 from spanax.trace.batch import abstract_batch
 from spanax.trace.initial_state import Eager, Initial, initial
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr, has_remat
 from spanax.trace.optimizers.gradient_recording import recording
 from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
 from spanax.trace.optimizers.validation import of_loss
-from spanax.trace.pipeline.retrace import Shapes, resized_graph
+from spanax.trace.pipeline.retrace import Shapes, retraced_graph
 from spanax.trace.program import Program, with_axes
 from spanax.trace.pure_loss import with_extra
-from spanax.trace.rewrites.attention.fuse import Attended, attended
-from spanax.trace.rewrites.chunked_loss.chunked import chunked
+from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
+from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
 from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
 from spanax.trace.rewrites.remat_policies import AS_WRITTEN, EXACT, GATHERED
 from spanax.trace.traced import Traced
@@ -163,7 +163,7 @@ class _Tracing:
         @cache
         @outside_meshes
         def retrace(policy: str | None, microbatches: int, context: str, loss_chunks: int) -> Program:
-            attentions: list[Attended] = []
+            attentions: list[FusedAttention] = []
             step = self.chosen(policy, microbatches, context, loss_chunks, self.accumulate, attentions)
             traced = self._traced(partial(_run_step, self.variables, step))
             warn_of_unknown(traced.axes)
@@ -187,7 +187,7 @@ class _Tracing:
         def resized(policy: str | None, microbatches: int, context: str, loss_chunks: int, shapes: Shapes) -> Graph:
             other, asked = self.variables.of_shapes(shapes), (policy, microbatches, context, loss_chunks)
             step = self.mesh.traced(partial(_run_step, other, self.chosen(*asked, self.accumulate)))
-            return resized_graph(self.retrace(*asked).step.graph, step, other.abstract(), self.batch)
+            return retraced_graph(self.retrace(*asked).step.graph, step, other.abstract(), self.batch)
 
         return resized
 
@@ -225,7 +225,9 @@ class _Tracing:
 
         @cache
         def evaluation(context: str, loss_chunks: int) -> Traced:
-            return self._traced(chunked(run_loss if context == GATHERED else attended(run_loss, context), loss_chunks))
+            return self._traced(
+                chunked_loss(run_loss if context == GATHERED else fuse_attention(run_loss, context), loss_chunks)
+            )
 
         return evaluation
 
@@ -287,7 +289,7 @@ def _traced(
             fix="self.name = array in a module, or eager_build=True",
         )
     axes = discover(graph, variables.leaves, batch_leaves)
-    if more := grown(graph, axes, function, state, batch, batch_leaves):
+    if more := batch_sized_dims(graph, axes, function, state, batch, batch_leaves):
         axes = discover(graph, variables.leaves, batch_leaves, more)
     num_state = len(jaxpr.out_avals) - len(jax.tree.leaves(result))
     graph, structure = with_logged(graph, num_state, jax.tree.structure(result))
