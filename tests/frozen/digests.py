@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +29,8 @@ from spanax.plan.spmd.deferred_reductions import deferred_reductions
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.run.run import Run
 from spanax.trace.program import Program
+
+ROOT = Path(__file__).resolve().parents[2]
 
 MACHINES = ("h100:2x8", "v5e:4x4", "a100-80gb:8")
 PRESETS = {"fsdp": "fsdp=4", "data+tensor": "data=2,model=2", "fsdp+tensor+seq": "fsdp=2,model=2"}
@@ -121,7 +124,7 @@ def attempted(texts: Texts, key: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except SpanaxError as error:
-        texts[key], texts[f"words {key}"] = f"raises {type(error).__name__}", str(error)
+        texts[key], texts[f"words {key}"] = f"raises {type(error).__name__}", str(error).replace(str(ROOT), "ROOT")
         return None
 
 

@@ -40,7 +40,7 @@ def with_prediction(program: Program, plan: Plan, cluster: Cluster, own: Candida
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
       >>> machine = spanax.cluster("a100:8")
-      >>> found = priced(program, spanax.plan(program, machine, layout="fsdp"), machine)
+      >>> found = with_prediction(program, spanax.plan(program, machine, layout="fsdp"), machine)
       >>> found.price.moved_of["kernel"]["fsdp"]["all-gather"] == 2 * 1024 * 1024
       True
     """

@@ -24,7 +24,7 @@ class Prediction:
         the first of them.
 
     Example:
-      >>> told = Price("h100:8", 2.0, {"matmuls": 1.5, "update": 0.5}, {"parameters": 6, "activations": 2})
+      >>> told = Prediction("h100:8", 2.0, {"matmuls": 1.5, "update": 0.5}, {"parameters": 6, "activations": 2})
       >>> told.peak_bytes
       8
     """

@@ -115,7 +115,7 @@ def _blocks_met(form: Form, kernel: Kernel) -> float:
 def works(
     graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape, is_batched: bool, dtype: str
 ) -> list[tuple[Any, ...]]:
-    """Rows of `Works` for its matmuls but for when they run and how often."""
+    """Rows of `Matmuls` for its matmuls but for when they run and how often."""
     mask = _masks(mesh)
     form = around.form
     separate, rows = mask(around.axes[: form.num_batch]), mask(around.axes[form.num_batch : form.keys])

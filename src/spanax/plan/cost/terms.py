@@ -16,7 +16,7 @@ from spanax.plan.cost.ring_attention import HOP, ROUND
 from spanax.trace.analysis.op_groups import Phase
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", HOP, ROUND)
-"""The collectives, in the order in which `Moves.kind` counts them."""
+"""The collectives, in the order in which `Collectives.kind` counts them."""
 
 AS_WHOLE = ("all-gather", "all-reduce", ROUND)
 """Those of which a device receives as much as the whole of what goes over them."""

@@ -55,7 +55,7 @@ def requested_schedule(
     """What was asked for of how a step goes through a plan; None where nothing was.
 
     Example:
-      >>> wished(schedule="interleaved").num_chunks, wished() is None
+      >>> requested_schedule(schedule="interleaved").num_chunks, requested_schedule() is None
       (2, True)
     """
     if remat is None and microbatches is None and schedule is None and chunks is None:

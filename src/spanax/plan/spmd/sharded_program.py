@@ -31,7 +31,7 @@ class Known:
     """What layouts of one function over the same mesh axes have in common, so that it is worked out once for all.
 
     `numbers` counts the ways in which values lie; `divisions` are known by the operation and how its values lie, and
-    `matmuls` by their division: what a row of `Works` says but for when it runs and how often.
+    `matmuls` by their division: what a row of `Matmuls` says but for when it runs and how often.
     """
 
     numbers: dict[Constraint | None, int] = field(default_factory=dict)

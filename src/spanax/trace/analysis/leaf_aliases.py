@@ -32,7 +32,7 @@ def leaf_aliases(traced: "Traced", leaf: int) -> frozenset[int]:
       ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> found = versions(program.step, [one.path for one in program.leaves].index("kernel"))
+      >>> found = leaf_aliases(program.step, [one.path for one in program.leaves].index("kernel"))
       >>> sorted({program.step.graph.shape(value) for value in found})  # one way around, and the other
       [(16, 32), (32, 16)]
     """

@@ -62,7 +62,7 @@ def op_groups(traced: "Traced") -> list[OpGroup]:
       ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> [(kind.op.name, kind.runs, kind.phase.name) for kind in census(program.step)][0]
+      >>> [(kind.op.name, kind.runs, kind.phase.name) for kind in op_groups(program.step)][0]
       ('dot_general', 1, 'FORWARD')
     """
     found: dict[tuple[Any, ...], list[tuple[Op, int]]] = {}

@@ -22,7 +22,7 @@ def param_writes(after: Callable[..., Sequence[Any]], before: Any, *others: Any)
       >>> def after(leaves):
       ...     turned = jax.lax.scan(lambda carry, row: (carry, row), 0.0, leaves[1])[1]
       ...     return [leaves[0] * 2, turned]
-      >>> written(after, [jnp.ones(3), jnp.ones((2, 3))])
+      >>> param_writes(after, [jnp.ones(3), jnp.ones((2, 3))])
       [True, False]
     """
     graph = from_jaxpr(jax.make_jaxpr(after)(before, *others))

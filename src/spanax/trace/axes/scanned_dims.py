@@ -20,7 +20,7 @@ def scanned_dims(graph: Graph) -> set[Dim]:
       ...     return jax.lax.scan(lambda total, part: (total + part.sum(), None), 0.0, jnp.exp(x).reshape(4, 2))[0]
       >>> graph = from_jaxpr(jax.make_jaxpr(parts)(jax.ShapeDtypeStruct((8,), "float32")))
       >>> made = [op.outputs[0] for op in graph.body.ops if op.name == "reshape"]
-      >>> turns(graph) == {(made[0], 0)}
+      >>> scanned_dims(graph) == {(made[0], 0)}
       True
     """
     makers = {value: op for op in graph.ops() for value in op.outputs}

@@ -17,7 +17,7 @@ def stored_as(dtype: Any, optimizer: optax.GradientTransformation) -> optax.Grad
     for means over less than about a hundred steps, and wrong for Adam's second moment with its usual `b2` of 0.999.
 
     Example:
-      >>> state = kept_as("bfloat16", optax.adamw(1e-3, b2=0.95)).init({"w": jnp.ones(4)})
+      >>> state = stored_as("bfloat16", optax.adamw(1e-3, b2=0.95)).init({"w": jnp.ones(4)})
       >>> str(state[0].mu["w"].dtype), str(state[0].nu["w"].dtype), str(state[0].count.dtype)
       ('bfloat16', 'bfloat16', 'int32')
     """

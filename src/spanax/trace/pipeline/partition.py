@@ -163,7 +163,7 @@ def _no_layers(traced: Traced, num_microbatches: int) -> SpanaxError:
 
 @dataclass(eq=False)
 class _Cutter:
-    """The work of `cut`: what each value needs, and what each piece must be handed."""
+    """The work of `pipeline_partition`: what each value needs, and what each piece must be handed."""
 
     traced: Traced
     loop: Loop

@@ -52,7 +52,7 @@ def fuse_attention(
       >>> def loss(q, k, v):
       ...     return jax.nn.dot_product_attention(q, k, v, is_causal=True).sum()
       >>> q = k = v = jax.ShapeDtypeStruct((2, 16, 4, 8), "float32")
-      >>> str(jax.make_jaxpr(attended(loss))(q, k, v)).count("= spanax_attention[")
+      >>> str(jax.make_jaxpr(fuse_attention(loss))(q, k, v)).count("= spanax_attention[")
       1
     """
 

@@ -50,7 +50,7 @@ def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]
       ...     logits = batch["x"] @ head
       ...     return -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["y"][:, None], 1).mean()
       >>> head, x, y = jnp.ones((4, 100)), jnp.ones((8, 4)), jnp.zeros(8, "int32")
-      >>> text = str(jax.make_jaxpr(jax.grad(chunked(loss, 4)))(head, {"x": x, "y": y}))
+      >>> text = str(jax.make_jaxpr(jax.grad(chunked_loss(loss, 4)))(head, {"x": x, "y": y}))
       >>> "f32[8,100]" in text, "f32[2,100]" in text
       (False, True)
     """
