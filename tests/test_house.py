@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tokenize
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, metadata, version
@@ -412,6 +413,41 @@ def crowded(root: Path) -> list[str]:
     return problems
 
 
+BANNED_NAMES = frozenset("found one told said wanted kept given made own way".split())
+"""Pronouns and participles: a name is a noun of the field."""
+MAX_BANNED_IN: dict[str, int] = {}
+"""Folders whose names have not been rewritten yet; these numbers only shrink."""
+
+
+def bound_names(tree: ast.Module) -> Iterator[str]:
+    """The names of variables, parameters, functions and classes that a file binds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def banned_counts(root: Path) -> Counter[str]:
+    """How many banned names the files of each folder bind."""
+    counts: Counter[str] = Counter()
+    for path, _, tree in sources(root):
+        counts[path.rpartition("/")[0] or "."] += sum(name in BANNED_NAMES for name in bound_names(tree))
+    return +counts
+
+
+def banned_names(root: Path) -> list[str]:
+    """Folders that bind more pronouns and participles than are recorded."""
+    counts = banned_counts(root).items()
+    return [
+        f"{folder}: {count} names of {sorted(BANNED_NAMES)}; name what the value is"
+        for folder, count in counts
+        if count > MAX_BANNED_IN.get(folder, 0)
+    ]
+
+
 RULES: list[Callable[[Path], list[str]]] = [
     wrong_way,
     import_cycles,
@@ -423,11 +459,13 @@ RULES: list[Callable[[Path], list[str]]] = [
     swallowed,
     opened_by_path,
     crowded,
+    banned_names,
 ]
 TEST_RULES: list[Callable[[Path], list[str]]] = [asserted_times]
 
 # rule, a file that breaks it, its text, what is reported
 BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
+    (banned_names, "new/a.py", "def f(given):\n    found = given\n    return found\n", "new: 2 names"),
     (wrong_way, "plan/cost.py", "import spanax.run.step\n", "plan must not import spanax.run.step"),
     (wrong_way, "trace/axes.py", "from spanax.hardware import chips\n", "trace must not import spanax.hardware"),
     (wrong_way, "hardware/mesh.py", "from spanax.trace.axes import Axes\n", "hardware must not import spanax.trace"),
