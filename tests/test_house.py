@@ -415,7 +415,12 @@ def crowded(root: Path) -> list[str]:
 
 BANNED_NAMES = frozenset("found one told said wanted kept given made own way".split())
 """Pronouns and participles: a name is a noun of the field."""
-MAX_BANNED_IN: dict[str, int] = {}
+MAX_BANNED_IN = {
+    ".": 9, "check": 160, "check/rules": 27, "doctor": 21, "hardware": 23, "interop": 48, "launch": 18,
+    "models": 30, "plan": 12, "plan/advice": 8, "plan/cost": 8, "plan/sharding": 3, "plan/spmd": 1, "run": 37,
+    "run/data": 63, "run/record": 11, "run/step": 91, "run/store": 13, "show": 97, "show/page": 89, "trace": 1,
+    "trace/axes": 2, "trace/optimizers": 1, "trace/rewrites/attention": 1, "trace/rewrites/chunked_loss": 2,
+}  # fmt: skip
 """Folders whose names have not been rewritten yet; these numbers only shrink."""
 
 

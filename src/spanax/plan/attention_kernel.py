@@ -1,4 +1,4 @@
-"""Chooses whether attention runs as the model wrote it or by a platform's kernel."""
+"""Chooses between the attention of the model and a platform's fused kernel."""
 
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ from spanax.trace.rewrites.remat_policies import CUDNN, GATHERED, SPLASH, known_
 
 
 def kernel_on(cluster: Cluster) -> str | None:
-    """The attention kernel of a cluster's chips, if there is one.
+    """Returns the fused attention kernel of a cluster's chips, or None.
 
     Source: jax.experimental.pallas.ops.tpu.splash_attention for TPUs from v4 on; cuDNN's fused attention, which
-    JAX's check of it has on NVIDIA GPUs from Ampere on.
+    JAX enables on NVIDIA GPUs from Ampere on.
 
     Example:
       >>> from spanax.hardware.cluster import cluster
@@ -29,32 +29,32 @@ def kernel_on(cluster: Cluster) -> str | None:
 
 
 def with_attention(program: Program, cluster: Cluster, asked: str | None) -> Program:
-    """A program with its attention computed as asked; its `attention` says by what, and why.
+    """Returns the program with its attention computed as requested; its `attention` records the kernel or the reason.
 
     Args:
       program: what `spanax.trace` returned.
-      cluster: where it is to run.
-      asked: `plain`, as the model wrote it; `flash`, by the platform's kernel; `auto`, by it where it can be. None
-        leaves the program as it is.
+      cluster: the devices.
+      asked: `plain`, as the model defines it; `flash`, by the platform's kernel; `auto`, by the kernel where
+        supported. None leaves the program unchanged.
 
     Raises:
-      SpanaxError: `flash`, and there is no kernel on this platform or for any attention of this program.
+      SpanaxError: `flash`, and no kernel supports this platform or any attention of this program.
     """
     if asked is None or known_attention(asked) == "plain" or program.context != GATHERED:
         return program
     kernel = kernel_on(cluster)
-    found: tuple[FusedAttention, ...] = (
+    attention: tuple[FusedAttention, ...] = (
         FusedAttention(None, f": there is no attention kernel for {cluster.chip.name}"),
     )
     if program.evaluation is None:
-        found = (FusedAttention(None, ": the program has a train step of its own"),)
+        attention = (FusedAttention(None, ": the program has a train step of its own"),)
     elif kernel is not None:
-        made = program.with_context(kernel)
-        if any(each.kernel == kernel for each in made.attention):
-            return made
-        found = made.attention
+        fused = program.with_context(kernel)
+        if any(each.kernel == kernel for each in fused.attention):
+            return fused
+        attention = fused.attention
     if asked == "flash":
         raise SpanaxError(
-            "no attention of this program can be a kernel's.", where=str(found[0]), fix="attention 'auto'"
+            "no attention of this program can be a kernel's.", where=str(attention[0]), fix="attention 'auto'"
         )
-    return replace(program, attention=found)
+    return replace(program, attention=attention)

@@ -1,4 +1,4 @@
-"""Candidate: a layout with its cost; and the result of a search."""
+"""Candidate: a layout with its cost. Search: the result of a search."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -30,12 +30,12 @@ from spanax.trace.rewrites.remat_policies import POLICIES, RING
 from spanax.units import bytes_text
 
 RESERVE = 0.05
-"""Share of the memory left free, for fragments and what a compiler adds. Source: compiled steps, docs/planning.md."""
+"""Fraction of the memory reserved for fragmentation and compiler overhead. Source: compiled steps, docs/planning.md."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with its price. Bytes and seconds are of one device and one step."""
+    """One layout with its cost. Bytes and seconds are per device and per step."""
 
     layout: str
     storing: str
@@ -62,7 +62,7 @@ class Candidate:
         memory: MemoryUse,
         at: int = 0,
     ) -> "Candidate":
-        """One entry of a grid that was priced, of a program as it was traced."""
+        """Returns the candidate of one entry of a priced grid."""
         return Candidate(
             layout=as_ring(layout.name) if program.context == RING else layout.name,
             storing=storing,
@@ -84,40 +84,45 @@ class Candidate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the fullest moment."""
+        """Peak bytes."""
         return sum(self.memory.values())
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that are there between steps, and all that a restored checkpoint takes."""
+        """Bytes of the state, which persists between steps and is what restoring a checkpoint allocates."""
         return sum(self.memory[name] for name in ("parameters", "optimizer", "other state"))
 
     @property
     def num_devices(self) -> int:
-        """How many devices it takes."""
+        """The number of devices."""
         return self.mesh.size * self.num_stages
 
     @property
     def stages_text(self) -> str:
-        """The number of stages and how they are scheduled; empty without stages."""
+        """The number of stages and their schedule; empty without stages."""
         chunks = f", {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         return f"{self.num_stages} {self.schedule}{chunks}" if self.num_stages > 1 else ""
 
     @property
     def bottleneck(self) -> str:
-        """What most of the step goes to, in a sentence."""
+        """The largest term of the step time, as a sentence."""
         name, seconds = max(self.seconds.items(), key=lambda item: item[1])
         return f"{100 * seconds / self.step_seconds:.0f} % of the step goes to {name}"
 
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found: candidates by time, the first of them the best; and what was left out, by reason.
+    """The result of a search: candidates by step time, fastest first, and the number of rejected layouts by reason.
 
-    `too_large` are the fastest that do not fit, `nearest` the cheapest in memory where none does. `model_flops`
-    are those of a step on all devices, `dtype` what most of them are computed in, `programs` the program under each
-    remat policy, `attention` what became of each attention that a kernel was asked for, `asked` what of the layout was
-    requested, `logits` in how many chunks they go best, and why.
+    Attributes:
+      too_large: the fastest layouts that do not fit.
+      nearest: the layouts with the lowest peak memory, where none fits.
+      model_flops: FLOPs of a step on all devices.
+      dtype: the dtype of most of these FLOPs.
+      programs: the program under each remat policy.
+      attention: the outcome for each attention for which a kernel was requested.
+      asked: the requested part of the layout.
+      logits: the best number of chunks of the logits, and why.
 
     Example:
       >>> import jax, optax, spanax
@@ -128,8 +133,8 @@ class Search:
       ...     batch=jax.ShapeDtypeStruct((4096, 1024), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> found = spanax.search(program, spanax.cluster("a100:8"), layout="data", remat=("none",))
-      >>> found.best.layout, found.best.mesh, sorted(found.rejected)
+      >>> result = spanax.search(program, spanax.cluster("a100:8"), layout="data", remat=("none",))
+      >>> result.best.layout, result.best.mesh, sorted(result.rejected)
       ('data', data=8, ['another layout or mesh was asked for', 'nothing could be stored split'])
     """
 
@@ -155,17 +160,17 @@ class Search:
 
     @property
     def peak_flops(self) -> float:
-        """Peak FLOPs a second of one device in the dtype of most of the arithmetic; 0 where it is not known."""
+        """Peak FLOPs per second of one device in `dtype`; 0 where unknown."""
         return self.cluster.chip.peak_flops.get(self.dtype, 0.0)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the state on all devices together, each number once: what a checkpoint holds."""
+        """Bytes of a checkpoint: the state, without replicas."""
         return sum(leaf.num_bytes for leaf in next(iter(self.programs.values())).leaves)
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Tokens in a batch: of a batch of rows of whole numbers; None of any other."""
+        """Tokens in a batch of rows of integers; None for any other batch."""
         first = next(iter(self.programs.values())).batch[0]
         is_rows = len(first.shape) == 2 and np.issubdtype(first.dtype, np.integer)
         return self.batch_size * first.shape[1] if is_rows else None
@@ -186,24 +191,24 @@ class Search:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest candidate that fits, if any does."""
+        """The fastest candidate that fits, or None."""
         return self.candidates[0] if self.candidates else None
 
 
 def shortfall(found: Search) -> str:
-    """Why nothing fits, in a sentence: how much the leanest layout needs, and how much there is."""
+    """Returns why nothing fits, as a sentence: the lowest peak of any layout, and the memory of a device."""
     if not found.nearest or found.cluster.memory_bytes is None:
         return "no layout divides these devices and this batch"
     needed = found.nearest[0].peak_bytes / (1 - RESERVE)
-    there = bytes_text(found.cluster.memory_bytes)
-    return f"the leanest layout needs {bytes_text(needed)} a device, and there are {there}"
+    limit = bytes_text(found.cluster.memory_bytes)
+    return f"the leanest layout needs {bytes_text(needed)} a device, and there are {limit}"
 
 
 def plan_of(found: Search, candidate: Candidate) -> Plan:
-    """The plan of a candidate: enough to train with, to keep and to compare."""
+    """Returns the plan of a candidate, which trains, saves and compares like any other."""
     program = next(iter(found.programs.values()))
     is_named = candidate.remat in POLICIES
-    made = placed(
+    plan = placed(
         program,
         layout_on(candidate.storing, candidate.sequence, candidate.mesh),
         candidate.mesh,
@@ -220,18 +225,18 @@ def plan_of(found: Search, candidate: Candidate) -> Plan:
             loss_chunks=program.loss_chunks,
         ),
     )
-    return replace(made, xla_flags=default_flags(found.cluster, made.param_axes))
+    return replace(plan, xla_flags=default_flags(found.cluster, plan.param_axes))
 
 
 def collectives_of(found: Search, one: Candidate, path: str | None = None) -> dict[str, dict[str, int]]:
-    """Bytes that one device receives of collectives in a step, by mesh axes and kind; loops multiplied out.
+    """Returns the bytes of collectives per device and per step, by mesh axes and kind, over all iterations of loops.
 
-    Counted as compiled programs have them: the result's bytes of each collective.
+    Counts the bytes of the result of each collective, as compiled programs show them.
 
     Args:
       found: the search.
       one: one of its candidates.
-      path: a leaf of the state; count only what moves of it, its gradient and its update.
+      path: a leaf of the state; counts only the collectives of it, its gradient and its update.
     """
     program = found.programs[one.remat]
     sizes = [dict(one.mesh.axes).get(axis, 1) for axis in AXES]
@@ -240,8 +245,8 @@ def collectives_of(found: Search, one: Candidate, path: str | None = None) -> di
     only = None
     if path is not None:
         only = leaf_aliases(program.step, [leaf.path for leaf in program.leaves].index(path))
-    laid = ShardedProgram(resolve(program, layout, mesh, found.pins), program.step)
-    moved = count_terms(laid, only, adds_first=found.cluster.adds_first).moved_bytes(
+    sharded = ShardedProgram(resolve(program, layout, mesh, found.pins), program.step)
+    moved = count_terms(sharded, only, adds_first=found.cluster.adds_first).moved_bytes(
         mesh,
         scale=found.batch_size / program.batch[0].shape[0] / one.microbatches,
         num_microbatches=one.microbatches,
@@ -254,5 +259,5 @@ def collectives_of(found: Search, one: Candidate, path: str | None = None) -> di
 
 
 def _whole(num_bytes: float) -> int:
-    """Whole bytes; a rounding error is none."""
+    """Returns the bytes as an integer, rounded up beyond floating-point error."""
     return math.ceil(round(float(num_bytes), 3))

@@ -1,4 +1,4 @@
-"""Makes a Plan from a program, a cluster and a request: validates it, searches what is open, resolves the rest."""
+"""Returns a Plan for a program, a cluster and a request: validates the request, searches open choices, resolves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +28,7 @@ from spanax.trace.rewrites.remat_policies import AS_WRITTEN, RING
 from spanax.units import bytes_text
 
 STATE_FRACTION = 0.5
-"""Share of a device's memory that the state may take under `data`; the rest is for gradients and activations."""
+"""Fraction of a device's memory available to the state under `data`; the rest is for gradients and activations."""
 
 
 def plan(
@@ -44,34 +44,33 @@ def plan(
     attention: str | None = None,
     loss_chunks: int | str | None = None,
 ) -> Plan:
-    """Say where every array of a program lives on a cluster. No device is touched.
+    """Returns the sharding of every array of a program on a cluster. Uses no device.
 
     Args:
       program: what `spanax.trace` returned.
       cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
       layout: a preset's name (`data`, `zero1`, `zero2`, `fsdp`, `hsdp`, `tensor`, `data+tensor`, `fsdp+tensor`,
-        `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` behind a tensor one), or a Layout. Left
-        out: what the mesh's names mean; with neither given, the fastest of all that fit, as `spanax.search` finds it,
-        keys gathered. Of chips whose speed is not known: `data` where the state fits on one device and `fsdp` where it
-        does not.
-      mesh: axis sizes, slowest axis first; left out, one that suits the layout.
-      sequence_parallel: also split the sequence over the model axis wherever that axis splits nothing else.
-      pin: axis name -> mesh axis (or several, or None to keep the axis whole), before the layout's own choice.
-      forbid: names of axes that must not be split.
-      schedule: remat, microbatches and stages. Left out: on accelerators the fastest that fit; on CPUs as the program
-        was traced where a layout or mesh is given, with as many microbatches as suit the stages. A mesh without `pipe`
-        is that of one stage.
-      attention: `plain`, as the model wrote it; `flash`, by the platform's kernel (splash on TPUs, cuDNN on NVIDIA
-        GPUs); `auto`, by the kernel where it can be. Left out: `auto` on accelerators, `plain` on CPUs.
-      loss_chunks: the number of chunks of tokens for which the logits are computed one after the other; `auto` takes
-        chunks where that saves a large part of the memory. Left out: as the program was traced, or `auto` on
-        accelerators.
+        `context`, `ring`, `expert`, `pipeline`, `pipeline+tensor`, `3d`; `+seq` after a tensor one), or a Layout.
+        Default: what the names of the mesh axes mean; without a mesh, the fastest layout that fits, as `spanax.search`
+        ranks them, with gathered keys. For chips of unknown speed: `data` where the state fits on one device, `fsdp`
+        where it does not.
+      mesh: axis sizes, slowest axis first. Default: a mesh that suits the layout.
+      sequence_parallel: also shards the sequence over the model axis wherever that axis shards no other dim.
+      pin: axis name -> mesh axis (or several, or None to replicate the axis); overrides the layout.
+      forbid: names of axes that must not be sharded.
+      schedule: remat, microbatches and stages. Default: on accelerators the fastest that fit; on CPUs as traced
+        where a layout or mesh is set, with a number of microbatches that suits the stages. A mesh without `pipe` is
+        the mesh of one stage.
+      attention: `plain`, as the model defines it; `flash`, by the platform's kernel (splash on TPUs, cuDNN on NVIDIA
+        GPUs); `auto`, by the kernel where supported. Default: `auto` on accelerators, `plain` on CPUs.
+      loss_chunks: the number of chunks of tokens over which the logits are computed sequentially; `auto` uses chunks
+        where that saves a large part of the memory. Default: as traced, or `auto` on accelerators.
 
     The loss is computed in bfloat16 on accelerators and in float32 on CPUs, unless the program was traced with a
-    `compute_dtype`, chooses a dtype for its layers, or has a `train_step` of its own.
+    `compute_dtype`, chooses a dtype for its layers, or has a custom `train_step`.
 
     Raises:
-      SpanaxError: what was asked for cannot be laid over this program on this cluster.
+      SpanaxError: the program cannot be sharded as requested on this cluster.
 
     Example:
       >>> import jax, optax, spanax
@@ -92,10 +91,10 @@ def plan(
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan must have; None leaves a part to the defaults of the cluster and to the search.
+    """Requirements of a plan; None leaves a choice to the defaults of the cluster and to the search.
 
-    The fields are the arguments of `spanax.plan`; `pins` joins `pin` and `forbid`, and `pipeline` says whether layers
-    may be divided into stages.
+    The fields are the arguments of `spanax.plan`; `pins` joins `pin` and `forbid`, and `pipeline` is whether layers
+    may be partitioned into stages.
     """
 
     layout: str | Layout | None = None
@@ -109,31 +108,31 @@ class Request:
 
     @property
     def is_placed(self) -> bool:
-        """Whether the layout, or the mesh that means one, is requested."""
+        """Whether a layout, or a mesh that implies one, is requested."""
         return self.layout is not None or self.mesh is not None
 
     @property
     def chunks(self) -> int | str | None:
-        """The requested chunks of the logits, of the schedule too."""
+        """The requested number of chunks of the logits, from the schedule by default."""
         if self.loss_chunks is None and self.schedule is not None and self.schedule.loss_chunks > 1:
             return self.schedule.loss_chunks
         return self.loss_chunks
 
     @property
     def is_ring(self) -> bool:
-        """Whether keys go around a ring."""
+        """Whether ring attention is requested."""
         named = isinstance(self.layout, str) and RING in self.layout.split("+")
         return named or (self.schedule is not None and self.schedule.context == RING)
 
 
 def decided(program: Program, cluster: Cluster, request: Request, found: Search | None = None) -> Plan:
-    """Returns the plan of a request: `spanax.plan` and every command make theirs here.
+    """Returns the plan of a request; `spanax.plan` and every command call it.
 
     Args:
       program: what `spanax.trace` returned.
       cluster: the devices.
-      request: what the plan must have.
-      found: what `searched` returned for the same request; searched again if left out.
+      request: the requirements of the plan.
+      found: what `searched` returned for the same request; by default, searches again.
 
     Raises:
       SpanaxError: the request cannot be carried out, or no layout fits into the memory.
@@ -159,7 +158,7 @@ def decided(program: Program, cluster: Cluster, request: Request, found: Search 
 
 
 def in_attention(program: Program, cluster: Cluster, request: Request) -> Program:
-    """Returns the program with the attention of a request; a ring is left to the layout."""
+    """Returns the program with the attention of a request; the layout handles ring attention."""
     return (
         program if request.is_ring else with_attention(program, cluster, default_attention(cluster, request.attention))
     )
@@ -174,18 +173,18 @@ def searched(
     each: bool = False,
     microbatches: int | None = None,
 ) -> Search:
-    """Returns the priced layouts of a request, the fastest first.
+    """Returns the priced layouts of a request, fastest first.
 
-    Policies that compute anything again are priced only where something does not fit without them, and pipelines only
-    where nothing does.
+    Prices policies that recompute activations only where some layout does not fit without them, and pipelines only
+    where no layout fits.
 
     Args:
-      program: what `spanax.trace` returned; its remat policy and its microbatches are kept where it has any.
+      program: what `spanax.trace` returned; its remat policy and microbatches, if set, are fixed.
       cluster: the devices.
-      request: what every layout must have.
-      top: how many candidates are kept.
-      each: keep the fastest of every kind of layout as well.
-      microbatches: price this number only.
+      request: the requirements of every layout.
+      top: the number of candidates to return.
+      each: also returns the fastest of every kind of layout.
+      microbatches: prices only this number.
 
     Raises:
       SpanaxError: as `search`.
@@ -210,34 +209,34 @@ def searched(
     def fastest(program: Program) -> Search:
         program = in_attention(program, cluster, request)
         policies = REMAT if remat is None else (remat,)
-        found = find(program, remat=policies[:1], pipeline=bool(request.pipeline))
-        if TOO_LARGE in found.rejected and len(policies) > 1:
-            found = find(program, remat=policies, pipeline=bool(request.pipeline))
+        result = find(program, remat=policies[:1], pipeline=bool(request.pipeline))
+        if TOO_LARGE in result.rejected and len(policies) > 1:
+            result = find(program, remat=policies, pipeline=bool(request.pipeline))
         is_open = request.pipeline is None and usual.pipeline and not request.is_placed
-        if found.best is None and is_open and program.evaluation is not None:
-            found = find(program, remat=policies, pipeline=True)
-        return found
+        if result.best is None and is_open and program.evaluation is not None:
+            result = find(program, remat=policies, pipeline=True)
+        return result
 
     count = default_chunks(program, cluster, request.chunks)
     if count:
         return replace(fastest(program.with_loss_chunks(count)), asked=asked)
-    found = found_in_chunks(fastest, program.with_loss_chunks(1), cluster)
-    is_told = request.chunks is not None or (found.best and plan_of(found, found.best).schedule.loss_chunks > 1)
-    return replace(found, asked=asked, logits=found.logits if is_told else "")
+    result = found_in_chunks(fastest, program.with_loss_chunks(1), cluster)
+    is_reported = request.chunks is not None or (result.best and plan_of(result, result.best).schedule.loss_chunks > 1)
+    return replace(result, asked=asked, logits=result.logits if is_reported else "")
 
 
 def chosen(found: Search) -> Plan:
     """Returns the plan of the fastest layout that fits.
 
     Raises:
-      SpanaxError: none fits; the message names what would make one fit.
+      SpanaxError: no layout fits; the message lists options that would make one fit.
     """
     if found.best is None:
         raise SpanaxError("no layout fits into the memory.", where=shortfall(found), fix="; or ".join(remedies(found)))
-    made = plan_of(found, found.best)
+    plan = plan_of(found, found.best)
     reasons = (found.asked, rule(found, found.best), *(f"attention {each}" for each in found.attention))
     reasons = (*reasons, found.logits)
-    return replace(made, why="; ".join(filter(None, reasons)))
+    return replace(plan, why="; ".join(filter(None, reasons)))
 
 
 def _check_request(request: Request) -> None:
@@ -250,7 +249,7 @@ def _check_request(request: Request) -> None:
 
 
 def _is_searchable(cluster: Cluster, request: Request) -> bool:
-    """Whether a search prices plans of this kind: its layouts have names and standard mesh axes."""
+    """Whether a search can price the request: its layouts have names and standard mesh axes."""
     schedule = request.schedule
     if not cluster.chip.peak_flops or isinstance(request.layout, Layout):
         return False
@@ -267,7 +266,7 @@ def _is_searchable(cluster: Cluster, request: Request) -> bool:
 
 
 def _named(cluster: Cluster, request: Request) -> tuple[str, str | None, MeshShape | None]:
-    """Returns why the layout is requested, its name and its mesh, as `search` takes them."""
+    """Returns the reason for the requested layout, its name and its mesh, as arguments of `search`."""
     layout = request.layout.name if isinstance(request.layout, Layout) else request.layout
     mesh = None if request.mesh is None else MeshShape.of(request.mesh)
     asked = "as asked" if layout is not None else "what the mesh's names mean" if mesh is not None else ""
@@ -282,7 +281,7 @@ def _named(cluster: Cluster, request: Request) -> tuple[str, str | None, MeshSha
 
 
 def _placed(program: Program, cluster: Cluster, request: Request, count: int) -> Plan:
-    """Returns the plan of a requested layout or mesh, or of the layout that suits a chip of unknown speed."""
+    """Returns the plan of a requested layout or mesh, or of the default layout on a chip of unknown speed."""
     schedule = request.schedule
     why, layout, shape = _choose(program, cluster, request.layout, request.mesh, request.sequence_parallel)
     num_stages = schedule.num_stages if schedule else 1
@@ -300,11 +299,11 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if request.is_ring:
         schedule = replace(schedule, context=RING)
         check_ring(layout, shape)
-    made = placed(program, layout, shape, pins=request.pins, why=why, schedule=schedule)
-    made = replace(made, xla_flags=default_flags(cluster, made.param_axes))
+    plan = placed(program, layout, shape, pins=request.pins, why=why, schedule=schedule)
+    plan = replace(plan, xla_flags=default_flags(cluster, plan.param_axes))
     if schedule.microbatches == 0:
-        return replace(made, why=f"{why}; {made.schedule.microbatches} microbatches, as suits the stages")
-    return made
+        return replace(plan, why=f"{why}; {plan.schedule.microbatches} microbatches, as suits the stages")
+    return plan
 
 
 def _choose(
@@ -328,11 +327,11 @@ def _choose(
             named = layout_named(named.name, shape, sequence_parallel=True)
         return "what the mesh's names mean", named, shape
     state = sum(leaf.num_bytes for leaf in program.leaves)
-    held = cluster.memory_bytes
-    fits = held is None or state <= STATE_FRACTION * held
+    memory_bytes = cluster.memory_bytes
+    fits = memory_bytes is None or state <= STATE_FRACTION * memory_bytes
     name = "data" if fits else "fsdp"
     shape = default_mesh(name, cluster.num_devices)
-    limit = "unknown" if held is None else bytes_text(held)
+    limit = "unknown" if memory_bytes is None else bytes_text(memory_bytes)
     verdict = "fits" if fits else "does not fit"
     why = f"the state ({bytes_text(state)}) {verdict} on one device ({limit})"
     return why, layout_named(name, shape), shape

@@ -1,4 +1,4 @@
-"""Default values of everything that a request leaves open. All commands read them here."""
+"""Default values of the options that a request leaves open, for all commands."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,11 @@ class Defaults:
     """The defaults of a cluster.
 
     Attributes:
-      compute_dtype: dtype of the loss and its gradient; None computes as the model is written. Parameters keep theirs.
+      compute_dtype: dtype of the loss and its gradient; None uses the dtypes of the model. Parameters keep their dtype.
       attention: as `attention` of `spanax.plan`.
-      loss_chunks: chunks of the logits; 0 chooses a number.
-      pipeline: whether a search divides layers into stages where nothing fits without.
-      is_searched: whether remat, microbatches and mesh are chosen by price under an explicit layout, too.
+      loss_chunks: number of chunks of the logits; 0 chooses one.
+      pipeline: whether a search partitions layers into stages where nothing fits otherwise.
+      is_searched: whether remat, microbatches and mesh are chosen by cost under an explicit layout, too.
     """
 
     compute_dtype: str | None
@@ -45,18 +45,18 @@ def defaults(cluster: Cluster) -> Defaults:
     """
     if cluster.chip.shared:
         return ON_CPU
-    known = cluster.chip.peak_flops
-    return ON_ACCELERATOR if "bf16" in known or not known else WITHOUT_BFLOAT16
+    dtypes = cluster.chip.peak_flops
+    return ON_ACCELERATOR if "bf16" in dtypes or not dtypes else WITHOUT_BFLOAT16
 
 
 def computed_in(program: Program, compute_dtype: str | None) -> Program:
     """Returns the program with the compute dtype of a plan.
 
     Raises:
-      SpanaxError: the program was traced with another one.
+      SpanaxError: the program was traced with a different dtype.
     """
     if program.compute_dtype == "float32" and compute_dtype is None:
-        return program  # plans of float32 models left it out
+        return program  # plans of float32 models omit the dtype
     if program.compute_dtype is not None and program.compute_dtype != compute_dtype:
         raise SpanaxError(
             f"the plan computes in {compute_dtype or 'the dtypes of the model'}, and the program was traced with "
@@ -67,9 +67,9 @@ def computed_in(program: Program, compute_dtype: str | None) -> Program:
 
 
 def default_dtype(program: Program, cluster: Cluster) -> str | None:
-    """Returns the compute dtype of a program on a cluster; None computes as the program is written.
+    """Returns the compute dtype of a program on a cluster; None uses the dtypes of the model.
 
-    A requested dtype, a model that chooses a dtype for its layers and a user's own `train_step` keep theirs.
+    A requested dtype, the dtypes that a model sets for its layers and a custom `train_step` take precedence.
     """
     if program.compute_dtype is not None or program.evaluation is None or not is_float32(program):
         return program.compute_dtype
@@ -77,7 +77,7 @@ def default_dtype(program: Program, cluster: Cluster) -> str | None:
 
 
 def default_attention(cluster: Cluster, attention: str | None) -> str:
-    """Returns how attention is computed on a cluster, as `attention` of `spanax.plan`."""
+    """Returns the attention option on a cluster, as `attention` of `spanax.plan`."""
     return attention or defaults(cluster).attention
 
 

@@ -1,4 +1,4 @@
-"""Cost of a user-supplied plan, computed as the search would."""
+"""Computes the cost of a user-supplied plan with the model of the search."""
 
 import numpy as np
 
@@ -17,10 +17,10 @@ from spanax.trace.program import Program
 
 
 def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumptions | None = None) -> Candidate:
-    """A plan with its price, whatever its axes are called.
+    """Returns a plan as a priced candidate, whatever the names of its axes.
 
     Raises:
-      SpanaxError: the plan was made for another program.
+      SpanaxError: the plan belongs to another program.
 
     Example:
       >>> import jax, optax, spanax
@@ -33,38 +33,41 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
       ...     compute_dtype="bfloat16",
       ... )
       >>> machine = spanax.cluster("a100:8")
-      >>> found = spanax.search(program, machine, remat=("none",), microbatches=1)
-      >>> own = candidate_of(program.with_remat("none"), spanax.plan(program, machine), machine)
-      >>> own.step_seconds == found.best.step_seconds, own.memory == found.best.memory
+      >>> best = spanax.search(program, machine, remat=("none",), microbatches=1).best
+      >>> candidate = candidate_of(program.with_remat("none"), spanax.plan(program, machine), machine)
+      >>> candidate.step_seconds == best.step_seconds, candidate.memory == best.memory
       (True, True)
     """
-    laid, grid = _laid(program, plan), _grid(program, plan)
-    memory = _held(laid, grid, cluster, given or Assumptions())
+    sharded, grid = _laid(program, plan), _grid(program, plan)
+    memory = _held(sharded, grid, cluster, given or Assumptions())
     costs = price(
-        count_terms(laid, adds_first=cluster.adds_first, late=deferred_reductions(laid)), cluster, grid, given
+        count_terms(sharded, adds_first=cluster.adds_first, late=deferred_reductions(sharded)), cluster, grid, given
     )
     stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
     storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
-    return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, laid.resolver.program, grid, costs, memory)
+    return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, sharded.resolver.program, grid, costs, memory)
 
 
 def memory_of(program: Program, plan: Plan, cluster: Cluster) -> MemoryUse:
-    """What one device holds under a plan at the fullest moment, by group; arrays of one entry.
+    """Returns the peak memory per device under a plan, by group; arrays of shape (1,).
 
     Raises:
-      SpanaxError: the plan was made for another program.
+      SpanaxError: the plan belongs to another program.
     """
     return _held(_laid(program, plan), _grid(program, plan), cluster, Assumptions())
 
 
-def _held(laid: ShardedProgram, grid: Grid, cluster: Cluster, given: Assumptions) -> MemoryUse:
+def _held(sharded: ShardedProgram, grid: Grid, cluster: Cluster, assumptions: Assumptions) -> MemoryUse:
     return memory_per_device(
-        state_of(laid.resolver), walk(laid, is_tpu=cluster.is_torus), grid, fused_attention=given.fused_attention
+        state_of(sharded.resolver),
+        walk(sharded, is_tpu=cluster.is_torus),
+        grid,
+        fused_attention=assumptions.fused_attention,
     )
 
 
 def _laid(program: Program, plan: Plan) -> ShardedProgram:
-    """One microbatch of the step that would run, laid out."""
+    """Returns one microbatch of the step of a plan, sharded."""
     variant, remat = in_forms(program, plan), plan.schedule.remat
     variant = variant if remat in (None, variant.remat) else variant.with_remat(remat)
     variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
@@ -72,8 +75,8 @@ def _laid(program: Program, plan: Plan) -> ShardedProgram:
 
 
 def _grid(program: Program, plan: Plan) -> Grid:
-    schedule, one = plan.schedule, np.ones(1, int)
+    schedule, ones = plan.schedule, np.ones(1, int)
     count = max(schedule.microbatches, program.microbatches)
     sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes])
-    stages, num_layers = one * schedule.num_stages, program.step.layer_carry[1]
-    return Grid(sizes, stages, one * count, one / count, schedule.pipeline, schedule.num_chunks, num_layers)
+    stages, num_layers = ones * schedule.num_stages, program.step.layer_carry[1]
+    return Grid(sizes, stages, ones * count, ones / count, schedule.pipeline, schedule.num_chunks, num_layers)

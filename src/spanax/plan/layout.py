@@ -1,26 +1,29 @@
-"""Layout: which axes each mesh axis shards during computation, and which arrays are sharded further in storage."""
+"""Layout: the named axes that each mesh axis shards in computation, and the arrays sharded further in storage."""
 
 from dataclasses import dataclass
 
 TENSOR_AXES = ("heads", "mlp", "vocab", "hidden", "channels")
-"""What tensor parallelism splits, in the order in which it is offered; never two dims of one parameter."""
+"""The axes that tensor parallelism shards, in order of preference; never two dims of one parameter."""
 
 LAST_RESORT_AXES = ("classes", "features")
-"""What it splits where a model has none of those: the outputs, at the price of gathering them."""
+"""Axes it shards where a model has none of those: the outputs, at the cost of an all-gather."""
 
 PIPE = "pipe"
-"""The mesh axis of a pipeline's stages; the only one that may divide something unevenly: the layers."""
+"""The mesh axis of pipeline stages; the only one that may shard a dim, the layers, unevenly."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """An assignment of named axes to mesh axes.
 
-    `computed` lists (mesh axis, named axes it splits): in one value a mesh axis splits one dim, the first of
-    its list that the value has. `stored_*` are mesh axes over which that kind of array is kept split in
-    addition, and gathered where it is used: all three over `fsdp` is FSDP (ZeRO-3). Mesh axes in `exclusive`
-    split at most one dim of any parameter, so that a matmul is split on one side only (Megatron's pairs).
-    `sequence_axis` also splits the sequence of every value in which it splits nothing else.
+    Attributes:
+      computed: (mesh axis, named axes it shards). A mesh axis shards one dim of a value: the first of its list that
+        the value has.
+      stored_params, stored_gradients, stored_optimizer: mesh axes that also shard these arrays in storage, with an
+        all-gather before each use: all three over `fsdp` is FSDP (ZeRO-3).
+      exclusive: mesh axes that shard at most one dim of any parameter, so that a matmul is sharded on one side only
+        (Megatron's pairs).
+      sequence_axis: a mesh axis that also shards the sequence of every value in which it shards no other dim.
 
     Example:
       >>> layout = Layout("mine", computed=(("x", ("batch",)), ("y", ("mlp", "heads"))), exclusive=("y",))
@@ -38,13 +41,13 @@ class Layout:
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
-        """Every mesh axis that the layout gives something to do."""
+        """Every mesh axis that the layout uses."""
         named = [axis for axis, _ in self.computed]
         stored = [*self.stored_params, *self.stored_gradients, *self.stored_optimizer]
         return tuple(dict.fromkeys(named + stored))
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        """The mesh axes over which arrays of a kind (`param`, `gradient`, `optimizer`) are stored split."""
+        """Returns the mesh axes that shard arrays of a kind (`param`, `gradient`, `optimizer`) in storage."""
         return {
             "param": self.stored_params,
             "gradient": self.stored_gradients,
@@ -52,5 +55,5 @@ class Layout:
         }.get(kind, ())
 
     def splits(self, axis: str) -> tuple[str, ...]:
-        """The named axes that a mesh axis may split."""
+        """Returns the named axes that a mesh axis may shard."""
         return dict(self.computed).get(axis, ())

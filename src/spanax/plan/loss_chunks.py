@@ -14,50 +14,50 @@ from spanax.trace.program import Program
 from spanax.units import bytes_text
 
 TRIED = (8, 4, 2)
-"""Chunks by which it is found out how much the logits hold; the first that divides the tokens."""
+"""Numbers of chunks to estimate the memory of the logits with; the first that divides the tokens is used."""
 
 LARGE, SMALL = 0.1, 0.05
-"""Shares of the peak: logits below the first stay whole, and twice the chunks are to save the second."""
+"""Fractions of the peak: logits below the first are not chunked; doubling the chunks must save the second."""
 
 SLOWER = 0.05
-"""What fits as it is takes no more chunks than those with which a step is to take so much longer: each adds to the
-gradient of the head, and its matmuls have fewer rows."""
+"""Largest slowdown over one chunk where the step already fits: each chunk accumulates into the gradient of the
+head, and its matmuls have fewer rows."""
 
 MOST = 64
-"""No more chunks are tried."""
+"""The largest number of chunks to try."""
 
 
 def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan]) -> Plan:
-    """The plan of a program with its logits in as many chunks as suit it; whole where chunks save little.
+    """Returns the plan of a program with the best number of chunks of the logits; one where chunks save little.
 
     Args:
-      program: with its logits whole.
+      program: with its logits in one chunk.
       cluster: the devices.
-      make: plans a program.
+      make: returns the plan of a program.
 
     Raises:
-      SpanaxError: there is no plan.
+      SpanaxError: `make` returns no plan.
     """
-    whole = make(program)
-    count, told = suiting_chunks(program, whole, cluster)
-    made = whole if count == 1 else make(program.with_loss_chunks(count))
-    return replace(made, why=f"{made.why}; {told}")
+    unchunked = make(program)
+    count, reason = suiting_chunks(program, unchunked, cluster)
+    plan = unchunked if count == 1 else make(program.with_loss_chunks(count))
+    return replace(plan, why=f"{plan.why}; {reason}")
 
 
 def found_in_chunks(find: Callable[[Program], Search], program: Program, cluster: Cluster) -> Search:
-    """What a search finds of a program with its logits in as many chunks as suit the best of it."""
-    found = find(program)
-    ahead = next(iter((*found.candidates, *found.nearest)), None)
-    if ahead is None:
-        return found
-    count, told = suiting_chunks(program, plan_of(found, ahead), cluster)
-    return replace(found if count == 1 else find(program.with_loss_chunks(count)), logits=told)
+    """Returns the search of a program with the number of chunks of the logits that suits its best candidate."""
+    result = find(program)
+    candidate = next(iter((*result.candidates, *result.nearest)), None)
+    if candidate is None:
+        return result
+    count, reason = suiting_chunks(program, plan_of(result, candidate), cluster)
+    return replace(result if count == 1 else find(program.with_loss_chunks(count)), logits=reason)
 
 
 def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int, str]:
-    """In how many chunks of tokens the logits of a plan go best, and why.
+    """Returns the best number of chunks of tokens for the logits of a plan, and why.
 
-    The number is the smallest power of two of which the double saves little more, or takes long, by its price.
+    The number is the smallest power of two where doubling saves little memory or costs much time.
 
     Example:
       >>> import jax, optax, spanax
@@ -82,23 +82,23 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     logits = (before - _peak_bytes(program, plan, cluster, tried)) * tried / (tried - 1)
     if logits < LARGE * before:
         return 1, f"logits whole: in chunks a device would hold {max(0.0, logits / before):.0%} less"
-    count, held, slower, seconds = 1, before, 0.0, _step_seconds(program, plan, cluster, 1)
+    count, peak, slower, seconds = 1, before, 0.0, _step_seconds(program, plan, cluster, 1)
     while count < MOST and not isinstance(_divided(program, peak_bytes, [2 * count]), str):
-        after = _peak_bytes(program, plan, cluster, 2 * count)
+        chunked_peak = _peak_bytes(program, plan, cluster, 2 * count)
         slower = _step_seconds(program, plan, cluster, 2 * count) / seconds - 1
-        fits = cluster.memory_bytes is None or held <= cluster.memory_bytes
-        if held - after < SMALL * before or (fits and slower > SLOWER):
+        fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
+        if peak - chunked_peak < SMALL * before or (fits and slower > SLOWER):
             break
-        count, held = 2 * count, after
+        count, peak = 2 * count, chunked_peak
     if count > 1:
-        return count, f"logits in {count} chunks: {bytes_text(before - held)} less"
+        return count, f"logits in {count} chunks: {bytes_text(before - peak)} less"
     return 1, f"logits whole: 2 chunks {f'take {slower:.0%} longer' if slower > SLOWER else 'save little'}"
 
 
 def chunks_to_try(found: Search) -> tuple[int, int]:
-    """Returns the number of chunks that suits the leanest layout of a search in which nothing fits, and bytes saved.
+    """Returns the best number of chunks for the leanest layout of a search where nothing fits, and the bytes saved.
 
-    One chunk and no bytes where chunks save little.
+    Returns (1, 0) where chunks save little.
     """
     program = next(iter(found.programs.values()))
     if found.best or not found.nearest or program.loss_chunks > 1:
@@ -109,7 +109,7 @@ def chunks_to_try(found: Search) -> tuple[int, int]:
 
 
 def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
-    """Bytes of one device at the fullest moment that a plan saves by having its logits in chunks."""
+    """Returns the bytes per device by which the chunks of the logits of a plan lower the peak memory."""
     counts = (1, plan.schedule.loss_chunks)
     before, after = (_peak_bytes(program, plan, cluster, count) for count in counts)
     return round(before - after)
@@ -120,7 +120,7 @@ def _peak_bytes(program: Program, plan: Plan, cluster: Cluster, count: int) -> f
 
 
 def _step_seconds(program: Program, plan: Plan, cluster: Cluster, count: int) -> float:
-    """What a step is to take in so many chunks; the same for any where nobody knows how fast the chip is."""
+    """Returns the predicted step time with `count` chunks; 1 on a chip of unknown speed."""
     if not cluster.chip.peak_flops:
         return 1.0
     return candidate_of(program, _asked(plan, count), cluster).step_seconds
@@ -131,12 +131,12 @@ def _asked(plan: Plan, count: int) -> Plan:
 
 
 def _divided(program: Program, check: Callable[..., Any], counts: Sequence[int] = TRIED) -> Program | str:
-    """Returns the program in the first possible of these numbers of chunks, or why none is.
+    """Returns the program with the first of these numbers of chunks that is possible, or why none is.
 
     Args:
       program: with its logits in one chunk.
-      check: raises where a plan cannot have the program in `count` chunks.
-      counts: the numbers that are tried.
+      check: raises where the plan does not support `count` chunks.
+      counts: the numbers to try.
     """
     why = ""
     for count in counts:
@@ -144,5 +144,5 @@ def _divided(program: Program, check: Callable[..., Any], counts: Sequence[int] 
             check(program, count=count)
             return program.with_loss_chunks(count)
         except SpanaxError as error:
-            why = first_line(error)  # the plan names it
+            why = first_line(error)  # the plan reports it
     return why

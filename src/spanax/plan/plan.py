@@ -1,4 +1,4 @@
-"""Plan: the sharding of every array of a program on a mesh, with reasons. Devices come only after it."""
+"""Plan: the sharding of every array of a program on a mesh, with reasons, independent of devices."""
 
 import functools
 import json
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 VERSION = 1
 
 MAX_DEVICES, MAX_TASKS = 1 << 20, 1 << 20
-"""Of a plan in a file: devices of the mesh, and microbatches x stages x chunks."""
+"""Limits of a plan in a file: devices of the mesh, and microbatches x stages x chunks."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one array lives: a state leaf, or a batch leaf.
+    """The sharding of one array: a leaf of the state or of the batch.
 
-    `axes` names each dim; `spec` says which mesh axes split it; `reason` says why it is stored so, and what was
-    wished for and not possible.
+    `axes` names each dim; `spec` lists the mesh axes that shard it; `reason` explains the sharding and names requests
+    that were not possible.
 
     Example:
       >>> place = Placement(
@@ -63,23 +63,23 @@ class Placement:
 
     @property
     def is_key(self) -> bool:
-        """Whether the elements are random keys (`jax.random.key`), which are stored as words in a trailing dim."""
+        """Whether the elements are random keys (`jax.random.key`), stored as words in a trailing dim."""
         return self.dtype.startswith("key<")
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one number."""
+        """Bytes of one element."""
         return self.local_bytes // max(1, math.prod(self.local_shape))
 
     @property
     def partition_spec(self) -> "PartitionSpec":
-        """The spec as JAX writes it."""
+        """The spec as a JAX `PartitionSpec`."""
         from jax.sharding import PartitionSpec
 
         return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in self.spec))
 
     def sharding(self, mesh: "Mesh") -> "NamedSharding":
-        """The placement on a real mesh; equal placements share one sharding."""
+        """Returns the sharding on a JAX mesh; equal placements share one object."""
         by_dim = self.spec
         while by_dim and not by_dim[-1]:
             by_dim = by_dim[:-1]
@@ -88,14 +88,18 @@ class Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a step goes through a plan: what stays after placing the arrays.
+    """The execution of a step under a plan: everything but the sharding of its arrays.
 
-    `remat` is what the backward pass keeps (None: as the model has it), `compute_dtype` what is computed in (None: what
-    the parameters are), `microbatches` over how many parts of the batch gradients are added up. With `num_stages` above
-    1 the layers are divided into stages, each of `num_chunks` parts, which follow the order of the name `pipeline`.
-    `context` is how queries meet keys of other devices where a sequence is split: `gathered`, or around a `ring`; or
-    `splash` or `cudnn`, the kernel that computes attention with keys gathered. The loss takes its logits in
-    `loss_chunks`, one after the other.
+    Attributes:
+      remat: the policy of activations saved for the backward pass; None keeps that of the model.
+      compute_dtype: the dtype of the computation; None uses that of the parameters.
+      microbatches: the number of microbatches over which gradients are accumulated.
+      num_stages: the number of stages into which layers are partitioned.
+      num_chunks: the number of chunks of layers per stage.
+      pipeline: the name of the pipeline schedule.
+      context: attention where the sequence is sharded: keys are `gathered`, or permuted around a `ring`; or `splash`
+        or `cudnn`, the kernel that computes attention with gathered keys.
+      loss_chunks: the number of chunks in which the loss computes its logits sequentially.
 
     Example:
       >>> Schedule(remat="full", microbatches=4).num_stages
@@ -116,11 +120,14 @@ class Schedule:
 class Plan:
     """A layout resolved for one program on one mesh.
 
-    `leaves` are the state's placements in the program's order, `batch` those of the batch. `fingerprint` ties
-    the plan to the program (paths, shapes, dtypes); `why` says which rule chose the layout, `schedule` how a step goes
-    through it. `xla_flags` are options for XLA's compiler, each `name=value`.
-    `allow` lists what a check is not to say of it: `SPX001 embed`, or `SPX001` for all of that code.
-    `price` is what it was expected to take, where somebody asked: it places nothing, and makes no plan another.
+    Attributes:
+      leaves, batch: the placements of the state, in the order of the program, and of the batch.
+      fingerprint: identifies the program (paths, shapes, dtypes).
+      why: the rule that chose the layout.
+      schedule: the execution of a step.
+      xla_flags: options of XLA's compiler, each `name=value`.
+      allow: findings that a check does not report: `SPX001 embed`, or `SPX001` for all of that code.
+      price: the predicted cost, if requested; ignored by sharding and equality.
 
     Example:
       >>> import jax, optax, spanax
@@ -152,12 +159,12 @@ class Plan:
     price: Prediction | None = field(default=None, compare=False, repr=False)
 
     def state_bytes(self, kind: str | None = None) -> int:
-        """Bytes of state that one device holds: of one kind (`param`, `optimizer`, `other`), or all of it."""
+        """Returns bytes of state per device: of one kind (`param`, `optimizer`, `other`), or of all."""
         return sum(leaf.local_bytes for leaf in self.leaves if kind in (None, leaf.kind))
 
     @property
     def setting(self) -> Setting:
-        """The batch, sequence, dtype and attention that the plan was made for."""
+        """The batch, sequence, dtype and attention of the plan."""
         first = self.batch[0].shape if self.batch else ()
         axes = [axis for leaf in self.leaves for axis in leaf.axes]
         return Setting(
@@ -173,18 +180,18 @@ class Plan:
         return frozenset(axis for leaf in self.leaves if leaf.kind == "param" for axis in leaf.axes if axis is not None)
 
     def __getitem__(self, path: str) -> Placement:
-        """The placement of one leaf, by its path."""
+        """Returns the placement of the leaf with a path."""
         for leaf in self.leaves + self.batch:
             if leaf.path == path:
                 return leaf
         raise SpanaxError(f"the plan has no leaf '{path}'.", fix=nearest(path, [p.path for p in self.leaves]))
 
     def to_json(self) -> str:
-        """The plan as JSON text; `Plan.from_json` reads it back equal."""
+        """Returns the plan as JSON text; `Plan.from_json` returns an equal plan."""
         data = asdict(self) | {"mesh": dict(self.mesh.axes)}
         for key in ("allow", "xla_flags"):
             if not data[key]:
-                del data[key]  # an older Spanax reads what does not need it
+                del data[key]  # older versions read plans without these fields
         if self.price is None:
             del data["price"]
         if self.schedule.context == GATHERED:
@@ -195,10 +202,10 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """The plan that `to_json` wrote.
+        """Returns the plan that `to_json` wrote.
 
         Raises:
-          DataError: the text is no plan, or one of another version.
+          DataError: the text is not a plan, or has another version.
         """
         try:
             data = parse_json(text)
@@ -216,10 +223,10 @@ class Plan:
             raise DataError("this is not a plan file.", where=reason) from None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file.
+        """Writes the plan to a file.
 
         Raises:
-          WriteError: it cannot be written.
+          WriteError: the file cannot be written.
         """
         try:
             Path(path).write_text(self.to_json())
@@ -228,19 +235,19 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
-        """Read a plan from a file.
+        """Reads a plan from a file.
 
         Raises:
-          DataError: there is no such file, or it holds no plan.
+          DataError: the file does not exist, or does not contain a plan.
         """
         return Plan._read(lambda: read_bytes(path), path)
 
     @staticmethod
     def of_run(folder: Place) -> "Plan":
-        """Read the plan that a run folder or a saved step holds.
+        """Reads the plan of a run folder or a saved step.
 
         Raises:
-          DataError: there is none, or it is damaged; also its kind EntryError.
+          DataError: the plan is missing or damaged; includes its subclass EntryError.
         """
         place = Folder.of(folder)
         return Plan._read(lambda: place.read(PLAN), place.path / PLAN)
@@ -255,24 +262,24 @@ class Plan:
             raise DataError(f"cannot read the plan '{path}'.", where=str(error)) from None
 
     def diff(self, other: "Plan") -> list[str]:
-        """What differs between two plans, a line each; empty when they place everything alike.
+        """Returns the differences between two plans, one per line; empty for equal plans.
 
         Example: `blocks.mlp.up.kernel: P(None, 'fsdp') -> P('model', 'fsdp')`
         """
         lines = []
-        for one in fields(self):
-            mine, theirs = getattr(self, one.name), getattr(other, one.name)
-            if one.name not in ("leaves", "batch", "layout", "why", "schedule", "price") and mine != theirs:
-                lines.append(f"{one.name}: {mine} -> {theirs}")
-        for one in fields(Schedule):
-            before, after = getattr(self.schedule, one.name), getattr(other.schedule, one.name)
+        for each in fields(self):
+            left, right = getattr(self, each.name), getattr(other, each.name)
+            if each.name not in ("leaves", "batch", "layout", "why", "schedule", "price") and left != right:
+                lines.append(f"{each.name}: {left} -> {right}")
+        for each in fields(Schedule):
+            before, after = getattr(self.schedule, each.name), getattr(other.schedule, each.name)
             if before != after:
-                lines.append(f"{one.name}: {before} -> {after}")
+                lines.append(f"{each.name}: {before} -> {after}")
         if self.layout != other.layout:
             lines.append(f"layout: {self.layout.name} -> {other.layout.name}")
-        mine, theirs = ({leaf.path: leaf for leaf in plan.leaves + plan.batch} for plan in (self, other))
-        for path in sorted(mine.keys() | theirs.keys()):
-            a, b = mine.get(path), theirs.get(path)
+        left, right = ({leaf.path: leaf for leaf in plan.leaves + plan.batch} for plan in (self, other))
+        for path in sorted(left.keys() | right.keys()):
+            a, b = left.get(path), right.get(path)
             if a is None or b is None:
                 lines.append(f"{path}: {'only in the second' if a is None else 'only in the first'}")
             elif (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -298,15 +305,15 @@ class Plan:
 
 @functools.lru_cache(maxsize=4096)
 def _shared_sharding(mesh: "Mesh", spec: Spec) -> "NamedSharding":
-    # At every step JAX compares the sharding of every array with what it compiled for: at once if it is the same
-    # object, and by value, in Python, if it is only equal.
+    # At every step JAX compares the sharding of every array with the compiled one: by identity first, and by value, in
+    # Python, for distinct objects.
     from jax.sharding import NamedSharding, PartitionSpec
 
     return NamedSharding(mesh, PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in spec)))
 
 
 def _rows(plan: Plan) -> list[str]:
-    """The parameters and the batch, repeated blocks as one row."""
+    """Returns rows of the parameters and the batch; repeated blocks share a row."""
     groups: dict[tuple[Any, ...], list[Placement]] = {}
     for leaf in (*plan.batch, *plan.leaves):
         if leaf.kind in ("param", "batch"):
@@ -333,19 +340,19 @@ def _size(leaf: Placement) -> int:
     return math.prod(leaf.shape)
 
 
-def _texts(key: str, written: Any, example: str) -> tuple[str, ...]:
-    if not isinstance(written, list) or not all(isinstance(one, str) for one in written):
-        raise DataError(f"the plan's '{key}' is no list of texts.", where=f"{key}: {written}", fix=f'["{example}"]')
-    return tuple(written)
+def _texts(key: str, value: Any, example: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise DataError(f"the plan's '{key}' is no list of texts.", where=f"{key}: {value}", fix=f'["{example}"]')
+    return tuple(value)
 
 
 def _possible(plan: Plan) -> Plan:
-    """The plan, if its numbers can be those of one; a file may say anything.
+    """Returns the plan after validating its numbers, which come from a file.
 
     Raises:
-      ValueError: names what cannot be.
+      ValueError: names the first invalid number.
     """
-    ways, names = plan.mesh.ways, set(plan.mesh.names)
+    num_shards, names = plan.mesh.ways, set(plan.mesh.names)
     schedule = plan.schedule
     counts = (schedule.microbatches, schedule.num_stages, schedule.num_chunks)
     if plan.mesh.size > MAX_DEVICES or min(*counts, schedule.loss_chunks) < 1 or math.prod(counts) > MAX_TASKS:
@@ -358,6 +365,6 @@ def _possible(plan: Plan) -> Plan:
         dims = list(zip(leaf.shape, leaf.local_shape, leaf.spec, strict=True))
         if math.prod(leaf.shape) >= MAX_INT or not 0 <= leaf.local_bytes < MAX_INT:
             raise ValueError(f"'{leaf.path}' is larger than any array")
-        if any(not 0 <= part <= size <= part * ways(axes) for size, part, axes in dims):
+        if any(not 0 <= local_size <= size <= local_size * num_shards(axes) for size, local_size, axes in dims):
             raise ValueError(f"'{leaf.path}' has shape {leaf.shape}, and a device {leaf.local_shape} of it")
     return plan

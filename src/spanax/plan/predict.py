@@ -15,20 +15,20 @@ from spanax.plan.spmd.deferred_reductions import unreduced
 from spanax.trace.program import Program
 
 MOST = 64
-"""Of so many kinds of parameters, the largest, it is worked out what moves of each."""
+"""The largest number of groups of equal parameters whose collectives are counted, by size."""
 
 
 def with_prediction(program: Program, plan: Plan, cluster: Cluster, own: Candidate | None = None) -> Plan:
-    """The plan with its price on a cluster; as it is where nobody knows how fast the chip is.
+    """Returns the plan with its predicted cost on a cluster; unchanged on a chip of unknown speed.
 
     Args:
-      program: what the plan was made for.
+      program: the program of the plan.
       plan: the plan.
       cluster: the devices.
-      own: the price that a search gave it already.
+      own: the candidate of the plan, if a search has priced it.
 
     Raises:
-      SpanaxError: the plan was made for another program, or cannot be run.
+      SpanaxError: the plan belongs to another program, or cannot run.
 
     Example:
       >>> import jax, optax, spanax
@@ -40,14 +40,14 @@ def with_prediction(program: Program, plan: Plan, cluster: Cluster, own: Candida
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
       >>> machine = spanax.cluster("a100:8")
-      >>> found = with_prediction(program, spanax.plan(program, machine, layout="fsdp"), machine)
-      >>> found.price.moved_of["kernel"]["fsdp"]["all-gather"] == 2 * 1024 * 1024
+      >>> plan = with_prediction(program, spanax.plan(program, machine, layout="fsdp"), machine)
+      >>> plan.price.moved_of["kernel"]["fsdp"]["all-gather"] == 2 * 1024 * 1024
       True
     """
     if not cluster.chip.peak_flops:
         return plan
-    own, laid = own or candidate_of(program, plan, cluster), laid_as_planned(program, plan)
-    terms = count_terms(laid, adds_first=cluster.adds_first, late=unreduced(laid, plan.schedule))
+    own, sharded = own or candidate_of(program, plan, cluster), laid_as_planned(program, plan)
+    terms = count_terms(sharded, adds_first=cluster.adds_first, late=unreduced(sharded, plan.schedule))
     peak = cluster.num_devices * cluster.chip.peak_flops.get(main_dtype(terms), 0.0) * own.step_seconds
     price = Prediction(
         cluster=str(cluster),
@@ -56,15 +56,15 @@ def with_prediction(program: Program, plan: Plan, cluster: Cluster, own: Candida
         memory=own.memory,
         limit_bytes=cluster.memory_bytes,
         flops=own.flops,
-        mfu=model_flops(laid.resolver.program) / peak if peak else None,
-        moved=moved_bytes(laid, plan, terms),
-        moved_of={path: moved_of(laid, plan, path) for path in _one_of_each(plan)},
+        mfu=model_flops(sharded.resolver.program) / peak if peak else None,
+        moved=moved_bytes(sharded, plan, terms),
+        moved_of={path: moved_of(sharded, plan, path) for path in _one_of_each(plan)},
     )
     return replace(plan, price=price)
 
 
 def pattern(path: str) -> str:
-    """A path with the numbers of equal blocks left out.
+    """Returns a path with the numbers of repeated blocks replaced by `*`.
 
     Example:
       >>> pattern("blocks.11.mlp.up.kernel")
@@ -74,8 +74,8 @@ def pattern(path: str) -> str:
 
 
 def _one_of_each(plan: Plan) -> list[str]:
-    """The first parameter of each kind, the largest first."""
-    kinds = {
+    """Returns the path of the first of each group of equal parameters, largest first."""
+    groups = {
         (pattern(leaf.path), leaf.shape, leaf.spec): leaf for leaf in reversed(plan.leaves) if leaf.kind == "param"
     }
-    return [leaf.path for leaf in sorted(kinds.values(), key=lambda leaf: -leaf.local_bytes)[:MOST]]
+    return [leaf.path for leaf in sorted(groups.values(), key=lambda leaf: -leaf.local_bytes)[:MOST]]

@@ -1,4 +1,4 @@
-"""Named layouts. Each mesh axis has a fixed meaning, and a preset is a choice of mesh axes."""
+"""Named layouts. Each mesh axis has a fixed meaning, and a preset is a set of mesh axes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "pipeline+tensor": ("pipe", "model"),
     "3d": ("pipe", "data", "model"),
 }
-"""The mesh axes each preset is made of, slowest first."""
+"""The mesh axes of each preset, slowest first."""
 
 MEANING: dict[str, tuple[str, ...]] = {
     "pipe": ("layers",),
@@ -34,28 +34,28 @@ MEANING: dict[str, tuple[str, ...]] = {
     "context": ("seq",),
     "model": TENSOR_AXES + LAST_RESORT_AXES,
 }
-"""What each canonical mesh axis splits while computing; `fsdp` also stores, and `pipe` goes by a schedule."""
+"""The axes that each canonical mesh axis shards in computation; `fsdp` also shards storage; `pipe` has a schedule."""
 
 STORED: dict[str, tuple[str, ...]] = {
     "zero1": ("optimizer",),
     "zero2": ("optimizer", "gradient"),
 }
-"""What the ZeRO stages below three store split; every other preset with `fsdp` stores all of it."""
+"""The arrays that ZeRO stages 1 and 2 shard in storage; every other preset with `fsdp` shards all of them."""
 
 BY_AXES = {frozenset(axes): name for name, axes in PRESETS.items() if name not in STORED and name != RING}
-"""The presets by what they are made of."""
+"""The presets by their mesh axes."""
 
 
 def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False) -> Layout:
-    """The preset of a name on a mesh, whatever the mesh axes are called.
+    """Returns the preset of a name on a mesh, whatever the names of the mesh axes.
 
-    A mesh axis takes the part of its own name; parts left over go to the axes left over, in order, so that
-    `fsdp` on the mesh `data=8` is FSDP over `data`. A `data` axis that a preset does not ask for splits the batch
-    too. `+seq` behind a tensor preset is sequence parallelism. `ring` is whatever the names of a mesh with
-    `context` mean; that keys go around is for the schedule to say.
+    Roles match mesh axes by name; the remaining roles match the remaining axes in order, so that `fsdp` on the mesh
+    `data=8` is FSDP over `data`. A `data` axis that is not in the preset also shards the batch. `+seq` after a tensor
+    preset is sequence parallelism. `ring` is the layout that a mesh with `context` implies; the schedule selects ring
+    attention.
 
     Raises:
-      SpanaxError: no such preset, or mesh and preset do not go together.
+      SpanaxError: unknown preset, or mesh and preset are incompatible.
 
     Example:
       >>> layout_named("fsdp", MeshShape.of("data=8")).stored_params
@@ -75,7 +75,7 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
 
 
 def as_ring(name: str) -> str:
-    """The name of a layout whose keys go around a ring, instead of being gathered.
+    """Returns the name of a layout with ring attention instead of gathered keys.
 
     Example:
       >>> as_ring("fsdp+context")
@@ -85,10 +85,10 @@ def as_ring(name: str) -> str:
 
 
 def check_ring(layout: Layout, mesh: MeshShape) -> None:
-    """Hold a ring against the mesh that it is to be had on.
+    """Checks that a mesh supports ring attention.
 
     Raises:
-      SpanaxError: no mesh axis of several devices splits sequences.
+      SpanaxError: no mesh axis of several devices shards sequences.
     """
     if not any("seq" in names and mesh.ways([axis]) > 1 for axis, names in layout.computed):
         raise SpanaxError(
@@ -103,7 +103,7 @@ def _is_canonical(mesh: MeshShape) -> bool:
 
 
 def layout_for(mesh: MeshShape) -> Layout:
-    """The layout that a mesh means by the names of its axes.
+    """Returns the layout that the names of the axes of a mesh imply.
 
     Raises:
       SpanaxError: an axis has no meaning by name.
@@ -123,7 +123,7 @@ def layout_for(mesh: MeshShape) -> Layout:
 
 
 def layout_of(mesh: MeshShape, stored: Sequence[str]) -> Layout:
-    """The layout of a mesh of canonical axes that keeps these kinds of arrays split over `fsdp`."""
+    """Returns the layout of a mesh of canonical axes that shards these kinds of arrays over `fsdp` in storage."""
     roles = {axis: axis for axis, size in mesh.axes if axis in MEANING and size > 1}
     words = {
         "pipe": "pipeline",
@@ -138,7 +138,7 @@ def layout_of(mesh: MeshShape, stored: Sequence[str]) -> Layout:
 
 
 def default_mesh(name: str, num_devices: int) -> MeshShape:
-    """A mesh for a preset on so many devices: two ways on its last axis, the rest on the first.
+    """Returns a mesh for a preset: two devices on its last axis, the rest on the first.
 
     Example:
       >>> default_mesh("fsdp+tensor", 8)
@@ -155,28 +155,28 @@ def default_mesh(name: str, num_devices: int) -> MeshShape:
         rest = num_devices // second
         third = 2 if rest % 2 == 0 else 1
         return MeshShape(((axes[0], second), (axes[1], rest // third), (axes[2], third)))
-    # HSDP keeps the gathers inside the small, fast domain, a pipeline has as few stages as possible; the others keep
-    # the batch on the large axis.
+    # HSDP limits all-gathers to the small, fast domain, and a pipeline has the fewest stages possible; the other
+    # presets shard the batch over the large axis.
     sizes = (second, num_devices // second) if axes[0] == "pipe" or name == "hsdp" else (num_devices // second, second)
     return MeshShape(tuple(zip(axes, sizes, strict=True)))
 
 
 def _roles(name: str, parts: Sequence[str], mesh: MeshShape) -> dict[str, str]:
-    """Which mesh axis plays which part."""
+    """Returns the mesh axis of each role of a preset."""
     roles = {part: part for part in parts if part in mesh.names}
     left = [axis for axis in mesh.names if axis not in roles.values()]
     for part in parts:
-        # An axis with a meaning of its own may stand in only where that meaning is kept: data for fsdp.
+        # A canonical axis can replace another only where its meaning is preserved: data for fsdp.
         fitting = [axis for axis in left if axis not in MEANING or {axis, part} <= {"data", "fsdp"}]
         if part not in roles and fitting:
             roles[part] = fitting[0]
             left.remove(fitting[0])
     if "data" in left:
-        # It can only mean the batch, and changes nothing of what the preset stores: tensor on data=4,model=2.
+        # `data` always shards the batch, and does not change the storage of a preset: tensor on data=4,model=2.
         roles = {"data": "data", **roles}
         left.remove("data")
     missing = [part for part in parts if part not in roles]
-    # With one device on it, a part changes nothing: data+tensor on a mesh of model=8 is tensor.
+    # A role of one device has no effect: data+tensor on a mesh of model=8 is tensor.
     idle = [axis for axis in left if dict(mesh.axes)[axis] > 1]
     if missing == list(parts) or (missing and len(parts) == 1):
         raise SpanaxError(

@@ -1,4 +1,4 @@
-"""Searches every layout of a program on a cluster; returns the candidates by cost and counts the rejected ones."""
+"""Searches every layout of a program on a cluster; ranks the candidates by cost and counts rejected layouts."""
 
 import functools
 import time
@@ -53,27 +53,27 @@ def search(
     pins: Pins | None = None,
     attention: str | None = None,
 ) -> Search:
-    """Price every layout of a program on all devices of a cluster. No device is touched.
+    """Prices every layout of a program on all devices of a cluster. Uses no device.
 
     Args:
       program: what `spanax.trace` returned.
       cluster: what `spanax.cluster` or `spanax.local` returned, or the name of one.
-      batch_size: examples in a step; the traced batch if left out.
-      remat: policies to price; by default `none`, `dots` and `full`. One that the program does not support is counted
-        in `rejected` with its reason, and raises if no other is left.
-      top: how many candidates are kept.
-      each: keep the fastest of every kind of layout as well, however slow it is.
-      assumptions: what no data sheet says.
-      pipeline: whether layers may be divided into stages.
-      layout: price only this layout, by name.
-      mesh: price only this mesh, that of one stage, as `spanax.plan` takes it.
-      microbatches: price only this number of them.
-      pins: axis name -> mesh axis (or several, or None to keep the axis whole), in every layout.
-      attention: as of `spanax.plan`.
+      batch_size: examples per step. Default: the traced batch.
+      remat: policies to price. Default: `none`, `dots` and `full`. A policy that the program does not support counts
+        in `rejected` with its reason; raises if the program supports none.
+      top: the number of candidates to return.
+      each: also returns the fastest of every kind of layout, however slow.
+      assumptions: calibration constants that are not in data sheets.
+      pipeline: whether layers may be partitioned into stages.
+      layout: prices only this layout, by name.
+      mesh: prices only this mesh, the mesh of one stage, as in `spanax.plan`.
+      microbatches: prices only this number of microbatches.
+      pins: axis name -> mesh axis (or several, or None to replicate the axis), in every layout.
+      attention: as in `spanax.plan`.
 
     Raises:
-      SpanaxError: no rates are known of the cluster's chip, no layout divides the batch, there is no such layout or
-        mesh, or the program supports none of the requested remat policies.
+      SpanaxError: the rates of the cluster's chip are unknown, no layout divides the batch, the layout or mesh is
+        unknown, or the program supports none of the requested remat policies.
 
     Example:
       >>> import jax, optax, spanax
@@ -84,8 +84,8 @@ def search(
       ...     batch=jax.ShapeDtypeStruct((64, 64), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> found = search(program, spanax.cluster("v5p:2x2x1"), layout="fsdp", mesh="fsdp=4")
-      >>> found.best.mesh, found.layouts_priced > 0
+      >>> result = search(program, spanax.cluster("v5p:2x2x1"), layout="fsdp", mesh="fsdp=4")
+      >>> result.best.mesh, result.layouts_priced > 0
       (fsdp=4, True)
     """
     batch_size = program.batch[0].shape[0] if batch_size is None else batch_size
@@ -115,12 +115,12 @@ def _search(
     layout: str | None, mesh: MeshShape | None, given: Assumptions, pins: Pins | None, microbatches: int | None,
     pipeline: bool,
 ) -> Search:  # fmt: skip
-    """The search of layouts with checked arguments, whatever microbatches make of the loss."""
-    began, traced_batch = time.perf_counter(), program.batch[0].shape[0]
+    """Searches with validated arguments, without checking whether microbatches change the loss."""
+    start, traced_batch = time.perf_counter(), program.batch[0].shape[0]
     rejected: Counter[str] = Counter()
-    began_tracing = time.perf_counter()
+    tracing_start = time.perf_counter()
     programs = _programs(program, remat, rejected)
-    tracing = time.perf_counter() - began_tracing
+    trace_seconds = time.perf_counter() - tracing_start
     first = next(iter(programs.values()))
     space = families(first, cluster, batch_size, rejected, pins)
     if not space:
@@ -132,8 +132,8 @@ def _search(
     space = [_asked(family, layout, mesh, pipeline, rejected) for family in space]
     num_layers = first.step.layer_carry[1]
     grids = [_grids(family, batch_size, traced_batch, microbatches, num_layers) for family in space]
-    found = _price(programs.values(), space, grids, cluster, given)
-    best, too_large, nearest = _ranked(found, cluster.memory_bytes, top, each, rejected)
+    priced = _price(programs.values(), space, grids, cluster, given)
+    best, too_large, nearest = _ranked(priced, cluster.memory_bytes, top, each, rejected)
     return Search(
         cluster=cluster,
         batch_size=batch_size,
@@ -141,11 +141,11 @@ def _search(
         too_large=too_large,
         nearest=nearest,
         rejected={reason: count for reason, count in rejected.items() if count},
-        layouts_priced=sum(one.costs.step_seconds.size for one in found),
+        layouts_priced=sum(entry.costs.step_seconds.size for entry in priced),
         model_flops=model_flops(first) * batch_size / traced_batch,
-        dtype=main_dtype(found[0].terms) if found else "fp32",
-        trace_seconds=tracing,
-        search_seconds=time.perf_counter() - began - tracing,
+        dtype=main_dtype(priced[0].terms) if priced else "fp32",
+        trace_seconds=trace_seconds,
+        search_seconds=time.perf_counter() - start - trace_seconds,
         programs=programs,
         pins=pins or {},
         attention=program.attention,
@@ -153,7 +153,7 @@ def _search(
 
 
 def _is_inexact(program: Program, result: Search) -> bool:
-    """Whether a search ranks microbatches that the planner does not choose by itself."""
+    """Whether a search ranks microbatches that the planner does not choose by default."""
     ranked = (*result.candidates, *result.too_large, *result.nearest)
     if all(candidate.microbatches == 1 for candidate in ranked):
         return False
@@ -169,7 +169,7 @@ def check_asked(cluster: Cluster, layout: str | None, mesh: MeshShape | None) ->
     """Checks that a search can price a layout and a mesh.
 
     Raises:
-      SpanaxError: it cannot.
+      SpanaxError: the layout or mesh is unknown or does not fit the cluster.
     """
     if layout is not None:
         for part in layout.removesuffix("+seq").split("+"):
@@ -203,43 +203,43 @@ class _Priced:
 
 
 def _programs(program: Program, remat: Sequence[str] | None, rejected: Counter[str]) -> dict[str, Program]:
-    """Returns the program under each policy, in one microbatch; a policy that it does not support is counted.
+    """Returns the program under each policy, in one microbatch; counts unsupported policies in `rejected`.
 
     Raises:
-      SpanaxError: it supports none of the requested policies.
+      SpanaxError: the program supports none of the requested policies.
     """
-    found, refused = dict[str, Program](), list[SpanaxError]()
+    programs, errors = dict[str, Program](), list[SpanaxError]()
     for name in REMAT if remat is None else remat:
         try:
             variant = program if name == program.remat else program.with_remat(name)
-            found[name] = variant.with_microbatches(1)
+            programs[name] = variant.with_microbatches(1)
         except SpanaxError as error:
             rejected[f"remat {name}: {first_line(error)}"] += 1
-            refused.append(error)
-    if remat and not found:
-        raise refused[0]
-    return found or {program.remat: program}
+            errors.append(error)
+    if remat and not programs:
+        raise errors[0]
+    return programs or {program.remat: program}
 
 
 def _asked(
     family: Family, layout: str | None, mesh: MeshShape | None, pipeline: bool, rejected: Counter[str]
 ) -> Family:
-    """A family with those of its meshes that were asked for."""
+    """Returns the family with the requested meshes only."""
     if layout is None and mesh is None and pipeline:
         return family
-    wanted = None if mesh is None else {(axis, size) for axis, size in mesh.axes if size > 1}
-    kept = []
-    for at, (sizes, stages) in enumerate(zip(family.sizes.T.tolist(), family.num_stages, strict=True)):
-        here = mesh_of(sizes)
+    requested = None if mesh is None else {(axis, size) for axis, size in mesh.axes if size > 1}
+    columns = []
+    for column, (sizes, stages) in enumerate(zip(family.sizes.T.tolist(), family.num_stages, strict=True)):
+        shape = mesh_of(sizes)
         if stages > 1 and not pipeline:
             continue
-        if wanted in (None, set(here.axes) - {("data", 1)}):
-            name = layout_on(family.storing, family.sequence, here).name
+        if requested in (None, set(shape.axes) - {("data", 1)}):
+            name = layout_on(family.storing, family.sequence, shape).name
             if layout in (None, name) or (layout == as_ring(name) and layout != name):
-                kept.append(at)
+                columns.append(column)
                 continue
         rejected[UNASKED] += 1
-    return replace(family, sizes=family.sizes[:, kept], num_stages=family.num_stages[kept])
+    return replace(family, sizes=family.sizes[:, columns], num_stages=family.num_stages[columns])
 
 
 def _price(
@@ -247,126 +247,130 @@ def _price(
     space: Sequence[Family],
     grids: Sequence[list[Grid]],
     cluster: Cluster,
-    given: Assumptions,
+    assumptions: Assumptions,
 ) -> list[_Priced]:
-    """Every mesh of every family under every policy and schedule."""
-    table, found = Table(cluster, AXES, sum(grids, []), given), list[_Priced]()
-    places = [[(grid, table.at(grid)) for grid in several] for several in grids]
+    """Prices every mesh of every family under every policy and schedule."""
+    table, result = Table(cluster, AXES, sum(grids, []), assumptions), list[_Priced]()
+    indices = [[(grid, table.at(grid)) for grid in family_grids] for family_grids in grids]
     states = [state_of(family.resolver) for family in space]
     for program in programs:
         known = Known()
-        for family, state, several in zip(space, states, places, strict=True):
-            if not several:
+        for family, state, family_grids in zip(space, states, indices, strict=True):
+            if not family_grids:
                 continue
-            laid = ShardedProgram(family.resolver.of(program), program.step, known)
-            late = deferred_reductions(laid)
+            sharded = ShardedProgram(family.resolver.of(program), program.step, known)
+            late = deferred_reductions(sharded)
             terms, level = (
-                count_terms(laid, adds_first=cluster.adds_first, late=late),
-                walk(laid, is_tpu=cluster.is_torus),
+                count_terms(sharded, adds_first=cluster.adds_first, late=late),
+                walk(sharded, is_tpu=cluster.is_torus),
             )
-            for grid, at in several:
-                memory = memory_per_device(state, level, grid, fused_attention=given.fused_attention)
-                costs = price(terms, cluster, grid, given, at)
-                found.append(_Priced(family, program, terms, grid, memory, costs))
-    return found
+            for grid, index in family_grids:
+                memory = memory_per_device(state, level, grid, fused_attention=assumptions.fused_attention)
+                costs = price(terms, cluster, grid, assumptions, index)
+                result.append(_Priced(family, program, terms, grid, memory, costs))
+    return result
 
 
 def _grids(family: Family, batch_size: int, traced_batch: int, microbatches: int | None, num_layers: int) -> list[Grid]:
-    """Every mesh of a family with every number of microbatches it may take, by schedule."""
-    ways = family.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0)
-    found = []
+    """Returns a grid per schedule: every mesh of a family with every possible number of microbatches."""
+    num_shards = family.sizes[[AXES.index(axis) for axis in ("data", "fsdp", "expert")]].prod(0)
+    grids = []
     for schedule in SCHEDULES:
         num_chunks = 2 if schedule == "interleaved" else 1
         pairs = [
             (column, count)
-            for column, (stages, way) in enumerate(zip(family.num_stages, ways, strict=True))
+            for column, (stages, shards) in enumerate(zip(family.num_stages, num_shards, strict=True))
             if (stages > 1 or schedule == "1f1b") and (num_chunks == 1 or num_layers >= stages * num_chunks)
-            for count in _microbatches(batch_size // int(way), int(stages), schedule)
+            for count in _microbatches(batch_size // int(shards), int(stages), schedule)
             if microbatches in (None, count)
         ]
         if pairs:
             columns, counts = np.asarray(pairs).T
             scale = batch_size / counts / traced_batch
             sizes, stages = family.sizes[:, columns], family.num_stages[columns]
-            found.append(Grid(sizes, stages, counts, scale, schedule, num_chunks, num_layers))
-    return found
+            grids.append(Grid(sizes, stages, counts, scale, schedule, num_chunks, num_layers))
+    return grids
 
 
 @functools.cache
 def _microbatches(per_device: int, stages: int, schedule: str) -> list[int]:
-    """Powers of two, and all of the batch one by one; a pipeline wants at least as many as it has stages."""
+    """Returns powers of two and one example per microbatch; a pipeline needs at least one microbatch per stage."""
     counts = {1 << power for power in range(per_device.bit_length()) if per_device % (1 << power) == 0} | {per_device}
     return sorted(c for c in counts if stages == 1 or (c >= stages and (schedule != "interleaved" or c % stages == 0)))
 
 
 def _ranked(
-    found: Sequence[_Priced], limit: int | None, top: int, each: bool, rejected: Counter[str]
+    priced: Sequence[_Priced], limit: int | None, top: int, each: bool, rejected: Counter[str]
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...], tuple[Candidate, ...]]:
-    """The fastest of those that fit, and of those that do not; and, if none fits, those that need least."""
+    """Returns the fastest that fit, the fastest that do not fit and, if none fits, those of the lowest peak memory."""
     rows = []
-    for which, one in enumerate(found):
-        peak = one.memory.peak_bytes / (1 - RESERVE)
+    for index, entry in enumerate(priced):
+        peak = entry.memory.peak_bytes / (1 - RESERVE)
         fits = np.full(peak.shape, True) if limit is None else peak <= limit
         rejected[TOO_LARGE] += int(np.count_nonzero(~fits))
-        at = np.arange(peak.size)
-        rows.append(np.stack([np.full(peak.shape, which), at, one.costs.step_seconds, peak, fits, _kinds(one)]))
+        columns = np.arange(peak.size)
+        rows.append(
+            np.stack([np.full(peak.shape, index), columns, entry.costs.step_seconds, peak, fits, _kinds(entry)])
+        )
     if not rows:
         return (), (), ()
     table = np.concatenate(rows, axis=1)
-    repeated = _repeated(found, table)
+    repeated = _repeated(priced, table)
     rejected[SAME_PRICE] += len(repeated)
     table = np.delete(table, repeated, axis=1)
-    fitting, others = table[:, table[4] > 0], table[:, table[4] == 0]
+    fitting, too_large = table[:, table[4] > 0], table[:, table[4] == 0]
 
-    def some(rows: np.ndarray, order: np.ndarray) -> tuple[Candidate, ...]:
-        return tuple(_candidate(found, rows[:, at]) for at in order)
+    def candidates(rows: np.ndarray, order: np.ndarray) -> tuple[Candidate, ...]:
+        return tuple(_candidate(priced, rows[:, column]) for column in order)
 
-    # Equal times: what needs less memory first; then in the order in which they were made.
+    # Ties in time are ordered by memory, then by enumeration.
     fastest = []
-    for part in (fitting, others):
+    for part in (fitting, too_large):
         order = np.lexsort((part[1], part[0], part[3], part[2].round(9)))
         firsts = np.unique(part[5, order], return_index=True)[1] if each else np.arange(0)
-        fastest.append(some(part, order[np.union1d(np.arange(min(top, order.size)), firsts)]))
-    leanest = np.lexsort((others[1], others[0], others[2], others[3]))[:3]
-    return fastest[0], fastest[1], () if fastest[0] else some(others, leanest)
+        fastest.append(candidates(part, order[np.union1d(np.arange(min(top, order.size)), firsts)]))
+    leanest = np.lexsort((too_large[1], too_large[0], too_large[2], too_large[3]))[:3]
+    return fastest[0], fastest[1], () if fastest[0] else candidates(too_large, leanest)
 
 
-def _repeated(found: Sequence[_Priced], table: np.ndarray) -> list[int]:
-    """The columns of `_ranked` with sequence parallelism that cost exactly what they cost without: the same layout."""
-    is_sequence = np.asarray([one.family.sequence for one in found])[table[0].astype(int)]
-    plain, others = np.flatnonzero(~is_sequence), np.flatnonzero(is_sequence)
-    others = others[np.isin(table[2, others], table[2, plain])]
-    plain = plain[np.isin(table[2, plain], table[2, others])]
+def _repeated(priced: Sequence[_Priced], table: np.ndarray) -> list[int]:
+    """Returns the columns of `_ranked` whose cost is the same without sequence parallelism: the same layout."""
+    is_sequence = np.asarray([entry.family.sequence for entry in priced])[table[0].astype(int)]
+    plain, sequence = np.flatnonzero(~is_sequence), np.flatnonzero(is_sequence)
+    sequence = sequence[np.isin(table[2, sequence], table[2, plain])]
+    plain = plain[np.isin(table[2, plain], table[2, sequence])]
 
     def key(column: int) -> tuple[object, ...]:
-        which, at, seconds, peak = table[:4, column]
-        one, at = found[int(which)], int(at)
-        grid, costs = one.grid, one.costs
+        which, index, seconds, peak = table[:4, column]
+        entry, index = priced[int(which)], int(index)
+        grid, costs = entry.grid, entry.costs
         return (
-            one.program.remat, one.family.storing, grid.schedule, *grid.sizes[:, at], grid.num_stages[at],
-            grid.num_microbatches[at], seconds, peak, costs.flops[at],
+            entry.program.remat, entry.family.storing, grid.schedule, *grid.sizes[:, index], grid.num_stages[index],
+            grid.num_microbatches[index], seconds, peak, costs.flops[index],
         )  # fmt: skip
 
     known = {key(int(column)) for column in plain}
-    return [int(column) for column in others if key(int(column)) in known]
+    return [int(column) for column in sequence if key(int(column)) in known]
 
 
-def _kinds(one: _Priced) -> np.ndarray:
-    """A number for what each mesh of a family makes of it: which axes are used, how the state is stored, stages."""
-    family = 2 * list(STORING).index(one.family.storing) + one.family.sequence
-    bits = np.append(one.grid.sizes > 1, [one.grid.num_stages > 1], axis=0)
+def _kinds(priced: _Priced) -> np.ndarray:
+    """Returns an integer for the kind of layout of each mesh: its axes, its storage and whether it has stages."""
+    family = 2 * list(STORING).index(priced.family.storing) + priced.family.sequence
+    bits = np.append(priced.grid.sizes > 1, [priced.grid.num_stages > 1], axis=0)
     return (family << len(bits)) + (1 << np.arange(len(bits))) @ bits
 
 
-def _candidate(found: Sequence[_Priced], row: np.ndarray) -> Candidate:
-    one, at = found[int(row[0])], int(row[1])
-    mesh = mesh_of(one.grid.sizes[:, at].tolist())
-    layout = layout_on(one.family.storing, one.family.sequence, mesh)
-    return Candidate.of(layout, one.family.storing, mesh, one.program, one.grid, one.costs, one.memory, at)
+def _candidate(priced: Sequence[_Priced], row: np.ndarray) -> Candidate:
+    entry, column = priced[int(row[0])], int(row[1])
+    mesh = mesh_of(entry.grid.sizes[:, column].tolist())
+    layout = layout_on(entry.family.storing, entry.family.sequence, mesh)
+    return Candidate.of(
+        layout, entry.family.storing, mesh, entry.program, entry.grid, entry.costs, entry.memory, column
+    )
 
 
 def main_dtype(terms: Terms) -> str:
-    """The dtype of most of the arithmetic."""
+    """Returns the dtype of most FLOPs of matmuls."""
     flops: Counter[str] = Counter()
     for dtype, count in zip(terms.matmuls.dtypes, terms.matmuls.flops * terms.matmuls.runs, strict=True):
         flops[dtype] += count
@@ -374,12 +378,12 @@ def main_dtype(terms: Terms) -> str:
 
 
 def model_flops(program: Program) -> float:
-    """FLOPs of the matmuls of a step without recomputation, attention scores counted in full.
+    """Returns the FLOPs of the matmuls of a step without recomputation, with unmasked attention scores.
 
-    Source: the forward pass, and twice that on the way back: to the inputs and to the weights (PaLM, appendix B).
+    Source: the forward pass, and twice that in the backward pass: gradients of inputs and weights (PaLM, appendix B).
     """
     graph = program.step.graph
-    kinds = [kind for kind in program.step.op_groups if kind.phase == Phase.FORWARD]
-    matmuls = sum(kind.runs * contraction_flops(graph, kind.op) for kind in kinds if kind.op.name in CONTRACTIONS)
-    attended = sum(kind.runs * attention_flops(graph, kind.op) for kind in kinds if kind.op.name == FORWARD)
-    return 3.0 * (matmuls + attended)
+    groups = [group for group in program.step.op_groups if group.phase == Phase.FORWARD]
+    matmuls = sum(group.runs * contraction_flops(graph, group.op) for group in groups if group.op.name in CONTRACTIONS)
+    attention = sum(group.runs * attention_flops(graph, group.op) for group in groups if group.op.name == FORWARD)
+    return 3.0 * (matmuls + attention)

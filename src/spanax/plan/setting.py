@@ -24,7 +24,7 @@ class Setting:
     Attributes:
       batch_size: examples in a step.
       sequence_lengths: the distinct sizes of the batch's dims of the axis `seq`; none without sequences.
-      dtypes: what matmuls and convolutions compute in.
+      dtypes: dtypes of matmuls and convolutions.
       attention: `plain`, or the kernel or form that computes attention; none without attention.
 
     Example:
@@ -54,12 +54,12 @@ def sequence_lengths(batch: Iterable[_Dims]) -> tuple[int, ...]:
 
 
 def attention_names(context: str, axes: Iterable[str | None], kernels: Sequence[str | None] = ()) -> tuple[str, ...]:
-    """Returns what computes attention, each name once.
+    """Returns the distinct names of the kernels or forms that compute attention.
 
     Args:
       context: of the schedule or program.
       axes: the names of the axes of the step or of its arrays.
-      kernels: the kernel of each attention for which one was requested; None computes it as written.
+      kernels: the kernel of each attention for which one was requested; None is the attention of the model.
     """
     names = tuple(dict.fromkeys(kernel or "plain" for kernel in kernels))
     if context != GATHERED:

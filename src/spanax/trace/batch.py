@@ -10,10 +10,10 @@ from spanax.trace.variables import Leaf
 
 
 def abstract_batch(batch: Any) -> tuple[Any, tuple[Leaf, ...], Any]:
-    """A batch as shapes, its arrays as leaves, and how they make it up.
+    """Returns a batch as shapes, its leaves, and its treedef.
 
     Raises:
-      SpanaxError: it holds something that is no array, or nothing.
+      SpanaxError: the batch contains something other than arrays, or nothing.
     """
     try:
         batch = jax.eval_shape(lambda tree: tree, batch)
@@ -23,20 +23,20 @@ def abstract_batch(batch: Any) -> tuple[Any, tuple[Leaf, ...], Any]:
             where=", ".join(_no_arrays(batch)[:3]),
             fix="a dict of numpy arrays or jax.ShapeDtypeStructs, examples along dim 0",
         ) from None
-    found, treedef = jax.tree_util.tree_flatten_with_path(batch)
-    if not found:
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(batch)
+    if not pairs:
         raise SpanaxError("the batch has no arrays.", fix="a dict of arrays, examples along dim 0 of each")
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") or "batch"  # noqa: E731
-    return batch, tuple(Leaf(name(path), leaf.shape, leaf.dtype, "batch") for path, leaf in found), treedef
+    return batch, tuple(Leaf(name(path), leaf.shape, leaf.dtype, "batch") for path, leaf in pairs), treedef
 
 
 def _no_arrays(batch: Any) -> list[str]:
-    """What in a batch JAX has no numbers for, by path."""
-    found = []
+    """Returns descriptions of the leaves of a batch that JAX cannot represent, by path."""
+    descriptions = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         try:
             jax.eval_shape(lambda array: array, leaf)
         except TypeError:
             kind = f" of {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
-            found.append(f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}{kind}")
-    return found
+            descriptions.append(f"{jax.tree_util.keystr(path)} is a {type(leaf).__name__}{kind}")
+    return descriptions

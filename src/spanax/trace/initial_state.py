@@ -1,4 +1,4 @@
-"""The initial state of model and optimizer, and the function that computes it."""
+"""Traces the function that computes the initial state of model and optimizer."""
 
 import os
 import traceback
@@ -26,21 +26,21 @@ READS = (
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
 )
-"""What JAX raises where a program reads the value of a traced array."""
+"""Exceptions that JAX raises where a program reads the value of a traced array."""
 
 
 @dataclass(frozen=True)
 class Eager:
-    """A `build` that runs operation by operation on the host, with this seed."""
+    """A `build` that runs eagerly on the host, with this seed."""
 
     build: Callable[..., nnx.Module]
     seed: int = 0
 
     def model(self) -> nnx.Module:
-        """The model with concrete values.
+        """Returns the model with concrete values.
 
         Raises:
-          SpanaxError: JAX has no CPU backend here.
+          SpanaxError: JAX has no CPU backend.
         """
         try:
             (cpu, *_) = jax.local_devices(backend="cpu")
@@ -56,9 +56,9 @@ class Eager:
 
 @dataclass(frozen=True, eq=False)
 class Initial:
-    """The function that computes the first values of a state, as a jaxpr.
+    """The jaxpr that computes the initial values of a state.
 
-    It takes a seed or, where `build` runs eagerly, the arrays of the model.
+    Its inputs are a seed or, where `build` runs eagerly, the arrays of the model.
     """
 
     jaxpr: core.ClosedJaxpr
@@ -66,19 +66,19 @@ class Initial:
 
     @property
     def seed(self) -> int | None:
-        """The seed that `build` ran with, where it runs eagerly."""
+        """Returns the seed that `build` ran with, or None if it is traced."""
         return None if self.eager is None else self.eager.seed
 
     @property
     def meta(self) -> dict[str, int]:
-        """What a checkpoint needs to build the program again."""
+        """Returns the metadata that a checkpoint needs to rebuild the program."""
         return {} if self.eager is None else {"build_seed": self.eager.seed}
 
     def inputs(self, seed: int) -> list[Any]:
-        """The values that the jaxpr takes for a seed.
+        """Returns the inputs of the jaxpr for a seed.
 
         Raises:
-          SpanaxError: `build` ran eagerly, and made other arrays this time.
+          SpanaxError: an eager `build` created arrays of other shapes or dtypes than when it was traced.
         """
         if self.eager is None:
             return [np.uint32(seed)]
@@ -96,18 +96,18 @@ class Initial:
 
 @outside_meshes
 def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: UserMesh) -> tuple[Variables, Initial]:
-    """What the state consists of, and the function that computes its first values.
+    """Returns the variables of the state, and the function that computes its initial values.
 
     Raises:
       SpanaxError: `build` or `optimizer` reads the value of an array that is traced.
     """
     # make_jaxpr returns only arrays; the structure is appended here, once.
-    taken: list[Variables] = []
+    structures: list[Variables] = []
 
     def with_optimizer(model: nnx.Module) -> list[Any]:
         with _reading("optimizer", "read it in `build`, with eager_build=True, and store it in the model"):
             variables, values = take_apart(model, optimizer_of(model, optimizer))
-        taken.append(variables)
+        structures.append(variables)
         return values
 
     def from_seed(build: Callable[..., nnx.Module], seed: Any) -> list[Any]:
@@ -119,7 +119,7 @@ def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: User
         jaxpr = jax.make_jaxpr(UserMesh(mesh.mesh).traced(partial(from_seed, build)))(
             jax.ShapeDtypeStruct((), "uint32")
         )
-        return taken[0], Initial(jaxpr, None)
+        return structures[0], Initial(jaxpr, None)
     graphdef, state = nnx.split(build.model())
     arrays, treedef = jax.tree.flatten(state)
 
@@ -128,12 +128,12 @@ def initial(build: Callable[..., nnx.Module] | Eager, optimizer: Any, mesh: User
 
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(jax.typeof, arrays)]
     jaxpr = jax.make_jaxpr(UserMesh(mesh.mesh).traced(from_arrays))(*avals)
-    return taken[0], Initial(jaxpr, build)
+    return structures[0], Initial(jaxpr, build)
 
 
 @contextmanager
 def _reading(function: str, fix: str) -> Iterator[None]:
-    """Turns the read of a traced value into an error with the line that reads it, and adds a note to other errors."""
+    """Converts reads of a traced value into an error with the line of the read, and adds a note to other errors."""
     try:
         yield
     except READS as error:
@@ -145,13 +145,13 @@ def _reading(function: str, fix: str) -> Iterator[None]:
     except SpanaxError:
         raise
     except Exception as error:
-        # A library may fail on a traced array with an error of its own; only the user knows whether it did.
+        # A library may fail on a traced array with another error; only the user knows whether it did.
         error.add_note(f"`{function}` is traced, so its arrays have no values. If it needs them: {fix}")
         raise
 
 
 def _line(error: Exception) -> str:
-    """The innermost line of the user's own code that raised."""
+    """Returns the innermost line of user code that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     (last,) = [frame for frame in frames if not is_library(frame.filename)][-1:] or frames[-1:]
     return f"{Path(last.filename).name}:{last.lineno}, in {last.name}: {last.line}"

@@ -1,4 +1,4 @@
-"""Program: a train step traced once, without allocating anything."""
+"""Program: a train step traced once, without allocating arrays."""
 
 import hashlib
 import math
@@ -28,11 +28,11 @@ from spanax.units import count_text
 class Program:
     """A train step, its state and its batch, as shapes and axes.
 
-    `leaves` are the state's arrays, `batch` the batch's; both are in the order in which the step takes them.
-    `remat` names what the backward pass keeps, `as written` where the model decides itself; `context` is `ring` where
-    each attention is one operation that can go around a ring, or a platform's kernel; `attention` says what it took.
-    The loss takes its logits in `loss_chunks`; `run_loss` evaluates it on a state and a batch of any size.
-    `compute_dtype` is None unless one was requested.
+    `leaves` are the arrays of the state and `batch` those of the batch, both in the order of the step's arguments.
+    `remat` names what the backward pass stores, or is `as written` where the model decides; `context` is `ring` where
+    each attention is one operation that supports ring attention, or a platform's kernel; `attention` lists these.
+    The loss computes its logits in `loss_chunks`; `run_loss` evaluates it on a state and a batch of any size.
+    `compute_dtype` is None unless requested.
 
     Example:
       >>> import jax, optax, spanax
@@ -81,71 +81,71 @@ class Program:
 
     @property
     def axes(self) -> list[Axis]:
-        """The named axes of the state and the batch, the most used first."""
+        """Returns the named axes of the state and the batch, the most used first."""
         return table(self.step.axes, zip((*self.leaves, *self.batch), self.step.graph.body.inputs, strict=True))
 
     @cached_property
     def fingerprint(self) -> str:
-        """What ties a plan or a checkpoint to this program: its leaves' paths, shapes and dtypes."""
+        """Returns a hash of the paths, shapes and dtypes of the leaves; plans and checkpoints must match it."""
         text = repr([(leaf.path, leaf.shape, str(leaf.dtype)) for leaf in (*self.leaves, *self.batch)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def computation(self) -> Computation:
-        """What the step computes, the same for every variant of the program: layout, remat, microbatches, dtype.
+        """Returns what the step computes, equal for every variant of the program: layout, remat, microbatches, dtype.
 
-        The first call may trace the step once more.
+        The first call may trace the step again.
         """
         return self._computes()
 
     @cached_property
     def params_by_class(self) -> dict[int, list[tuple[str, tuple[int | None, ...]]]]:
-        """For every class the weights that have it: path and classes, the first of those of the same classes."""
+        """Returns, for every class, the weights with it as (path, classes); of weights with equal classes the first."""
         first: dict[tuple[int | None, ...], str] = {}
         for leaf, value in zip(self.leaves, self.step.graph.body.inputs, strict=False):
             if leaf.kind == "param" or value in self.step.axes.frozen:
                 first.setdefault(self.step.axes.classes[value], leaf.path)
-        found: dict[int, list[tuple[str, tuple[int | None, ...]]]] = {}
+        weights: dict[int, list[tuple[str, tuple[int | None, ...]]]] = {}
         for labels, path in first.items():
             for label in {label for label in labels if label is not None}:
-                found.setdefault(label, []).append((path, labels))
-        return found
+                weights.setdefault(label, []).append((path, labels))
+        return weights
 
     @cached_property
     def size_by_class(self) -> dict[int, int]:
-        """For every class how many numbers the weights of `params_by_class` hold."""
+        """Returns, for every class, the number of elements of its weights in `params_by_class`."""
         sizes = {leaf.path: math.prod(leaf.shape) for leaf in self.leaves}
         return {label: sum(sizes[path] for path, _ in rows) for label, rows in self.params_by_class.items()}
 
     @cached_property
     def heavy(self) -> frozenset[int]:
-        """The classes whose weights are more numbers than any one value of the batch that has them."""
+        """Returns the classes whose weights have more elements than any value with a batch dim and this class."""
         step = self.step
-        of_batch: dict[int | None, int] = {}
+        largest: dict[int | None, int] = {}
         for value, labels in enumerate(step.axes.classes):
             if step.batch_labels.intersection(labels):
                 size = math.prod(step.graph.shape(value))
-                of_batch |= {label: max(size, of_batch.get(label, 0)) for label in labels}
-        return frozenset(label for label, size in self.size_by_class.items() if size > of_batch.get(label, 0))
+                largest |= {label: max(size, largest.get(label, 0)) for label in labels}
+        return frozenset(label for label, size in self.size_by_class.items() if size > largest.get(label, 0))
 
     @cached_property
     def param_keys(self) -> frozenset[tuple[int, ...]]:
-        """The classes of every parameter, whole and as one layer of a scan sees it."""
-        found = set()
+        """Returns the sorted classes of every parameter, both stacked and for one layer of a scan."""
+        keys = set()
         for labels in {labels for rows in self.params_by_class.values() for _, labels in rows}:
-            found |= {label_key(labels), label_key([one for one in labels if one not in self.step.layer_labels])}
-        return frozenset(found - {()})
+            keys |= {label_key(labels), label_key([label for label in labels if label not in self.step.layer_labels])}
+        return frozenset(keys - {()})
 
     @property
     def num_params(self) -> int:
-        """How many numbers the parameters hold."""
+        """Returns the number of elements of all parameters."""
         return sum(int(np.prod(leaf.shape)) for leaf in self.leaves if leaf.kind == "param")
 
     def rename(self, names: Mapping[str, str]) -> "Program":
-        """The same program with axes under other names.
+        """Returns the program with renamed axes.
 
         Raises:
-          SpanaxError: there is no axis of that name.
+          SpanaxError: no axis has that name.
         """
         step = replace(self.step, axes=self.step.axes.renamed(names))
         evaluation = self.evaluation
@@ -154,23 +154,23 @@ class Program:
             shared = {old: new for old, new in names.items() if old in known}
             evaluation = replace(evaluation, axes=evaluation.axes.renamed(shared))
         leaves, batch = with_axes(step, self.leaves, self.batch)
-        retrace = cache(lambda *asked: self._retrace(*asked).rename(names))
-        recorded = lambda **asked: self._recorded(**asked).rename(names)  # noqa: E731
+        retrace = cache(lambda *variant: self._retrace(*variant).rename(names))
+        recorded = lambda **variant: self._recorded(**variant).rename(names)  # noqa: E731
         seeded = cache(lambda seed: self._seeded(seed).rename(names))
-        computed_in = cache(lambda *asked: self._computed_in(*asked).rename(names))
+        computed_in = cache(lambda *variant: self._computed_in(*variant).rename(names))
         named = replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch)
         return replace(named, _retrace=retrace, _recorded=recorded, _seeded=seeded, _computed_in=computed_in)
 
     def with_remat(self, policy: str | None) -> "Program":
-        """The same program with another policy of what the backward pass keeps; traced once for each.
+        """Returns the program with another remat policy; each policy is traced once.
 
-        State and fingerprint are the same: what was saved under one policy goes on under another.
+        State and fingerprint are equal: a checkpoint saved under one policy can be resumed under another.
 
         Args:
           policy: as `remat` of `spanax.trace`.
 
         Raises:
-          SpanaxError: there is no such policy, no layer to forget, or the program has a train step of its own.
+          SpanaxError: the policy is unknown, no layer can be rematerialized, or the `train_step` is user-defined.
 
         Example:
           >>> import jax, optax, spanax
@@ -189,33 +189,33 @@ class Program:
         return self._varied(policy, self.microbatches, self.context, self.loss_chunks)
 
     def with_microbatches(self, microbatches: int) -> "Program":
-        """The same program with gradients added up over so many parts of the batch; traced once for each number.
+        """Returns the program with gradients accumulated over microbatches; each number is traced once.
 
         Raises:
-          SpanaxError: they do not divide the batch, or the program has a train step of its own.
+          SpanaxError: they do not divide the batch, or the `train_step` is user-defined.
         """
         return self._varied(self._policy, microbatches, self.context, self.loss_chunks)
 
     @property
     def accumulates(self) -> Microbatches:
-        """Whether the step can be run in microbatches, and why not."""
+        """Returns whether the step supports microbatches, and if not, why."""
         return self._accumulates()
 
     def with_context(self, form: str) -> "Program":
-        """The same program with attentions as operations (`ring`, a kernel), or as written (`gathered`); traced once.
+        """Returns the program with fused attention (`ring`, a kernel), or as written (`gathered`); traced once.
 
         Raises:
-          SpanaxError: there is no such form, no attention, one that cannot go around a ring, or the program has a train
-            step of its own.
+          SpanaxError: the form is unknown, there is no attention, one does not support ring attention, or the
+            `train_step` is user-defined.
         """
         return self._varied(self._policy, self.microbatches, known_context(form), self.loss_chunks)
 
     def with_loss_chunks(self, count: int) -> "Program":
-        """The same program with its logits in so many chunks of tokens, never there as a whole; traced once for each.
+        """Returns the program with logits computed in chunks of tokens, not all materialized; traced once for each.
 
         Raises:
-          SpanaxError: the loss has no logits, some that cannot be taken so, tokens that the number does not divide, or
-            the program has a train step of its own.
+          SpanaxError: the loss has no logits or cannot be chunked, the number does not divide the tokens, or the
+            `train_step` is user-defined.
         """
         return self._varied(self._policy, self.microbatches, self.context, count)
 
@@ -223,7 +223,7 @@ class Program:
         """Returns the program with its loss computed in `dtype`, as `compute_dtype` of `spanax.trace`.
 
         Raises:
-          SpanaxError: the program has a `train_step` of its own.
+          SpanaxError: the `train_step` is user-defined.
         """
         if dtype == self.compute_dtype:
             return self
@@ -231,27 +231,27 @@ class Program:
         return retraced.with_context(self.context).with_loss_chunks(self.loss_chunks)
 
     def with_gradients(self) -> "Program":
-        """The same program with more state: the gradients that its optimizer was given in the last step.
+        """Returns the program with the gradients of the last step, as passed to the optimizer, in its state.
 
-        They are leaves of the optimizer; `gradients.PREFIX` and the parameter's path make up theirs.
+        They are leaves of the optimizer; their path is `gradients.PREFIX` followed by the parameter's path.
         """
         recorded = self._recorded(remat=self._policy, microbatches=self.microbatches)
         return recorded.with_context(self.context).with_loss_chunks(self.loss_chunks)
 
     def with_seed(self, seed: int) -> "Program":
-        """The program of another seed where `build` runs eagerly, so that what it reads is of that seed."""
+        """Returns the program for another seed where `build` runs eagerly and may read values that depend on it."""
         return self if self.init.seed in (None, seed) else self._seeded(seed)._varied(*self._variant)
 
     def resized(self, shapes: Shapes) -> Traced:
-        """The step as it is where the state's leaves have other shapes: operation for operation the same, its axes too.
+        """Returns the step with other shapes for the state's leaves, with the same operations and axes.
 
         Raises:
-          SpanaxError: it cannot be traced so, or is another step then.
+          SpanaxError: it cannot be traced with these shapes, or its operations differ.
         """
         return replace(self.step, graph=self._resized(*self._variant, shapes))
 
     def _varied(self, *variant: Any) -> "Program":
-        """This program, or the one that was or is now traced for another variant."""
+        """Returns this program, or the cached or newly traced program of another variant."""
         return self if variant == self._variant else self._retrace(*variant)
 
     @property
@@ -266,7 +266,7 @@ class Program:
 
     @cached_property
     def _with_nothing_forgotten(self) -> "Program":
-        """Operation for operation what it is already, and what is known of it is found once."""
+        """Returns a copy with equal operations and shared analyses."""
         return replace(self, remat="none")
 
     @property
@@ -277,7 +277,7 @@ class Program:
 def with_axes(
     step: Traced, leaves: tuple[Leaf, ...], batch: tuple[Leaf, ...]
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    """Leaves and batch with the names of their axes in a step."""
+    """Returns leaves and batch with the names of their axes in a step."""
     values = step.graph.body.inputs
     named = [replace(leaf, axes=step.axes.of(value)) for leaf, value in zip((*leaves, *batch), values, strict=True)]
     return tuple(named[: len(leaves)]), tuple(named[len(leaves) :])

@@ -18,9 +18,9 @@ NUMBERS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 def pure_loss(
     loss: Callable[..., Any], compute_dtype: Any, model: nnx.Module, optimizer: nnx.Optimizer
 ) -> tuple[Callable[..., Any], Any, Any]:
-    """A loss as a pure function, with its first two operands: trained parameters and other state.
+    """Returns a loss as a pure function, and its first two arguments: trained parameters and other state.
 
-    It takes the batch last, and returns `(loss, (metrics, other state, moved))`; see `_moved`.
+    Its third argument is the batch; it returns `(loss, (metrics, other state, moved))`; see `_moved`.
     """
     graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
 
@@ -40,7 +40,7 @@ def pure_loss(
 
 
 def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:
-    """A loss as `(scalar, dict)`, whether it came alone or with metrics."""
+    """Returns the result of a loss, with or without metrics, as `(scalar, dict)`."""
     scalar, extra = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if getattr(scalar, "shape", None) != ():
         raise SpanaxError(
@@ -61,7 +61,7 @@ def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def numbers_of(function: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as they are, if they are numbers and arrays."""
+    """Returns the metrics unchanged if all are numbers and arrays, and raises otherwise."""
     is_module = lambda node: isinstance(node, nnx.Module)  # noqa: E731
     for path, value in jax.tree_util.tree_flatten_with_path(dict(metrics), is_leaf=is_module)[0]:
         if not isinstance(value, NUMBERS):
@@ -81,7 +81,7 @@ def _cast(tree: Any, dtype: Any) -> Any:
 
 
 def _moved(forward: Callable[..., Any], after: Any, args: tuple[Any, ...], params: Any) -> list[Any]:
-    """What a loss put in the place of parameters (`nnx.WeightNorm` does), one a leaf; None where it left them alone."""
+    """Returns, for each parameter, the value that a loss overwrites it with (as `nnx.WeightNorm` does), or None."""
     num_before, num_after = (len(jax.tree.leaves(tree)) for tree in (params, after))
     if num_before != num_after:
         raise SpanaxError(
@@ -92,14 +92,16 @@ def _moved(forward: Callable[..., Any], after: Any, args: tuple[Any, ...], param
     is_written = [new is not old for new, old, _ in groups]
     if any(is_written):
         is_written = param_writes(lambda *args: jax.tree.leaves(forward(*args)[0]), *args)
-    return [new.astype(kept.dtype) if moves else None for moves, (new, _, kept) in zip(is_written, groups, strict=True)]
+    return [
+        new.astype(param.dtype) if writes else None for writes, (new, _, param) in zip(is_written, groups, strict=True)
+    ]
 
 
 def _like(state: Any, before: Any) -> Any:
-    """State in the dtypes it had before: a running mean must not drift into the compute dtype.
+    """Casts state to the dtypes of `before`: a running mean must not drift into the compute dtype.
 
     Raises:
-      SpanaxError: there are other variables than before.
+      SpanaxError: the variables differ from `before`.
     """
     if odd := sorted(_paths(state) ^ _paths(before)):
         raise changed_variables("`loss`", odd)
@@ -116,10 +118,10 @@ def _paths(state: Any) -> set[str]:
 
 
 def check_unmoved(params: Any, moved: list[Any], count: int) -> None:
-    """Check that a loss leaves trained parameters alone, of which every microbatch has to see the same.
+    """Checks that a loss does not write to trained parameters, which must be equal in every microbatch.
 
     Raises:
-      SpanaxError: it writes to one.
+      SpanaxError: it writes to a parameter.
     """
     for (path, _), new in zip(jax.tree_util.tree_leaves_with_path(params), moved, strict=True):
         if new is not None:

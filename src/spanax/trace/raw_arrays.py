@@ -11,9 +11,9 @@ from flax.nnx import pytreelib
 
 @contextmanager
 def traced_as_data() -> Iterator[None]:
-    """Makes a traced array that becomes an attribute data, as a concrete one is.
+    """Registers tracers as data, so that attributes with traced arrays are state as concrete arrays are.
 
-    Flax 0.12 decides by the type of a value whether an attribute is data, and takes a tracer for static: it is no
+    Flax 0.12 decides by the type of a value whether an attribute is data, and treats a tracer as static: it is not
     state then and leaks with the graph definition, and a constructor under `nnx.vmap` does not stack it.
     """
     added = _tracer_types() - pytreelib.DATA_REGISTRY
@@ -22,13 +22,13 @@ def traced_as_data() -> Iterator[None]:
     try:
         yield
     finally:
-        # Outside of the build, a module may stash a traced value without changing what its state consists of.
+        # Outside `build`, a module may store a traced value without changing the set of its variables.
         pytreelib.DATA_REGISTRY.difference_update(added)
 
 
 @cache
 def _tracer_types() -> frozenset[type]:
-    """The types of values under a trace, and under `vmap` within one."""
+    """Returns the types of tracers under a trace, and under `vmap` within a trace."""
     types = set[type]()
 
     def note(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Traces build, optimizer, batch and loss into a `Program`. Nothing is allocated."""
+"""Traces build, optimizer, batch and loss into a `Program` without allocating arrays."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ def trace(
     accumulate: str = EXACT,
     eager_build: bool = False,
 ) -> Program:
-    """Trace a train step into a Program. Nothing is allocated, and no device is needed.
+    """Traces a train step into a Program. No array is allocated, and no device is needed.
 
     Args:
       build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.
@@ -62,16 +62,16 @@ def trace(
       loss: `loss(model, batch) -> scalar` or `(scalar, dict of metrics)`; Spanax writes the step around it.
       train_step: your own `train_step(model, optimizer, batch) -> dict of metrics`, instead of a loss.
       microbatches: gradients are accumulated over this many parts of the batch (with `loss`).
-      compute_dtype: what the loss sees of floating parameters and batch (with `loss`); parameters keep theirs.
+      compute_dtype: dtype of floating parameters and batch in the loss (with `loss`); stored parameters keep theirs.
       clip_norm: largest global gradient norm (with `loss`).
       accumulate: how microbatches are combined. `exact` computes the loss, metrics, gradients and noise of the batch,
         and raises where it cannot (batch norm, contrastive losses); `mean` averages those of the microbatches.
-      remat: what the backward pass keeps (with `loss`), the rest being computed once more: `none` forgets nothing,
-        whatever the model says; `dots` keeps the results of matmuls without batch dims and of convolutions; `full`
-        only what enters a layer (one turn of a scan, or what the model has under a remat); `offload` is `dots` in
-        host memory. None: as the model has it.
-      eager_build: run `build` operation by operation on the host's CPU, here and in `spanax.start`, for one that reads
-        the values of its parameters. The model must fit in the host's memory.
+      remat: what the forward pass stores for the backward pass (with `loss`); the rest is rematerialized. `none`
+        stores everything and ignores remats of the model; `dots` stores the results of matmuls without batch dims and
+        of convolutions; `full` stores only the inputs of a layer (one iteration of a scan, or a remat of the model);
+        `offload` is `dots` in host memory. None: as written in the model.
+      eager_build: run `build` operation by operation on the host's CPU, here and in `spanax.start`, if it reads
+        the values of its parameters. The model must fit in host memory.
 
     Raises:
       SpanaxError: neither or both of `loss` and `train_step`, or a step that cannot be traced.
@@ -109,7 +109,7 @@ def _trace(
     eager_build: bool = False,
     computes: Callable[[], Computation] | None = None,
 ) -> Program:
-    """As `trace`; `computes` is that of the program of which this one is a variant."""
+    """Traces as `trace` does; a variant takes `computes` from its original program."""
     chosen = partial(chosen_step, loss, train_step, compute_dtype, clip_norm)
     chosen(remat, microbatches, GATHERED, 1, accumulate)  # raises on a wrong request before anything is traced
     typed, batch_leaves, batch_treedef = abstract_batch(batch)
@@ -117,7 +117,7 @@ def _trace(
     check_optimizer(optimizer)
     source: Any = Eager(build) if eager_build and not isinstance(build, Eager) else build
     variables, init = initial(source, optimizer if loss is None else of_loss(optimizer), mesh)
-    # A user's step may write to hijax Variables inside of `jax.grad`; the step that is made around a loss does not.
+    # A user's step may write to hijax Variables inside `jax.grad`; the step that Spanax writes around a loss does not.
     variables = replace(variables, is_hijax=train_step is not None and wants_hijax())
     state, batch, mesh = variables.abstract(), mesh.untyped(typed), mesh.with_state(variables.leaves)
     again = partial(
@@ -140,7 +140,7 @@ def _trace(
 
 @dataclass(frozen=True, eq=False)
 class _Tracing:
-    """What variants of a program are traced from; each is traced once."""
+    """The inputs from which the variants of a program are traced, each once."""
 
     loss: Any
     compute_dtype: Any
@@ -158,7 +158,7 @@ class _Tracing:
 
     @cached_property
     def retrace(self) -> Callable[[str | None, int, str, int], Program]:
-        """The program with a remat policy, a number of microbatches, a form of attention, and chunks of the loss."""
+        """Returns a function of (remat policy, microbatches, attention form, loss chunks) that traces the program."""
 
         @cache
         @outside_meshes
@@ -180,20 +180,20 @@ class _Tracing:
 
     @cached_property
     def resized(self) -> Callable[[str | None, int, str, int, Shapes], Graph]:
-        """The graph of a variant whose state has other shapes."""
+        """Returns a function that traces the graph of a variant with other state shapes."""
 
         @cache
         @outside_meshes
         def resized(policy: str | None, microbatches: int, context: str, loss_chunks: int, shapes: Shapes) -> Graph:
-            other, asked = self.variables.of_shapes(shapes), (policy, microbatches, context, loss_chunks)
-            step = self.mesh.traced(partial(_run_step, other, self.chosen(*asked, self.accumulate)))
-            return retraced_graph(self.retrace(*asked).step.graph, step, other.abstract(), self.batch)
+            variables, variant = self.variables.of_shapes(shapes), (policy, microbatches, context, loss_chunks)
+            step = self.mesh.traced(partial(_run_step, variables, self.chosen(*variant, self.accumulate)))
+            return retraced_graph(self.retrace(*variant).step.graph, step, variables.abstract(), self.batch)
 
         return resized
 
     @cached_property
     def accumulates(self) -> Callable[[], Microbatches]:
-        """Whether microbatches have the results of the batch."""
+        """Returns a function that checks whether microbatches compute the results of the batch."""
 
         @cache
         @outside_meshes
@@ -204,19 +204,19 @@ class _Tracing:
 
     @cached_property
     def computes(self) -> Callable[[], Computation]:
-        """What the step computes, in the variant that every request for another one begins from."""
+        """Returns a function that computes the fingerprint of the step in its default variant."""
 
         @cache
         def computes() -> Computation:
-            asked = (None, 1, GATHERED, 1)
-            program = self.retrace(*asked) if self.compute_dtype is None else self.computed_in(None, None, 1)
+            variant = (None, 1, GATHERED, 1)
+            program = self.retrace(*variant) if self.compute_dtype is None else self.computed_in(None, None, 1)
             return Computation.of(program.step, program.leaves)
 
         return computes
 
     @cached_property
     def run_loss(self) -> Callable[[list[Any], Any], tuple[list[Any], dict[str, Any]]] | None:
-        """The loss on a state and a batch of any size; None where there is only a train step."""
+        """Returns the loss as a function of state and batch of any size; None without a `loss`."""
         return None if self.loss is None else self.mesh.traced(partial(_run_loss, self.variables, self.loss))
 
     @cached_property
@@ -280,7 +280,7 @@ def _run_loss(variables: Variables, loss: Any, values: list[Any], batch: Any) ->
 def _traced(
     function: Callable[..., Any], state: list[Any], batch: Any, variables: Variables, batch_leaves: tuple[Leaf, ...]
 ) -> Traced:
-    with plain_variables():  # variables that the step makes are like those that the model was built with
+    with plain_variables():  # Variables created in the step have the same type as those of the model
         jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
     graph = from_jaxpr(jaxpr)
     if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
@@ -289,8 +289,8 @@ def _traced(
             fix="self.name = array in a module, or eager_build=True",
         )
     axes = discover(graph, variables.leaves, batch_leaves)
-    if more := batch_sized_dims(graph, axes, function, state, batch, batch_leaves):
-        axes = discover(graph, variables.leaves, batch_leaves, more)
+    if batch_dims := batch_sized_dims(graph, axes, function, state, batch, batch_leaves):
+        axes = discover(graph, variables.leaves, batch_leaves, batch_dims)
     num_state = len(jaxpr.out_avals) - len(jax.tree.leaves(result))
     graph, structure = with_logged(graph, num_state, jax.tree.structure(result))
     return Traced(graph, axes, structure, has_remat(jaxpr.jaxpr))

@@ -33,10 +33,10 @@ def chosen_step(
     accumulate: str = EXACT,
     attentions: list[FusedAttention] | None = None,
 ) -> Any:
-    """The train step that is asked for: one made around a loss, or one's own.
+    """Returns the requested train step: written around `loss`, or the user's `train_step`.
 
     Raises:
-      SpanaxError: neither or both are given, or something that a step of one's own decides itself.
+      SpanaxError: neither or both are passed, or an option that requires `loss`.
     """
     if (loss is None) == (train_step is None):
         raise SpanaxError(
@@ -57,7 +57,7 @@ def chosen_step(
             loss_chunks=loss_chunks,
             accumulate=known_accumulation(accumulate),
         )
-    given = {
+    options = {
         "microbatches": microbatches != 1,
         "compute_dtype": compute_dtype is not None,
         "clip_norm": clip_norm,
@@ -66,8 +66,8 @@ def chosen_step(
         "loss_chunks": loss_chunks != 1,
         "accumulate": accumulate != EXACT,
     }
-    for name, is_given in given.items():
-        if is_given:
+    for name, is_set in options.items():
+        if is_set:
             raise SpanaxError(
                 f"`{name}` goes with `loss`: a `train_step` of your own decides that itself.",
                 fix=f"leave {name} out, or pass loss= instead of train_step=",
@@ -87,11 +87,11 @@ def train_step_of(
     accumulate: str = EXACT,
     attentions: list[FusedAttention] | None = None,
 ) -> TrainStep:
-    """An ordinary NNX train step: gradients over microbatches, clipping, one optimizer update.
+    """Returns an NNX train step: gradients over microbatches, clipping, one optimizer update.
 
-    Parameters stay as the model made them; `compute_dtype` is what the loss sees of them and of the batch, and
-    `remat` is what its gradient keeps; where `context` is not `gathered` attentions are operations, and what computes
-    each is appended to `attentions`; the logits come in `loss_chunks`. The step returns `loss`, `grad_norm` (before
+    Parameters keep their dtype; the loss is computed on parameters and batch cast to `compute_dtype`, with residuals
+    stored according to `remat`. If `context` is not `gathered`, attention is fused, and each fused attention is
+    appended to `attentions`; logits are computed in `loss_chunks`. The step returns `loss`, `grad_norm` (before
     clipping) and the metrics of the loss.
     """
 
@@ -128,7 +128,7 @@ def train_step_of(
 
 
 def as_metrics(returned: Any) -> dict[str, Any]:
-    """What a train step returned as a dict: one, a loss alone or with a dict behind it, or nothing."""
+    """Returns the result of a train step (dict, loss, `(loss, dict)` or None) as a dict."""
     if returned is None:
         return {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):

@@ -24,13 +24,13 @@ from spanax.trace.variables import Leaf
 NO_MESH = AbstractMesh((), ())
 
 PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
-"""Operations that change where a value is, or its type, and no number."""
+"""Operations that change the sharding or type of a value, but not its elements."""
 
 JAX = str(Path(jax.__file__).parent) + os.sep
 
 
 def outside_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called outside of any mesh of the user's program: its own arrays have another one."""
+    """Returns the function wrapped to run outside the user's mesh, since its arrays are on another mesh."""
 
     @wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def outside_meshes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def methods_outside_meshes(kind: type) -> type:
-    """The class, with its public methods called outside of any mesh."""
+    """Returns the class with its public methods wrapped by `outside_meshes`."""
     for name, method in list(vars(kind).items()):
         if inspect.isfunction(method) and not name.startswith("_"):
             setattr(kind, name, outside_meshes(method))
@@ -50,7 +50,7 @@ def methods_outside_meshes(kind: type) -> type:
 
 @dataclass(frozen=True)
 class UserMesh:
-    """The mesh that a program is traced under, and the shardings that its arguments have there."""
+    """The mesh under which a program is traced, and the shardings of its arguments on it."""
 
     mesh: AbstractMesh
     state: tuple[NamedSharding | None, ...] = ()
@@ -58,17 +58,17 @@ class UserMesh:
 
     @staticmethod
     def of(batch: Any) -> "UserMesh":
-        """The mesh of `jax.set_mesh`, or the Explicit one that a batch of shapes is on."""
+        """Returns the mesh of `jax.set_mesh`, or else the Explicit mesh of a batch of shapes."""
         shardings = tuple(_explicit(leaf.sharding) for leaf in jax.tree.leaves(batch))
         meshes = (sharding.mesh for sharding in shardings if sharding is not None)
         return UserMesh(_current() if not _current().empty else next(meshes, NO_MESH), (), shardings)
 
     def with_state(self, leaves: Sequence[Leaf]) -> "UserMesh":
-        """The same with the shardings that the annotations of the state's leaves ask for."""
+        """Returns a copy with the annotated shardings of the state's leaves."""
         return UserMesh(self.mesh, tuple(map(self._annotated, leaves)), self.batch)
 
     def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, called under this mesh."""
+        """Returns the function wrapped to run under this mesh."""
 
         @wraps(function)
         def under(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class UserMesh:
         return under
 
     def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, traced under this mesh into operations that run under any other.
+        """Returns the function traced under this mesh into operations that run under any mesh.
 
         Raises:
           SpanaxError: JAX cannot trace it with these shardings.
@@ -86,7 +86,7 @@ class UserMesh:
         return function if self.mesh.empty else partial(self._evaluated, function)
 
     def untyped(self, batch: Any) -> Any:
-        """The shapes and dtypes of a batch, without shardings."""
+        """Returns the shapes and dtypes of a batch, without shardings."""
         plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
         return jax.tree.map(plain, batch) if _is_explicit(self.mesh) else batch
 
@@ -98,12 +98,10 @@ class UserMesh:
 
     def _typed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[core.ClosedJaxpr, Any]:
         leaves, treedef = jax.tree.flatten(args)
-        num_others = len(leaves) - len(self.batch)
-        typed, without_state = (
-            part + self.batch for part in (self.state or (None,) * num_others, (None,) * num_others)
-        )
-        refused: list[Exception] = []
-        # A state without shardings adds to what JAX accepts, and changes no number.
+        num_state = len(leaves) - len(self.batch)
+        typed, without_state = (part + self.batch for part in (self.state or (None,) * num_state, (None,) * num_state))
+        errors: list[Exception] = []
+        # With an unsharded state JAX accepts more programs, and results are the same.
         for shardings in dict.fromkeys([typed, without_state]):
             pairs = zip(map(jax.typeof, leaves), shardings, strict=True)
             avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval, sharding in pairs]
@@ -113,13 +111,13 @@ class UserMesh:
             except Exception as error:
                 if not _is_explicit(self.mesh) or not _is_raised_by_jax(error):
                     raise
-                refused.append(error)
+                errors.append(error)
         sizes = ",".join(f"{name}={size}" for name, size in self.mesh.shape.items())
         raise SpanaxError(
             f"the program cannot be traced under the Explicit mesh {sizes}.",
-            where=(str(refused[0]).splitlines() or [""])[0][:160],
+            where=(str(errors[0]).splitlines() or [""])[0][:160],
             fix="shard the batch as in your own loop, jax.device_put(batch, P(...)), or trace without the mesh",
-        ) from refused[0]
+        ) from errors[0]
 
     def _annotated(self, leaf: Leaf) -> NamedSharding | None:
         if leaf.annotation is None or len(leaf.annotation) > len(leaf.shape) or not _is_explicit(self.mesh):
@@ -138,7 +136,7 @@ def _is_explicit(mesh: AbstractMesh) -> bool:
 
 
 def _explicit(sharding: Any) -> NamedSharding | None:
-    """A sharding as part of a type, if its mesh has Explicit axes."""
+    """Returns the sharding that is part of a type, or None if its mesh has no Explicit axes."""
     if (
         not isinstance(sharding, NamedSharding)
         or sharding.mesh.empty
@@ -149,7 +147,7 @@ def _explicit(sharding: Any) -> NamedSharding | None:
 
 
 def _is_raised_by_jax(error: Exception) -> bool:
-    """Whether JAX itself raised, rather than the user's code or Spanax."""
+    """Returns whether JAX itself raised, rather than the user's code or Spanax."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -157,7 +155,7 @@ def _is_raised_by_jax(error: Exception) -> bool:
 
 
 def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """The outputs of a jaxpr whose types have shardings, computed by operations without."""
+    """Evaluates a jaxpr with shardings in its types by operations without them."""
     values = dict(zip(jaxpr.invars, args, strict=True)) | dict(zip(jaxpr.constvars, map(off_mesh, consts), strict=True))
     read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
     mesh = _current()
@@ -171,34 +169,34 @@ def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _outputs(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+def _outputs(eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     primitive = eqn.primitive
     if primitive.name in PLACING:
-        return ins[:1]
+        return operands[:1]
     if primitive.name == "device_put":
-        return [_moved(array, var.aval.memory_space) for array, var in zip(ins, eqn.outvars, strict=True)]
+        return [_moved(array, var.aval.memory_space) for array, var in zip(operands, eqn.outvars, strict=True)]
     if primitive.name == HIGH_LEVEL and (remat := remat_of(eqn)) is not None:
         inner = partial(_run, *opened(remat["jaxpr"]))
-        return jax.checkpoint(inner, policy=remat["policy"], prevent_cse=remat["prevent_cse"])(*ins)
+        return jax.checkpoint(inner, policy=remat["policy"], prevent_cse=remat["prevent_cse"])(*operands)
     if primitive.name in INLINED:
-        held, taken = called(eqn, ins)
-        return _run(*opened(held), *taken)
+        body, args = called(eqn, operands)
+        return _run(*opened(body), *args)
     if primitive.name == "shard_map":
-        return _mapped(eqn, ins)
+        return _mapped(eqn, operands)
     params = primitive.get_bind_params({key: _plain(value) for key, value in eqn.params.items()})
-    outs = primitive.bind(*ins, **params)
-    return outs if primitive.multiple_results else [outs]
+    results = primitive.bind(*operands, **params)
+    return results if primitive.multiple_results else [results]
 
 
 def _moved(array: Any, space: Any) -> Any:
     return array if jax.typeof(array).memory_space == space else jax.device_put(array, space)
 
 
-def _mapped(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-    """A `shard_map` over the same axes, which are Auto around it."""
+def _mapped(eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    """Applies a `shard_map` over the same axes, with Explicit axes as Auto."""
     params, (inner, consts) = eqn.params, opened(eqn.params["jaxpr"])
     mesh = params["mesh"].abstract_mesh
-    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    types = tuple(AxisType.Auto if axis_type == AxisType.Explicit else axis_type for axis_type in mesh.axis_types)
     mesh = mesh.update(axis_types=types)
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(
@@ -209,11 +207,11 @@ def _mapped(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
             axis_names=set(params["newly_manual_axes"]),
             check_vma=params["check_vma"],
         )
-        return list(mapped(*ins))
+        return list(mapped(*operands))
 
 
 def _plain(value: Any) -> Any:
-    """A parameter of an operation without shardings."""
+    """Returns a parameter of an operation without shardings."""
     if isinstance(value, tuple) and value and all(isinstance(each, core.Jaxpr | core.ClosedJaxpr) for each in value):
         return tuple(map(_plain, value))
     if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
@@ -224,17 +222,17 @@ def _plain(value: Any) -> Any:
 
 
 def is_typed(array: jax.Array) -> bool:
-    """Whether the type of an array has a sharding: it is on a mesh with Explicit axes."""
+    """Returns whether the type of an array has a sharding, on a mesh with Explicit axes."""
     return _explicit(jax.typeof(array).sharding) is not None
 
 
 def off_mesh(value: Any) -> Any:
-    """A concrete array that is on a mesh with Explicit axes, on the host."""
+    """Returns the value, copied to the host if it is a concrete array on a mesh with Explicit axes."""
     return on_host(value) if isinstance(value, jax.Array) and is_typed(value) else value
 
 
 def on_host(array: jax.Array) -> Any:
-    """The numbers of an array as a NumPy array; keys, whose type NumPy lacks, as an array of their own."""
+    """Returns an array as a NumPy array; PRNG keys, which NumPy lacks, as a new JAX array."""
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=jax.random.key_impl(array))
     return np.asarray(array)

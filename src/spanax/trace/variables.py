@@ -1,6 +1,6 @@
 """Flattens model and optimizer into a list of arrays and merges them back: the only interface to Flax NNX.
 
-NNX has renamed its annotations four times in a year; only this file knows their names.
+NNX has renamed its annotations four times in a year; only this file uses their names.
 """
 
 import functools
@@ -23,7 +23,7 @@ POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR
 NAMED = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
 
 OPTIMIZER_STATE = "opt_state"
-"""The attribute of Optax's state in Flax, also inside a module; its Variables may have the type of their parameters."""
+"""Flax's attribute for Optax state, also inside a module; its Variables may have the type of their parameters."""
 
 ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
 
@@ -33,8 +33,8 @@ class Leaf:
     """One array of the state or of the batch.
 
     `path` is as NNX prints it (an optimizer's arrays begin with `optimizer.`), `kind` is `param`, `optimizer`,
-    `other` or `batch`, `axes` names each dim (None: no name), `annotation` is the sharding the model's author
-    wrote, if any: names by dim.
+    `other` or `batch`, `axes` names each dim (None: no name), `annotation` is the sharding annotation of the model, if
+    any: names by dim.
 
     Example:
       >>> import numpy as np
@@ -51,15 +51,15 @@ class Leaf:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole array."""
+        """Returns the bytes of the global array."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype).size * itemsize(self.dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Variables:
-    """How a model and its optimizer are taken apart: NNX's graph, the tree, and the leaves in its order.
+    """The structure of a model and its optimizer: NNX's graph definition, the treedef, and the leaves in its order.
 
-    `is_hijax`: the model and optimizer that `merge` returns have hijax Variables.
+    `is_hijax`: whether the model and optimizer that `merge` returns have hijax Variables.
     """
 
     graphdef: Any
@@ -68,16 +68,16 @@ class Variables:
     is_hijax: bool = False
 
     def abstract(self) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of every leaf."""
+        """Returns the shape and dtype of every leaf."""
         return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
 
     def of_shapes(self, shapes: Sequence[tuple[int, ...]]) -> "Variables":
-        """The same with leaves of other shapes."""
+        """Returns a copy with other leaf shapes."""
         pairs = zip(self.leaves, shapes, strict=True)
         return replace(self, leaves=tuple(replace(leaf, shape=shape) for leaf, shape in pairs))
 
     def merge(self, values: Sequence[Any]) -> tuple[nnx.Module, nnx.Optimizer]:
-        """A model and optimizer of their own that hold these values."""
+        """Returns a new model and optimizer with these values."""
         state = jax.tree.unflatten(self.treedef, values)
         if self.is_hijax:
             return nnx.merge(self.graphdef, nnx.with_vars(state, hijax=True))
@@ -85,12 +85,12 @@ class Variables:
         return nnx.merge(self.graphdef, state, copy=True)
 
     def split(self, model: nnx.Module, optimizer: nnx.Optimizer) -> list[Any]:
-        """The values of a model and optimizer after a step, in the order of the leaves.
+        """Returns the values of a model and optimizer after a step, in the order of the leaves.
 
         Raises:
-          SpanaxError: the step changed what the model consists of, or a variable's shape or dtype.
+          SpanaxError: the step changed the set of variables, or the shape or dtype of one.
         """
-        nnx.pop(model, nnx.Intermediate)  # what `sow` left behind is not state
+        nnx.pop(model, nnx.Intermediate)  # values of `sow` are not state
         _, state = nnx.split((model, optimizer))
         if self.is_hijax:
             state = nnx.with_vars(state, hijax=False)
@@ -111,7 +111,7 @@ class Variables:
 
 
 def lowered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function without the equations of hijax Variables, which only JAX's own transformations understand."""
+    """Returns the function lowered to equations without hijax Variables, which only JAX's transformations support."""
 
     def run(*args: Any) -> Any:
         traced = jax.jit(function).trace(*args)
@@ -122,7 +122,7 @@ def lowered(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def changed_variables(by: str, odd: Sequence[str], where: str = "") -> SpanaxError:
-    """The error that a model consists of other variables after a step than before."""
+    """Returns the error for a model whose set of variables changed in a step."""
     return SpanaxError(
         f"{by} changed the model's variables: {', '.join(odd[:3])}.",
         where=where,
@@ -131,7 +131,7 @@ def changed_variables(by: str, odd: Sequence[str], where: str = "") -> SpanaxErr
 
 
 def model_of(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
-    """The model that `build` makes; under a trace, nothing is allocated.
+    """Returns the model that `build` creates; under a trace, nothing is allocated.
 
     Raises:
       SpanaxError: `build` is not a function that returns a model.
@@ -154,19 +154,19 @@ def model_of(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
 
 @contextmanager
 def plain_variables() -> Iterator[None]:
-    """New Variables are neither sharded, nor hijax types or references: the state is a list of arrays."""
+    """Creates new Variables unsharded, and not as hijax types or references: the state is a list of arrays."""
     with nnx.use_eager_sharding(False), nnx.var_defaults(hijax=False, ref=False):
         yield
 
 
 def wants_hijax() -> bool:
-    """Whether the user's new Variables are hijax types (`nnx.var_defaults(hijax=True)`) that a train step can write."""
+    """Returns whether new Variables default to hijax types (`nnx.var_defaults(hijax=True)`) that a step can write."""
     return bool(nnx.var_defaults().hijax) and _is_writable()
 
 
 @functools.cache
 def _is_writable() -> bool:
-    """Whether hijax Variables can be written inside JAX's transformations; Flax 0.12.12 refuses."""
+    """Returns whether hijax Variables can be written inside JAX's transformations; in Flax 0.12.12 they cannot."""
 
     def write() -> Any:
         variable = nnx.Variable(jnp.zeros(()), hijax=True, ref=False)
@@ -181,7 +181,7 @@ def _is_writable() -> bool:
 
 
 def with_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, called with the kind of Variables that is the default now."""
+    """Returns the function wrapped to run with the current defaults for new Variables."""
     defaults = nnx.var_defaults()
 
     @functools.wraps(function)
@@ -202,34 +202,34 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def optimizer_of(model: nnx.Module, optimizer: Any) -> nnx.Optimizer:
-    """The optimizer of a model, as `spanax.trace` takes it.
+    """Returns the optimizer of a model from the `optimizer` argument of `spanax.trace`.
 
     Raises:
-      SpanaxError: the function returned no optimizer.
+      SpanaxError: the function did not return an optimizer.
     """
     with plain_variables(), traced_as_data():
-        made = optimizer if _is_optax(optimizer) else optimizer(model)
-        if not (_is_optax(made) or isinstance(made, nnx.Pytree | dict | list | tuple)):  # one may hold several
+        result = optimizer if _is_optax(optimizer) else optimizer(model)
+        if not (_is_optax(result) or isinstance(result, nnx.Pytree | dict | list | tuple)):  # may contain several
             raise SpanaxError(
-                f"`optimizer` returned a {type(made).__name__}, not an nnx.Optimizer.",
+                f"`optimizer` returned a {type(result).__name__}, not an nnx.Optimizer.",
                 where=f"optimizer={getattr(optimizer, '__name__', optimizer)!r}",
                 fix="optimizer=lambda model: nnx.Optimizer(model, optax.adamw(3e-4), wrt=nnx.Param)",
             )
-        return nnx.Optimizer(model, made, wrt=nnx.Param) if _is_optax(made) else made
+        return nnx.Optimizer(model, result, wrt=nnx.Param) if _is_optax(result) else result
 
 
 def _no_optimizer(optimizer: Any) -> str | None:
-    """What is wrong with something that is no optax transformation and cannot be a function from the model to one."""
+    """Returns why `optimizer` is not a function from the model to an optimizer, or None if it may be."""
     if isinstance(optimizer, nnx.Module) or not callable(optimizer):
         return f"a {type(optimizer).__name__}"
     name = getattr(optimizer, "__name__", type(optimizer).__name__)
     if getattr(optimizer, "__module__", "").partition(".")[0] == "optax":
         return f"optax.{name}, which was not called"
     parameters = _parameters(optimizer)
-    wanted = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED]
-    if parameters and len(wanted) <= 1:
+    required = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED]
+    if parameters and len(required) <= 1:
         return None
-    return f"{name}, which wants {', '.join(wanted) or 'nothing'}, and is given the model"
+    return f"{name}, which wants {', '.join(required) or 'nothing'}, and is given the model"
 
 
 def _is_optax(optimizer: Any) -> bool:
@@ -238,14 +238,14 @@ def _is_optax(optimizer: Any) -> bool:
 
 
 def _built(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
-    """What `build` makes, given an `nnx.Rngs` where it wants one: any parameter without default, or `rngs`."""
+    """Calls `build`, with an `nnx.Rngs` for its parameter without default or named `rngs`, if any."""
     parameters = _parameters(build)
     rngs = nnx.Rngs(jax.random.key(seed))
-    beside = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED and p.name != "rngs"]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED and p.name != "rngs"]
     takes_rngs = any(p.name == "rngs" for p in parameters)
-    if len(beside) > (not takes_rngs):
+    if len(required) > (not takes_rngs):
         raise SpanaxError(
-            f"`build` wants {', '.join(beside)}; it is given an nnx.Rngs, and nothing else.",
+            f"`build` wants {', '.join(required)}; it is given an nnx.Rngs, and nothing else.",
             where=f"build={getattr(build, '__name__', build)!r}",
             fix="build=lambda rngs: MyModel(config, rngs=rngs)",
         )
@@ -255,7 +255,7 @@ def _built(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
 
 
 def num_wanted(function: Callable[..., Any]) -> int:
-    """How many arguments a function wants that have no default and may be given by position."""
+    """Returns the number of positional parameters without default."""
     return sum(p.default is p.empty and p.kind in POSITIONAL for p in _parameters(function))
 
 
@@ -267,14 +267,14 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _plain(build: Callable[..., Any]) -> Callable[..., Any]:
-    """A callable whose signature is the one to read: NNX's metaclass hides that of a module's __init__."""
+    """Returns a callable with the signature of `build`: NNX's metaclass hides that of a module's __init__."""
     if isinstance(build, functools.partial):
         return functools.partial(_plain(build.func), *build.args, **build.keywords)
     return functools.partial(build.__init__, None) if inspect.isclass(build) else build
 
 
 def take_apart(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Variables, list[Any]]:
-    """The variables of a model and its optimizer, and their values in order."""
+    """Returns the variables of a model and its optimizer, and their values in order."""
     graphdef, state = nnx.split((model, optimizer))
     values, treedef = jax.tree.flatten(state)
     leaves = []
@@ -283,7 +283,7 @@ def take_apart(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Variables, 
         is_param = isinstance(variable, nnx.Param) or path in trained
         is_optimizer = owner == 1 or OPTIMIZER_STATE in path.split(".")
         kind = "optimizer" if is_optimizer else "param" if is_param else "other"
-        # An array of NumPy's (a table of indices in int64) is what JAX makes of it as soon as it is used.
+        # A NumPy array (a table of indices in int64) has the dtype that JAX converts it to on first use.
         try:
             aval = jax.typeof(value)
         except TypeError as error:
@@ -297,7 +297,7 @@ def take_apart(model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[Variables, 
 
 
 def _trained_arrays(model: nnx.Module, optimizer: Any) -> set[str]:
-    """The paths of the raw arrays that an `nnx.Optimizer` trains, as its `wrt` selects them."""
+    """Returns the paths of the raw arrays that an `nnx.Optimizer` trains, selected by its `wrt`."""
     if not isinstance(optimizer, nnx.Optimizer):
         return set()
     named = _named_values([nnx.state(model, optimizer.wrt)])
@@ -305,7 +305,7 @@ def _trained_arrays(model: nnx.Module, optimizer: Any) -> set[str]:
 
 
 def itemsize(dtype: Any) -> int:
-    """Bytes of one element; a typed PRNG key counts the words it is made of."""
+    """Returns the bytes of one element; for a typed PRNG key, those of its words."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return words.size * words.dtype.itemsize
@@ -313,7 +313,7 @@ def itemsize(dtype: Any) -> int:
 
 
 def _named_values(state: Any) -> list[tuple[str, int, Any]]:
-    """(path, 0 for the model or 1 for the optimizer, the Variable) of every array, in the tree's order."""
+    """Returns (path, 0 for the model or 1 for the optimizer, Variable) of every array, in tree order."""
     named = []
     is_variable = lambda node: isinstance(node, nnx.Variable)  # noqa: E731
     for path, variable in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_variable)[0]:
@@ -327,14 +327,14 @@ def _named_values(state: Any) -> list[tuple[str, int, Any]]:
 
 
 def _annotation(variable: Any) -> tuple[Any, ...] | None:
-    """What the model's author wrote about the sharding of a variable, by dim, with logical rules applied."""
+    """Returns the sharding annotation of a variable, by dim, with logical axis rules applied."""
     if not isinstance(variable, nnx.Variable):
         return None
     metadata = variable.get_metadata()
     for name in ANNOTATIONS:
-        found = metadata.get(name)
-        if found is not None:
-            names = tuple(getattr(found, "spec", found))
+        sharding = metadata.get(name)
+        if sharding is not None:
+            names = tuple(getattr(sharding, "spec", sharding))
             rules = dict(metadata.get("sharding_rules") or ())
             return tuple(rules.get(name, name) if isinstance(name, str) else name for name in names)
     return None

@@ -18,43 +18,43 @@ from spanax.trace.variables import num_wanted
 
 
 def adamw(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
-    """AdamW with a tenth of the run (100 steps at most) to warm up and a cosine down to a tenth of the rate.
+    """Returns AdamW with warmup for a tenth of the run (at most 100 steps) and cosine decay to a tenth of the rate.
 
-    Its means go over 10 and 20 steps, and may both lie in bfloat16. Source of that: DeepSeek-V3, 2024 (arXiv
+    Its moments average over 10 and 20 steps, and both may be stored in bfloat16. Source: DeepSeek-V3, 2024 (arXiv
     2412.19437), section 3.3.
     """
     warmup = max(1, min(100, num_steps // 10))
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warmup, max(num_steps, warmup + 1), end_value=learning_rate / 10
     )
-    made = optax.adamw(logged(schedule), b2=0.95, weight_decay=0.1)
-    return made if state_dtype is None else stored_as(state_dtype, made)
+    optimizer = optax.adamw(logged(schedule), b2=0.95, weight_decay=0.1)
+    return optimizer if state_dtype is None else stored_as(state_dtype, optimizer)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What `spanax train` trains, and what a `file.py:name` on its command line names.
+    """A training job for `spanax train`, passed on the command line as `file.py:name`.
 
-    The name may also be a function that returns a Workload; it is called with those of `batch_size`, `seq_len`,
-    `vocab_size`, `num_layers` and `embed_dim` that it takes, so that the command line can change them.
+    The name may also refer to a function that returns a Workload; it is called with its parameters among `batch_size`,
+    `seq_len`, `vocab_size`, `num_layers` and `embed_dim`, so that the command line can set them.
 
     Attributes:
       build: returns an `nnx.Module`; takes nothing, or an `nnx.Rngs`.
       batch: one batch, as arrays or `jax.ShapeDtypeStruct`s, examples along dim 0.
       loss: `loss(model, batch) -> scalar` or `(scalar, dict)`; or
       train_step: your own `train_step(model, optimizer, batch) -> dict`.
-      optimizer: an optax transformation, or a function of (learning rate, number of steps) that returns one, or what
-        `spanax.trace` takes beside: a function of the model alone. One with a keyword `state_dtype` lets the user
-        choose what the optimizer's state is kept in.
-      source: what `spanax.batches` takes: a path, `"python"`, a Grain dataset, an iterable of dicts.
-      validation: the same for held-out data; a text or token source holds out its own.
-      learning_rate: used where `optimizer` is a function.
-      num_steps: how many steps to train where nobody says.
+      optimizer: an optax transformation, or a function of (learning rate, number of steps) that returns one, or a
+        function of the model, as in `spanax.trace`. A keyword `state_dtype` lets the user choose the dtype of the
+        optimizer state.
+      source: as in `spanax.batches`: a path, `"python"`, a Grain dataset, an iterable of dicts.
+      validation: the same for held-out data; text and token sources hold out data themselves.
+      learning_rate: passed to `optimizer` if it is a function.
+      num_steps: default number of steps.
       tokenizer: for text; `bytes`, `bpe`, `bpe:4096` or a tokenizer.json.
-      vocab_size: how many tokens the model knows; None where the batch is not tokens.
+      vocab_size: vocabulary size of the model; None if the batch is not tokens.
       microbatches: gradients are accumulated over this many parts of the batch.
       accumulate: how microbatches are combined, as in `spanax.trace`.
-      init: a checkpoint that the parameters begin from; left out, they begin at random.
+      init: a checkpoint to initialize the parameters from; None for random initialization.
       eager_build: run `build` on the host, as in `spanax.trace`.
 
     Example:
@@ -94,12 +94,12 @@ class Workload:
         optimizer_state: str | None = None,
         accumulate: str | None = None,
     ) -> Program:
-        """The workload's train step as a Program; `compute_dtype`, `remat`, `accumulate` as in `spanax.trace`.
+        """Traces the train step into a Program; `compute_dtype`, `remat`, `accumulate` as in `spanax.trace`.
 
-        `optimizer_state` is what the optimizer's state is kept in, `float32` or `bfloat16`; as it says if left out.
+        `optimizer_state` is the dtype of the optimizer state, `float32` or `bfloat16`; None for its default.
 
         Raises:
-          SpanaxError: the optimizer has no choice of it, or the step cannot be traced.
+          SpanaxError: the optimizer does not support that dtype, or the step cannot be traced.
         """
         takes_rate = callable(self.optimizer) and num_wanted(self.optimizer) != 1
         chosen = self._state_dtype(optimizer_state)
@@ -116,15 +116,15 @@ class Workload:
             eager_build=self.eager_build,
         )
 
-    def _state_dtype(self, wanted: str | None) -> dict[str, Any]:
-        """What is said to the optimizer about the dtype of its state; float32 is what all of them begin from."""
-        if wanted not in (None, *STATE_DTYPES):
-            raise SpanaxError(f"unknown optimizer state '{wanted}'.", fix=nearest(wanted, STATE_DTYPES))
-        if wanted in (None, "float32"):
+    def _state_dtype(self, dtype: str | None) -> dict[str, Any]:
+        """Returns the keyword arguments that set the dtype of the optimizer state; none for float32, the default."""
+        if dtype not in (None, *STATE_DTYPES):
+            raise SpanaxError(f"unknown optimizer state '{dtype}'.", fix=nearest(dtype, STATE_DTYPES))
+        if dtype in (None, "float32"):
             return {}
         if not callable(self.optimizer) or "state_dtype" not in inspect.signature(self.optimizer).parameters:
             raise SpanaxError(
-                f"this workload's optimizer cannot keep its state in {wanted}.",
+                f"this workload's optimizer cannot keep its state in {dtype}.",
                 fix="optimizer=a function of (learning_rate, num_steps, state_dtype=None) in the spanax.Workload",
             )
-        return {"state_dtype": wanted}
+        return {"state_dtype": dtype}

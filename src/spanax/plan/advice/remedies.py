@@ -1,4 +1,4 @@
-"""Suggests options that would make a program fit where no layout does."""
+"""Suggests options that make a program fit where no layout fits."""
 
 from collections.abc import Iterator
 
@@ -10,16 +10,16 @@ from spanax.plan.search import UNASKED, search
 from spanax.trace.program import Program
 
 MOST = 16
-"""Clusters larger than this multiple of the requested one are not priced."""
+"""The largest multiple of the requested number of devices to price."""
 
 
 def remedies(found: Search) -> list[str]:
-    """Returns the requests, as switches of the command line, of which each makes the program fit.
+    """Returns command-line options, each of which makes the program fit.
 
-    Where none does alone, the first entry joins all that lower the memory.
+    Where no single option is enough, the first entry joins all options that lower the memory.
 
     Args:
-      found: a search in which nothing fits.
+      found: a search where nothing fits.
     """
     if not found.nearest or found.cluster.memory_bytes is None:
         return ["another batch size or another number of devices"]
@@ -33,58 +33,58 @@ def remedies(found: Search) -> list[str]:
     return lines or ["a smaller model, or a chip with more memory"]
 
 
-def _switches(found: Search, program: Program, leanest: Candidate, limit: float) -> Iterator[tuple[str, bool]]:
-    """Yields every switch that lowers the memory of the leanest layout, and whether it is enough by itself."""
-    alike = _search(found, program, leanest.remat, leanest)
-    if alike.best is not None:
-        yield f"--microbatches {alike.best.microbatches}", True
-    elif alike.nearest and alike.nearest[0].peak_bytes < leanest.peak_bytes:
-        yield f"--microbatches {alike.nearest[0].microbatches}", False
-    if leanest.remat != "full" and "full" not in found.programs and _has_full(program):
-        full = _search(found, program, "full", leanest)
+def _switches(previous: Search, program: Program, leanest: Candidate, limit: float) -> Iterator[tuple[str, bool]]:
+    """Yields every option that lowers the memory of the leanest layout, and whether it alone makes it fit."""
+    same_layout = _search(previous, program, leanest.remat, leanest)
+    if same_layout.best is not None:
+        yield f"--microbatches {same_layout.best.microbatches}", True
+    elif same_layout.nearest and same_layout.nearest[0].peak_bytes < leanest.peak_bytes:
+        yield f"--microbatches {same_layout.nearest[0].microbatches}", False
+    if leanest.remat != "full" and "full" not in previous.programs and _has_full(program):
+        full = _search(previous, program, "full", leanest)
         yield "--remat full", full.best is not None
-    count, saved = chunks_to_try(found)
+    count, saved = chunks_to_try(previous)
     if count > 1:
         yield f"--loss-chunks {count}", leanest.peak_bytes - saved <= limit
     optimizer = leanest.memory["optimizer"]
     if any(leaf.kind == "optimizer" and leaf.shape and leaf.dtype == "float32" for leaf in program.leaves):
         yield "--optimizer-state bfloat16", leanest.peak_bytes - optimizer / 2 <= limit
-    if UNASKED in found.rejected:
-        other = search(program, found.cluster, pins=found.pins, top=1).best
-        if other is not None:
-            yield f"--layout {other.layout} --mesh {other.mesh}", True
+    if UNASKED in previous.rejected:
+        best = search(program, previous.cluster, pins=previous.pins, top=1).best
+        if best is not None:
+            yield f"--layout {best.layout} --mesh {best.mesh}", True
 
 
-def _search(found: Search, program: Program, remat: str, one: Candidate) -> Search:
-    """Returns the layout of a candidate, priced under a policy with any number of microbatches."""
-    own_step = program.evaluation is None
+def _search(previous: Search, program: Program, remat: str, candidate: Candidate) -> Search:
+    """Returns a search of the layout of a candidate under a policy, with any number of microbatches."""
+    has_train_step = program.evaluation is None
     return search(
-        program, found.cluster, remat=(remat,), layout=one.layout, mesh=one.mesh, pins=found.pins, top=1,
-        pipeline=one.num_stages > 1, microbatches=program.microbatches if own_step else None,
+        program, previous.cluster, remat=(remat,), layout=candidate.layout, mesh=candidate.mesh, pins=previous.pins,
+        top=1, pipeline=candidate.num_stages > 1, microbatches=program.microbatches if has_train_step else None,
     )  # fmt: skip
 
 
 def _has_full(program: Program) -> bool:
-    """Whether the program has layers whose activations can be computed again."""
+    """Whether the program has layers whose activations can be recomputed."""
     try:
         program.with_remat("full")
     except SpanaxError:
-        return False  # the answer, not a failure: a loss without layers, or a train_step of its own
+        return False  # an expected result: a loss without layers, or a custom train_step
     return True
 
 
-def _more_devices(found: Search, program: Program, leanest: Candidate) -> int | None:
-    """Returns the fewest devices of the same kind on which a layout fits, in powers of two; None beyond MOST times."""
-    limit, here = (found.cluster.memory_bytes or 0) * (1 - RESERVE), found.cluster
+def _more_devices(previous: Search, program: Program, leanest: Candidate) -> int | None:
+    """Returns the fewest devices on which a layout fits, in powers of two times the cluster; None beyond MOST."""
+    limit, cluster = (previous.cluster.memory_bytes or 0) * (1 - RESERVE), previous.cluster
     remat = "full" if _has_full(program) else leanest.remat
     for factor in (2**power for power in range(1, MOST.bit_length())):
         if leanest.state_bytes / factor > limit:
             continue
-        there = cluster_of_size(here, factor * here.num_devices)
+        larger = cluster_of_size(cluster, factor * cluster.num_devices)
         try:
-            more = None if there is None else search(program, there, remat=(remat,), pins=found.pins, top=1)
+            result = None if larger is None else search(program, larger, remat=(remat,), pins=previous.pins, top=1)
         except NoLayoutError:
-            continue  # the batch does not divide so many devices
-        if there is not None and more is not None and more.best is not None:
-            return there.num_devices
+            continue  # this number of devices does not divide the batch
+        if larger is not None and result is not None and result.best is not None:
+            return larger.num_devices
     return None

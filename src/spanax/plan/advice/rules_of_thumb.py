@@ -1,29 +1,29 @@
-"""The rule of thumb that a layout follows, and a warning for layouts that break one."""
+"""The rules of thumb that a layout follows, and warnings for layouts that break them."""
 
 from spanax.plan.candidate import Candidate, Search
 from spanax.units import bytes_text
 
 
 def rule(found: Search, one: Candidate) -> str:
-    """Why a layout is as it is, in the words of the decision guide.
+    """Returns the reasons for a layout, in the terms of the decision guide.
 
-    The guide: what fits is trained data parallel; what does not is stored split (FSDP), inside the fast domain first
-    (HSDP); layers are split (tensor) where they or a device's batch are too large or too small for that; sequences
-    (context) and experts where there are many; stages (pipeline) only where nothing else is left to split.
+    The guide: a state that fits is replicated (data parallel); otherwise it is sharded (FSDP), inside the fast domain
+    first (HSDP); layers are sharded (tensor) where they are too large or the batch per device too small for FSDP;
+    sequences (context) and experts where there are many; stages (pipeline) only after all other axes.
     """
     axes = dict(one.mesh.axes)
     limit = found.cluster.memory_bytes
-    whole = sum(leaf.num_bytes for leaf in next(iter(found.programs.values())).leaves)
-    fits = limit is None or whole <= limit / 2
-    of = f"the state ({bytes_text(whole)})"
+    state_bytes = sum(leaf.num_bytes for leaf in next(iter(found.programs.values())).leaves)
+    fits = limit is None or state_bytes <= limit / 2
+    state = f"the state ({bytes_text(state_bytes)})"
     parallel = ": data parallel" if one.mesh.size == axes.get("data", 1) else ""
-    parts = [f"{of} fits on a device{parallel}" if fits else f"{of} does not fit on a device"]
+    parts = [f"{state} fits on a device{parallel}" if fits else f"{state} does not fit on a device"]
     if axes.get("fsdp", 1) > 1:
-        what = {"fsdp": "all of it is", "zero1": "optimizer state is", "zero2": "optimizer and gradients are"}
-        parts.append(f"{what[one.storing]} stored over fsdp={axes['fsdp']}")
+        arrays = {"fsdp": "all of it is", "zero1": "optimizer state is", "zero2": "optimizer and gradients are"}
+        parts.append(f"{arrays[one.storing]} stored over fsdp={axes['fsdp']}")
         if axes.get("data", 1) > 1:
-            beyond = " across slower links" if one.mesh.size > found.cluster.devices_per_node else ""
-            parts.append(f"copied data={axes['data']} times{beyond}")
+            domain = " across slower links" if one.mesh.size > found.cluster.devices_per_node else ""
+            parts.append(f"copied data={axes['data']} times{domain}")
     if axes.get("model", 1) > 1:
         inside = axes["model"] <= found.cluster.devices_per_node
         parts.append(f"layers are split model={axes['model']} ways, {'inside' if inside else 'ACROSS'} a node")
@@ -39,11 +39,11 @@ def rule(found: Search, one: Candidate) -> str:
 
 
 def warnings(found: Search, own: Candidate) -> list[str]:
-    """What is to be said of a layout of the user's own beside the best one, each with its price.
+    """Returns warnings about a user-supplied layout compared to the best layout, with their costs.
 
     Args:
       found: a search over all layouts.
-      own: the user's.
+      own: the user-supplied candidate.
     """
     best = found.best
     lines = []

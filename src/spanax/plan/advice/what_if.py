@@ -1,4 +1,4 @@
-"""Answers inverse questions: the largest batch that fits, the fewest devices, the cost of a full training run."""
+"""Solves inverse problems: the largest batch that fits, the fewest devices, the cost of a training run."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.candidate import Search
 
 DEVICE_HOURS_A_FAILURE = 50_700.0
-"""Device-hours between failures that stop a training.
+"""Device-hours between failures that interrupt training.
 
 Source: "The Llama 3 Herd of Models" (arXiv 2407.21783), table 5: 419 interruptions in 54 days on 16,384 H100s.
 """
@@ -17,7 +17,7 @@ Source: "The Llama 3 Herd of Models" (arXiv 2407.21783), table 5: 419 interrupti
 
 @dataclass(frozen=True)
 class Budget:
-    """A whole training: its hours, and how often to save so that the least is lost."""
+    """A training run: its hours, and the interval of checkpoints that minimizes lost time."""
 
     tokens: float
     hours: float
@@ -27,57 +27,57 @@ class Budget:
 
 
 def largest(size_up: Callable[[int], Search | None], start: int, step: int = 1) -> tuple[int, Search] | None:
-    """The largest size, a multiple of `step`, for which a search finds something that fits.
+    """Returns the largest size, a multiple of `step`, for which some layout fits, with its search.
 
-    Doubles until nothing fits, then halves the gap. Sizes are taken to fit up to one size and not beyond.
+    Doubles until nothing fits, then bisects. Assumes that all sizes below one that fits also fit.
 
     Args:
-      size_up: a search at a size; None where the size is not possible.
-      start: where to begin.
+      size_up: returns the search at a size, or None for an invalid size.
+      start: the first size.
       step: sizes are multiples of it.
     """
     fits: tuple[int, Search] | None = None
     low, high = 0, max(step, start // step * step)
     while True:
-        found = size_up(high)
-        if found is None or found.best is None:
+        result = size_up(high)
+        if result is None or result.best is None:
             break
-        fits, low, high = (high, found), high, 2 * high
+        fits, low, high = (high, result), high, 2 * high
     while high - low > max(step, low // 64 // step * step):
         middle = (low + high) // 2 // step * step
-        found = size_up(middle)
-        if found is not None and found.best is not None:
-            fits, low = (middle, found), middle
+        result = size_up(middle)
+        if result is not None and result.best is not None:
+            fits, low = (middle, result), middle
         else:
             high = middle
     return fits
 
 
 def fewest_devices(search_on: Callable[[Cluster], Search], given: Cluster, most: int = 65536) -> Search | None:
-    """The search on the fewest devices of a kind on which something fits, in powers of two; None if none does."""
+    """Returns the search on the fewest devices, in powers of two, on which some layout fits; None without any."""
     count = 1
     while count <= most:
-        there = cluster_of_size(given, count)
+        candidate = cluster_of_size(given, count)
         try:
-            found = None if there is None else search_on(there)
+            result = None if candidate is None else search_on(candidate)
         except NoLayoutError:
-            found = None  # nothing fits on a number of devices that the batch does not divide
-        if found is not None and found.best is not None:
-            return found
+            result = None  # nothing fits on a number of devices that does not divide the batch
+        if result is not None and result.best is not None:
+            return result
         count *= 2
     return None
 
 
 def cluster_of_size(given: Cluster, count: int) -> Cluster | None:
-    """Returns a cluster of `count` devices of the same kind, or None where they do not come in that number."""
+    """Returns a cluster of `count` devices of the same chip, or None where that number is not available."""
     try:
         return cluster(given.file or given.chip.name, count)
     except SpanaxError:
-        return None  # the kind is known to exist, so that only its number can be wrong
+        return None  # the chip exists, so that only the number can be invalid
 
 
 def budget(found: Search, tokens_per_step: float, tokens: float, *, hours: float | None, save_seconds: float) -> Budget:
-    """The hours of a training over so many tokens, and the interval of checkpoints.
+    """Returns the hours of a training run over `tokens`, and the interval of checkpoints.
 
     interval = sqrt(2 x seconds to save x mean seconds between failures)
 

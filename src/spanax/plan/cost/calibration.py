@@ -5,27 +5,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What no data sheet says: fitted once, for all chips and models.
+    """Constants that no data sheet states, fitted once for all chips and models.
 
     Attributes:
-      idle_rounds: what the last, partly filled round of tiles costs, in rounds.
-      first_products: each tile takes as long as if it summed over so many products more: filling its pipeline.
-      score_products: the same of attention scores, and of what is made of them, outside of a fused kernel.
-      touched: the share of a fused kernel's bytes that really go to memory.
-      touched_around: how many times as much is touched around the layers, in the loss above all: 1 for a compiled step.
+      idle_rounds: the cost of the last, partly filled wave of tiles, in waves.
+      first_products: each tile takes as long as if it summed over this many more products: filling its pipeline.
+      score_products: the same for attention scores and values computed from them, outside a fused kernel.
+      touched: the share of a fused kernel's bytes that reach memory.
+      touched_around: a factor on the bytes outside the layers, mostly in the loss: 1 for a compiled step.
       attention: the rate of a fused attention kernel over that of a matmul.
-      start: what is seen in a step of the start of a kernel or a collective, where the next waits in line already.
+      start: the visible share of a kernel's or collective's start, where the next is already queued.
       dispatch_seconds: per kernel, on the host, where operations are dispatched one by one: 0 for a compiled step.
-      repeats_forward: whether the backward pass repeats all of the layers' forward pass, as checkpoints do where no
-        compiler drops what nobody reads; the program is then one that keeps everything.
-      gathers_again: whether the repeated pass gathers the weights a time of its own.
+      repeats_forward: whether the backward pass repeats the layers' full forward pass, as checkpoints do where no
+        compiler removes dead code; the program is then one without remat.
+      gathers_again: whether the repeated pass gathers the weights once more.
       fused_attention: whether attention scores stay on the chip.
-      causal_share: the share of the scores that a fused kernel works out.
+      causal_share: the share of the scores that a fused kernel computes.
 
     Source: `python benchmarks/plan_accuracy.py --fit`: every second row of the vTrain, llm-foundry and MaxText files.
-    They are fitted as well with 0 to 300 `first_products`; `xla/service/gpu/model/default_matmul_perf_table.txtpb`
-    (openxla/xla @336bb15, B200) wants 250 to 400 of small matmuls. What was fitted to nothing is left out: that gathers
-    of weights and sums of gradients hide behind computation.
+    The fit is equally good with 0 to 300 `first_products`; `xla/service/gpu/model/default_matmul_perf_table.txtpb`
+    (openxla/xla @336bb15, B200) suggests 250 to 400 for small matmuls. Overlap of weight gathers and gradient
+    reductions with computation is not modeled: no data to fit it.
     """
 
     idle_rounds: float = 0.483

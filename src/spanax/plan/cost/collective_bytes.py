@@ -15,43 +15,43 @@ from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 
 Moved = dict[str, dict[str, int]]
-"""Bytes of results by mesh axes and kind."""
+"""Bytes of results by mesh axes and kind of collective."""
 
 
 def laid_as_planned(program: Program, plan: Plan) -> ShardedProgram:
-    """The step as it would run, laid out inside of one stage.
+    """Returns the step as it would run, sharded inside one stage.
 
     Raises:
-      SpanaxError: the plan was made for another program, or cannot be run.
+      SpanaxError: the plan was made for another program, or cannot run.
     """
     planned = as_planned(program, plan)
     return ShardedProgram(resolver_of(program, inside_stage(plan)).of(planned), planned.step)
 
 
 def moved_bytes(laid: ShardedProgram, plan: Plan, terms: Terms) -> Moved:
-    """All that moves, between stages too."""
-    found = _by_axes(laid, plan, terms)
+    """Returns the bytes of all collectives, including transfers between stages."""
+    result = _by_axes(laid, plan, terms)
     if plan.schedule.num_stages > 1:
         pieces = pipeline_partition(laid.traced, plan.schedule.microbatches)
-        found[AXIS] = {"collective-permute": stage_transfer_bytes(laid.resolver, pieces, ticks_of(plan.schedule))}
-    return found
+        result[AXIS] = {"collective-permute": stage_transfer_bytes(laid.resolver, pieces, ticks_of(plan.schedule))}
+    return result
 
 
 def moved_of(laid: ShardedProgram, plan: Plan, path: str) -> Moved:
-    """What moves of one leaf of the state, its gradient and its update."""
+    """Returns the bytes of the collectives of one leaf of the state, its gradient and its update."""
     only = leaf_aliases(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
     return _by_axes(laid, plan, count_terms(laid, only, late=unreduced(laid, plan.schedule)))
 
 
 def num_shares(laid: ShardedProgram, plan: Plan) -> float:
-    """Into how many parts the layers count as divided, padding included."""
+    """Returns the number of parts that the layers are divided into, padding included."""
     schedule = plan.schedule
     return float(shares(laid.traced.layer_carry[1], schedule.num_stages, schedule.num_chunks))
 
 
 def _by_axes(laid: ShardedProgram, plan: Plan, terms: Terms) -> Moved:
-    found: Moved = {}
+    result: Moved = {}
     moved = terms.moved_bytes(inside_stage(plan).mesh, num_stages=num_shares(laid, plan))
     for (kind, axes), num_bytes in sorted(moved.items()):
-        found.setdefault(axes, {})[kind] = round(num_bytes)
-    return found
+        result.setdefault(axes, {})[kind] = round(num_bytes)
+    return result

@@ -12,10 +12,10 @@ FIELDS = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
 
 
 class Links:
-    """The links of every set of mesh axes on many meshes, as arrays; worked out once for each set.
+    """The links of every set of mesh axes on many meshes, as arrays; computed once per set.
 
     Args:
-      cluster: the machine.
+      cluster: the devices.
       axes: names of the mesh axes inside a stage, in order.
       meshes: a column for each mesh: the number of stages, then the size of each axis.
 
@@ -33,17 +33,17 @@ class Links:
         self._known: dict[int, dict[str, np.ndarray]] = {}
 
     def arrays(self, over: int) -> dict[str, np.ndarray]:
-        """What joins groups over a set of axes, as a mask; over the stages of a pipeline if it is negative."""
+        """Returns the links of groups over a set of axes, as a mask; over the pipeline's stages if it is negative."""
         if over not in self._known:
-            chosen = [0] if over < 0 else [at for at in range(1, len(self._names)) if over >> (at - 1) & 1]
+            chosen = [0] if over < 0 else [index for index in range(1, len(self._names)) if over >> (index - 1) & 1]
             sizes = self._meshes[chosen].prod(0)
             kinds = self._within * (sizes.max() + 1) + sizes
             _, first, where = np.unique(kinds, return_index=True, return_inverse=True)
-            found = [self._link(self._meshes[:, at].tolist(), chosen) for at in first]
-            rows = np.asarray([[getattr(link, name) for name in FIELDS] for link in found], float).T
+            links = [self._link(self._meshes[:, index].tolist(), chosen) for index in first]
+            rows = np.asarray([[getattr(link, name) for name in FIELDS] for link in links], float).T
             self._known[over] = dict(zip(FIELDS, rows[:, where], strict=True))
         return self._known[over]
 
     def _link(self, sizes: Sequence[int], chosen: Sequence[int]) -> AxisLink:
         mesh = MeshShape(tuple(zip(self._names, sizes, strict=True)))
-        return axis_link(self._cluster, mesh, [self._names[at] for at in chosen])
+        return axis_link(self._cluster, mesh, [self._names[index] for index in chosen])

@@ -1,8 +1,8 @@
 """Peak memory per device over a step, by walking the program in execution order.
 
-A value lives from the kernel that writes it to the last kernel that reads it; a loop body adds to what is live around
+A value is live from the kernel that writes it to the last kernel that reads it; a loop body adds to what is live around
 it. A value inside a fused kernel takes no memory. Sizes are global bytes and the mesh axes that divide them, so one
-walk serves every mesh on which a layout resolves alike.
+walk serves all meshes on which a layout resolves equally.
 """
 
 from collections import defaultdict
@@ -25,20 +25,20 @@ from spanax.trace.rewrites.attention.operation import RING
 Array = np.ndarray
 
 GROUPS = ("activations", "gradients", "gathered weights")
-"""What is held beside the state."""
+"""The groups of memory in addition to the state."""
 
 ACTIVATIONS, GRADIENTS, WEIGHTS = range(len(GROUPS))
 
 HELD = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
-"""The group of each kind of leaf."""
+"""The memory group of each kind of leaf."""
 
 Column = tuple[int, bool, bool, bool, int]
-"""Values that are divided alike: split, grows with the batch, is stacked by layer, is attention scores, group."""
+"""Values that are divided equally: sharding, grows with the batch, stacked by layer, attention scores, group."""
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """The fullest moments of one body: global bytes by (moment, column), and the bodies that run at some of them."""
+    """The peak moments of one body: global bytes by (moment, column), and the bodies that run at some of them."""
 
     held: Array
     columns: tuple[Column, ...]
@@ -47,9 +47,9 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Leaves of the state and the batch: kind, global bytes, the axes that split them, if they are stacked by layer.
+    """Leaves of the state and the batch: kind, global bytes, the axes that shard them, whether stacked by layer.
 
-    Those that lie alike are one. Beside each parameter its gradient, as it is stored where several are added up.
+    Equally sharded leaves are merged. Each parameter also has its gradient, sharded as it is when accumulated.
     """
 
     kind: tuple[str, ...]
@@ -60,15 +60,15 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class MemoryUse:
-    """Bytes of one device by group, one entry a candidate; `peak_bytes` is their sum and `reserve_bytes`."""
+    """Bytes per device by group, one entry per candidate; `peak_bytes` is their sum."""
 
     groups: dict[str, Array]
     peak_bytes: Array
 
 
 def state_of(resolver: Resolver) -> State:
-    """Where the leaves of the state and of the batch lie, as the plan's placements have them."""
-    program, bits = resolver.program, {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
+    """Returns the leaves of the state and of the batch, sharded as in the plan's placements."""
+    program, bits = resolver.program, {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
     axes = program.step.axes
     rows: dict[tuple[str, int, bool], int] = defaultdict(int)
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
@@ -84,9 +84,9 @@ def state_of(resolver: Resolver) -> State:
 
 
 def walk(laid: ShardedProgram, *, is_tpu: bool = False) -> Level:
-    """The fullest moments of a program under a layout, as a TPU's compiler or those of others have them."""
-    lifetimes = laid.traced.tpu_liveness if is_tpu else laid.traced.liveness
-    return _level(laid, lifetimes, laid.traced.graph.body)
+    """Returns the peak moments of a program under a layout, with the live ranges of a TPU's compiler or of others."""
+    liveness = laid.traced.tpu_liveness if is_tpu else laid.traced.liveness
+    return _level(laid, liveness, laid.traced.graph.body)
 
 
 def held(
@@ -100,33 +100,36 @@ def held(
     scale: Array,
     fused_attention: bool = False,
 ) -> MemoryUse:
-    """Bytes that one device holds on every mesh.
+    """Returns the bytes per device on every mesh.
 
     Args:
-      state: where the leaves lie; the batch's stay until the step ends.
-      level: the program's fullest moments.
-      sizes: a row for each mesh axis, a column for each mesh.
-      num_stages: of the pipeline; what is stacked by layer is divided among them, into fewer where some is padding.
-      num_microbatches: gradients are added up over them, in an array of their own if there are several.
-      in_flight: the microbatches whose activations a stage holds at once.
+      state: the sharded leaves; the batch stays live until the step ends.
+      level: the program's peak moments.
+      sizes: a row per mesh axis, a column per mesh.
+      num_stages: of the pipeline; they divide stacked layers, counted as fewer where some are padding.
+      num_microbatches: if more than one, gradients are accumulated in a separate array.
+      in_flight: the microbatches whose activations a stage stores at once.
       scale: the batch of one microbatch over the traced batch.
-      fused_attention: whether attention scores are kept on the chip.
+      fused_attention: whether attention scores stay on the chip.
     """
     ways = ways_table(sizes)
     local = state.num_bytes[:, None] / ways[state.split] / np.where(state.stacked[:, None], num_stages, 1)
-    of_kind = {kind: local[np.asarray([of == kind for of in state.kind], bool)].sum(0) for kind in (*HELD, "gradient")}
-    groups = {name: of_kind[kind] for kind, name in HELD.items()}
-    groups["batch"] = groups["batch"] * scale * num_microbatches  # all of it is there from the start
+    by_kind = {
+        kind: local[np.asarray([leaf_kind == kind for leaf_kind in state.kind], bool)].sum(0)
+        for kind in (*HELD, "gradient")
+    }
+    groups = {name: by_kind[kind] for kind, name in HELD.items()}
+    groups["batch"] = groups["batch"] * scale * num_microbatches  # live from the start
     columns = _Columns(ways, scale, num_stages, in_flight, fused_attention)
     peak = _peak(level, columns)
-    for at, name in enumerate(GROUPS):
-        groups[name] = peak[at]
-    groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, of_kind["gradient"], 0.0)
+    for index, name in enumerate(GROUPS):
+        groups[name] = peak[index]
+    groups["gradients"] = groups["gradients"] + np.where(num_microbatches > 1, by_kind["gradient"], 0.0)
     return MemoryUse(groups, sum(groups.values()))
 
 
 def memory_per_device(state: State, level: Level, grid: Grid, *, fused_attention: bool = False) -> MemoryUse:
-    """Bytes that one device holds on every mesh of a grid, a stage of a pipeline as its schedule has it."""
+    """Returns the bytes per device on every mesh of a grid, under its pipeline schedule."""
     flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
     return held(
         state,
@@ -141,31 +144,31 @@ def memory_per_device(state: State, level: Level, grid: Grid, *, fused_attention
 
 
 def _peak(level: Level, columns: "_Columns") -> Array:
-    """Bytes by group at the fullest moment, candidate by candidate: an array (group, candidate)."""
+    """Returns the bytes by group at the peak moment of each candidate: an array (group, candidate)."""
     shares = (
         np.stack([columns.share(column) for column in level.columns]) if level.columns else np.zeros((0, columns.count))
     )
-    inside = {at: _fullest_of([_peak(one, columns) for one in inner]) for at, inner in level.inside.items()}
+    inside = {moment: _fullest_of([_peak(body, columns) for body in inner]) for moment, inner in level.inside.items()}
     totals = level.held @ shares
-    for at, inner in inside.items():
-        totals[at] += inner.sum(0)
+    for moment, inner in inside.items():
+        totals[moment] += inner.sum(0)
     fullest = totals.argmax(0)
     groups = np.asarray([column[-1] for column in level.columns], int)
-    here = level.held[fullest].T * shares
-    found = np.stack([here[groups == group].sum(0) for group in range(len(GROUPS))])
-    for at, inner in inside.items():
-        found += np.where(fullest == at, inner, 0.0)
-    return found
+    peak_bytes = level.held[fullest].T * shares
+    totals_by_group = np.stack([peak_bytes[groups == group].sum(0) for group in range(len(GROUPS))])
+    for moment, inner in inside.items():
+        totals_by_group += np.where(fullest == moment, inner, 0.0)
+    return totals_by_group
 
 
-def _fullest_of(several: Sequence[Array]) -> Array:
-    """Of arrays (group, candidate) the one with most in all, candidate by candidate."""
-    stacked = np.stack(several)
+def _fullest_of(arrays: Sequence[Array]) -> Array:
+    """Returns, per candidate, the array (group, candidate) with the largest total."""
+    stacked = np.stack(arrays)
     return np.take_along_axis(stacked, stacked.sum(1).argmax(0)[None, None], 0)[0]
 
 
 class _Columns:
-    """The share of a column's global bytes that one device holds."""
+    """The share of a column's global bytes on one device."""
 
     def __init__(self, ways: Array, scale: Array, num_stages: Array, in_flight: Array, fused_attention: bool):
         self._ways, self._scale, self._stages, self._in_flight = ways, scale, num_stages, in_flight
@@ -174,7 +177,7 @@ class _Columns:
         self._known: dict[Column, Array] = {}
 
     def share(self, column: Column) -> Array:
-        """One number a candidate."""
+        """Returns one number per candidate."""
         if column not in self._known:
             split, is_batched, is_stacked, is_score, _ = column
             share = 1.0 / self._ways[split]
@@ -186,32 +189,38 @@ class _Columns:
         return self._known[column]
 
 
-def _level(laid: ShardedProgram, lifetimes: Mapping[Body, Liveness], body: Body) -> Level:
-    """The moments of a body at which more may be held than at any other."""
-    alive, ops = lifetimes[body], laid.traced.order[body]
+def _level(laid: ShardedProgram, liveness: Mapping[Body, Liveness], body: Body) -> Level:
+    """Returns the moments of a body that may be its peak."""
+    live, ops = liveness[body], laid.traced.order[body]
     num_ops = len(ops)
     columns: dict[Column, int] = {}
-    of_group = [columns.setdefault(_column(laid, value), len(columns)) for value in alive.values]
+    of_group = [columns.setdefault(_column(laid, value), len(columns)) for value in live.values]
     spans = [*_gathered(laid, ops), *_summed(laid, ops), *_worked(laid, ops)]
     of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
-    first = np.concatenate([alive.first, np.asarray([span.first for span in spans], int)])
-    last = np.concatenate([alive.last, np.asarray([span.last for span in spans], int)])
-    column = np.concatenate([np.asarray(of_group, int)[alive.group], np.asarray(of_span, int)])
-    num_bytes = np.concatenate([alive.num_bytes[alive.group], np.asarray([span.num_bytes for span in spans])])
+    first = np.concatenate([live.first, np.asarray([span.first for span in spans], int)])
+    last = np.concatenate([live.last, np.asarray([span.last for span in spans], int)])
+    column = np.concatenate([np.asarray(of_group, int)[live.group], np.asarray(of_span, int)])
+    num_bytes = np.concatenate([live.num_bytes[live.group], np.asarray([span.num_bytes for span in spans])])
     num_columns = len(columns)
     changes = np.bincount(first * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
     changes -= np.bincount((last + 1) * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
     held = changes.reshape(num_ops + 2, num_columns).cumsum(0)
-    inside = {at: tuple(_level(laid, lifetimes, one) for one in op.bodies) for at, op in enumerate(ops) if op.bodies}
-    # What is held only grows until something ends.
+    inside = {
+        index: tuple(_level(laid, liveness, inner_body) for inner_body in op.bodies)
+        for index, op in enumerate(ops)
+        if op.bodies
+    }
+    # Live bytes only grow until a live range ends.
     full = _fullest(held, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
     moments = [*full, *inside]
-    return Level(held[moments], tuple(columns), {len(full) + at: inner for at, inner in enumerate(inside.values())})
+    return Level(
+        held[moments], tuple(columns), {len(full) + index: inner for index, inner in enumerate(inside.values())}
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes that only a layout causes to be held, from one operation of a body to another, both included."""
+    """Bytes live only because of a layout, from one operation of a body to another, both included."""
 
     first: int
     last: int
@@ -220,45 +229,45 @@ class Span:
 
 
 def _gathered(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
-    """Stored weights as they are used, from where each is first gathered to where it is last used so."""
+    """Yields stored weights in their used sharding, from the first gather to the last use."""
     spans: dict[tuple[int, Constraint], list[int]] = {}
-    for at, op in enumerate(ops):
+    for index, op in enumerate(ops):
         use = None if op.bodies or op in laid.traced.inert else laid.division(op).use
-        for value, asked in zip(op.inputs, use.inputs, strict=True) if use is not None and not use.around else ():
-            if asked is not None:
-                spans.setdefault((value, asked), [at, at])[1] = at
-    for (value, asked), (first, last) in spans.items():
-        split = union(laid.masks_of(value, asked))
+        for value, constraint in zip(op.inputs, use.inputs, strict=True) if use is not None and not use.around else ():
+            if constraint is not None:
+                spans.setdefault((value, constraint), [index, index])[1] = index
+    for (value, constraint), (first, last) in spans.items():
+        split = union(laid.masks_of(value, constraint))
         yield Span(first, last, (split, *_column(laid, value)[1:-1], WEIGHTS), laid.num_bytes(value))
 
 
 def _summed(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
-    """Sums that are whole on every device before each keeps its part: the gradient of a stored weight.
+    """Yields sums that are replicated before they are scattered: gradients of stored weights.
 
     They are exchanged after the loops that follow, which do not need them.
     """
-    last_loop = max((at for at, op in enumerate(ops) if op.bodies), default=0)
-    for at, op in enumerate(ops):
-        split = laid.division(op).split if op.name in CONTRACTIONS else None
-        for shift in split.shifts if split else ():
+    last_loop = max((index for index, op in enumerate(ops) if op.bodies), default=0)
+    for index, op in enumerate(ops):
+        partitioned = laid.division(op).split if op.name in CONTRACTIONS else None
+        for shift in partitioned.shifts if partitioned else ():
             if shift.kind == "reduce-scatter":
                 (value,) = op.outputs
-                yield Span(at, max(at, last_loop), (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
+                yield Span(index, max(index, last_loop), (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
 
 
 def _worked(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
-    """What an attention around a ring holds while it runs."""
-    for at, op in enumerate(ops):
+    """Yields the temporaries of ring attention."""
+    for index, op in enumerate(ops):
         use = laid.division(op).use if op.name in RING else None
         if use is None or use.around is None:
             continue
         for spec, num_bytes in worked_bytes(laid.traced.graph, op, use.around, laid.resolver.mesh):
             mask = laid.mask([axis for by in spec for axis in by])
-            yield Span(at, at, (mask, *_column(laid, op.inputs[0])[1:]), num_bytes)
+            yield Span(index, index, (mask, *_column(laid, op.inputs[0])[1:]), num_bytes)
 
 
 def _column(laid: ShardedProgram, value: int) -> Column:
-    """Where a value counts as it lies."""
+    """Returns the column of a value in its own sharding."""
     traced, labels = laid.traced, laid.traced.sharding_keys[value].labels
     is_batched = laid.is_batched(value)
     is_stacked = not traced.layer_labels.isdisjoint(labels)
@@ -267,14 +276,14 @@ def _column(laid: ShardedProgram, value: int) -> Column:
 
 
 def _fullest(held: Array, rows: Array) -> list[int]:
-    """Of some rows those that no other one covers in every column."""
-    rows, kept = rows[np.argsort(-held[rows].sum(1), kind="stable")], []
+    """Returns the rows that no other row exceeds in every column."""
+    rows, result = rows[np.argsort(-held[rows].sum(1), kind="stable")], []
     while rows.size:
-        kept.append(int(rows[0]))
+        result.append(int(rows[0]))
         rows = rows[~(held[rows] <= held[rows[0]]).all(1)]
-    return kept
+    return result
 
 
 def by_name(found: Mapping[str, Any], at: int) -> dict[str, int]:
-    """One candidate's bytes by group."""
+    """Returns one candidate's bytes by group."""
     return {name: int(values[at]) for name, values in found.items()}

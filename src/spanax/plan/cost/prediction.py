@@ -9,23 +9,23 @@ Moved = Mapping[str, Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one device was expected to take for one step; bytes that move count as results of collectives.
+    """The predicted cost of one step per device; moved bytes count the results of collectives.
 
     Attributes:
-      cluster: the devices, as `spanax.cluster` reads them.
-      step_seconds: how long a step takes.
-      seconds: what the step's time goes to.
-      memory: bytes at the fullest moment, by group.
-      limit_bytes: what one device may hold; None: not known.
-      flops: what is computed, recomputation included.
-      mfu: useful FLOPs over the chip's peak, as a share of 1; None where the peak is not known.
-      moved: bytes that it receives of collectives.
-      moved_of: those of one parameter, its gradient and its update; by path. Parameters of equal blocks are told of by
-        the first of them.
+      cluster: the devices, as `spanax.cluster` parses them.
+      step_seconds: the time of a step.
+      seconds: the step's time by term.
+      memory: bytes at the peak, by group.
+      limit_bytes: the memory of one device; None: unknown.
+      flops: executed FLOPs, recomputation included.
+      mfu: useful FLOPs over the chip's peak, as a share of 1; None where the peak is unknown.
+      moved: bytes that it receives from collectives.
+      moved_of: those of one parameter, its gradient and its update; by path. Of the parameters of equal blocks, only
+      the first is listed.
 
     Example:
-      >>> told = Prediction("h100:8", 2.0, {"matmuls": 1.5, "update": 0.5}, {"parameters": 6, "activations": 2})
-      >>> told.peak_bytes
+      >>> cost = Prediction("h100:8", 2.0, {"matmuls": 1.5, "update": 0.5}, {"parameters": 6, "activations": 2})
+      >>> cost.peak_bytes
       8
     """
 
@@ -41,5 +41,5 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes at the fullest moment."""
+        """Bytes at the peak."""
         return sum(self.memory.values())

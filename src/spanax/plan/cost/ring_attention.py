@@ -1,4 +1,4 @@
-"""Cost terms of ring attention: what it computes, sends and stores."""
+"""Cost terms of ring attention: FLOPs, communication and memory."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,21 +16,21 @@ from spanax.trace.rewrites.attention.scores import Form
 from spanax.trace.rewrites.attention.zigzag import Shares, shares
 
 ROUND, HOP = "round", "collective-permute"
-"""A value that goes past all devices of a ring, one hop more than to the last; and one hop."""
+"""A value that circulates once around a ring, back to its device; and one hop."""
 
 
 def ring_of(around: AttentionSharding, mesh: MeshShape) -> Shares:
-    """The parts of every device of the ring; of one device where nothing goes around."""
+    """Returns the sequence chunks of every device of the ring; of one device without a ring."""
     return shares(around.form, mesh.ways(around.ring))
 
 
 def ring_split(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> PartitionedOp:
-    """How an attention is divided, and what moves.
+    """Returns how an attention operation is partitioned, with its collectives.
 
-    Keys and values go past all others; what is added to their gradients goes behind them and home, from the first step
-    on, when it is still nothing: so that all steps are one loop. Where the parts of a device are not those that
-    lie on it, everything with queries or keys is exchanged on its way in and out, once. What others have added to a
-    gradient is summed.
+    Keys and values circulate past all other devices; their gradients circulate with them and back to their device,
+    from the first step on, when they are still zero, so that all steps are one loop. Where the chunks of a device are
+    not its stored ones, all values with queries or keys are exchanged before and after, once. Partial gradients are
+    all-reduced.
     """
     mask = _masks(mesh)
     ring = mask((around.ring,))
@@ -38,11 +38,11 @@ def ring_split(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape)
     if mesh.ways(around.ring) > 1:
         is_moved = ring_of(around, mesh).is_moved
         for value, spec, rounds, width in _moving(graph, op, around):
-            kept = mask(spec) & ~ring
+            common = mask(spec) & ~ring
             hops = is_moved * width + rounds * (width if value in op.outputs else -1)
             for kind, times in ((ROUND, rounds * width), (HOP, hops)):
                 if times:
-                    shifts.append(Reshard(kind, value, ring, kept, False, times))
+                    shifts.append(Reshard(kind, value, ring, common, False, times))
     if op.name == BACKWARD:
         used = mask(around.axes)
         for value, spec in zip(op.outputs, around.results(op), strict=True):
@@ -52,15 +52,15 @@ def ring_split(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape)
 
 
 def _masks(mesh: MeshShape) -> Callable[[Spec], int]:
-    """The mesh axes of a spec as one mask."""
-    bits = {axis: 1 << at for at, axis in enumerate(mesh.names)}
+    """Returns a function from a spec to its mesh axes as one mask."""
+    bits = {axis: 1 << index for index, axis in enumerate(mesh.names)}
     return lambda spec: union(as_masks(spec, bits))
 
 
 def _moving(graph: Graph, op: Op, around: AttentionSharding) -> Iterator[tuple[int, Spec, int, int]]:
-    """Values that are exchanged or go around: the spec, how often around, and how many of their bytes for one.
+    """Yields values that are exchanged or circulate: the spec, number of rounds, bytes sent over stored bytes.
 
-    Gradients are added up in 32 bits, whatever they are kept in.
+    Gradients are accumulated in 32 bits, whatever their dtype.
     """
     is_back = op.name == BACKWARD
     keys = (op.inputs[1], op.inputs[2])
@@ -71,22 +71,22 @@ def _moving(graph: Graph, op: Op, around: AttentionSharding) -> Iterator[tuple[i
             yield value, spec, 0, 1
     for value in keys:
         yield value, around.keys, 1, 1
-    for at, (value, spec) in enumerate(zip(op.outputs, around.results(op), strict=True)):
+    for index, (value, spec) in enumerate(zip(op.outputs, around.results(op), strict=True)):
         width = _words(graph, value) if is_back else 1
-        is_key = is_back and at in (1, 2)
+        is_key = is_back and index in (1, 2)
         if set(around.ring) & {axis for by in spec for axis in by}:
             yield value, spec, int(is_key), width
 
 
 def _words(graph: Graph, value: int) -> int:
-    """How many of a value's bytes its sum in 32 bits takes for one."""
+    """Returns the bytes of a value's 32-bit sum over the value's own bytes."""
     return max(1, 4 // graph.avals[value].dtype.itemsize)
 
 
 def products(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> list[tuple[float, tuple[float, ...]]]:
-    """FLOPs and sizes (m, n, k, separate products) of its matmuls: two on the way to the loss, five on the way back.
+    """Returns FLOPs and sizes (m, n, k, separate products) of its matmuls: two forward, five backward.
 
-    Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. What is masked whatever the numbers is not
+    Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. Statically masked blocks are not
     computed: the share of `zigzag`, or of a kernel's blocks.
     """
     form, kernel = around.form, op.params["kernel"]
@@ -95,19 +95,19 @@ def products(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -
     rows = math.prod(form.sizes[form.num_batch : form.keys])
     keys = form.sizes[form.keys] * share
     width, result = graph.shape(op.inputs[0])[-1], graph.shape(op.inputs[2])[-1]
-    met, made = (rows, keys, width, count), (rows, result, keys, count)
-    back = [
-        met,
+    scores, outputs = (rows, keys, width, count), (rows, result, keys, count)
+    backward = [
+        scores,
         (rows, keys, result, count),
         (rows, width, keys, count),
         (keys, width, rows, count),
         (keys, result, rows, count),
     ]
-    return [(2.0 * math.prod(sizes), sizes) for sizes in (back if op.name == BACKWARD else [met, made])]
+    return [(2.0 * math.prod(sizes), sizes) for sizes in (backward if op.name == BACKWARD else [scores, outputs])]
 
 
 def _blocks_met(form: Form, kernel: Kernel) -> float:
-    """The share of the blocks of keys that a kernel works out: behind a causal mask those up to the diagonal."""
+    """Returns the share of the blocks of keys that a kernel computes: with a causal mask, up to the diagonal."""
     num_blocks = max(form.sizes[form.keys] // BLOCK, 1)
     return (1 + 1 / num_blocks) / 2 if kernel.is_causal else 1.0
 
@@ -115,31 +115,31 @@ def _blocks_met(form: Form, kernel: Kernel) -> float:
 def works(
     graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape, is_batched: bool, dtype: str
 ) -> list[tuple[Any, ...]]:
-    """Rows of `Matmuls` for its matmuls but for when they run and how often."""
+    """Returns rows of `Matmuls` for its matmuls, without phase and number of runs."""
     mask = _masks(mesh)
     form = around.form
     separate, rows = mask(around.axes[: form.num_batch]), mask(around.axes[form.num_batch : form.keys])
     queries, size = math.prod(form.sizes[form.num_batch : form.keys]), graph.avals[op.inputs[0]].dtype.itemsize
-    found: list[tuple[Any, ...]] = []
+    matmuls: list[tuple[Any, ...]] = []
     is_kernel, keys = op.params["kernel"] is not None, products(graph, op, around, mesh)[0][1][1]
     for flops, (m, n, k, count) in products(graph, op, around, mesh):
         splits = [rows if dim == queries else 0 for dim in (m, n, k)]
-        num_bytes = [count * one * size for one in (m * k, k * n, m * n)]
-        if is_kernel:  # its scores are never in memory
+        num_bytes = [count * elements * size for elements in (m * k, k * n, m * n)]
+        if is_kernel:  # its scores are not materialized
             num_bytes[2 if n == keys else 0] = 0.0
-        lies = [separate | rows] * 3  # keys too: at every step a device has its share of them
-        found.append((
+        shardings = [separate | rows] * 3  # keys too: each device has one shard of them per step
+        matmuls.append((
             flops, separate | rows, [m, n, k, count], [*splits, separate],
-            3 if is_batched else -1, num_bytes, lies, [is_batched] * 3, dtype, [False] * 3, is_kernel,
+            3 if is_batched else -1, num_bytes, shardings, [is_batched] * 3, dtype, [False] * 3, is_kernel,
         ))  # fmt: skip
-    return found
+    return matmuls
 
 
 def worked_bytes(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> list[tuple[Spec, float]]:
-    """Bytes that it holds while it runs beside operands and results, by how they are split.
+    """Returns the bytes of its temporaries, by sharding, in addition to operands and results.
 
-    Keys as they come in, as they are sent and as they arrive; sums in 32 bits with what is added to them; a block of
-    scores, its weights, and on the way back their gradients. Of a kernel a sum in 32 bits on the way back.
+    Keys as stored, as sent and as received; 32-bit accumulators with their next terms; a block of scores, its weights,
+    and in the backward pass their gradients. For a kernel, one 32-bit accumulator in the backward pass.
     """
     form = around.form
     size = lambda value: math.prod(graph.shape(value)) * graph.avals[value].dtype.itemsize  # noqa: E731

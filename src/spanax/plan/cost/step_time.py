@@ -1,6 +1,6 @@
 """Step time, term by term, for thousands of meshes at once.
 
-All figures are per device. Devices do equal work, so one stands for all. Stages of a pipeline differ; the last one,
+All figures are per device. Devices do equal work, so one represents all. Stages of a pipeline differ; the last one,
 which also runs the head, sets the pace.
 """
 
@@ -24,25 +24,25 @@ from spanax.trace.analysis.op_groups import Phase
 Array = np.ndarray
 
 TILE = 128
-"""Rows and columns of a result that one core makes at a time. Source: NVIDIA's matmul guide, and a TPU's unit."""
+"""Rows and columns of a result tile of one core. Source: NVIDIA's matmul guide, and a TPU's unit."""
 
 
 NARROWEST = 8
-"""Rows or columns that a tensor core takes at least. Source: NVIDIA's matmul guide, 16-bit numbers."""
+"""The fewest rows or columns of a tensor core's tile. Source: NVIDIA's matmul guide, 16-bit numbers."""
 
 CAST = 1.5
-"""Bytes to turn operands into eight bits, over theirs in sixteen: read in two bytes, written in one."""
+"""Bytes of a cast of operands to eight bits, over their 16-bit bytes: two bytes read, one written."""
 
 SHARPNESS = 5.5
-"""How sharply the longer of host and device decides. Source: as `Assumptions`."""
+"""The exponent of the soft maximum of host and device time. Source: as `Assumptions`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """The meshes, and how the batch goes through them; every array has one entry a candidate.
+    """The meshes and the schedule of the batch; every array has one entry per candidate.
 
     `sizes` has a row for each mesh axis of the terms. `scale` is the batch of one microbatch over the traced batch.
-    `num_layers` are what the stages divide; 0 where they divide them evenly.
+    `num_layers` are the layers that the stages divide; 0 where they divide them evenly.
     """
 
     sizes: Array
@@ -55,13 +55,13 @@ class Grid:
 
     @property
     def shares(self) -> Array:
-        """Into how many parts the layers count as divided: where stages do not divide them, some have padding."""
+        """The number of parts that the layers are divided into; uneven stages have padding."""
         return np.asarray(shares(self.num_layers, self.num_stages, self.num_chunks))
 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Seconds of one step by what they go to, one entry a candidate; they add up to `step_seconds`."""
+    """Seconds of one step by term, one entry per candidate; they add up to `step_seconds`."""
 
     terms: dict[str, Array]
     step_seconds: Array
@@ -71,44 +71,44 @@ class Costs:
 def price(
     terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, table: "TableAt | None" = None
 ) -> Costs:
-    """What a step costs on every mesh of a grid.
+    """Returns the cost of a step on every mesh of a grid.
 
-    A microbatch goes forward and backward through the layers and what is around them, and waits for the weights it
-    needs to be gathered. Gradients are summed over `data` once a step, the update is done once a step.
+    A microbatch runs the forward and backward pass of the layers and of the operations around them, and waits for
+    gathers of weights. Gradients are reduced over `data` and weights updated once per step.
     """
     given = given or Assumptions()
     terms = repeated(terms, given.gathers_again) if given.repeats_forward else terms
     ways = ways_table(grid.sizes)
-    at = table or Table(cluster, terms.axes, [grid], given).at(grid)
-    parts = _computed(terms, ways, at, grid, given)
-    moved, once = _moved(terms, ways, at, grid, given)
+    table_at = table or Table(cluster, terms.axes, [grid], given).at(grid)
+    parts = _computed(terms, ways, table_at, grid, given)
+    moved, once = _moved(terms, ways, table_at, grid, given)
     stages, count = grid.num_stages, grid.num_microbatches
     layers, around = (_sum(parts, moved, inside) for inside in (True, False))
     _wait_for_host(layers, around, terms, stages, given)
     divided = grid.shares
     stage = sum(layers.values()) / divided
-    # Devices of a stage that hold the same send a part each (Megatron-LM's scatter and gather, arXiv 2104.04473).
-    hop = at.hop_seconds(terms.carry_bytes * grid.scale / ways[-1])
-    # Forward and backward are told apart only for the bubble, which in the end depends on their sum.
+    # Replicas within a stage send one shard each (Megatron-LM's scatter and gather, arXiv 2104.04473).
+    hop = table_at.hop_seconds(terms.carry_bytes * grid.scale / ways[-1])
+    # Only the bubble distinguishes forward and backward, and it depends on their sum.
     third = stage / 3 / grid.num_chunks
     pipelined = step_seconds(
         grid.schedule, stages, count, grid.num_chunks,
         forward_seconds=third, backward_seconds=third, weight_seconds=third, hop_seconds=hop,
     )  # fmt: skip
-    # The last stage also has what is around the layers, and all others wait for it.
-    named = {name: (layers[name] / divided + around[name]) * count for name in layers}
-    named["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
-    named["gradient sync"] = once
-    for name, found in (("weights between devices", moved), ("update", parts)):
-        seconds = sum(value for (phase, _, _), value in found.items() if phase == Phase.UPDATE) / divided
-        named[name] = named.get(name, 0.0) + seconds
+    # The last stage also runs the operations around the layers, and all other stages wait for it.
+    seconds_by_term = {name: (layers[name] / divided + around[name]) * count for name in layers}
+    seconds_by_term["pipeline"] = np.where(stages > 1, np.maximum(pipelined - stage * count, 0.0), 0.0)
+    seconds_by_term["gradient sync"] = once
+    for name, seconds_by_key in (("weights between devices", moved), ("update", parts)):
+        seconds = sum(value for (phase, _, _), value in seconds_by_key.items() if phase == Phase.UPDATE) / divided
+        seconds_by_term[name] = seconds_by_term.get(name, 0.0) + seconds
     works = terms.matmuls
     flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], divided, 1)
-    return Costs(named, sum(named.values()), flops.sum(0) * count)
+    return Costs(seconds_by_term, sum(seconds_by_term.values()), flops.sum(0) * count)
 
 
 def ways_table(sizes: Array) -> Array:
-    """For every set of mesh axes, as a mask, the number of parts; `sizes` has a row an axis and a column a mesh."""
+    """Returns the number of shards of every set of mesh axes, as a mask; `sizes` is (mesh axis, mesh)."""
     num_axes, num_meshes = sizes.shape
     table = np.ones((1 << num_axes, num_meshes))
     for axis in range(num_axes):
@@ -117,10 +117,10 @@ def ways_table(sizes: Array) -> Array:
 
 
 def matmul_seconds(works: Matmuls, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
-    """Seconds of one run of each matmul: a roofline over whole tiles. One row a matmul, one column a mesh.
+    """Returns seconds of one run of each matmul: a roofline over full tiles. One row per matmul, one column per mesh.
 
-    A result is made in tiles, each by one core, and the last round of tiles leaves cores idle (`_tiled`). Reading and
-    writing may take longer than the arithmetic. The kernel's start comes on top, and in eight bits the casts.
+    Each core computes one tile of the result at a time, and the last wave of tiles leaves cores idle (`_tiled`). Memory
+    traffic may take longer than the arithmetic. The kernel's start is added, and for eight bits the casts.
 
     Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
     """
@@ -130,31 +130,31 @@ def matmul_seconds(works: Matmuls, ways: Array, scale: Array, chip: Chip, given:
     of_scores = works.scores.any(1).reshape(-1, 1)
     in_kernel = works.fused.reshape(-1, 1)
     is_fused = (of_scores & given.fused_attention) | in_kernel
-    kept = np.where(works.scores & given.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
-    each = works.num_bytes[:, :, None] / ways[works.bytes_splits]
-    each = np.where(works.bytes_batched[:, :, None], each * scale, each)
+    in_memory = np.where(works.scores & given.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
+    operand_bytes = works.num_bytes[:, :, None] / ways[works.bytes_splits]
+    operand_bytes = np.where(works.bytes_batched[:, :, None], operand_bytes * scale, operand_bytes)
     is_cast = np.asarray([dtype == "fp8" for dtype in works.dtypes])[:, None]
-    num_bytes = (kept * each).sum(1)
+    num_bytes = (in_memory * operand_bytes).sum(1)
     rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(works.dtypes)}
     rate = np.asarray([rates[dtype] for dtype in works.dtypes])[:, None]
     first = np.where(of_scores, given.score_products, given.first_products)
     done, partial_bytes = _tiled(m, n, k, np.maximum(count, 1.0), first, chip.num_cores, given.idle_rounds)
     arithmetic, num_bytes = done / rate, num_bytes + partial_bytes
-    causal_share = np.where(in_kernel, 1.0, given.causal_share)  # what it leaves out is not among its FLOPs
+    causal_share = np.where(in_kernel, 1.0, given.causal_share)  # its FLOPs already exclude masked scores
     fused = _flops(works, ways, scale) * causal_share / (given.attention * rate)
     start = given.start * chip.kernel_start_seconds
     memory_rate = _memory_rate(chip)
     longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / memory_rate)
-    return start + longer + is_cast * CAST * each[:, :2].sum(1) / memory_rate
+    return start + longer + is_cast * CAST * operand_bytes[:, :2].sum(1) / memory_rate
 
 
 def _tiled(
     m: Array, n: Array, k: Array, count: Array, first: Array, cores: int | None, idle_rounds: float
 ) -> tuple[Array, Array | float]:
-    """FLOPs that the time of a result's tiles is worth with all cores working, and bytes of sums left in parts.
+    """Returns the FLOPs that all cores could do in the time of a result's tiles, and the bytes of partial sums.
 
-    A tile is square, or as narrow as the result and longer by as much. Where there are fewer tiles than cores, each
-    sum is cut into parts, one a core, which are written and added up. One core alone only fills its tiles up.
+    A tile is square, or as narrow as the result and proportionally longer. Where there are fewer tiles than cores, each
+    sum is divided into parts, one per core, which are written and added. A single core only pads its tiles.
 
     Source: cuBLAS and cuDNN (split-k); NVIDIA CUTLASS, "Efficient GEMM in CUDA", parallelized reductions.
     """
@@ -168,41 +168,41 @@ def _tiled(
 
 
 def touch_seconds(touches: MemoryTraffic, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
-    """Seconds of each row of fused traffic: its bytes over the memory's rate, times `touched_around` around the layers.
+    """Returns seconds per row of fused traffic: bytes over the memory's rate, times `touched_around` around the layers.
 
-    Source: a kernel that only passes numbers on is as fast as the memory (roofline).
+    Source: a kernel that only copies is as fast as the memory (roofline).
     """
     num_bytes = touches.num_bytes[:, None] * np.where(touches.batched[:, None], scale, 1.0) / ways[touches.split]
-    again = np.where(touches.in_layers | (touches.phase == Phase.UPDATE), 1.0, given.touched_around)
-    kept = np.where(touches.scores & given.fused_attention, 0.0, given.touched * again).reshape(-1, 1)
-    return kept * num_bytes / _memory_rate(chip)
+    repeats = np.where(touches.in_layers | (touches.phase == Phase.UPDATE), 1.0, given.touched_around)
+    factor = np.where(touches.scores & given.fused_attention, 0.0, given.touched * repeats).reshape(-1, 1)
+    return factor * num_bytes / _memory_rate(chip)
 
 
 def _computed(
-    terms: Terms, ways: Array, table: "TableAt", grid: Grid, given: Assumptions
+    terms: Terms, ways: Array, table: "TableAt", grid: Grid, assumptions: Assumptions
 ) -> dict[tuple[Any, ...], Array]:
-    """Seconds by (phase, in the layers, what they go to), for one microbatch."""
+    """Returns seconds by (phase, in the layers, term), for one microbatch."""
     works, touches, chip = terms.matmuls, terms.memory_traffic, table.table.chip
     matmuls = table.matmul_seconds(works) * works.runs[:, None]
-    touched = touch_seconds(touches, ways, grid.scale, chip, given)
-    found: dict[tuple[Any, ...], Array] = {}
+    touched = touch_seconds(touches, ways, grid.scale, chip, assumptions)
+    result: dict[tuple[Any, ...], Array] = {}
     for phase in Phase:
         for inside in (False, True):
             for name, rows, seconds in (("matmuls", works, matmuls), ("memory", touches, touched)):
                 chosen = (rows.phase == phase) & (rows.in_layers == inside)
-                found[phase, inside, name] = seconds[chosen].sum(0)
+                result[phase, inside, name] = seconds[chosen].sum(0)
             kernels = touches.kernels[phase][int(inside)]
-            start = kernels * given.start * chip.kernel_start_seconds
-            found[phase, inside, "kernel starts"] = np.full_like(found[phase, inside, "memory"], start)
-    return found
+            start = kernels * assumptions.start * chip.kernel_start_seconds
+            result[phase, inside, "kernel starts"] = np.full_like(result[phase, inside, "memory"], start)
+    return result
 
 
 def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
-    """The terms with the layers' forward pass twice; what the second one gathers is there for the way back too.
+    """Returns the terms with the layers' forward pass twice; the backward pass reuses weights gathered by the second.
 
     Args:
-      terms: of a program that keeps everything.
-      gathers_again: whether weights are let go of in between, and gathered a third time.
+      terms: of a program without remat.
+      gathers_again: whether weights are freed in between, and gathered a third time.
     """
     works, touches, moves = terms.matmuls, terms.memory_traffic, terms.collectives
     kernels = touches.kernels.copy()
@@ -217,48 +217,47 @@ def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
 
 
 def _wait_for_host(
-    layers: dict[str, Array], around: dict[str, Array], terms: Terms, stages: Array, given: Assumptions
+    layers: dict[str, Array], around: dict[str, Array], terms: Terms, stages: Array, assumptions: Assumptions
 ) -> None:
-    """Add to the kernel starts what a device waits for a host that dispatches kernel by kernel.
+    """Adds the time that a device waits for a host that dispatches kernel by kernel to the kernel starts.
 
-    A microbatch takes the longer of both, with a soft corner: neither is steady. Of each part the same share is added.
+    A microbatch takes the longer of both, with a soft corner: neither is steady. Each term increases by the same share.
     """
-    if not given.dispatch_seconds:
+    if not assumptions.dispatch_seconds:
         return
-    host = terms.memory_traffic.kernels[: Phase.UPDATE].sum() * given.dispatch_seconds / stages
+    host = terms.memory_traffic.kernels[: Phase.UPDATE].sum() * assumptions.dispatch_seconds / stages
     device = (sum(layers.values()) + sum(around.values())) / stages
-    grows = (1 + (host / device) ** SHARPNESS) ** (1 / SHARPNESS)
+    growth = (1 + (host / device) ** SHARPNESS) ** (1 / SHARPNESS)
     for part in (layers, around):
-        part["kernel starts"] = part["kernel starts"] + (grows - 1) * sum(part.values())
+        part["kernel starts"] = part["kernel starts"] + (growth - 1) * sum(part.values())
 
 
 def _moved(
-    terms: Terms, ways: Array, table: "TableAt", grid: Grid, given: Assumptions
+    terms: Terms, ways: Array, table: "TableAt", grid: Grid, assumptions: Assumptions
 ) -> tuple[dict[tuple[Any, ...], Array], Array]:
-    """Seconds by (phase, in the layers, of weights), for one microbatch; and those of gradients summed once a step.
+    """Returns seconds by (phase, in the layers, of weights), per microbatch; and of gradient reductions per step.
 
-    What is gathered or scattered of the weights at one place goes in one message, as compilers combine it; that for the
-    CPU does not.
+    Collectives of weights in one place are combined into one message, as compilers do; the compiler for CPUs does not.
     """
     moves = terms.collectives
     num_bytes = moves.num_bytes[:, None] * np.where(moves.batched[:, None], grid.scale, 1.0) / ways[moves.kept]
-    found: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
+    result: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
     once = np.zeros(grid.scale.shape)
     combines = not table.table.chip.shared
     for (kind, over, phase, inside, of_weights, _), rows in _messages(moves, combines).items():
         runs = terms.num_layers if combines and of_weights and inside else moves.runs[rows].max()
         total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
-        seconds = runs * table.seconds(kind, over, total, given)
+        seconds = runs * table.seconds(kind, over, total, assumptions)
         is_sum = kind == 1
         if of_weights and is_sum and phase != Phase.FORWARD:
             once = once + seconds / (grid.shares if inside else 1)
-        else:  # what is summed on the way to the loss is the loss, or a mean of the batch
-            found[phase, inside, of_weights and not is_sum] += seconds
-    return found, once
+        else:  # sums in the forward pass are the loss, or a mean over the batch
+            result[phase, inside, of_weights and not is_sum] += seconds
+    return result, once
 
 
 def _messages(moves: Collectives, combines: bool) -> dict[tuple[Any, ...], list[int]]:
-    """Rows that go together, by (kind, over, phase, in the layers, of weights), and the row of what goes alone."""
+    """Returns rows of one message, by (kind, over, phase, in the layers, of weights), and the row if sent alone."""
     together: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     places = (moves.kind, moves.over, moves.phase, moves.in_layers, moves.of_weights)
     for row, place in enumerate(zip(*(column.tolist() for column in places), strict=True)):
@@ -267,12 +266,12 @@ def _messages(moves: Collectives, combines: bool) -> dict[tuple[Any, ...], list[
 
 
 def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool) -> dict[str, Array]:
-    """Seconds of one microbatch by name, forward and backward, of what is inside the layers or around them."""
+    """Returns seconds of one microbatch by name, forward and backward, inside the layers or around them."""
     names = ("matmuls", "memory", "kernel starts")
-    found = {name: parts[Phase.FORWARD, inside, name] + parts[Phase.BACKWARD, inside, name] for name in names}
+    result = {name: parts[Phase.FORWARD, inside, name] + parts[Phase.BACKWARD, inside, name] for name in names}
     for of_weights, name in ((False, "activations between devices"), (True, "weights between devices")):
-        found[name] = moved[Phase.FORWARD, inside, of_weights] + moved[Phase.BACKWARD, inside, of_weights]
-    return found
+        result[name] = moved[Phase.FORWARD, inside, of_weights] + moved[Phase.BACKWARD, inside, of_weights]
+    return result
 
 
 def _flops(works: Matmuls, ways: Array, scale: Array) -> Array:
@@ -284,13 +283,13 @@ def _memory_rate(chip: Chip) -> float:
 
 
 class Table:
-    """What is the same for many layouts, worked out once: what joins the devices, and how long a matmul takes.
+    """A cache shared by many layouts: the links between the devices, and the time of each matmul.
 
     Args:
-      cluster: the machine.
+      cluster: the devices.
       axes: names of the mesh axes inside a stage, in order.
-      grids: all that will be priced.
-      given: what no data sheet says.
+      grids: all grids to be priced.
+      given: constants that no data sheet states.
     """
 
     def __init__(self, cluster: Cluster, axes: Sequence[str], grids: Sequence[Grid], given: Assumptions):
@@ -303,55 +302,55 @@ class Table:
         self._matmuls: dict[tuple[Any, ...], Array] = {}
 
     def at(self, grid: Grid) -> "TableAt":
-        """The part of a grid's candidates."""
+        """Returns the part of the table for a grid's candidates."""
         return TableAt(self, np.searchsorted(self._codes, self._code(_columns(grid))), {})
 
     def matmul_seconds(self, works: Matmuls) -> list[Array]:
-        """Seconds of one run of each matmul: an array of all candidates for each."""
+        """Returns seconds of one run of each matmul: an array of all candidates for each."""
         keys = works.keys
         new = [row for row, key in enumerate(keys) if key not in self._matmuls]
-        found = matmul_seconds(works.some(new), self._ways, self._scale, self.chip, self._given)
-        self._matmuls |= {keys[row]: seconds for row, seconds in zip(new, found, strict=True)}
+        computed = matmul_seconds(works.some(new), self._ways, self._scale, self.chip, self._given)
+        self._matmuls |= {keys[row]: seconds for row, seconds in zip(new, computed, strict=True)}
         return [self._matmuls[key] for key in keys]
 
     def _code(self, candidates: Array) -> Array:
-        """One number a candidate."""
+        """Returns one number per candidate."""
         places = [np.searchsorted(each, row) for each, row in zip(self._each, candidates, strict=True)]
         return np.ravel_multi_index(places, [len(each) for each in self._each])
 
 
 def _columns(grid: Grid) -> Array:
-    """What tells candidates apart, whatever the schedule: stages, sizes and scale."""
+    """Returns the columns that identify candidates, whatever the schedule: stages, sizes and scale."""
     return np.vstack([grid.num_stages[None], grid.sizes, grid.scale[None]])
 
 
 @dataclass(frozen=True, eq=False)
 class TableAt:
-    """A table for some candidates, by where they stand among all."""
+    """A table for some candidates, by their indices among all."""
 
     table: Table
     where: Array
     known: dict[int, dict[str, Array]]
 
     def matmul_seconds(self, works: Matmuls) -> Array:
-        """Seconds of one run of each matmul; one row a matmul, one column a candidate."""
-        found = [seconds[self.where] for seconds in self.table.matmul_seconds(works)]
-        return np.stack(found) if found else np.zeros((0, self.where.size))
+        """Returns seconds of one run of each matmul; one row per matmul, one column per candidate."""
+        rows = [seconds[self.where] for seconds in self.table.matmul_seconds(works)]
+        return np.stack(rows) if rows else np.zeros((0, self.where.size))
 
     def arrays(self, over: int) -> dict[str, Array]:
-        """What joins groups over a set of axes, candidate by candidate."""
+        """Returns the links of groups over a set of axes, per candidate."""
         if over not in self.known:
             self.known[over] = {name: values[self.where] for name, values in self.table.links.arrays(over).items()}
         return self.known[over]
 
     def seconds(self, kind: int, over: int, num_bytes: Array, given: Assumptions) -> Array:
-        """Seconds of one collective over a set of axes; `num_bytes` are the whole array's of one group."""
+        """Returns seconds of one collective over a set of axes; `num_bytes` are those of one group's full array."""
         link = self.arrays(over)
         size, start = link["size"], link["start_seconds"] * given.start
         if kind == 1:
             rate = link["all_reduce_bytes_per_second"]
             return all_reduce_seconds(num_bytes, size, rate, link["latency_seconds"], start, link["way_seconds"])
-        if kind >= 4:  # a hop, or as many as there are devices
+        if kind >= 4:  # one hop, or one per device
             rate, latency = link["permute_bytes_per_second"], link["latency_seconds"]
             return permute_seconds(num_bytes / size, size, rate, latency) * (1 if kind == 4 else size)
         if kind == 3:
@@ -360,6 +359,6 @@ class TableAt:
         return all_gather_seconds(num_bytes, size, link["bytes_per_second"], link["latency_seconds"], start)
 
     def hop_seconds(self, num_bytes: Array) -> Array:
-        """Seconds of one send from a stage to the next."""
+        """Returns seconds of one send from a stage to the next."""
         link = self.arrays(-1)
         return np.where(link["size"] > 1, num_bytes / link["permute_bytes_per_second"] + link["latency_seconds"], 0.0)

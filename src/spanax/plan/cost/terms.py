@@ -1,7 +1,7 @@
 """Cost terms of one layout: matmuls, memory traffic and collectives, as arrays.
 
 A term is a global size and the mesh axes that divide it. One walk over a program's groups of operations yields the
-terms of a layout; every mesh on which the layout resolves alike is priced from them, thousands at a time.
+terms of a layout; all meshes on which the layout resolves equally are priced from them, thousands at a time.
 """
 
 from collections import defaultdict
@@ -16,20 +16,20 @@ from spanax.plan.cost.ring_attention import HOP, ROUND
 from spanax.trace.analysis.op_groups import Phase
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", HOP, ROUND)
-"""The collectives, in the order in which `Collectives.kind` counts them."""
+"""The collectives, in the order of the indices in `Collectives.kind`."""
 
 AS_WHOLE = ("all-gather", "all-reduce", ROUND)
-"""Those of which a device receives as much as the whole of what goes over them."""
+"""Collectives whose result on each device is the full value."""
 
 
 @dataclass(frozen=True, eq=False)
 class Matmuls:
-    """The matmuls and convolutions. Every field is an array with one entry a kind of operation.
+    """The matmuls and convolutions. Every field is an array with one entry per group of operations.
 
-    `flops` of one run on one device would be `flops / ways(work)`; `sizes` are the global m, n, k and number of
-    separate products, each divided by the axes in `splits`. `batched` says which of the four grows with the batch,
-    -1 for none. `num_bytes` and `bytes_splits`: both operands and the result. `scores`: which of these are attention
-    scores; `fused`: whether it is part of an attention kernel.
+    `flops / ways(work)` are the FLOPs of one run on one device; `sizes` are the global m, n, k and number of separate
+    products, each divided by the axes in `splits`. `batched` is the index of the one that grows with the batch, -1 for
+    none. `num_bytes` and `bytes_splits`: both operands and the result. `scores`: which of these are attention scores;
+    `fused`: whether it is part of an attention kernel.
     """
 
     flops: np.ndarray
@@ -49,7 +49,7 @@ class Matmuls:
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
-        """All of each row but when and how often it runs: equal ones take equally long."""
+        """Each row without its phase and number of runs: equal rows take equal time."""
         sizes = (self.flops, self.work, self.sizes, self.splits, self.batched)
         table = np.column_stack(
             [*sizes, self.num_bytes, self.bytes_splits, self.bytes_batched, self.scores, self.fused]
@@ -57,14 +57,14 @@ class Matmuls:
         return list(zip(self.dtypes, map(tuple, table.tolist()), strict=True))
 
     def some(self, rows: Sequence[int]) -> "Matmuls":
-        """Some of the rows."""
+        """Returns some of the rows."""
         chosen = np.asarray(rows, int)
-        return Matmuls(**{one.name: np.asarray(getattr(self, one.name))[chosen] for one in fields(self)})
+        return Matmuls(**{field.name: np.asarray(getattr(self, field.name))[chosen] for field in fields(self)})
 
 
 @dataclass(frozen=True, eq=False)
 class MemoryTraffic:
-    """The bytes that fused kernels read and write, by phase; `kernels` are how many they are in all."""
+    """The bytes that fused kernels read and write, by phase; `kernels` is the number of kernels."""
 
     num_bytes: np.ndarray
     split: np.ndarray
@@ -77,9 +77,9 @@ class MemoryTraffic:
 
 @dataclass(frozen=True, eq=False)
 class Collectives:
-    """The collectives: global bytes of the value, the axes it goes over, and those that split it besides.
+    """The collectives: global bytes of the value, mesh axes of the collective, and other axes that shard the value.
 
-    `of_weights` tells gathers of parameters and reductions of gradients, which can run beside the computation,
+    `of_weights` distinguishes gathers of parameters and reductions of gradients, which can overlap with computation,
     from those of activations, which the next operation waits for.
     """
 
@@ -96,10 +96,10 @@ class Collectives:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """Everything that one layout makes a program do.
+    """All cost terms of a program under one layout.
 
-    `carry_bytes` is what goes from one of the `num_layers` layers to the next for the whole batch; both are 0 where the
-    program has no loop over layers.
+    `carry_bytes` is the carry between two of the `num_layers` layers for the full batch; both are 0 where the program
+    has no loop over layers.
     """
 
     axes: tuple[str, ...]
@@ -112,31 +112,30 @@ class Terms:
     def moved_bytes(
         self, mesh: MeshShape, *, scale: float = 1.0, num_microbatches: int = 1, num_stages: float = 1
     ) -> dict[tuple[str, str], float]:
-        """Output bytes a device and step by (kind of collective, mesh axes), as `("all-reduce", "data+fsdp")`.
+        """Returns output bytes per device and step by (collective, mesh axes), as `("all-reduce", "data+fsdp")`.
 
-        The output of an all-gather is all that is gathered, that of an all-reduce the sum; that of a reduce-scatter
-        or an all-to-all is the device's own part.
+        The output of an all-gather is the gathered value, that of an all-reduce the sum; that of a reduce-scatter or an
+        all-to-all is the device's shard.
 
         Args:
           mesh: sizes of the mesh axes inside a stage.
           scale: the batch of one microbatch over the traced batch.
-          num_microbatches: what is done for each; gradients are summed and weights updated once.
-          num_stages: of a pipeline, each of which has its part of the layers and of the update; fewer where some of it
-            is padding.
+          num_microbatches: per step; gradients are reduced and weights updated once.
+          num_stages: of a pipeline, which divide the layers and the update; fewer where some of it is padding.
         """
-        found, moves = defaultdict[tuple[str, str], float](float), self.collectives
+        result, moves = defaultdict[tuple[str, str], float](float), self.collectives
         is_update = moves.phase == Phase.UPDATE
         is_once = is_update | (moves.of_weights & (moves.kind == KINDS.index("all-reduce")))
         in_stages = moves.in_layers | is_update
         runs = moves.runs * np.where(is_once, 1, num_microbatches) / np.where(in_stages, num_stages, 1)
         num_bytes = moves.num_bytes * np.where(moves.batched, scale, 1.0) * runs
-        for row, at in enumerate(moves.kind):
-            over, kept = (
+        for row, kind in enumerate(moves.kind):
+            over, common = (
                 [axis for bit, axis in enumerate(self.axes) if mask >> bit & 1 and mesh.ways([axis]) > 1]
                 for mask in (int(moves.over[row]), int(moves.kept[row]))
             )
-            split = kept if KINDS[at] in AS_WHOLE else [*kept, *over]
+            split = common if KINDS[kind] in AS_WHOLE else [*common, *over]
             if over:
-                name = HOP if KINDS[at] == ROUND else KINDS[at]
-                found[name, "+".join(over)] += float(num_bytes[row] / mesh.ways(split))
-        return dict(found)
+                name = HOP if KINDS[kind] == ROUND else KINDS[kind]
+                result[name, "+".join(over)] += float(num_bytes[row] / mesh.ways(split))
+        return dict(result)

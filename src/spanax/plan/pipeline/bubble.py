@@ -1,4 +1,4 @@
-"""Closed-form pipeline bubbles with equal stages, for thousands of candidates at once.
+"""Closed-form pipeline bubbles with equal stages, vectorized over candidates.
 
 Counts and times may be NumPy arrays; they broadcast. Tests compare each formula with
 `spanax.plan.pipeline.timeline.simulate`. Where a source does not cover a case, the docstring names the case.
@@ -23,18 +23,18 @@ def step_seconds(
     weight_seconds: Any = 1.0,
     hop_seconds: Any = 0.0,
 ) -> Any:
-    """Seconds from the first forward to the last weight gradient, with equal parts on every device.
+    """Returns the seconds from the first forward to the last weight gradient, with equal parts on every device.
 
-    The three times are those of one microbatch in one part: a chunk of a device, and with one chunk a stage.
-    Without hops exact for every schedule. With hops exact for `gpipe` and `1f1b`; for `interleaved` as long as a
-    hop takes no longer than the forward or the whole backward of a chunk; for `zero-bubble` where the weight
-    gradient takes no longer than the forward or the input gradient; a lower bound beyond. For unequal parts the
-    slowest part's times give an upper bound wherever the formula is exact.
+    The three times are those of one microbatch in one part: a chunk of a device, or a stage with one chunk.
+    Without hops, exact for every schedule. With hops, exact for `gpipe` and `1f1b`; for `interleaved` if a hop takes
+    no longer than the forward or the full backward of a chunk; for `zero-bubble` if the weight gradient takes no longer
+    than the forward or the input gradient; otherwise a lower bound. For unequal parts, the times of the slowest part
+    give an upper bound wherever the formula is exact.
 
-    Source: `bubble_seconds` and `num_hops`, beside the work of `num_microbatches * num_chunks` parts a device.
+    Source: `bubble_seconds` and `num_hops`, plus the compute of `num_microbatches * num_chunks` parts per device.
 
     Raises:
-      SpanaxError: an unknown schedule, or counts it cannot take.
+      SpanaxError: an unknown schedule, or unsupported counts.
 
     Example:
       >>> step_seconds("1f1b", num_stages=4, num_microbatches=np.array([4, 8, 16]))
@@ -56,7 +56,7 @@ def step_seconds(
     few = _num_hops(schedule, p, m, v)
     if schedule != "zero-bubble":
         return seconds + few * hop
-    # A weight gradient longer than what it fills adds a wait of its own, and hops may hide in that wait.
+    # A weight gradient longer than the gap it fills adds idle time, which can overlap with hops.
     hidden = np.minimum(np.minimum(forward, backward), weight_seconds)
     many = _num_hops("1f1b", p, m, v)
     exposed = few * hop + (many - few) * np.maximum(0.0, hop - hidden / 2)
@@ -72,13 +72,13 @@ def bubble_seconds(
     backward_seconds: Any = 1.0,
     weight_seconds: Any = 1.0,
 ) -> Any:
-    """Seconds each device idles in a step, with equal parts and no hops: F, B and W are the times of one part.
+    """Returns the idle seconds per device and step, with equal parts and no hops; F, B and W are the times of one part.
 
-    `gpipe`, `1f1b`, `interleaved`: (p - 1)(F + B + W). `zero-bubble`: (p - 1)(F + B) less the weight gradients
-    that fill it, min(p, m) - 1 times min(F, B, W); with W the shortest and m >= p that is (p - 1)(F + B - W).
+    `gpipe`, `1f1b`, `interleaved`: (p - 1)(F + B + W). `zero-bubble`: (p - 1)(F + B) minus the weight gradients
+    that fill it, min(p, m) - 1 times min(F, B, W); with W the shortest and m >= p this is (p - 1)(F + B - W).
 
     Source: Narayanan et al., arXiv 2104.04473, sections 2.2.1 and 2.2.2; Qi et al., arXiv 2401.10241, section 2,
-    which has ZB-H1 for m >= p and a W no longer than F and B; the other cases follow from the order.
+    which covers ZB-H1 for m >= p and W no longer than F and B; the other cases follow from the order.
 
     Example:
       >>> float(bubble_seconds("1f1b", 4, 8)), float(bubble_seconds("zero-bubble", 4, 8))
@@ -102,7 +102,7 @@ def bubble_over_ideal(
     backward_seconds: Any = 1.0,
     weight_seconds: Any = 1.0,
 ) -> Any:
-    """How much longer a step takes than its work, with equal parts and no hops; of all time it is x / (1 + x).
+    """Returns bubble over compute time, with equal parts and no hops; for a ratio x, x / (1 + x) of the step is idle.
 
     `gpipe` and `1f1b`: (p - 1) / m. `interleaved`: (p - 1) / (v m). `zero-bubble`, with F = B = W and m >= p: a
     third of 1F1B's.
@@ -110,7 +110,7 @@ def bubble_over_ideal(
     Source: as `bubble_seconds`, over m v (F + B + W).
 
     Raises:
-      SpanaxError: an unknown schedule, or counts it cannot take.
+      SpanaxError: an unknown schedule, or unsupported counts.
 
     Example:
       >>> [float(bubble_over_ideal(name, 4, 8)) for name in ("gpipe", "1f1b", "zero-bubble")]
@@ -132,17 +132,17 @@ def bubble_over_ideal(
 
 
 def num_hops(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> Any:
-    """How many hops a step of equal parts waits for, while a hop is short (`step_seconds` says how short).
+    """Returns the number of exposed hops in a step of equal parts, for short hops (bounds: `step_seconds`).
 
-    `gpipe`: 2 (p - 1), once through and back. `interleaved`: 2 (p v - 1), the same with p v parts. `1f1b`: one round
-    trip more for each microbatch but one in p, for its stages hold just as many microbatches as a round trip
-    without hops takes: 2 (p - 1 + (m - 1) - ceil((m - 1) / p)). `zero-bubble`: as `1f1b`, up to 4 (p - 1); from
-    then on weight gradients fill the wait.
+    `gpipe`: 2 (p - 1), one round trip. `interleaved`: 2 (p v - 1), the same with p v parts. `1f1b`: another round
+    trip for each microbatch except one in p, since its stages hold only the microbatches of a round trip without
+    hops: 2 (p - 1 + (m - 1) - ceil((m - 1) / p)). `zero-bubble`: as `1f1b`, up to 4 (p - 1), beyond which weight
+    gradients fill the idle time.
 
     Source: the longest path through the orders of `spanax.plan.pipeline.schedules`; tests compare it with `simulate`.
 
     Raises:
-      SpanaxError: an unknown schedule, or counts it cannot take.
+      SpanaxError: an unknown schedule, or unsupported counts.
 
     Example:
       >>> [int(num_hops(name, 4, 32)) for name in ("gpipe", "1f1b", "zero-bubble")]
@@ -153,17 +153,17 @@ def num_hops(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: 
 
 
 def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1, stage: Any = 0) -> Any:
-    """How many chunks a stage holds the activations of at most, `stage` counted from 0; stage 0 holds the most.
+    """Returns the peak number of chunks whose activations a stage holds; `stage` starts at 0, which holds the most.
 
-    `gpipe`: m. `1f1b`: min(m, p - stage). `interleaved`: min(m v, (v + 1) p - 1 - 2 stage), each a chunk of a v-th
-    of the stage's layers, which at stage 0 is 1 + (p - 1) / (p v) times what 1F1B holds. `zero-bubble`: min(m, p)
-    on every stage, counted up to the weight gradient.
+    `gpipe`: m. `1f1b`: min(m, p - stage). `interleaved`: min(m v, (v + 1) p - 1 - 2 stage), each a chunk of 1/v
+    of the stage's layers, which at stage 0 is 1 + (p - 1) / (p v) times the activations of 1F1B. `zero-bubble`:
+    min(m, p) on every stage, counted up to the weight gradient.
 
     Source: Narayanan et al., arXiv 2104.04473, section 2.2; Korthikanti et al., arXiv 2205.05198, section 4.2.3 (the
     interleaved factor); Qi et al., arXiv 2401.10241, section 2.1.
 
     Raises:
-      SpanaxError: an unknown schedule, counts it cannot take, or a stage the pipeline does not have.
+      SpanaxError: an unknown schedule, unsupported counts, or a stage that does not exist.
 
     Example:
       >>> num_in_flight("1f1b", num_stages=4, num_microbatches=8, stage=np.arange(4))
@@ -173,10 +173,10 @@ def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chu
     """
     check_counts(schedule, num_stages, num_microbatches, num_chunks)
     p, m, v, stage = (np.asarray(count) for count in (num_stages, num_microbatches, num_chunks, stage))
-    stages, given = np.broadcast_arrays(p, stage)
-    if (outside := (given < 0) | (given >= stages)).any():
+    stages, stage_index = np.broadcast_arrays(p, stage)
+    if (outside := (stage_index < 0) | (stage_index >= stages)).any():
         raise SpanaxError(
-            f"there is no stage {given[outside].flat[0]} in a pipeline of {stages[outside].flat[0]}.",
+            f"there is no stage {stage_index[outside].flat[0]} in a pipeline of {stages[outside].flat[0]}.",
             fix=f"a stage from 0 to {stages[outside].flat[0] - 1}",
         )
     most = {
@@ -189,9 +189,9 @@ def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chu
 
 
 def _num_hops(schedule: str, p: Any, m: Any, v: Any) -> Any:
-    """`num_hops` of counts that are already checked, as floats."""
-    through = 2 * (p * v - 1) * (p > 1)
+    """Returns `num_hops` of validated counts, as floats."""
+    single_trip = 2 * (p * v - 1) * (p > 1)
     if schedule in ("gpipe", "interleaved"):
-        return through + 0 * m
-    again = 2 * (p - 1 + (m - 1) - np.ceil((m - 1) / p))
-    return again if schedule == "1f1b" else np.minimum(again, 2 * through)
+        return single_trip + 0 * m
+    round_trips = 2 * (p - 1 + (m - 1) - np.ceil((m - 1) / p))
+    return round_trips if schedule == "1f1b" else np.minimum(round_trips, 2 * single_trip)

@@ -1,4 +1,4 @@
-"""Which layers each stage of a pipeline gets, including counts that do not divide evenly."""
+"""Partitions the layers of a pipeline into stages, including counts that do not divide evenly."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,10 +8,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Parts:
-    """Layers one after another in parts: stages times chunks, each of `num_rows` rows.
+    """A partition of consecutive layers into parts: stages times chunks, each of `num_rows` rows.
 
-    Where the parts do not divide the layers, the last of them have one layer fewer, and a row of padding in its place:
-    the very last also has what comes behind the layers.
+    Where the parts do not divide the layers, the last parts have one layer fewer and a row of padding, since the last
+    part also computes everything after the layers.
 
     Example:
       >>> parts = Parts(num_layers=6, num_stages=4)
@@ -25,12 +25,12 @@ class Parts:
 
     @property
     def num_parts(self) -> int:
-        """How many parts there are."""
+        """The number of parts."""
         return self.num_stages * self.num_chunks
 
     @property
     def num_rows(self) -> int:
-        """Rows of one part: its layers, and the padding."""
+        """Rows of one part: its layers and the padding."""
         return -(-self.num_layers // self.num_parts)
 
     @property
@@ -40,13 +40,13 @@ class Parts:
 
     @property
     def num_short(self) -> int:
-        """How many parts have one layer fewer than they have rows."""
+        """The number of parts with a row of padding."""
         return self.num_kept - self.num_layers
 
     def first_layer(self, part: Any) -> Any:
-        """The first layer of a part, which may be traced."""
-        behind = part - (self.num_parts - self.num_short)
-        return part * self.num_rows - behind * (behind > 0)
+        """Returns the first layer of a part, which may be traced."""
+        num_before = part - (self.num_parts - self.num_short)
+        return part * self.num_rows - num_before * (num_before > 0)
 
     def is_full(self, part: Any) -> Any:
         """Whether a part, which may be traced, has no padding."""
@@ -54,7 +54,7 @@ class Parts:
 
 
 def shares(num_layers: int, num_stages: Any, num_chunks: int = 1) -> Any:
-    """Into how many equal parts layers would be divided, each as long as a stage with its padding; stages may be many.
+    """Returns the number of layers over the rows of a stage with its padding; broadcasts over `num_stages`.
 
     Example:
       >>> float(shares(6, 2)), float(shares(6, 4)), float(shares(0, 4))

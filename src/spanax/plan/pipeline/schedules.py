@@ -13,11 +13,11 @@ KINDS: tuple[Kind, ...] = ("F", "B", "W")
 
 
 class Task(NamedTuple):
-    """One piece of work of one device: a chunk of its layers on one microbatch.
+    """One task of one device: a chunk of its layers on one microbatch.
 
-    `F` is the forward pass. `B` is the gradient of the input; where the order has no `W` for it, of the weights
-    too. `W` is the gradient of the weights alone, which no other stage waits for. A tuple and not a dataclass: a
-    schedule of 64 stages and 512 microbatches has 98,304 of them.
+    `F` is the forward pass. `B` is the gradient of the input and, where the order has no `W` for it, of the weights.
+    `W` is the gradient of the weights alone, which no other stage depends on. A tuple instead of a dataclass, since a
+    schedule of 64 stages and 512 microbatches has 98,304 tasks.
 
     Example:
       >>> str(Task("B", microbatch=3, chunk=1))
@@ -33,24 +33,24 @@ class Task(NamedTuple):
 
 
 Order = tuple[Task, ...]
-"""What one device does, first to last."""
+"""The tasks of one device, first to last."""
 
 Orders = tuple[Order, ...]
-"""The order of every device, device 0 first: what a pipeline runs, and what `simulate` times."""
+"""The order of every device, device 0 first: a pipeline runs it, and `simulate` times it."""
 
 
 def orders(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Orders:
-    """The order of tasks on every device of a pipeline, from the first stage to the last.
+    """Returns the order of tasks on every device of a pipeline, from the first stage to the last.
 
     Args:
       schedule: `gpipe`, `1f1b`, `interleaved` or `zero-bubble` (ZB-H1).
       num_stages: devices (or groups of them) along the `pipe` axis.
-      num_microbatches: parts the batch of a step is cut into.
-      num_chunks: pieces of the model on each device, for `interleaved`. Chunk `c` of device `d` is part
+      num_microbatches: the number of microbatches of a step.
+      num_chunks: parts of the model on each device, for `interleaved`. Chunk `c` of device `d` is part
         `c * num_stages + d` of the model.
 
     Raises:
-      SpanaxError: an unknown schedule, a count below 1, or one that the schedule cannot take.
+      SpanaxError: an unknown schedule, a count below 1, or a count that the schedule does not support.
 
     Example:
       >>> for order in orders("1f1b", num_stages=2, num_microbatches=3):
@@ -64,7 +64,7 @@ def orders(schedule: str, num_stages: int, num_microbatches: int, num_chunks: in
 
 
 def gpipe(device: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """All forwards, then all backwards, last microbatch first: what differentiating a pipelined forward gives.
+    """Returns all forwards, then all backwards, last microbatch first: the derivative of a pipelined forward.
 
     Source: Huang et al., GPipe, arXiv 1811.06965, figure 2c.
 
@@ -78,7 +78,7 @@ def gpipe(device: int, num_stages: int, num_microbatches: int, num_chunks: int =
 
 
 def one_forward_one_backward(device: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """As many forwards as stages follow, then forward and backward in turn: the activations held stay bounded.
+    """Returns one forward per later stage, then alternating forwards and backwards, which bounds live activations.
 
     Source: Narayanan et al., PipeDream-Flush, arXiv 2006.09503; Megatron-LM, arXiv 2104.04473, section 2.2.1.
 
@@ -93,7 +93,7 @@ def one_forward_one_backward(device: int, num_stages: int, num_microbatches: int
 
 
 def interleaved(device: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """1F1B over `num_chunks` pieces of the model a device, `num_stages` microbatches at a time through each.
+    """Returns 1F1B over `num_chunks` parts of the model per device, in groups of `num_stages` microbatches.
 
     Source: Narayanan et al., Megatron-LM, arXiv 2104.04473, section 2.2.2; the number of forwards before the first
     backward is that of Megatron-LM's `forward_backward_pipelining_with_interleaving`.
@@ -104,14 +104,20 @@ def interleaved(device: int, num_stages: int, num_microbatches: int, num_chunks:
     """
     warm_up = 2 * (num_stages - 1 - device) + (num_chunks - 1) * num_stages
     groups = range(0, num_microbatches, num_stages)
-    turns = [(c, i) for first in groups for c in range(num_chunks) for i in range(first, first + num_stages)]
-    return _in_turn(warm_up, [Task("F", i, c) for c, i in turns], [Task("B", i, num_chunks - 1 - c) for c, i in turns])
+    chunk_microbatches = [
+        (c, i) for first in groups for c in range(num_chunks) for i in range(first, first + num_stages)
+    ]
+    return _in_turn(
+        warm_up,
+        [Task("F", i, c) for c, i in chunk_microbatches],
+        [Task("B", i, num_chunks - 1 - c) for c, i in chunk_microbatches],
+    )
 
 
 def zero_bubble(device: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """ZB-H1: 1F1B with weight gradients apart, on device `d` those of `d` microbatches ago.
+    """Returns ZB-H1: 1F1B with separate weight gradients, delayed by `d` microbatches on device `d`.
 
-    No stage waits for weight gradients, so the last devices catch up on them while the first ones finish.
+    No stage depends on weight gradients, so the last devices compute theirs while the first devices finish.
 
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 and figure 3.
 
@@ -134,15 +140,15 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], Order]] = {
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
-"""Every schedule by name: from device, stages, microbatches and chunks to the order of that device."""
+"""Every schedule by name: (device, stages, microbatches, chunks) -> order of the device."""
 
 
 def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> None:
-    """Refuse counts that a schedule cannot take; they may be arrays, and the first that does not fit is named.
+    """Checks that a schedule supports counts, which may be arrays; the error names the first invalid count.
 
     Raises:
-      SpanaxError: an unknown schedule, a count that is no whole number from 1, chunks where the schedule has none,
-        or microbatches that are no multiple of the stages where it needs them to be.
+      SpanaxError: an unknown schedule, a count that is not an integer from 1, chunks that the schedule does not
+        support, or microbatches that are not a multiple of the stages where required.
 
     Example:
       >>> check_counts("interleaved", num_stages=4, num_microbatches=[4, 8], num_chunks=2)
@@ -150,11 +156,11 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
     if schedule not in SCHEDULES:
         raise SpanaxError(f"unknown schedule '{schedule}'.", fix=nearest(schedule, SCHEDULES))
     counts = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    for name, given in counts.items():
-        array = np.asarray(given)
-        whole = np.issubdtype(array.dtype, np.integer)
-        if not whole or (array < 1).any():
-            bad = array[array < 1].flat[0] if whole else given
+    for name, count in counts.items():
+        array = np.asarray(count)
+        is_integer = np.issubdtype(array.dtype, np.integer)
+        if not is_integer or (array < 1).any():
+            bad = array[array < 1].flat[0] if is_integer else count
             raise SpanaxError(f"{name} is {bad}; it takes a whole number from 1.", where=f"schedule '{schedule}'")
     stages, microbatches, chunks = (a.ravel() for a in np.broadcast_arrays(*counts.values()))
     bad_chunks = chunks < 2 if schedule == "interleaved" else chunks > 1
@@ -168,17 +174,17 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
     uneven = microbatches % stages != 0
     if schedule == "interleaved" and uneven.any():
         first = int(uneven.argmax())
-        size, ways = int(microbatches[first]), int(stages[first])
-        lower, upper = size // ways * ways, -(-size // ways) * ways
+        size, num_groups = int(microbatches[first]), int(stages[first])
+        lower, upper = size // num_groups * num_groups, -(-size // num_groups) * num_groups
         raise SpanaxError(
-            f"{size} microbatches are no multiple of {ways} stages: {size} % {ways} = {size % ways}.",
+            f"{size} microbatches are no multiple of {num_groups} stages: {size} % {num_groups} = {size % num_groups}.",
             where="schedule 'interleaved' sends them through each chunk in groups of one a stage",
             fix=f"{lower} or {upper} microbatches, or schedule '1f1b'" if lower else f"{upper} microbatches",
         )
 
 
 def _in_turn(warm_up: int, forward: list[Task], backward: list[Task]) -> Order:
-    """`warm_up` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Returns `warm_up` forwards, then alternating forwards and backwards, then the remaining backwards."""
     warm_up = min(warm_up, len(forward))
     pairs = zip(forward[warm_up:], backward, strict=False)
     steady = [task for pair in pairs for task in pair]

@@ -1,4 +1,4 @@
-"""What a `pipe` mesh axis requires of schedule and program, and the plan of one stage."""
+"""Requirements of a `pipe` mesh axis on schedule and program, and the plan of one stage."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ AXIS = PIPE
 """The mesh axis of the stages."""
 
 SUITS = 4
-"""Microbatches a stage where none are asked for: the bubble, (S - 1) / (M + S - 1), is then a fifth of a step at most.
+"""Default microbatches per stage: the bubble, (S - 1) / (M + S - 1), is then at most a fifth of a step.
 
 Source: Huang et al., GPipe, arXiv 1811.06965, section 2.3: negligible from M >= 4 S on.
 """
@@ -24,21 +24,21 @@ Source: Huang et al., GPipe, arXiv 1811.06965, section 2.3: negligible from M >=
 def in_stages(
     program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
 ) -> tuple[Layout, MeshShape, Schedule]:
-    """Layout, mesh and schedule that say the same of the stages.
+    """Returns the layout, mesh and schedule with consistent stages.
 
     Args:
-      program: what is to be trained.
-      layout: what each mesh axis splits.
-      mesh: the devices; without an axis of stages, those of one stage.
-      schedule: microbatches and stages; no microbatches means as many as suit.
+      program: the program to train.
+      layout: the axes that each mesh axis shards.
+      mesh: the devices; without `pipe`, those of one stage.
+      schedule: microbatches and stages; 0 microbatches chooses a number.
 
     Raises:
-      SpanaxError: the schedule cannot be had of this batch.
+      SpanaxError: the batch or the program does not support the schedule.
     """
     stages = mesh.ways([AXIS])
     if stages == 1 and schedule.num_stages > 1:
-        others = tuple(pair for pair in mesh.axes if pair[0] != AXIS and pair[1] > 1)
-        mesh = MeshShape(((AXIS, schedule.num_stages), *others))
+        inner_axes = tuple(pair for pair in mesh.axes if pair[0] != AXIS and pair[1] > 1)
+        mesh = MeshShape(((AXIS, schedule.num_stages), *inner_axes))
     schedule = replace(schedule, num_stages=mesh.ways([AXIS]))
     if schedule.num_stages > 1 and not layout.splits(AXIS):
         layout = replace(layout, name=f"pipeline+{layout.name}", computed=((AXIS, ("layers",)), *layout.computed))
@@ -52,7 +52,7 @@ def in_stages(
 def requested_schedule(
     *, remat: str | None = None, microbatches: int | None = None, schedule: str | None = None, chunks: int | None = None
 ) -> Schedule | None:
-    """What was asked for of how a step goes through a plan; None where nothing was.
+    """Returns the schedule of the requested options, or None without any.
 
     Example:
       >>> requested_schedule(schedule="interleaved").num_chunks, requested_schedule() is None
@@ -69,10 +69,10 @@ def requested_schedule(
 
 
 def check_requested_schedule(schedule: str | None, plan: Plan) -> None:
-    """Hold a schedule that was asked for against the plan that came of it.
+    """Checks that a plan uses the requested pipeline schedule.
 
     Raises:
-      SpanaxError: it is for a pipeline, and the mesh has no stages.
+      SpanaxError: the mesh has no stages.
     """
     if schedule is not None and plan.schedule.num_stages == 1:
         raise SpanaxError(
@@ -83,17 +83,17 @@ def check_requested_schedule(schedule: str | None, plan: Plan) -> None:
 
 
 def inside_stage(plan: Plan) -> Plan:
-    """A plan as one stage of it sees the mesh; its placements are those of the whole."""
+    """Returns a plan with the mesh and layout of one stage; its placements are those of all stages."""
     axes = tuple(pair for pair in plan.mesh.axes if pair[0] != AXIS)
     computed = tuple(pair for pair in plan.layout.computed if pair[0] != AXIS)
     return replace(plan, mesh=MeshShape(axes or (("data", 1),)), layout=replace(plan.layout, computed=computed))
 
 
 def _possible(program: Program, layout: Layout, mesh: MeshShape) -> list[int]:
-    """Numbers of microbatches whose examples the mesh's axes divide."""
-    ways = mesh.ways([axis for axis, names in layout.computed if "batch" in names])
+    """Returns the numbers of microbatches whose examples the mesh axes divide."""
+    num_shards = mesh.ways([axis for axis, names in layout.computed if "batch" in names])
     size = program.batch[0].shape[0]
-    return [*divisors(size // ways)] if size % ways == 0 else [1]
+    return [*divisors(size // num_shards)] if size % num_shards == 0 else [1]
 
 
 def _check_chunks(num_layers: int, schedule: Schedule) -> None:
@@ -131,7 +131,7 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
     stages, count = schedule.num_stages, schedule.microbatches
     check_counts(schedule.pipeline, stages, count, schedule.num_chunks)
     possible = _possible(program, layout, mesh)
-    enough = [one for one in possible if one >= stages] or possible[-1:]
+    enough = [candidate for candidate in possible if candidate >= stages] or possible[-1:]
     if count == 1:
         raise SpanaxError(
             f"a pipeline of {stages} stages needs microbatches, and there is one.",
@@ -139,7 +139,7 @@ def _check(program: Program, layout: Layout, mesh: MeshShape, schedule: Schedule
             fix=f"{_suiting(program, layout, mesh, schedule)} microbatches, or a mesh without '{AXIS}'",
         )
     if count not in possible:
-        near = min(enough, key=lambda one: (abs(one - count), one))
+        near = min(enough, key=lambda candidate: (abs(candidate - count), candidate))
         raise SpanaxError(
             f"{count} microbatches do not divide the batch of {program.batch[0].shape[0]} on mesh {mesh}.",
             where=f"possible are {', '.join(map(str, possible))}",

@@ -1,4 +1,4 @@
-"""Simulates when each task of a pipeline starts and ends, and the idle time between them."""
+"""Simulates the start and end of each task of a pipeline, and the idle time between tasks."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,10 +12,10 @@ from spanax.plan.pipeline.schedules import KINDS, Kind, Order, Orders, Task
 
 @dataclass(frozen=True)
 class StageSeconds:
-    """How long each part of the model takes on one microbatch, in seconds, from the first part to the last.
+    """Seconds of each part of the model on one microbatch, from the first part to the last.
 
-    A part is a chunk of a device; with one chunk a device, a stage. `backward_seconds` is the gradient of the
-    input, `weight_seconds` that of the weights; a schedule that does not split them takes both together.
+    A part is a chunk of a device or, with one chunk per device, a stage. `backward_seconds` is the gradient of the
+    input, `weight_seconds` that of the weights; a schedule without separate tasks runs both together.
 
     Raises:
       SpanaxError: lengths differ, or a time is negative or not finite.
@@ -37,8 +37,8 @@ class StageSeconds:
         }
         lengths = {name: len(values) for name, values in times.items()}
         if len(set(lengths.values())) > 1:
-            told = ", ".join(f"{name} {length}" for name, length in lengths.items())
-            raise SpanaxError("every part of the model needs its three times.", where=told)
+            counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise SpanaxError("every part of the model needs its three times.", where=counts)
         for name, values in times.items():
             _check_times(name, values)
 
@@ -46,7 +46,7 @@ class StageSeconds:
     def equal(
         num_parts: int, forward_seconds: float = 1.0, backward_seconds: float = 1.0, weight_seconds: float = 1.0
     ) -> "StageSeconds":
-        """The same three times for each of `num_parts` parts.
+        """Returns the same three times for each of `num_parts` parts.
 
         Example:
           >>> StageSeconds.equal(2, 1.0, 2.0, 1.0).backward_seconds
@@ -56,17 +56,17 @@ class StageSeconds:
 
     @property
     def num_parts(self) -> int:
-        """How many parts the model has: stages times chunks."""
+        """The number of parts of the model: stages times chunks."""
         return len(self.forward_seconds)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When every task starts and ends, in seconds from the start of the step, in the shape of `orders`.
+    """Start and end of every task, in seconds from the start of the step, in the structure of `orders`.
 
-    `peak_in_flight` counts, for each device, the chunks whose activations it holds at most: from `F` to `W`, or to
-    `B` where the order does not split the two. Between `B` and `W` less is kept than before, so that for
-    `zero-bubble` it bounds from above.
+    `peak_in_flight` is the peak number of chunks per device whose activations are live: from `F` to `W`, or to `B`
+    where the order has no `W`. Fewer activations are live between `B` and `W`, so that it is an upper bound for
+    `zero-bubble`.
 
     Example:
       >>> from spanax.plan.pipeline.schedules import orders
@@ -83,37 +83,36 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """From the start of the first task to the end of the last."""
+        """Seconds from the start of the first task to the end of the last."""
         return max((ends[-1] for ends in self.end_seconds if ends), default=0.0)
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all device-seconds in which a device is idle; 0 where nothing takes time."""
-        held = self.seconds * len(self.busy_seconds)
-        return 1 - math.fsum(self.busy_seconds) / held if held else 0.0
+        """The idle fraction of all device-seconds; 0 for a step of zero seconds."""
+        device_seconds = self.seconds * len(self.busy_seconds)
+        return 1 - math.fsum(self.busy_seconds) / device_seconds if device_seconds else 0.0
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle device-seconds over busy ones: how much longer the step takes than without a bubble."""
+        """Idle over busy device-seconds: the slowdown of the step by the bubble."""
         busy = math.fsum(self.busy_seconds)
         return self.seconds * len(self.busy_seconds) / busy - 1 if busy else 0.0
 
 
 def simulate(orders: Orders, stage_seconds: StageSeconds, hop_seconds: float | Sequence[float] = 0.0) -> Timeline:
-    """Time the orders of a pipeline: each device does its tasks in order, each as soon as what it needs is there.
+    """Returns the timeline of a pipeline: each device runs its tasks in order, each as soon as its operands arrive.
 
-    `F` needs `F` of the part before, `B` needs `B` of the part behind (the last part: its own `F`), `W` needs its
-    own `B`. What comes from another device comes a hop later. Hops overlap with compute and do not wait for each
-    other.
+    `F` depends on `F` of the previous part, `B` on `B` of the next part (in the last part, on its `F`), `W` on its `B`.
+    Values from another device arrive a hop later. Hops overlap with compute and with each other.
 
     Args:
-      orders: what `spanax.plan.pipeline.schedules.orders` returned, or orders of one's own.
+      orders: what `spanax.plan.pipeline.schedules.orders` returned, or custom orders.
       stage_seconds: the times of `len(orders)` x chunks parts.
-      hop_seconds: what it takes to send activations, or their gradients, on; one number, or one for each boundary
-        between two parts.
+      hop_seconds: seconds to send activations, or their gradients, to the next part; a scalar, or one value for each
+        boundary between two parts.
 
     Raises:
-      SpanaxError: the times do not fit the orders, a task comes twice, or the orders block each other.
+      SpanaxError: the times do not match the orders, a task is repeated, or the orders deadlock.
 
     Example:
       >>> from spanax.plan.pipeline.schedules import orders
@@ -131,9 +130,9 @@ def simulate(orders: Orders, stage_seconds: StageSeconds, hop_seconds: float | S
     ready = list(range(len(orders)))
     while ready:
         device = ready.pop()
-        own, now = steps[device], free_seconds[device]
-        for index in range(done[device], len(own)):
-            task, needed, delay, duration = own[index]
+        device_steps, now = steps[device], free_seconds[device]
+        for index in range(done[device], len(device_steps)):
+            task, needed, delay, duration = device_steps[index]
             if needed is not None:
                 if needed not in ends:
                     waiting[needed] = device
@@ -150,32 +149,32 @@ def simulate(orders: Orders, stage_seconds: StageSeconds, hop_seconds: float | S
     return Timeline(
         orders=orders,
         start_seconds=tuple(map(tuple, starts)),
-        end_seconds=tuple(tuple(ends[task] for task, *_ in own) for own in steps),
-        busy_seconds=tuple(math.fsum(duration for *_, duration in own) for own in steps),
+        end_seconds=tuple(tuple(ends[task] for task, *_ in device_steps) for device_steps in steps),
+        busy_seconds=tuple(math.fsum(duration for *_, duration in device_steps) for device_steps in steps),
         peak_in_flight=tuple(map(peak_in_flight, orders)),
     )
 
 
 def peak_in_flight(order: Order) -> int:
-    """How many chunks one device holds activations of at most: from `F` to `W`, or to `B` where there is no `W`.
+    """Returns the peak number of chunks with live activations on a device: from `F` to `W`, or to `B` without `W`.
 
     Example:
       >>> peak_in_flight((Task("F", 0), Task("F", 1), Task("B", 0), Task("B", 1)))
       2
     """
     split = _split(order)
-    held = peak = 0
+    in_flight = peak = 0
     for task in order:
         if task.kind == "F":
-            held += 1
-            peak = max(peak, held)
+            in_flight += 1
+            peak = max(peak, in_flight)
         elif task.kind == "W" or (task.microbatch, task.chunk) not in split:
-            held -= 1
+            in_flight -= 1
     return peak
 
 
 def _split(order: Order) -> set[tuple[int, int]]:
-    """The (microbatch, chunk) whose weight gradient is a task of its own."""
+    """Returns the (microbatch, chunk) pairs whose weight gradient is a separate task."""
     return {(task.microbatch, task.chunk) for task in order if task.kind == "W"}
 
 
@@ -186,13 +185,13 @@ def _check_times(name: str, values: Iterable[float]) -> None:
 
 
 def _check_tasks(orders: Orders) -> None:
-    """Refuse orders without a device, tasks that are none, and tasks that come twice."""
+    """Raises for orders without a device, invalid tasks and repeated tasks."""
     if not orders:
         raise SpanaxError("there is no device to run anything.", fix="one order for each stage")
     for device, order in enumerate(orders):
         if len(set(order)) < len(order):
-            twice = next(task for i, task in enumerate(order) if task in order[:i])
-            raise SpanaxError(f"device {device} has {twice} twice.", fix="each task once")
+            repeated = next(task for i, task in enumerate(order) if task in order[:i])
+            raise SpanaxError(f"device {device} has {repeated} twice.", fix="each task once")
         for task in order:
             if task.kind not in KINDS or task.microbatch < 0 or task.chunk < 0:
                 raise SpanaxError(
@@ -202,7 +201,7 @@ def _check_tasks(orders: Orders) -> None:
 
 
 def _hops(orders: Orders, stage_seconds: StageSeconds, hop_seconds: float | Sequence[float]) -> list[float]:
-    """Seconds from each part to the next; checks that times, hops and orders belong together."""
+    """Returns the seconds from each part to the next; checks that times, hops and orders match."""
     num_parts = stage_seconds.num_parts
     chunks = 1 + max((task.chunk for order in orders for task in order), default=0)
     if num_parts != len(orders) * chunks:
@@ -210,24 +209,24 @@ def _hops(orders: Orders, stage_seconds: StageSeconds, hop_seconds: float | Sequ
             f"there are times for {num_parts} parts, and the orders have {len(orders) * chunks}.",
             where=f"{len(orders)} devices x {chunks} chunks",
         )
-    given = np.asarray(hop_seconds, float)
-    if given.ndim and given.shape != (num_parts - 1,):
+    seconds = np.asarray(hop_seconds, float)
+    if seconds.ndim and seconds.shape != (num_parts - 1,):
         raise SpanaxError(
-            f"there are {given.size} hop times for the {num_parts - 1} boundaries of {num_parts} parts.",
+            f"there are {seconds.size} hop times for the {num_parts - 1} boundaries of {num_parts} parts.",
             fix="one number for all, or one a boundary",
         )
-    hops = np.broadcast_to(given, (num_parts - 1,)).tolist()
+    hops = np.broadcast_to(seconds, (num_parts - 1,)).tolist()
     _check_times("hop_seconds", hops)
     return hops if len(orders) > 1 else [0.0] * len(hops)
 
 
 def _key(kind: Kind, microbatch: int, part: int, num_parts: int) -> int:
-    """One number a task, for tuples would make the simulation twice as slow."""
+    """Returns an integer key of a task; tuples would make the simulation twice as slow."""
     return (microbatch * num_parts + part) * len(KINDS) + KINDS.index(kind)
 
 
 def _needed(task: Task, part: int, num_parts: int) -> tuple[Kind, int] | None:
-    """Kind and part of the task that this one waits for, on the same microbatch."""
+    """Returns the kind and part of the task that this task depends on, on the same microbatch."""
     if task.kind == "F":
         return ("F", part - 1) if part else None
     if task.kind == "B":
@@ -238,7 +237,7 @@ def _needed(task: Task, part: int, num_parts: int) -> tuple[Kind, int] | None:
 def _steps(
     device: int, orders: Orders, stage_seconds: StageSeconds, hops: list[float]
 ) -> list[tuple[int, int | None, float, float]]:
-    """For each task of a device: its key, the key of what it needs, the hop from there and its own seconds."""
+    """Returns for each task of a device: its key, the key of its dependency, the seconds of the hop, its seconds."""
     num_parts = stage_seconds.num_parts
     split = _split(orders[device])
     steps: list[tuple[int, int | None, float, float]] = []
@@ -261,21 +260,21 @@ def _steps(
 
 
 def _blocked(orders: Orders, done: Sequence[int]) -> SpanaxError:
-    """Who waits for what, once no device can go on."""
+    """Returns the error that lists the tasks of a deadlock and their dependencies."""
     num_parts = len(orders) * (1 + max(task.chunk for order in orders for task in order))
-    told = []
+    dependencies = []
     stuck = [device for device, order in enumerate(orders) if done[device] < len(order)]
     for device in stuck[:3]:
         task = orders[device][done[device]]
         needed = _needed(task, task.chunk * len(orders) + device, num_parts)
         assert needed is not None, "a first part waits for nothing"
-        chunk, other = divmod(needed[1], len(orders))
-        awaited = Task(needed[0], task.microbatch, chunk)
-        missing = "" if awaited in orders[other] else ", which has no such task"
-        told.append(f"device {device} at {task} waits for {awaited} of device {other}{missing}")
+        chunk, device_index = divmod(needed[1], len(orders))
+        dependency = Task(needed[0], task.microbatch, chunk)
+        missing = "" if dependency in orders[device_index] else ", which has no such task"
+        dependencies.append(f"device {device} at {task} waits for {dependency} of device {device_index}{missing}")
     more = f"; and {len(stuck) - 3} more" if len(stuck) > 3 else ""
     return SpanaxError(
         f"the orders block each other: {len(stuck)} of {len(orders)} devices wait for ever.",
-        where="; ".join(told) + more,
+        where="; ".join(dependencies) + more,
         fix="put each awaited task before the one that waits for it",
     )

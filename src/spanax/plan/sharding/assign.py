@@ -1,4 +1,4 @@
-"""Assigns classes of dims to mesh axes in one program; records why the others stay replicated."""
+"""Assigns classes of dims to mesh axes in one program; records why other classes stay replicated."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +14,15 @@ Pins = Mapping[str, str | Sequence[str] | None]
 
 
 SMALL = 16
-"""A value of the batch is gathered rather than refused below this part of the numbers of the largest."""
+"""A value of the batch that does not divide is gathered if the largest value has `SMALL` times its elements or more."""
 
 SENT_TO = -1
-"""The rank of experts that tokens are sent to: what only says which are chosen is split along the batch instead."""
+"""The rank of experts that receive their tokens; values that only select experts are sharded along the batch."""
 
 
 @dataclass(frozen=True)
 class Uneven:
-    """A dim of a named axis is not sharded because its size does not divide."""
+    """A dim of a named axis is not sharded because its size is not divisible."""
 
     name: str
     size: int
@@ -45,7 +45,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Scored:
-    """A named axis is not sharded because only a router's scores have it: no weight and no work would be divided."""
+    """A named axis is not sharded because only a router's scores have it: no weight or computation would be divided."""
 
     name: str
 
@@ -58,10 +58,10 @@ Reason = Uneven | Taken | Scored
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """For each mesh axis, the classes it splits and their rank (lowest first where a value has several).
+    """For each mesh axis, the classes it shards and their rank (lowest first where a value has several).
 
-    `reasons` says of a class that was offered to a mesh axis why that does not split it, `parts` of a class of layers
-    how a pipeline's stages divide it.
+    `reasons` maps a class that a mesh axis could have sharded to why it does not; `parts` maps a class of layers to how
+    the stages of a pipeline divide it.
     """
 
     ranks: Mapping[str, Mapping[int, int]]
@@ -69,24 +69,26 @@ class Assignment:
     parts: Mapping[int, Parts] = field(default_factory=dict)
 
     def kept(self, label: int | None, size: int) -> int:
-        """How long a dim of a class is where it is kept: layers that stages do not divide are padded."""
-        found = None if label is None else self.parts.get(label)
-        return size if found is None or size != found.num_layers else found.num_kept
+        """Returns the stored size of a dim of a class; layers that the stages do not divide evenly are padded."""
+        parts = None if label is None else self.parts.get(label)
+        return size if parts is None or size != parts.num_layers else parts.num_kept
 
 
 def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Layout:
-    """The layout with the user's wishes for single axes: `{"vocab": "model"}`, or None to keep one whole.
+    """Returns the layout with the user's pins for single axes: `{"vocab": "model"}`, or None to replicate an axis.
 
     Raises:
-      SpanaxError: no such axis in the program, or no such mesh axis.
+      SpanaxError: the program has no such axis, or the mesh no such mesh axis.
     """
     if not pins:
         return layout
     check_pinned(program, pins)
     computed = dict(layout.computed)
-    for name, wanted in pins.items():
-        computed = {axis: tuple(n for n in names if n != name) for axis, names in computed.items()}
-        for axis in (wanted,) if isinstance(wanted, str) else wanted or ():
+    for name, mesh_axes in pins.items():
+        computed = {
+            axis: tuple(other_name for other_name in names if other_name != name) for axis, names in computed.items()
+        }
+        for axis in (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ():
             if axis not in mesh.names:
                 raise SpanaxError(
                     f"cannot pin '{name}' to mesh axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, mesh.names)
@@ -96,10 +98,10 @@ def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Lay
 
 
 def check_pinned(program: Program, names: Iterable[str]) -> None:
-    """Hold the names of pinned axes against the program.
+    """Checks that the program has all pinned axes.
 
     Raises:
-      SpanaxError: it has none of that name.
+      SpanaxError: the program has no axis of that name.
     """
     known = sorted({*program.step.axes.names.values()})
     for name in names:
@@ -108,19 +110,19 @@ def check_pinned(program: Program, names: Iterable[str]) -> None:
 
 
 def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_chunks: int = 1) -> Assignment:
-    """Decide which classes each mesh axis splits; of stages each has so many chunks of the layers.
+    """Returns the classes that each mesh axis shards; each pipeline stage has `num_chunks` chunks of the layers.
 
     Raises:
-      IdleAxisError: a mesh axis would shard no weight and save no work.
+      IdleAxisError: a mesh axis would shard no weight and no computation.
       SpanaxError: the batch or a pinned axis does not divide.
     """
     _check_mapped(program, mesh)
     axes = program.step.axes
     ranks: dict[str, dict[int, int]] = {}
-    taken: dict[int, int] = {}
+    assigned: dict[int, int] = {}
     reasons: dict[int, Reason] = {}
     parts: dict[int, Parts] = {}
-    # Of two classes of a name the earlier is split: its gradient ends where the model begins, one reduction less.
+    # Of two classes with one name, shard the earlier: its gradient ends at the model's input, which saves a reduction.
     labels = program.step.labels_by_name
     for axis, names in layout.computed:
         size = mesh.ways([axis])
@@ -135,25 +137,25 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
                     continue
                 author = axes.names.get(label, name)
                 if label in accepted or (author != name and author in pins):
-                    continue  # a class with a name of its author's is pinned by that, and not by its use
-                ways = taken.get(label, 1) * size
-                in_parts = axis == PIPE and name == "layers" and ways == size <= axes.ways[label]
+                    continue  # a class that its author named is pinned by that name, not by its use
+                num_shards = assigned.get(label, 1) * size
+                in_parts = axis == PIPE and name == "layers" and num_shards == size <= axes.ways[label]
                 if in_parts:
                     parts[label] = Parts(axes.ways[label], size, num_chunks)
-                if axes.ways[label] % ways and not in_parts and _is_uneven(program, name, label, ways):
-                    reasons[label] = Uneven(name, axes.ways[label], ways)
+                if axes.ways[label] % num_shards and not in_parts and _is_uneven(program, name, label, num_shards):
+                    reasons[label] = Uneven(name, axes.ways[label], num_shards)
                     if name == "batch" or pins.get(name):
-                        raise _does_not_divide(program, name, axes.ways[label], ways, layout, mesh)
+                        raise _does_not_divide(program, name, axes.ways[label], num_shards, layout, mesh)
                 elif axis in layout.exclusive and (path := _clash(program, label, accepted)):
                     reasons.setdefault(label, Taken(axis, path))
                     square.setdefault(label, rank)
                 else:
                     accepted[label] = rank
-                    taken[label] = ways
+                    assigned[label] = num_shards
         if not accepted and square:
-            # Weights from an axis to itself (a residual stream): each is sharded along the dim that it sums over.
+            # Weights from an axis to itself (a residual stream): each is sharded along its contracted dim.
             label = next(iter(square))
-            accepted, taken[label] = {label: square[label]}, taken.get(label, 1) * size
+            accepted, assigned[label] = {label: square[label]}, assigned.get(label, 1) * size
             del reasons[label]
         working = [rank for label, rank in accepted.items() if label in program.step.worked]
         if 0 not in working and not (working and axis in layout.exclusive):
@@ -163,13 +165,13 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
     if layout.sequence_axis and mesh.ways([layout.sequence_axis]) > 1:
         size = mesh.ways([layout.sequence_axis])
         ranks[layout.sequence_axis] |= {
-            label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (taken.get(label, 1) * size) == 0
+            label: 1000 for label in labels.get("seq", ()) if axes.ways[label] % (assigned.get(label, 1) * size) == 0
         }
     return Assignment(_with_experts(program, ranks, mesh), reasons, parts)
 
 
-def _is_uneven(program: Program, name: str, label: int, ways: int) -> bool:
-    """Whether a class has dims that matter and do not divide: small values of the batch are gathered instead.
+def _is_uneven(program: Program, name: str, label: int, num_shards: int) -> bool:
+    """Returns whether a class has dims that matter and do not divide; small values of the batch are gathered instead.
 
     Rewards of a batch of 16 in 4 groups of 4 do not rule out 8 devices.
     """
@@ -183,13 +185,13 @@ def _is_uneven(program: Program, name: str, label: int, ways: int) -> bool:
     ]
     inputs = [leaf.shape[leaf.axes.index(name)] for leaf in program.batch if name in leaf.axes]
     largest = max(size for size, _ in sized)
-    return any(size % ways for size in inputs) or any(
-        length % ways and size * SMALL > largest for size, length in sized
+    return any(size % num_shards for size in inputs) or any(
+        length % num_shards and size * SMALL > largest for size, length in sized
     )
 
 
 def _check_mapped(program: Program, mesh: MeshShape) -> None:
-    """Raises where a `jax.shard_map` of the user runs over another number of devices."""
+    """Raises if a `jax.shard_map` of the user runs over another number of devices."""
     for axes in program.step.mapped_meshes:
         size = math.prod(size for _, size in axes)
         if size != mesh.size:
@@ -201,42 +203,44 @@ def _check_mapped(program: Program, mesh: MeshShape) -> None:
 
 
 def _with_experts(program: Program, ranks: Mapping[str, dict[int, int]], mesh: MeshShape) -> dict[str, dict[int, int]]:
-    """The ranks, of experts `SENT_TO` where that moves less than gathering the batch for them."""
-    step, found = program.step, dict(ranks)
+    """Returns the ranks, with `SENT_TO` for experts where moving tokens is cheaper than gathering the batch."""
+    step, result = program.step, dict(ranks)
     batch_axes = [axis for axis, accepted in ranks.items() if not step.batch_labels.isdisjoint(accepted)]
     for axis in batch_axes:
-        others = mesh.ways([one for one in batch_axes if one != axis])
+        num_other_shards = mesh.ways([name for name in batch_axes if name != axis])
         sent = [
             label
             for label, routing in step.routings.items()
-            if label in ranks[axis] and routing.is_sent(mesh.ways([axis]), others)
+            if label in ranks[axis] and routing.is_sent(mesh.ways([axis]), num_other_shards)
         ]
-        found[axis] = ranks[axis] | dict.fromkeys(sent, SENT_TO)
-    return found
+        result[axis] = ranks[axis] | dict.fromkeys(sent, SENT_TO)
+    return result
 
 
 def divided_layers(program: Program) -> list[int]:
-    """The class of the layers that a pipeline divides, if there are any: of several, those with the most parameters."""
+    """Returns the class of the layers that a pipeline divides, if any; of several, the one with the most parameters."""
     labels = program.step.labels_by_name.get("layers", ())
     return [max(labels, key=lambda label: program.size_by_class.get(label, 0))] if labels else []
 
 
 def _clash(program: Program, label: int, accepted: Mapping[int, int]) -> str:
-    """The path of a parameter that has this class twice, or beside one already accepted."""
+    """Returns the path of a parameter that has this class twice, or together with an accepted class."""
     for path, labels in program.params_by_class.get(label, ()):
-        if labels.count(label) > 1 or any(other in accepted for other in labels if other != label):
+        if labels.count(label) > 1 or any(another in accepted for another in labels if another != label):
             return path
     return ""
 
 
-def _does_not_divide(program: Program, name: str, size: int, ways: int, layout: Layout, mesh: MeshShape) -> SpanaxError:
-    lower, upper = size // ways * ways, -(-size // ways) * ways
+def _does_not_divide(
+    program: Program, name: str, size: int, shards: int, layout: Layout, mesh: MeshShape
+) -> SpanaxError:
+    lower, upper = size // shards * shards, -(-size // shards) * shards
     near = f"{lower} or {upper}" if lower else f"{upper}"
     row = next((row for row in program.axes if row.name == name and row.leaves), None)
-    # A loop of the step's own over parts of the batch splits the examples of a part.
+    # A loop over parts of the batch in the step itself shards the examples of one part.
     parts = f" in one of its parts, of {max(row.sizes)} in all," if row and size not in row.sizes else ""
     return SpanaxError(
-        f"'{name}' of size {size}{parts} does not divide {ways} ways: {size} % {ways} = {size % ways}.",
+        f"'{name}' of size {size}{parts} does not divide {shards} ways: {size} % {shards} = {size % shards}.",
         where=f"{row.leaves[0] if row else ''}, layout '{layout.name}', mesh {mesh}",
         fix=f"a {name} of {near}{' a part' if parts else ''}, or a smaller mesh axis",
     )
@@ -265,5 +269,5 @@ def _idle(
 def _largest_below(program: Program, names: Sequence[str], size: int) -> int:
     step = program.step
     labels = step.worked.intersection(label for name in names for label in step.labels_by_name.get(name, ()))
-    ways = [step.axes.ways[label] for label in labels]
-    return max((k for k in range(1, size) for way in ways if way % k == 0), default=1)
+    sizes = [step.axes.ways[label] for label in labels]
+    return max((divisor for divisor in range(1, size) for axis_size in sizes if axis_size % divisor == 0), default=1)

@@ -1,4 +1,4 @@
-"""How fused attention is sharded, and the mesh axis that its keys and values circulate around."""
+"""How fused attention is sharded, and the ring of mesh axes that its keys and values circulate around."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class AttentionSharding:
-    """The mesh axes that divide each dim of an attention, by the form's labels.
+    """The mesh axes that shard each dim of an attention operation, by the form's labels.
 
-    Keys that are divided as the queries are go around a ring of those devices; others are whole wherever queries are.
+    Keys sharded as the queries are circulate around a ring of those devices; otherwise every device has all keys.
     """
 
     form: Form
@@ -23,16 +23,16 @@ class AttentionSharding:
 
     @property
     def ring(self) -> Axes:
-        """The mesh axes of the ring, none where keys are whole."""
+        """The mesh axes of the ring; empty where keys are replicated."""
         return self.axes[self.form.keys]
 
     @property
     def used(self) -> frozenset[str]:
-        """Every mesh axis that divides something."""
+        """All mesh axes that shard a dim."""
         return frozenset(axis for by in self.axes for axis in by)
 
     def rows(self, *, wide: bool) -> Spec:
-        """The spec of what is laid out as the queries: with a width, or a number a row."""
+        """Returns the spec of values with the rows of the queries: with a width if `wide`, else one number per row."""
         return (*self.axes[: self.form.keys], *([()] if wide else []))
 
     @property
@@ -41,53 +41,56 @@ class AttentionSharding:
         return (*self.axes[: self.form.num_batch], self.ring, ())
 
     def extra(self, labels: Sequence[int]) -> Spec:
-        """The spec of an extra: it has its part of the queries, and all keys."""
+        """Returns the spec of an extra operand: sharded as the queries, with all keys."""
         return tuple(() if label in (NONE, self.form.keys) else self.axes[label] for label in labels)
 
     def extras(self, wanted: Sequence[bool] | None = None) -> list[Spec]:
-        """The specs of all extras, or of some."""
-        chosen = [True] * len(self.form.extras) if wanted is None else wanted
-        return [self.extra(labels) for labels, is_one in zip(self.form.extras, chosen, strict=True) if is_one]
+        """Returns the specs of all extra operands, or of those that `wanted` selects."""
+        selected = [True] * len(self.form.extras) if wanted is None else wanted
+        return [
+            self.extra(labels) for labels, is_selected in zip(self.form.extras, selected, strict=True) if is_selected
+        ]
 
     def operands(self, op: Op) -> tuple[Spec, ...]:
-        """The specs of an operation's operands."""
-        rows, number = self.rows(wide=True), self.rows(wide=False)
-        kept = (rows, number) if op.params["kernel"] else (number, number, number)
-        behind = (rows, *kept) if op.name == BACKWARD else ()
-        return (rows, self.keys, self.keys, *behind, *self.extras())
+        """Returns the specs of an operation's operands."""
+        rows, row_stats = self.rows(wide=True), self.rows(wide=False)
+        residuals = (rows, row_stats) if op.params["kernel"] else (row_stats, row_stats, row_stats)
+        backward = (rows, *residuals) if op.name == BACKWARD else ()
+        return (rows, self.keys, self.keys, *backward, *self.extras())
 
     def results(self, op: Op) -> tuple[Spec, ...]:
-        """The specs of its results."""
-        rows, number = self.rows(wide=True), self.rows(wide=False)
+        """Returns the specs of an operation's results."""
+        rows, row_stats = self.rows(wide=True), self.rows(wide=False)
         if op.name == BACKWARD:
             return (rows, self.keys, self.keys, *self.extras(op.params["grads"]))
-        return (rows, number) if op.params["kernel"] else (rows, number, number)
+        return (rows, row_stats) if op.params["kernel"] else (rows, row_stats, row_stats)
 
 
 def attention_sharding(graph: Graph, op: Op, constraints: Sequence[Constraint | None]) -> AttentionSharding | None:
-    """How an attention is divided, its batch as q, k and v all are, its queries as they lie; None of what is none.
+    """Returns how an attention operation is sharded; None for other operations.
 
-    A kernel has whole sequences, and all queries that share keys.
+    The batch is sharded where q, k and v all are, the queries as q is. A kernel needs complete sequences and all
+    queries that share keys.
     """
     if op.name not in RING:
         return None
     form: Form = op.params["form"]
     q, k, v = (_lies(graph, value, constraints) for value in op.inputs[:3])
-    taken: set[str] = set()
+    used: set[str] = set()
 
-    def some(axes: Sequence[str]) -> Axes:
-        found = tuple(axis for axis in axes if axis not in taken)
-        taken.update(found)
-        return found
+    def take(axes: Sequence[str]) -> Axes:
+        free = tuple(axis for axis in axes if axis not in used)
+        used.update(free)
+        return free
 
-    batch = [some([axis for axis in q[dim] if axis in k[dim] and axis in v[dim]]) for dim in range(form.num_batch)]
+    batch = [take([axis for axis in q[dim] if axis in k[dim] and axis in v[dim]]) for dim in range(form.num_batch)]
     if op.params["kernel"]:
         return AttentionSharding(form, (*batch, *[()] * (form.num_rows + 2)))
-    queries = some(q[form.queries])
-    rows = [some(q[dim]) for dim in range(form.num_batch, form.queries)]
+    queries = take(q[form.queries])
+    rows = [take(q[dim]) for dim in range(form.num_batch, form.queries)]
     return AttentionSharding(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))
 
 
 def _lies(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> Spec:
-    lies = constraints[value]
-    return ((),) * len(graph.shape(value)) if lies is None else lies.computed
+    constraint = constraints[value]
+    return ((),) * len(graph.shape(value)) if constraint is None else constraint.computed

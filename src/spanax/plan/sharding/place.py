@@ -20,18 +20,18 @@ from spanax.trace.variables import Leaf, itemsize
 def placed(
     program: Program, layout: Layout, mesh: MeshShape, *, pins: Pins, why: str, schedule: Schedule | None = None
 ) -> Plan:
-    """The plan of a program under a layout on a mesh.
+    """Returns the plan of a program under a layout on a mesh.
 
     Args:
-      program: what is to be trained.
-      layout: what each mesh axis splits.
+      program: the program to train.
+      layout: what each mesh axis shards.
       mesh: the devices; without an axis of stages, those of one stage.
-      pins: the user's wishes for single axes.
+      pins: the user's pins for single axes.
       why: a line on why this layout.
-      schedule: remat, microbatches and stages; as the program was traced if left out.
+      schedule: remat, microbatches and stages; by default as the program was traced.
 
     Raises:
-      SpanaxError: the layout cannot be laid over this program on this mesh.
+      SpanaxError: the layout does not apply to this program on this mesh.
     """
     schedule = replace(schedule or Schedule(), compute_dtype=program.compute_dtype)
     if program.context in KERNELS and schedule.context == GATHERED:
@@ -55,13 +55,13 @@ def placed(
         pins=tuple((name, (to,) if isinstance(to, str) else tuple(to or ())) for name, to in pins.items()),
         leaves=tuple(placements[: len(program.leaves)]),
         batch=tuple(placements[len(program.leaves) :]),
-        why=why + _padding(resolver) + "".join(f"; attention {one}" for one in program.attention),
+        why=why + _padding(resolver) + "".join(f"; attention {note}" for note in program.attention),
         schedule=schedule,
     )
 
 
 def resolver_of(program: Program, plan: Plan) -> Resolver:
-    """The resolver that made a plan, so that the step runs what was planned.
+    """Returns the resolver that made a plan, so that the step runs as planned.
 
     Raises:
       SpanaxError: the plan was made for another program.
@@ -72,7 +72,7 @@ def resolver_of(program: Program, plan: Plan) -> Resolver:
 
 
 def check_made_for(program: Program, plan: Plan) -> None:
-    """Hold a plan against the program it is to place.
+    """Checks that a plan was made for a program.
 
     Raises:
       SpanaxError: the plan was made for another program.
@@ -89,10 +89,10 @@ def check_made_for(program: Program, plan: Plan) -> None:
 
 
 def as_planned(program: Program, plan: Plan) -> Program:
-    """The program that a plan was made for, traced as its schedule has it.
+    """Returns the program that a plan was made for, traced according to its schedule.
 
     Raises:
-      SpanaxError: the plan was made for another program, or its schedule cannot be had of this one.
+      SpanaxError: the plan was made for another program, or this program does not support its schedule.
     """
     schedule, program = plan.schedule, in_forms(program, plan)
     if schedule.remat is not None and schedule.remat != program.remat:
@@ -121,8 +121,8 @@ def in_forms(program: Program, plan: Plan) -> Program:
 def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
     labels = resolver.program.step.axes.classes[value]
     spec, reason = resolver.placed(leaf, labels)
-    kept = resolver.kept(labels, leaf.shape)
-    local = tuple(size // resolver.mesh.ways(by) for size, by in zip(kept, spec, strict=True))
+    padded = resolver.kept(labels, leaf.shape)
+    local = tuple(size // resolver.mesh.ways(by) for size, by in zip(padded, spec, strict=True))
     num_bytes = itemsize(leaf.dtype)
     for size in local:
         num_bytes *= size
@@ -130,14 +130,14 @@ def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
 
 
 def _padding(resolver: Resolver) -> str:
-    """What a plan says of layers that its stages do not divide."""
-    found = [parts for parts in resolver.assignment.parts.values() if parts.num_short]
-    told = "; {0.num_layers} layers in {0.num_parts} parts of {0.num_rows}, the last {0.num_short} with one fewer"
-    return "".join(map(told.format, found))
+    """Returns the plan's note on layers that its stages do not divide evenly."""
+    uneven = [parts for parts in resolver.assignment.parts.values() if parts.num_short]
+    note = "; {0.num_layers} layers in {0.num_parts} parts of {0.num_rows}, the last {0.num_short} with one fewer"
+    return "".join(map(note.format, uneven))
 
 
 def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
-    """A layout that stores something split must find something to split."""
+    """Raises if a layout with sharded storage shards no stored array."""
     axes, layout = resolver.layout.stored_optimizer, resolver.layout
     if resolver.mesh.ways(axes) == 1:
         return

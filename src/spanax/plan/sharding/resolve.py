@@ -19,17 +19,17 @@ from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
 
 Spec = tuple[tuple[str, ...], ...]
-"""The mesh axes that split each dim, outermost first; `()` for a dim left whole."""
+"""The mesh axes that shard each dim, outermost first; `()` for a replicated dim."""
 
 Labels = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """How one value is split while the step runs.
+    """The sharding of one value during the step.
 
-    `is_open` leaves the dims without an axis to the compiler. `used` is how a value that lies in its stored
-    layout is split where activations meet it; None where that is no other.
+    `is_open` leaves dims without an axis to the compiler. `used` is the computed sharding of a value that has its
+    stored sharding; None where both are equal.
     """
 
     spec: Spec
@@ -38,13 +38,13 @@ class Constraint:
 
     @property
     def computed(self) -> Spec:
-        """How the value is split where activations meet it."""
+        """The sharding of the value where it is computed with activations."""
         return self.spec if self.used is None else self.used
 
 
 @dataclass(frozen=True, eq=False)
 class Resolver:
-    """A layout laid over one program on one mesh."""
+    """A layout applied to one program on one mesh."""
 
     program: Program
     layout: Layout
@@ -52,7 +52,7 @@ class Resolver:
     assignment: Assignment
 
     def of(self, program: Program) -> "Resolver":
-        """The same layout over the same program traced otherwise: with other classes, found anew."""
+        """Returns the resolver of the same layout for another trace of the program, whose classes are assigned anew."""
         if program is self.program:
             return self
         return replace(self, program=program, assignment=assign(program, self.layout, self.mesh, {}))
@@ -60,64 +60,67 @@ class Resolver:
     def computed(
         self, labels: Labels, shape: Sequence[int], whole: frozenset[int] = frozenset(), *, is_routed: bool
     ) -> Spec:
-        """The spec of a value while it is computed with: each mesh axis on the first dim of its list."""
-        split: list[tuple[str, ...]] = [()] * len(shape)
+        """Returns the spec of a value in computation: each mesh axis shards the first dim of its list that divides."""
+        spec: list[tuple[str, ...]] = [()] * len(shape)
         for axis, ranks in self.assignment.ranks.items():
-            known = [(ranks[at], dim) for dim, at in enumerate(labels) if at is not None and at in ranks]
-            for _, dim in sorted(one for one in known if not is_routed or one[0] != SENT_TO):
+            candidates = [
+                (ranks[label], dim) for dim, label in enumerate(labels) if label is not None and label in ranks
+            ]
+            for _, dim in sorted(candidate for candidate in candidates if not is_routed or candidate[0] != SENT_TO):
                 size = self.assignment.kept(labels[dim], shape[dim])
-                if dim not in whole and size % self.mesh.ways((*split[dim], axis)) == 0:
-                    split[dim] = (*split[dim], axis)
+                if dim not in whole and size % self.mesh.ways((*spec[dim], axis)) == 0:
+                    spec[dim] = (*spec[dim], axis)
                     break
-        return tuple(split)
+        return tuple(spec)
 
     def used(self, labels: Labels, shape: Sequence[int]) -> Spec:
-        """The spec of an array of the state or the batch where it is computed with."""
+        """Returns the spec of an array of the state or the batch in computation."""
         return self.computed(labels, shape, is_routed=labels in self.program.step.routed)
 
     def stored(self, used: Spec, labels: Labels, shape: Sequence[int], kind: str) -> Spec:
-        """The spec of an array where it is kept.
+        """Returns the spec of an array in storage.
 
-        Beyond its computed spec, `used`, it is split over the layout's stored axes, on the largest dim that is whole
-        till then: a sum over one mesh axis that splits a dim together with another cannot be scattered at once. The
-        choice follows the classes, not the positions: a gradient that comes transposed is split alike.
+        In addition to its computed spec, `used`, it is sharded over the layout's stored axes, preferably on the largest
+        replicated dim: a reduction over one mesh axis that shards a dim together with another cannot be a single
+        reduce-scatter. The choice follows the classes, not the positions, so that a transposed gradient is sharded
+        equally.
         """
         axes = self._stored_axes(used, kind)
         if not axes:
             return used
-        ways, kept = self.mesh.ways(axes), self.kept(labels, shape)
-        local = [size // self.mesh.ways(by) for size, by in zip(kept, used, strict=True)]
+        ways, padded = self.mesh.ways(axes), self.kept(labels, shape)
+        local = [size // self.mesh.ways(by) for size, by in zip(padded, used, strict=True)]
         order = [
             (self.reluctance(label), bool(used[dim]), -local[dim], label if label is not None else -1, dim)
             for dim, label in enumerate(labels)
             if local[dim] % ways == 0
         ]
         dim = min(order)[-1] if order else None
-        return tuple((*by, *axes) if at == dim else by for at, by in enumerate(used))
+        return tuple((*by, *axes) if index == dim else by for index, by in enumerate(used))
 
     def kept(self, labels: Labels, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of an array of the state as it is kept, padding included."""
+        """Returns the stored shape of an array of the state, padding included."""
         return tuple(self.assignment.kept(label, size) for label, size in zip(labels, shape, strict=True))
 
     def _stored_axes(self, used: Spec, kind: str) -> tuple[str, ...]:
-        """The mesh axes over which an array is to be split where it is kept, beyond those that split it already."""
+        """Returns the mesh axes that shard an array in storage, in addition to those of its computed spec."""
         taken = {axis for by in used for axis in by}
         return tuple(a for a in self.layout.stored(kind) if self.mesh.ways([a]) > 1 and a not in taken)
 
     def reluctance(self, label: int | None) -> tuple[bool, bool]:
-        """What comes after other classes when an array is stored: what is scanned, and what is looked up."""
+        """Returns a sort key of classes for storage; scanned dims and looked-up dims are last."""
         step = self.program.step
         return label in step.layer_labels, label in step.looked_up
 
     def kind(self, leaf: Leaf, labels: Labels) -> str:
-        """As which kind a leaf is stored: other state shaped like a parameter (an average of it) goes with it."""
+        """Returns the kind a leaf is stored as; other state shaped like a parameter (its average) is stored like it."""
         return "param" if leaf.kind == "other" and label_key(labels) in self.program.param_keys else leaf.kind
 
     def placed(self, leaf: Leaf, labels: Labels) -> tuple[Spec, str]:
-        """The spec of a leaf of the state or the batch between steps, and the reason.
+        """Returns the spec of a leaf of the state or the batch between steps, and the reason.
 
         Raises:
-          SpanaxError: its author wrote a spec that does not divide it.
+          SpanaxError: the spec that its author wrote does not divide it.
         """
         used, kind = self.used(labels, leaf.shape), self.kind(leaf, labels)
         written = annotated(leaf, self.mesh)
@@ -132,7 +135,7 @@ class Resolver:
         return spec, self._why(labels, spec, f"stored over {'+'.join(axes)}" if spec != used else "")
 
     def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, str]:
-        """The spec of an annotated leaf: the layout decides for names that are not of this mesh, and what is stored."""
+        """Returns the spec of an annotated leaf; the layout decides for names not of this mesh, and for storage."""
         taken = {axis for by in written for axis in by}
         is_open = [isinstance(entry, str) and entry not in self.mesh.names for entry in leaf.annotation or ()]
         merged = tuple(
@@ -147,19 +150,19 @@ class Resolver:
         return spec, "; ".join(parts)
 
     def constraints(self, traced: Traced) -> "Constraints":
-        """The constraint of every value of a traced function, by its number; None: left to the compiler."""
+        """Returns the constraint of every value of a traced function, by index; None: left to the compiler."""
         return Constraints(self, traced)
 
-    def constraint(self, role: ShardingKey) -> Constraint | None:
-        """How every value of one role is split while the step runs; None: left to the compiler."""
-        labels, shape, origin = role.labels, role.shape, role.origin
-        if role.whole:
-            return Constraint(self.computed(labels, shape, role.whole, is_routed=role.is_routed))
+    def constraint(self, key: ShardingKey) -> Constraint | None:
+        """Returns the sharding of all values with one key during the step; None: left to the compiler."""
+        labels, shape, origin = key.labels, key.shape, key.origin
+        if key.whole:
+            return Constraint(self.computed(labels, shape, key.whole, is_routed=key.is_routed))
         if not any(label is not None for label in labels):
             return None
         is_weight = label_key(labels) in self.program.param_keys
-        used = self.computed(labels, shape, is_routed=role.is_routed)
-        if role.is_computed and (is_weight or origin & Origin.BATCH):
+        used = self.computed(labels, shape, is_routed=key.is_routed)
+        if key.is_computed and (is_weight or origin & Origin.BATCH):
             return Constraint(used)
         if is_weight:
             kind = "optimizer" if origin & Origin.OPTIMIZER else "gradient" if origin & Origin.BATCH else "param"
@@ -168,7 +171,7 @@ class Resolver:
         return Constraint(used, is_open=True) if any(used) else None
 
     def unsplit(self, leaf: Leaf, labels: Labels) -> list[Reason]:
-        """Returns why dims of a leaf that a mesh axis could shard are not sharded; none for what is annotated."""
+        """Returns why dims of a leaf that a mesh axis could shard are not sharded; empty for annotated leaves."""
         if annotated(leaf, self.mesh) is not None or leaf.kind == "batch":
             return []
         used = self.used(labels, leaf.shape)
@@ -181,19 +184,21 @@ class Resolver:
     def _reasons(self, labels: Labels, spec: Spec) -> list[Reason]:
         reasons = self.assignment.reasons
         pairs = zip(labels, spec, strict=True)
-        return list(dict.fromkeys(reasons[at] for at, by in pairs if at is not None and at in reasons and not by))
+        return list(
+            dict.fromkeys(reasons[label] for label, by in pairs if label is not None and label in reasons and not by)
+        )
 
     def _why(self, labels: Labels, spec: Spec, extra: str) -> str:
         return "; ".join(dict.fromkeys([extra] * bool(extra) + [str(each) for each in self._reasons(labels, spec)]))
 
 
 def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
-    """The spec the author wrote, where it names axes of this mesh; logical names are names of axes instead.
+    """Returns the spec that the author wrote if it names axes of this mesh; logical names are names of axes instead.
 
     A dim of size 1 is replicated, as JAX does for an annotation on an Auto mesh.
 
     Raises:
-      SpanaxError: it does not divide the leaf.
+      SpanaxError: the spec does not divide the leaf.
     """
     if leaf.annotation is None or len(leaf.annotation) != len(leaf.shape) or not _mesh_axes(leaf, mesh):
         return None
@@ -221,7 +226,7 @@ def _entries(entry: Any) -> tuple[str, ...]:
 
 
 class Constraints(Sequence[Constraint | None]):
-    """The constraints of a traced function's values, each found when it is asked for: alike values only once."""
+    """The constraints of a traced function's values, computed on access, once for all values with equal keys."""
 
     def __init__(self, resolver: Resolver, traced: Traced):
         self._resolver = resolver
@@ -237,20 +242,20 @@ class Constraints(Sequence[Constraint | None]):
     def __getitem__(self, value: slice) -> Sequence[Constraint | None]: ...
     def __getitem__(self, value: int | slice) -> Constraint | None | Sequence[Constraint | None]:
         if isinstance(value, slice):
-            return [self[at] for at in range(*value.indices(len(self)))]
+            return [self[index] for index in range(*value.indices(len(self)))]
         if value >= len(self):
             raise IndexError(value)
-        role = self._traced.sharding_keys[value]  # equal ones are one object
-        if id(role) not in self._known:
-            self._known[id(role)] = self._resolver.constraint(role)
-        return self._known[id(role)]
+        key = self._traced.sharding_keys[value]  # equal ones are one object
+        if id(key) not in self._known:
+            self._known[id(key)] = self._resolver.constraint(key)
+        return self._known[id(key)]
 
 
 def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_chunks: int = 1) -> Resolver:
-    """A resolver for one program, layout and mesh; stages have so many chunks of the layers each.
+    """Returns the resolver of one program, layout and mesh; each pipeline stage has `num_chunks` chunks of the layers.
 
     Raises:
-      SpanaxError: the layout cannot be laid over this program on this mesh.
+      SpanaxError: the layout does not apply to this program on this mesh.
     """
     layout = pinned(layout, pins, program, mesh)
     return Resolver(program, layout, mesh, assign(program, layout, mesh, pins, num_chunks))

@@ -10,7 +10,7 @@ from spanax.plan.sharding.resolve import Constraint
 from spanax.trace.jaxpr.graph import Graph, Op
 
 RESIZES = {"slice": 1, "dynamic_slice": 1, "pad": 1, "split": 1, "concatenate": None}
-"""Operations with the dims of their first operands, some of another size; and how many operands those are."""
+"""Operations that resize dims of their first operands, each with the number of those operands; None: all."""
 
 SCATTERS = frozenset(
     "scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max "
@@ -24,8 +24,8 @@ Placed = tuple[tuple[Constraint | None, ...], tuple[Constraint | None, ...]]
 def resized(graph: Graph, op: Op, placed: Sequence[Constraint | None]) -> Placed | None:
     """Returns the constraints of the operands and results of an operation that resizes a dim; None for all else.
 
-    An operand is replicated along a resized dim unless all operands and results are sharded alike along it: 7 of 8
-    elements do not divide. Left to itself, XLA shards them unevenly, and its partitioner then computes wrong numbers or
+    An operand is replicated along a resized dim unless all operands and results are sharded equally along it: 7 of 8
+    elements do not divide. By default, XLA shards them unevenly, and its partitioner then computes wrong numbers or
     fails (jaxlib 0.10.2 and 0.12.0.1).
 
     Args:

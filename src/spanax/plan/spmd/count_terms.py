@@ -27,30 +27,33 @@ def count_terms(
     adds_first: bool = False,
     late: DeferredReductions | None = None,
 ) -> Terms:
-    """The terms of a layout on a program: one walk over its kinds of operations.
+    """Returns the cost terms of a layout, counted in one walk over the program's groups of operations.
 
     Args:
       laid: the program's step under the layout.
-      only: count the collectives of these values alone, as those of one leaf (`spanax.trace.analysis.leaf_aliases`).
-      late: the sums over devices that loops put off; none if left out.
-      adds_first: whether the compiler adds sums over devices before it has summed them, and sums once: those for TPUs
-        and GPUs do, XLA's for CPUs does not. Source: the programs of docs/check.md.
+      only: count the collectives of these values alone, such as those of one leaf
+      (`spanax.trace.analysis.leaf_aliases`).
+      late: the reductions that loops defer; none by default.
+      adds_first: whether the compiler adds partial sums before it all-reduces them, once: those for TPUs and GPUs do,
+        XLA's for CPUs does not. Source: the programs of docs/check.md.
     """
-    traced, found = laid.traced, _TermCounter(laid, only, late or DeferredReductions())
-    for kind in traced.op_groups:
-        if kind.op not in traced.inert:
-            found.add(kind)
-    found.add_ends()
-    found.defer()
-    for meeting in traced.gradient_sums if adds_first else ():
-        found.join(meeting)
+    traced, counter = laid.traced, _TermCounter(laid, only, late or DeferredReductions())
+    for group in traced.op_groups:
+        if group.op not in traced.inert:
+            counter.add(group)
+    counter.add_ends()
+    counter.defer()
+    for gradient_sum in traced.gradient_sums if adds_first else ():
+        counter.join(gradient_sum)
     carry, num_layers = traced.layer_carry
     num_bytes = 0 if carry is None else laid.num_bytes(carry)
-    return Terms(laid.resolver.mesh.names, found.matmuls(), _touches(laid), found.collectives(), num_bytes, num_layers)
+    return Terms(
+        laid.resolver.mesh.names, counter.matmuls(), _touches(laid), counter.collectives(), num_bytes, num_layers
+    )
 
 
 class _TermCounter:
-    """The rows of the terms as they are found; equal moves are counted together."""
+    """Accumulates the rows of the terms; equal collectives are counted together."""
 
     def __init__(self, laid: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions):
         self.laid, self.traced, self._only, self._late = laid, laid.traced, only, late
@@ -58,101 +61,101 @@ class _TermCounter:
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
 
-    def add(self, kind: OpGroup) -> None:
-        """Count one kind of operation."""
-        op, laid = kind.op, self.laid
+    def add(self, group: OpGroup) -> None:
+        """Counts one group of operations."""
+        op, laid = group.op, self.laid
         if op.bodies:
-            self._add_wires(kind)
+            self._add_wires(group)
             return
         division = laid.division(op)
         for shift in division.split.shifts if division.split else ():
             is_counted = shift.is_operand or self._only is not None
-            self._move(self._runs(kind, shift) if is_counted else kind.runs, kind.phase, kind.in_layers, [shift])
+            self._move(self._runs(group, shift) if is_counted else group.runs, group.phase, group.in_layers, [shift])
         if op.name in RING and division.use and division.use.around and division.split:
             of_q = op.inputs[0]
-            told = laid.is_batched(of_q), _dtype_name(self.traced.graph.avals[of_q].dtype)
-            rows = works(self.traced.graph, op, division.use.around, laid.resolver.mesh, *told)
-            self._works += [(*row, kind.runs, int(kind.phase), kind.in_layers) for row in rows]
+            properties = laid.is_batched(of_q), _dtype_name(self.traced.graph.avals[of_q].dtype)
+            rows = works(self.traced.graph, op, division.use.around, laid.resolver.mesh, *properties)
+            self._works += [(*row, group.runs, int(group.phase), group.in_layers) for row in rows]
         if op.name in CONTRACTIONS and division.split:
             known = laid.known.matmuls
             if division not in known:
                 known[division] = _matmul(laid, op, division.split)
-            self._works.append((*known[division], kind.runs, int(kind.phase), kind.in_layers))
+            self._works.append((*known[division], group.runs, int(group.phase), group.in_layers))
 
-    def _add_wires(self, kind: OpGroup) -> None:
-        """Where a value is split otherwise outside of a loop than inside, or after a round than before."""
-        wires = self.traced.graph.wires(kind.op)
-        num_trips = trips(kind.op)
+    def _add_wires(self, group: OpGroup) -> None:
+        """Counts reshards between the outside and the inside of a loop, and between its iterations."""
+        wires = self.traced.graph.wires(group.op)
+        num_trips = trips(group.op)
         for pairs, swap in ((wires.inputs, False), (wires.outputs, True)):
             for outer, inner in pairs:
                 outside, inside = self.laid.masks(outer), self.laid.masks(inner)
                 extra = len(outside) - len(inside)
                 before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
-                runs = kind.runs * (num_trips if extra else 1)
+                runs = group.runs * (num_trips if extra else 1)
                 shifts = transition(inner, before, after, is_operand=False)
-                self._move(self._of(inner, runs), kind.phase, kind.in_layers, shifts)
+                self._move(self._of(inner, runs), group.phase, group.in_layers, shifts)
         for first, last in wires.carried:
             shifts = transition(last, self.laid.masks(last), self.laid.masks(first), is_operand=False)
-            self._move(self._of(last, kind.runs * num_trips), kind.phase, kind.in_layers, shifts)
+            self._move(self._of(last, group.runs * num_trips), group.phase, group.in_layers, shifts)
 
     def add_ends(self) -> None:
-        """Where a leaf of the state comes out of the step otherwise than it is kept, which is as it went in."""
+        """Counts reshards of state leaves that the step returns with another sharding than their stored one."""
         body, num_leaves = self.traced.graph.body, len(self.traced.graph.body.outputs) - self.traced.num_results
         for old, new in zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True):
             shifts = transition(new, self.laid.masks(new), self.laid.masks(old), is_operand=False)
             self._move(self._of(new, 1), Phase.UPDATE, False, shifts)
 
     def defer(self) -> None:
-        """Take back the sums over devices that loops put off, and count those behind the loops."""
+        """Removes the reductions that loops defer, and counts those after the loops."""
         late, laid = self._late, self.laid
-        for kind in self.traced.op_groups if late.sums else ():
-            for op, runs in kind.ops:
+        for group in self.traced.op_groups if late.sums else ():
+            for op, runs in group.ops:
                 mask = laid.mask(late.of(op.outputs[0])) if op in late.sums else 0
-                split = laid.division(op).split if mask else None
+                partitioned = laid.division(op).split if mask else None
                 runs = self._of(op.outputs[0], runs)
-                for shift in split.shifts if split else ():
+                for shift in partitioned.shifts if partitioned else ():
                     if shift.kind == "all-reduce":
-                        self._move(-runs, kind.phase, kind.in_layers, [shift])
-                        left = scattered(replace(shift, over=shift.over & ~mask), union(laid.masks(shift.value)))
-                        self._move(runs if left.over else 0, kind.phase, kind.in_layers, [left])
-            for value in set(kind.op.outputs).intersection(late.ends) if kind.op.bodies else ():
-                lies = union(laid.masks(value))
-                shift = scattered(Reshard("all-reduce", value, laid.mask(late.ends[value]), lies, False), lies)
+                        self._move(-runs, group.phase, group.in_layers, [shift])
+                        remaining = scattered(replace(shift, over=shift.over & ~mask), union(laid.masks(shift.value)))
+                        self._move(runs if remaining.over else 0, group.phase, group.in_layers, [remaining])
+            for value in set(group.op.outputs).intersection(late.ends) if group.op.bodies else ():
+                axes = union(laid.masks(value))
+                shift = scattered(Reshard("all-reduce", value, laid.mask(late.ends[value]), axes, False), axes)
                 in_layers = not self.traced.layer_labels.isdisjoint(self.traced.sharding_keys[value].labels)
-                self._move(self._of(value, kind.runs), kind.phase, in_layers, [shift])
+                self._move(self._of(value, group.runs), group.phase, in_layers, [shift])
 
-    def join(self, meeting: GradientSum) -> None:
-        """Take back the sums over devices of results that are added to others which are summed alike."""
-        needed = list[tuple[int, OpGroup, Reshard] | None]()  # what each part needs, if it is one sum over devices
-        at = itertools.count()
-        for kind in meeting.sums:
-            if kind is not None:
-                needed.append(self._summed(kind, next(at)))
+    def join(self, gradient_sum: GradientSum) -> None:
+        """Removes all-reduces of results that are only added to results with an equal all-reduce."""
+        needed = list[tuple[int, OpGroup, Reshard] | None]()  # the all-reduce of each part, if it has exactly one
+        counter = itertools.count()
+        for group in gradient_sum.sums:
+            if group is not None:
+                needed.append(self._summed(group, next(counter)))
                 continue
             right, left = needed.pop(), needed.pop()
-            is_alike = left and right and (left[2].over, left[2].kept) == (right[2].over, right[2].kept)
-            needed.append(left if is_alike else None)
-            if right and is_alike:
-                runs = sum(self._of(values[right[0]], runs) for values, runs in meeting.met)
+            is_equal = left and right and (left[2].over, left[2].kept) == (right[2].over, right[2].kept)
+            needed.append(left if is_equal else None)
+            if right and is_equal:
+                runs = sum(self._of(values[right[0]], runs) for values, runs in gradient_sum.met)
                 self._move(-runs, right[1].phase, right[1].in_layers, [right[2]])
 
-    def _summed(self, kind: OpGroup, at: int) -> tuple[int, OpGroup, Reshard] | None:
-        split = None if any(op in self._late.sums for op, _ in kind.ops) else self.laid.division(kind.op).split
-        sums = [one for one in split.shifts if one.kind == "all-reduce"] if split else []
-        return (at, kind, sums[0]) if len(sums) == 1 else None
+    def _summed(self, group: OpGroup, index: int) -> tuple[int, OpGroup, Reshard] | None:
+        partitioned = None if any(op in self._late.sums for op, _ in group.ops) else self.laid.division(group.op).split
+        sums = [shift for shift in partitioned.shifts if shift.kind == "all-reduce"] if partitioned else []
+        return (index, group, sums[0]) if len(sums) == 1 else None
 
     def _of(self, value: int, runs: int) -> int:
         return runs if self._only is None or value in self._only else 0
 
-    def _runs(self, kind: OpGroup, shift: Reshard) -> int:
-        """How often a value really moves: what one operation has gathered, others of the same body read too.
+    def _runs(self, group: OpGroup, shift: Reshard) -> int:
+        """Returns how often a value is moved; operations of the same body share a resharded operand.
 
-        What depends on no input is the same in every round of a loop, and is moved before it.
+        A value that depends on no input is equal in every iteration of a loop, and is moved once before it.
         """
-        values, runs = (*kind.op.inputs, *kind.op.outputs), 0
-        at = values.index(shift.value)
-        for op, times in kind.ops:
-            value = (*op.inputs, *op.outputs)[at]
+        values, runs = (*group.op.inputs, *group.op.outputs), 0
+        index = values.index(shift.value)
+        for op, times in group.ops:
+            value = (*op.inputs, *op.outputs)[index]
             if shift.is_operand:
                 key = (value, shift.kind, shift.over, shift.kept)
                 times = 0 if key in self._gathered else times if self.traced.axes.origins[value] else 1
@@ -177,7 +180,7 @@ class _TermCounter:
             self._moves[key] += runs * shift.times
 
     def matmuls(self) -> Matmuls:
-        """The contractions, as arrays."""
+        """Returns the contractions, as arrays."""
         flops, work, sizes, splits, batched, num_bytes, bytes_splits, grows, *rest = _columns(self._works, 14)
         dtypes, scores, fused, runs, phase, inside = rest
         return Matmuls(
@@ -198,14 +201,14 @@ class _TermCounter:
         )
 
     def collectives(self) -> Collectives:
-        """The collectives, as arrays."""
+        """Returns the collectives, as arrays."""
         rows = [(*key, runs) for key, runs in self._moves.items() if runs]
-        kind, num_bytes, over, kept, batched, phase, in_layers, of_weights, runs = _columns(rows, 9)
+        kind, num_bytes, over, common, batched, phase, in_layers, of_weights, runs = _columns(rows, 9)
         return Collectives(
             kind=np.asarray(kind, int),
             num_bytes=np.asarray(num_bytes, float),
             over=np.asarray(over, int),
-            kept=np.asarray(kept, int),
+            kept=np.asarray(common, int),
             batched=np.asarray(batched, bool),
             runs=np.asarray(runs, float),
             phase=np.asarray(phase, int),
@@ -214,32 +217,32 @@ class _TermCounter:
         )
 
 
-def _matmul(laid: ShardedProgram, op: Op, split: PartitionedOp) -> tuple[Any, ...]:
-    """A row of `Matmuls` but for when it runs and how often."""
+def _matmul(laid: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
+    """Returns a row of `Matmuls`, without its phase and number of runs."""
     traced, graph = laid.traced, laid.traced.graph
     summed, passed = contraction_dims(op)
     lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
     shape, labels = graph.shape(out), traced.axes.classes[out]
     groups: list[list[tuple[float, int, bool]]] = [[], [], [], []]  # m, n, k, separate products
-    grows = traced.batch_labels
-    for a, b, at in passed:
-        where = 3 if a >= 0 and b >= 0 else 0 if a >= 0 else 1
-        groups[where].append((shape[at], split.result[at], labels[at] in grows))
+    batch_labels = traced.batch_labels
+    for a, b, index in passed:
+        group_index = 3 if a >= 0 and b >= 0 else 0 if a >= 0 else 1
+        groups[group_index].append((shape[index], partitioned.result[index], labels[index] in batch_labels))
     for a, _ in summed:
         label = traced.axes.classes[lhs][a]
-        groups[2].append((graph.shape(lhs)[a], split.operands[0][a], label in grows))
+        groups[2].append((graph.shape(lhs)[a], partitioned.operands[0][a], label in batch_labels))
     flops = contraction_flops(graph, op)
     if op.name == "conv_general_dilated":
-        _as_matmul(op, groups, shape, split, flops)
+        _as_matmul(op, groups, shape, partitioned, flops)
     values = (lhs, rhs, out)
     return (
         flops,
-        split.work,
+        partitioned.work,
         [math.prod(size for size, _, _ in group) for group in groups],
         [union([mask for _, mask, _ in group]) for group in groups],
-        next((at for at, group in enumerate(groups) if any(grow for _, _, grow in group)), -1),
+        next((index for index, group in enumerate(groups) if any(grow for _, _, grow in group)), -1),
         [laid.num_bytes(value) for value in values],
-        [union(masks) for masks in (*split.operands[:2], split.result)],
+        [union(masks) for masks in (*partitioned.operands[:2], partitioned.result)],
         [laid.is_batched(value) for value in values],
         _dtype_name(graph.avals[lhs].dtype),
         [traced.sharding_keys[value].labels in traced.score_labels for value in values],
@@ -248,22 +251,22 @@ def _matmul(laid: ShardedProgram, op: Op, split: PartitionedOp) -> tuple[Any, ..
 
 
 def _as_matmul(
-    op: Op, groups: list[list[tuple[float, int, bool]]], shape: Sequence[int], split: PartitionedOp, flops: int
+    op: Op, groups: list[list[tuple[float, int, bool]]], shape: Sequence[int], partitioned: PartitionedOp, flops: int
 ) -> None:
-    """Complete m, n, k and the number of products of a convolution: its places are rows, its window is summed over.
+    """Completes m, n, k and the number of products of a convolution; output positions are rows, its window contracted.
 
-    The channels of a group see only those of the same group. Zeros between dilated inputs are not summed.
+    The channels of a group are contracted only with those of the same group. Zeros of dilated inputs are not counted.
     """
     batch, _, *places = op.params["dimension_numbers"].out_spec
     rows = [batch, *places] if op.params["batch_group_count"] > 1 else places
-    groups[0] += [(shape[at], split.result[at], False) for at in rows]
+    groups[0] += [(shape[dim], partitioned.result[dim], False) for dim in rows]
     num_groups = max(op.params["feature_group_count"], op.params["batch_group_count"])
     if num_groups > 1:
         ((channels, mask, grows),) = groups[3]
         groups[3] = [(num_groups, mask, grows)]
         groups[1].append((channels / num_groups, 0, False))
-    counted = math.prod(size for size, _, _ in groups[2])
-    groups[2].append((flops / (2 * math.prod(shape) * counted), 0, False))
+    num_summed = math.prod(size for size, _, _ in groups[2])
+    groups[2].append((flops / (2 * math.prod(shape) * num_summed), 0, False))
 
 
 def _touches(laid: ShardedProgram) -> MemoryTraffic:
@@ -274,24 +277,24 @@ def _touches(laid: ShardedProgram) -> MemoryTraffic:
         rows[union(laid.masks(value)), laid.is_batched(value), phase, in_layers, is_score] += times * laid.num_bytes(
             value
         )
-    split, batched, phases, inside, scores, num_bytes = _columns([(*key, size) for key, size in rows.items()], 6)
+    masks, batched, phases, in_layer, scores, num_bytes = _columns([(*key, size) for key, size in rows.items()], 6)
     return MemoryTraffic(
         num_bytes=np.asarray(num_bytes, float),
-        split=np.asarray(split, int),
+        split=np.asarray(masks, int),
         batched=np.asarray(batched, bool),
         phase=np.asarray(phases, int),
-        in_layers=np.asarray(inside, bool),
+        in_layers=np.asarray(in_layer, bool),
         scores=np.asarray(scores, bool),
         kernels=np.asarray(traced.memory_traffic.kernels, float),
     )
 
 
 def _columns(rows: Sequence[tuple[Any, ...]], count: int) -> list[list[Any]]:
-    return [[row[at] for row in rows] for at in range(count)]
+    return [[row[index] for row in rows] for index in range(count)]
 
 
 def _dtype_name(dtype: Any) -> str:
-    """What hardware calls the dtype of a matmul; integers and what is wider than float32 go by float32."""
+    """Returns the hardware's name for the dtype of a matmul; integers and wider dtypes count as float32."""
     name = str(dtype)
     if name.startswith("float8"):
         return "fp8"

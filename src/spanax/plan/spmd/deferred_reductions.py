@@ -23,7 +23,7 @@ from spanax.trace.pipeline.split_backward import split_backward
 LINEAR = frozenset(
     "add add_any sub neg transpose reshape squeeze expand_dims copy copy_p reduce_sum slice rev concatenate".split()
 )
-"""Operations that are linear in all their operands together, and give no more than they take."""
+"""Operations that are linear in all their operands jointly, with results no larger than the operands."""
 
 LINEAR_IN = {
     "mul": (0, 1),
@@ -34,23 +34,23 @@ LINEAR_IN = {
     "convert_element_type": (0,),
     "sharding_constraint": (0,),
 }
-"""Operations that are linear in some of their operands; in `mul` in one of both."""
+"""Operations that are linear in some of their operands; `mul` in either one."""
 
 SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "scatter_add"})
-"""Operations whose sums can be put off."""
+"""Operations whose reductions can be deferred."""
 
 Dims = tuple[tuple[int, tuple[str, ...]], ...]
-"""Dims of one operand that are summed over, each with the mesh axes that split it, outermost first."""
+"""Contracted dims of one operand, each with the mesh axes that shard it, outermost first."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeferredReductions:
-    """What is put off in one traced function under one layout.
+    """The deferred reductions of one traced function under one layout.
 
     Attributes:
-      axes: values of which every device has a part, each with the mesh axes over which the parts are to be summed.
-      sums: operations whose sums are put off: for each operand the dims that are summed over. None: added to.
-      ends: results of loops that are summed over devices right behind it, each with the mesh axes.
+      axes: values of which every device has a partial sum, each with the mesh axes of the pending reduction.
+      sums: operations with deferred reductions: the contracted dims of each operand. None: an accumulator.
+      ends: results of loops that are reduced right after the loop, each with the mesh axes.
     """
 
     axes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
@@ -58,20 +58,20 @@ class DeferredReductions:
     ends: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, value: int) -> tuple[str, ...]:
-        """The mesh axes over which a value is still to be summed."""
+        """Returns the mesh axes over which a value has yet to be reduced."""
         return self.axes.get(value, ())
 
 
 def unreduced(laid: ShardedProgram, schedule: Schedule) -> DeferredReductions:
-    """Find the sums over devices that the loops of a step can put off.
+    """Returns the reductions that the loops of a step can defer.
 
-    What a pipeline keeps or hands from stage to stage is summed before.
+    Values that a pipeline stores or sends between stages are reduced before.
     """
     return _found(laid, _handed(laid, schedule) if schedule.num_stages > 1 else ())
 
 
 def deferred_reductions(laid: ShardedProgram) -> DeferredReductions | None:
-    """What is put off in one microbatch of a step: only a loop over chunks of the loss has such sums."""
+    """Returns the deferred reductions of one microbatch of a step: only a loop over loss chunks has any."""
     return _found(laid, ()) if laid.resolver.program.loss_chunks > 1 else None
 
 
@@ -81,7 +81,7 @@ def _handed(laid: ShardedProgram, schedule: Schedule) -> set[int]:
     states = [value for state in (*pieces.states, *pieces.layer_states) for value in (state.before, state.after)]
     between = split_backward(pieces.backward).between if ticks_of(schedule).is_split else ()
     handed = {*pieces.payload_forward, *pieces.payload_backward, *pieces.prepared, *pieces.rows, *states, *between}
-    # From layer to layer is from stage to stage as well.
+    # Values passed between layers are also sent between stages.
     loops_hand_on = ((*loop.scanned, *loop.results, *loop.body_carried) for loop in loops)
     return handed.union(*loops_hand_on, pieces.forward.stacked)
 
@@ -94,33 +94,33 @@ def _found(laid: ShardedProgram, reduced: Collection[int]) -> DeferredReductions
     refused = set(reduced)
     while True:
         may = _may_be(laid, refused)
-        found = _reached(graph, {op: mask & may[op.outputs[0]] for op, mask in sums.items()}, may)
+        reached = _reached(graph, {op: mask & may[op.outputs[0]] for op, mask in sums.items()}, may)
         clashes = {
             value
             for op in graph.ops()
-            if op.name == "mul" and all(found.get(one) for one in op.inputs)
+            if op.name == "mul" and all(reached.get(operand) for operand in op.inputs)
             for value in op.inputs
         }
         if not clashes:
-            return _described(laid, sums, found)
+            return _described(laid, sums, reached)
         refused |= clashes
 
 
-def _described(laid: ShardedProgram, sums: Mapping[Op, int], found: Mapping[int, int]) -> DeferredReductions:
+def _described(laid: ShardedProgram, sums: Mapping[Op, int], reached: Mapping[int, int]) -> DeferredReductions:
     graph, names = laid.traced.graph, laid.resolver.mesh.names
 
     def named(mask: int) -> tuple[str, ...]:
-        return tuple(name for at, name in enumerate(names) if mask >> at & 1)
+        return tuple(name for index, name in enumerate(names) if mask >> index & 1)
 
     ends = {}
     for op in graph.ops():
         if op.name == "scan":
             for outer, first in _results(graph.wires(op)):
-                if left := found.get(first, 0) & ~found.get(outer, 0):
-                    ends[outer] = named(left)
-    put_off = {op: mask & found.get(op.outputs[0], 0) for op, mask in sums.items()}
+                if pending := reached.get(first, 0) & ~reached.get(outer, 0):
+                    ends[outer] = named(pending)
+    put_off = {op: mask & reached.get(op.outputs[0], 0) for op, mask in sums.items()}
     dims = {op: _dims(laid, op, mask) for op, mask in put_off.items() if mask}
-    return DeferredReductions({value: named(mask) for value, mask in found.items() if mask}, dims, ends)
+    return DeferredReductions({value: named(mask) for value, mask in reached.items() if mask}, dims, ends)
 
 
 def _in_loops(graph: Graph) -> Iterator[Op]:
@@ -131,7 +131,7 @@ def _in_loops(graph: Graph) -> Iterator[Op]:
 
 
 def _summed_over(laid: ShardedProgram, op: Op) -> int:
-    """The mesh axes over which the compiler would sum the result of an operation at once."""
+    """Returns the mesh axes over which the compiler would all-reduce the result of an operation at once."""
     if op.name not in SUMS or not jnp.issubdtype(laid.traced.graph.avals[op.outputs[0]].dtype, jnp.inexact):
         return 0
     division = laid.division(op)
@@ -142,16 +142,16 @@ def _summed_over(laid: ShardedProgram, op: Op) -> int:
         [shift.over for shift in division.split.shifts if shift.value in results and shift.kind == "all-reduce"]
     )
     masks = [union([by for _, by in dims]) for dims in _split_sums(laid, op) if dims is not None]
-    for each in masks:  # every operand must have its part
-        mask &= each
+    for operand_mask in masks:  # every operand must be sharded
+        mask &= operand_mask
     return mask
 
 
 def _split_sums(laid: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | None]:
-    """For every operand, its dims that are summed over, each with what splits it; None for what is added to."""
-    split = laid.division(op).split
-    assert split is not None
-    masks = split.operands
+    """Returns the contracted dims of every operand, each with the axes that shard it; None for an accumulator."""
+    partitioned = laid.division(op).split
+    assert partitioned is not None
+    masks = partitioned.operands
     if op.name in CONTRACTIONS:
         summed, _ = contraction_dims(op)
         return [[(pair[side], masks[side][pair[side]]) for pair in summed] for side in (0, 1)]
@@ -159,35 +159,39 @@ def _split_sums(laid: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | No
         return [[(dim, masks[0][dim]) for dim in op.params["axes"]]]
     numbers = op.params["dimension_numbers"]
     rank = len(laid.traced.graph.shape(op.inputs[2]))
-    asking = [dim for dim in range(rank) if dim not in numbers.update_window_dims]
-    asked = [at for at in range(len(asking)) if at not in numbers.scatter_indices_batching_dims]
-    return [None, [(at, masks[1][at]) for at in asked], [(asking[at], masks[2][asking[at]]) for at in asked]]
+    update_dims = [dim for dim in range(rank) if dim not in numbers.update_window_dims]
+    index_dims = [index for index in range(len(update_dims)) if index not in numbers.scatter_indices_batching_dims]
+    return [
+        None,
+        [(index, masks[1][index]) for index in index_dims],
+        [(update_dims[index], masks[2][update_dims[index]]) for index in index_dims],
+    ]
 
 
 def _dims(laid: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]:
-    """The dims to be divided: dims that meet are divided alike, in the order in which one of them lies."""
+    """Returns the dims to shard: dims contracted together are sharded equally, in the axis order of one of them."""
     by_operand = _split_sums(laid, op)
     use, names = laid.division(op).use, laid.resolver.mesh.names
     known: list[list[tuple[str, ...]]] = []
-    for at, value in enumerate(op.inputs):
-        constraint = (use.inputs[at] if use else None) or laid.constraints[value]
+    for index, value in enumerate(op.inputs):
+        constraint = (use.inputs[index] if use else None) or laid.constraints[value]
         known.append([*constraint.spec] if constraint else [()] * len(laid.traced.graph.shape(value)))
-    found: list[list[tuple[int, tuple[str, ...]]] | None] = [None if dims is None else [] for dims in by_operand]
-    sides = [at for at, dims in enumerate(by_operand) if dims is not None]
-    for meeting in zip(*(by_operand[at] or () for at in sides), strict=True):
-        split = union([by for _, by in meeting])
-        if not split & mask:
+    result: list[list[tuple[int, tuple[str, ...]]] | None] = [None if dims is None else [] for dims in by_operand]
+    sides = [index for index, dims in enumerate(by_operand) if dims is not None]
+    for contracted in zip(*(by_operand[index] or () for index in sides), strict=True):
+        mask_union = union([by for _, by in contracted])
+        if not mask_union & mask:
             continue
-        wanted = tuple(name for at, name in enumerate(names) if split >> at & 1)
-        orders = [known[at][dim] for at, (dim, _) in zip(sides, meeting, strict=True)]
-        order = next((by for by in orders if set(by) == set(wanted)), wanted)
-        for at, (dim, _) in zip(sides, meeting, strict=True):
-            found[at].append((dim, order))  # type: ignore[union-attr]
-    return tuple(None if dims is None else tuple(dims) for dims in found)
+        axes = tuple(name for index, name in enumerate(names) if mask_union >> index & 1)
+        orders = [known[index][dim] for index, (dim, _) in zip(sides, contracted, strict=True)]
+        order = next((by for by in orders if set(by) == set(axes)), axes)
+        for index, (dim, _) in zip(sides, contracted, strict=True):
+            result[index].append((dim, order))  # type: ignore[union-attr]
+    return tuple(None if dims is None else tuple(dims) for dims in result)
 
 
 def _may_be(laid: ShardedProgram, refused: Collection[int]) -> defaultdict[int, int]:
-    """For every value, the mesh axes over which its sum may be put off: nothing but loops' ends asks for it whole."""
+    """Returns, per value, the mesh axes over which its reduction may be deferred: it is needed only after loops."""
     graph, everything = laid.traced.graph, (1 << len(laid.resolver.mesh.names)) - 1
     may = defaultdict(lambda: everything)
     for value in range(len(graph.avals)):
@@ -207,12 +211,12 @@ def _may_be(laid: ShardedProgram, refused: Collection[int]) -> defaultdict[int, 
 
 
 def _allowed(graph: Graph, op: Op, may: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-    """What an operation allows of the values that it reads, and a loop of those inside of it."""
+    """Yields the mesh axes that an operation allows its operands to defer, and a loop the values inside it."""
     if not op.bodies:
         linear_in = range(len(op.inputs)) if op.name in LINEAR else LINEAR_IN.get(op.name, ())
         is_sum = all(jnp.issubdtype(graph.avals[value].dtype, jnp.inexact) for value in op.outputs)
-        for at, value in enumerate(op.inputs):
-            yield value, may[op.outputs[0]] if at in linear_in and is_sum else 0
+        for index, value in enumerate(op.inputs):
+            yield value, may[op.outputs[0]] if index in linear_in and is_sum else 0
         return
     wires = graph.wires(op)
     if op.name != "scan" and op.name not in REMAT:
@@ -226,31 +230,33 @@ def _allowed(graph: Graph, op: Op, may: Mapping[int, int]) -> Iterator[tuple[int
 
 
 def _reached(graph: Graph, sums: Mapping[Op, int], may: Mapping[int, int]) -> dict[int, int]:
-    """The values that a sum is put off in, each with the mesh axes."""
-    found = dict[int, int]()
+    """Returns the values that contain a deferred reduction, each with the mesh axes."""
+    reached = dict[int, int]()
 
     def add(value: int, mask: int) -> bool:
-        old = found.get(value, 0)
-        found[value] = old | mask
-        return found[value] != old
+        old = reached.get(value, 0)
+        reached[value] = old | mask
+        return reached[value] != old
 
     is_stable = False
     while not is_stable:
         is_stable = True
         for op in graph.ops():
-            pairs = [(out, sums.get(op, 0) | union([found.get(value, 0) for value in op.inputs])) for out in op.outputs]
+            pairs = [
+                (out, sums.get(op, 0) | union([reached.get(value, 0) for value in op.inputs])) for out in op.outputs
+            ]
             if op.bodies:
                 wires = graph.wires(op)
-                pairs = [(inner, found.get(outer, 0)) for outer, inner in wires.inputs]
-                pairs += [(first, found.get(last, 0)) for first, last in wires.carried]
-                pairs += [(outer, found.get(first, 0)) for outer, first in _results(wires)]
-                pairs += [(outer, found.get(inner, 0)) for outer, inner in wires.outputs[len(wires.carried) :]]
+                pairs = [(inner, reached.get(outer, 0)) for outer, inner in wires.inputs]
+                pairs += [(first, reached.get(last, 0)) for first, last in wires.carried]
+                pairs += [(outer, reached.get(first, 0)) for outer, first in _results(wires)]
+                pairs += [(outer, reached.get(inner, 0)) for outer, inner in wires.outputs[len(wires.carried) :]]
             for value, mask in pairs:
                 if mask and add(value, mask & may[value]):
                     is_stable = False
-    return found
+    return reached
 
 
 def _results(wires: Wires) -> Iterator[tuple[int, int]]:
-    """What the last turn of a loop hands on: outside, and as it comes into a turn."""
+    """Yields the carried results of a loop: the value outside, and the carry at the start of an iteration."""
     return ((outer, first) for (outer, _), (first, _) in zip(wires.outputs, wires.carried, strict=False))

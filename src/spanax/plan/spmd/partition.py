@@ -1,7 +1,7 @@
 """What one operation computes and communicates per device, given the shardings of its values.
 
-A model of XLA's SPMD partitioner: contracting a sharded dim leaves partial sums, an operand stored otherwise than it is
-used is resharded, everything else follows its operands. A set of mesh axes is a bit mask.
+A model of XLA's SPMD partitioner: contracting a sharded dim leaves partial sums, an operand stored with another
+sharding than it is used with is resharded, everything else follows its operands. Sets of mesh axes are bit masks.
 """
 
 from collections import defaultdict
@@ -14,24 +14,24 @@ from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
 
 Labels = tuple[int | None, ...]
 Masks = tuple[int, ...]
-"""For each dim of a value, the mesh axes that split it."""
+"""For each dim of a value, the mesh axes that shard it."""
 
 SUMMED = REDUCTIONS | {"gather", "scatter-add", "scatter_add", "scatter", "reduce_window_sum", "argmax", "argmin"}
-"""Operations whose results over a split dim are partial, and are combined rather than gathered before."""
+"""Operations whose results over a sharded dim are partial, and are reduced instead of gathering the operand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """Bytes between devices, for one value.
+    """A collective on one value.
 
     Attributes:
       kind: `all-gather`, `all-reduce`, `reduce-scatter` or `all-to-all`; around a ring, `round` or
         `collective-permute`.
-      value: which.
-      over: the mesh axes it goes over.
-      kept: the mesh axes that split the value before and after alike: each of their groups moves its own part.
-      is_operand: it happens to an operand on its way in, and is shared by those who read it so.
-      times: how often.
+      value: the index of the value.
+      over: the mesh axes of the collective.
+      kept: the mesh axes that shard the value both before and after: each of their groups moves its own shard.
+      is_operand: whether it reshards an operand before use, shared by all operations that use it so.
+      times: how often it runs.
     """
 
     kind: str
@@ -44,9 +44,9 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class PartitionedOp:
-    """How one operation is divided: the mesh axes that divide its arithmetic, and what moves for it.
+    """How one operation is partitioned: the mesh axes that divide its arithmetic, and its collectives.
 
-    `operands` and `result` are the splits of the contraction's operands and result as computed with.
+    `operands` and `result` are the shardings of a contraction's operands and result in computation.
     """
 
     work: int
@@ -56,209 +56,212 @@ class PartitionedOp:
 
 
 def union(masks: Sequence[int]) -> int:
-    """All mesh axes of a value's dims together."""
-    found = 0
+    """Returns the mesh axes of all dims of a value."""
+    result = 0
     for mask in masks:
-        found |= mask
-    return found
+        result |= mask
+    return result
 
 
 def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> list[Reshard]:
-    """What it takes to bring a value from one split to another; to split it further takes nothing.
+    """Returns the collectives that reshard a value; sharding a replicated dim needs none.
 
-    Dims are gathered one after the other, the last first.
+    Dims are gathered one by one, the last first.
     """
     if before == after:
         return []
-    had, wanted = union(before), union(after)
-    kept, exchanged = 0, 0
+    source, target = union(before), union(after)
+    common, exchanged = 0, 0
     for old, new in zip(before, after, strict=True):
-        kept |= old & new
-        exchanged |= old & wanted & ~new
-    shifts, left = [], had & ~wanted
+        common |= old & new
+        exchanged |= old & target & ~new
+    shifts, remaining = [], source & ~target
     if exchanged:
-        shifts.append(Reshard("all-to-all", value, exchanged, (kept | left) & had, is_operand))
+        shifts.append(Reshard("all-to-all", value, exchanged, (common | remaining) & source, is_operand))
     for old in reversed(before):
-        if gathered := old & ~wanted:
-            left &= ~gathered
-            shifts.append(Reshard("all-gather", value, gathered, kept | exchanged | left, is_operand))
+        if gathered := old & ~target:
+            remaining &= ~gathered
+            shifts.append(Reshard("all-gather", value, gathered, common | exchanged | remaining, is_operand))
     return shifts
 
 
 def spmd_partition(
     graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]
 ) -> PartitionedOp:
-    """Divide one operation.
+    """Returns how one operation is partitioned.
 
     Args:
       graph: the program.
       classes: the labels of every value's dims.
       op: an operation without bodies.
-      ins: how each operand comes in.
-      outs: how each result is wanted.
+      ins: the sharding of each operand.
+      outs: the requested sharding of each result.
     """
     if op.name in CONTRACTIONS:
         return _contraction(graph, op, ins, outs[0])
     return _other(graph, classes, op, ins, outs)
 
 
-def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], wanted: Masks) -> PartitionedOp:
+def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -> PartitionedOp:
     summed, passed = contraction_dims(op)
     operands = [list(masks) for masks in ins[:2]]
     sizes = [_size(graph, value) for value in (*op.inputs[:2], op.outputs[0])]
-    goes: list[dict[int, int]] = [{lhs: out for lhs, _, out in passed if lhs >= 0}]
-    goes.append({rhs: out for _, rhs, out in passed if rhs >= 0})
+    out_dims: list[dict[int, int]] = [{lhs: out for lhs, _, out in passed if lhs >= 0}]
+    out_dims.append({rhs: out for _, rhs, out in passed if rhs >= 0})
     pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
-    work, partial, result = 0, [0] * len(summed), [0] * len(wanted)
+    work, partial, result = 0, [0] * len(summed), [0] * len(requested)
     shifts: list[Reshard] = []
-    for axis in _bits(union([*operands[0], *operands[1], *wanted])):
-        at = [next((dim for dim, mask in enumerate(masks) if mask & axis), None) for masks in operands]
-        target = next((dim for dim, mask in enumerate(wanted) if mask & axis), None)
-        sums = [dim is not None and dim in pairs[side] for side, dim in enumerate(at)]
-        ends = [None if dim is None else goes[side].get(dim) for side, dim in enumerate(at)]
+    for axis in _bits(union([*operands[0], *operands[1], *requested])):
+        dims = [next((dim for dim, mask in enumerate(masks) if mask & axis), None) for masks in operands]
+        target = next((dim for dim, mask in enumerate(requested) if mask & axis), None)
+        sums = [dim is not None and dim in pairs[side] for side, dim in enumerate(dims)]
+        ends = [None if dim is None else out_dims[side].get(dim) for side, dim in enumerate(dims)]
         gathered: set[int] = set()
-        # Split along a dim that both have, they meet as they lie, and what comes of it is exchanged.
+        # Both sharded along a common batch dim: computed as they are, and the result is exchanged.
         is_shared = ends[0] is not None and ends[0] == ends[1]
         for side in () if is_shared else (0, 1):
-            other = 1 - side
-            if at[side] is None or sums[side]:
-                # A summed dim gives way only to a free dim of the other side that the result wants split.
-                if sums[side] and not sums[other] and ends[other] is not None and ends[other] == target:
+            opposite = 1 - side
+            if dims[side] is None or sums[side]:
+                # A contracted dim is gathered only for a free dim of the other side that the result shards.
+                if sums[side] and not sums[opposite] and ends[opposite] is not None and ends[opposite] == target:
                     gathered.add(side)
             elif ends[side] is None:
                 gathered.add(side)
-            elif sums[other] and ends[side] != target:
+            elif sums[opposite] and ends[side] != target:
                 gathered.add(side)
             elif ends[side] != target and (target is not None or sizes[side] <= sizes[2]):
                 gathered.add(side)
-            elif ends[other] not in (None, ends[side]) and ends[other] == target:
+            elif ends[opposite] not in (None, ends[side]) and ends[opposite] == target:
                 gathered.add(side)
         for side in gathered:
-            kept = union(operands[side]) & ~axis
-            operands[side][at[side]] &= ~axis  # type: ignore[index]
-            # Of a dim that both have, it needs what the other has of it alone.
-            meets = None if 1 - side in gathered else _dim_to(goes[side], ends[1 - side])
-            shifts.append(Reshard("all-gather" if meets is None else "all-to-all", op.inputs[side], axis, kept, True))
-            if meets is not None:
-                operands[side][meets] |= axis
-        left = [side for side in (0, 1) if at[side] is not None and side not in gathered]
-        if any(sums[side] for side in left):
+            common = union(operands[side]) & ~axis
+            operands[side][dims[side]] &= ~axis  # type: ignore[index]
+            # Of a common batch dim, it needs only the other side's shard.
+            common_dim = None if 1 - side in gathered else _dim_to(out_dims[side], ends[1 - side])
+            shifts.append(
+                Reshard("all-gather" if common_dim is None else "all-to-all", op.inputs[side], axis, common, True)
+            )
+            if common_dim is not None:
+                operands[side][common_dim] |= axis
+        sharded = [side for side in (0, 1) if dims[side] is not None and side not in gathered]
+        if any(sums[side] for side in sharded):
             work |= axis
-            partial[_slice_partner(summed, operands, at, sums, left, axis)] |= axis
-        elif left:
+            partial[_slice_partner(summed, operands, dims, sums, sharded, axis)] |= axis
+        elif sharded:
             work |= axis
-            result[ends[left[0]]] |= axis  # type: ignore[index]
+            result[ends[sharded[0]]] |= axis  # type: ignore[index]
         elif target is not None:
             work |= axis
             result[target] |= axis
-    shifts = _merged(shifts) + _finished(op.outputs[0], partial, tuple(result), wanted, is_eager=True)
+    shifts = _merged(shifts) + _finished(op.outputs[0], partial, tuple(result), requested, is_eager=True)
     return PartitionedOp(work, tuple(tuple(masks) for masks in operands), tuple(result), tuple(shifts))
 
 
-def _dim_to(goes: Mapping[int, int], end: int | None) -> int | None:
-    """The dim of an operand that goes to a dim of the result."""
-    return next((dim for dim, out in goes.items() if out == end), None)
+def _dim_to(out_dims: Mapping[int, int], end: int | None) -> int | None:
+    """Returns the dim of an operand that maps to a dim of the result."""
+    return next((dim for dim, out in out_dims.items() if out == end), None)
 
 
 def _slice_partner(
     summed: Sequence[tuple[int, int]],
     operands: list[list[int]],
-    at: Sequence[int | None],
+    dims: Sequence[int | None],
     sums: Sequence[bool],
-    left: Sequence[int],
+    sharded: Sequence[int],
     axis: int,
 ) -> int:
-    """The other side of a split sum takes its own part, which costs nothing. Returns which of the sums it is."""
-    side = next(side for side in left if sums[side])
-    which = next(which for which, pair in enumerate(summed) if pair[side] == at[side])
-    operands[1 - side][summed[which][1 - side]] |= axis
-    return which
+    """Slices the other side of a sharded contraction, without communication; returns the contracted dim's index."""
+    side = next(side for side in sharded if sums[side])
+    index = next(index for index, pair in enumerate(summed) if pair[side] == dims[side])
+    operands[1 - side][summed[index][1 - side]] |= axis
+    return index
 
 
 def _other(
     graph: Graph, classes: Sequence[Labels], op: Op, ins: Sequence[Masks], outs: Sequence[Masks]
 ) -> PartitionedOp:
-    """By the classes of the dims: what goes through stays split, what is summed is partial, the rest is gathered."""
+    """Partitions by classes: dims of the result stay sharded, reduced dims are partial, others are gathered."""
     if not op.outputs:
         return PartitionedOp(0, tuple(ins), (), ())
-    labels, wanted = classes[op.outputs[0]], outs[0]
+    labels, requested = classes[op.outputs[0]], outs[0]
     is_summed = op.name in SUMMED
     partials: dict[int, int] = defaultdict(int)
-    result = [0] * len(wanted)
+    result = [0] * len(requested)
     shifts: list[Reshard] = []
     for value, masks in zip(op.inputs, ins, strict=True):
         gathered = 0
-        for along, (label, mask) in enumerate(zip(classes[value], masks, strict=True)):
+        for operand_dim, (label, mask) in enumerate(zip(classes[value], masks, strict=True)):
             if not mask:
                 continue
-            dim = None if label is None else _same_dim(op, along, label, mask, labels, wanted)
+            dim = None if label is None else _same_dim(op, operand_dim, label, mask, labels, requested)
             if dim is None:
-                partials[along] |= mask if is_summed else 0
+                partials[operand_dim] |= mask if is_summed else 0
                 gathered |= 0 if is_summed else mask
             else:
-                # Split elsewhere in the result: the smaller of both goes; here the operand, exchanged.
-                moved = mask & union(wanted) & ~wanted[dim]
+                # Sharded on another dim of the result: gather the operand.
+                moved = mask & union(requested) & ~requested[dim]
                 gathered |= moved
                 result[dim] |= mask & ~moved
         if gathered:
             shifts.append(Reshard("all-gather", value, gathered, union(masks) & ~gathered, True))
-    if op.name.startswith("scatter"):  # what is scattered into gives way: each device adds to its own zeros
+    if op.name.startswith("scatter"):  # these axes do not shard the first operand: each device adds to its own zeros
         result = [mask & ~union([*partials.values()]) for mask in result]
-    summed = [partials[along] & ~union(result) for along in sorted(partials)]
+    summed = [partials[operand_dim] & ~union(result) for operand_dim in sorted(partials)]
     partial = union(summed)
-    result = [mask | (want & ~partial) for mask, want in zip(result, wanted, strict=True)]
-    shifts += _finished(op.outputs[0], summed, tuple(result), wanted)
+    result = [mask | (target & ~partial) for mask, target in zip(result, requested, strict=True)]
+    shifts += _finished(op.outputs[0], summed, tuple(result), requested)
     return PartitionedOp(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
 
 
-def _same_dim(op: Op, along: int, label: int, mask: int, labels: Labels, wanted: Masks) -> int | None:
-    """Where a dim of an operand is in the result; of several of its class, where it is named or wanted split alike."""
+def _same_dim(op: Op, operand_dim: int, label: int, mask: int, labels: Labels, requested: Masks) -> int | None:
+    """Returns the dim of the result that an operand's dim maps to; of several of its class, the one sharded equally."""
     if op.name == "broadcast_in_dim":
-        dim = op.params["broadcast_dimensions"][along]
+        dim = op.params["broadcast_dimensions"][operand_dim]
         return dim if labels[dim] == label else None
-    dims = [dim for dim, other in enumerate(labels) if other == label]
-    if along in dims and len(labels) == len(op.eqn.invars[0].aval.shape):
-        return along
-    return next((dim for dim in dims if wanted[dim] & mask), dims[-1] if dims else None)
+    dims = [dim for dim, result_label in enumerate(labels) if result_label == label]
+    if operand_dim in dims and len(labels) == len(op.eqn.invars[0].aval.shape):
+        return operand_dim
+    return next((dim for dim in dims if requested[dim] & mask), dims[-1] if dims else None)
 
 
 def _finished(
-    value: int, partials: Sequence[int], result: Masks, wanted: Masks, *, is_eager: bool = False
+    value: int, partials: Sequence[int], result: Masks, requested: Masks, *, is_eager: bool = False
 ) -> list[Reshard]:
-    """Partial sums are summed, split further at once where that is wanted; then the rest of the way.
+    """Reduces partial sums, by reduce-scatter where the result is sharded so; then reshards the result.
 
-    The compiler sums over one dim after the other, the last first. A contraction's sum over some axes that is then
-    split over others is `is_eager`: it is split before the rest is summed.
+    The compiler reduces over one dim after another, the last first. A contraction's sum over some axes that is then
+    sharded
+    over others is `is_eager`: it is scattered before the rest is reduced.
     """
     shifts, done = [], list(result)
     for partial in reversed(partials):
-        scattered = partial & union(wanted)
+        scattered = partial & union(requested)
         reduced = partial & ~scattered
         if scattered and (is_eager or not reduced):
             shifts.append(Reshard("reduce-scatter", value, scattered, union(done), False))
         elif scattered:
             reduced = partial
-        after = [mask | (want & scattered) for mask, want in zip(done, wanted, strict=True)]
+        after = [mask | (target & scattered) for mask, target in zip(done, requested, strict=True)]
         if reduced:
-            kept = union(after if reduced != partial else done)
-            shifts.append(Reshard("all-reduce", value, reduced, kept, False))
+            common = union(after if reduced != partial else done)
+            shifts.append(Reshard("all-reduce", value, reduced, common, False))
         done = after
-    return shifts + transition(value, tuple(done), wanted, is_operand=False)
+    return shifts + transition(value, tuple(done), requested, is_operand=False)
 
 
 def _merged(shifts: Sequence[Reshard]) -> list[Reshard]:
-    """Gathers of one operand over several axes are one gather, and so are exchanges."""
-    found: dict[tuple[str, int], Reshard] = {}
+    """Merges the all-gathers of one operand over several axes into one, and likewise its all-to-alls."""
+    merged: dict[tuple[str, int], Reshard] = {}
     for shift in shifts:
-        old = found.get((shift.kind, shift.value))
+        old = merged.get((shift.kind, shift.value))
         over = shift.over | (old.over if old else 0)
-        kept = (shift.kept & old.kept if old else shift.kept) & ~over
-        found[shift.kind, shift.value] = Reshard(shift.kind, shift.value, over, kept, True)
-    return list(found.values())
+        common = (shift.kept & old.kept if old else shift.kept) & ~over
+        merged[shift.kind, shift.value] = Reshard(shift.kind, shift.value, over, common, True)
+    return list(merged.values())
 
 
 def _bits(mask: int) -> list[int]:
-    return [1 << at for at in range(mask.bit_length()) if mask >> at & 1]
+    return [1 << index for index in range(mask.bit_length()) if mask >> index & 1]
 
 
 def _size(graph: Graph, value: int) -> int:
@@ -269,5 +272,5 @@ def _size(graph: Graph, value: int) -> int:
 
 
 def as_masks(spec: Sequence[Sequence[str]], bits: Mapping[str, int]) -> Masks:
-    """A resolver's spec as masks."""
+    """Returns a resolver's spec as masks."""
     return tuple(sum(bits[axis] for axis in axes) for axes in spec)

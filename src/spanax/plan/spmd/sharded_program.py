@@ -17,9 +17,9 @@ from spanax.trace.traced import Traced
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Division:
-    """What happens to one operation: how it takes its operands, and how it is divided with all that moves for it.
+    """How one operation is executed: how it reshards its operands, and how it is partitioned, with all its collectives.
 
-    `use` is None where it takes everything as it lies, `split` where nothing can move.
+    `use` is None where no operand is resharded, `split` where the operation needs no collective.
     """
 
     use: OperandSharding | None
@@ -28,10 +28,10 @@ class Division:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What layouts of one function over the same mesh axes have in common, so that it is worked out once for all.
+    """A cache shared by the layouts of one function over the same mesh axes.
 
-    `numbers` counts the ways in which values lie; `divisions` are known by the operation and how its values lie, and
-    `matmuls` by their division: what a row of `Matmuls` says but for when it runs and how often.
+    `numbers` enumerates the shardings of values; `divisions` are keyed by the operation and its values' shardings,
+    `matmuls` by division: a row of `Matmuls` without its phase and number of runs.
     """
 
     numbers: dict[Constraint | None, int] = field(default_factory=dict)
@@ -40,92 +40,92 @@ class Known:
 
 
 class ShardedProgram:
-    """Found when it is asked for, and kept: once for each role of values, and once for each kind of operation.
+    """A traced function under one layout, computed on access and cached per sharding key and per group of operations.
 
     Args:
-      resolver: the layout, over the program on a mesh.
+      resolver: the layout, applied to the program on a mesh.
       traced: the program's step, or its evaluation.
-      known: what is known of other layouts of the same function over the same mesh axes; what is found is added.
+      known: the cache of other layouts of the same function over the same mesh axes; new results are added.
     """
 
     def __init__(self, resolver: Resolver, traced: Traced, known: Known | None = None):
         self.resolver, self.traced = resolver, traced
         self.constraints = resolver.constraints(traced)
         self.known = known or Known()
-        self._bits = {axis: 1 << at for at, axis in enumerate(resolver.mesh.names)}
+        self._bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
         self._lies: dict[int, tuple[int, Masks]] = {}
         self._divisions: dict[Op, Division] = {}
 
     def masks(self, value: int) -> Masks:
-        """How a value lies."""
+        """Returns the sharding of a value."""
         return self._lying(value)[1]
 
     def masks_of(self, value: int, constraint: Constraint | None) -> Masks:
-        """How a constraint has a value; whole without one."""
+        """Returns the sharding of a value under a constraint; replicated without one."""
         if constraint is None:
             return (0,) * len(self.traced.graph.shape(value))
         return as_masks(constraint.spec, self._bits)
 
     def mask(self, axes: Sequence[str]) -> int:
-        """Mesh axes as a mask."""
+        """Returns mesh axes as a mask."""
         return sum(self._bits[axis] for axis in axes)
 
     def is_batched(self, value: int) -> bool:
-        """Whether a value grows with the batch."""
+        """Returns whether a value grows with the batch."""
         return not self.traced.batch_labels.isdisjoint(self.traced.sharding_keys[value].labels)
 
     def num_bytes(self, value: int) -> int:
-        """Bytes of the whole value."""
+        """Returns the global bytes of a value."""
         aval = self.traced.graph.avals[value]
         return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
 
     def division(self, op: Op) -> Division:
-        """What happens to an operation; its shifts name the values of the one that stands for its kind."""
+        """Returns how an operation is executed; its reshards name the values of its group's representative."""
         op = self.traced.alike[op]
         if op not in self._divisions:
-            lies = tuple(self._lying(value)[0] for value in (*op.inputs, *op.outputs))
-            key = (op, lies, self.resolver.mesh if op.name in LOOKUPS | RING else None)
+            shardings = tuple(self._lying(value)[0] for value in (*op.inputs, *op.outputs))
+            key = (op, shardings, self.resolver.mesh if op.name in LOOKUPS | RING else None)
             if key not in self.known.divisions:
                 self.known.divisions[key] = self._divide(op)
             self._divisions[op] = self.known.divisions[key]
         return self._divisions[op]
 
     def _lying(self, value: int) -> tuple[int, Masks]:
-        role = id(self.traced.sharding_keys[value])
-        if role not in self._lies:
+        key = id(self.traced.sharding_keys[value])
+        if key not in self._lies:
             constraint, numbers = self.constraints[value], self.known.numbers
             number = numbers.setdefault(constraint, len(numbers))
-            self._lies[role] = number, self.masks_of(value, constraint)
-        return self._lies[role]
+            self._lies[key] = number, self.masks_of(value, constraint)
+        return self._lies[key]
 
     def _divide(self, op: Op) -> Division:
         ins, outs = [self.masks(value) for value in op.inputs], [self.masks(value) for value in op.outputs]
         if op.name in ELEMENTWISE and all(masks == outs[0] or not any(masks) for masks in ins):
             return Division(None, None)
         use = operand_sharding(self.resolver, self.traced, op, self.constraints)
-        wanted, shifts = list(outs), list[Reshard]()
-        for at, constraint in enumerate(use.inputs if use else ()):
+        requested, shifts = list(outs), list[Reshard]()
+        for index, constraint in enumerate(use.inputs if use else ()):
             if constraint is not None:
-                asked = self.masks_of(op.inputs[at], constraint)
-                shifts += transition(op.inputs[at], ins[at], asked, is_operand=True)
-                ins[at] = asked
-        for at, constraint in enumerate(use.outputs if use else ()):
+                resharded = self.masks_of(op.inputs[index], constraint)
+                shifts += transition(op.inputs[index], ins[index], resharded, is_operand=True)
+                ins[index] = resharded
+        for index, constraint in enumerate(use.outputs if use else ()):
             if constraint is not None:
-                wanted[at] = self.masks_of(op.outputs[at], constraint)
+                requested[index] = self.masks_of(op.outputs[index], constraint)
         if use is not None and use.around is not None:
-            split = ring_split(self.traced.graph, op, use.around, self.resolver.mesh)
+            partitioned = ring_split(self.traced.graph, op, use.around, self.resolver.mesh)
         else:
-            split = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, wanted)
-        shifts += split.shifts
-        for value, before, after in zip(op.outputs, wanted, outs, strict=True):
+            partitioned = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, requested)
+        shifts += partitioned.shifts
+        for value, before, after in zip(op.outputs, requested, outs, strict=True):
             further = union(after) & ~union(before)
             shifts = [scattered(shift, further) if shift.value == value else shift for shift in shifts]
             shifts += transition(value, before, after, is_operand=False)
-        return Division(use, replace(split, shifts=tuple(shifts)))
+        return Division(use, replace(partitioned, shifts=tuple(shifts)))
 
 
 def scattered(shift: Reshard, split: int) -> Reshard:
-    """A sum that is split right after it, over the axes it goes over: the compiler makes one of both."""
+    """Returns a reduce-scatter for an all-reduce whose result is then sharded over its axes, as the compiler does."""
     if shift.kind == "all-reduce" and not shift.over & ~split:
         return replace(shift, kind="reduce-scatter")
     return shift

@@ -1,8 +1,8 @@
 """A fingerprint of what a program computes, equal across processes and machines.
 
 A value is identified by its operation and, recursively, its operands, down to parameters, batch and constants. Names,
-source lines, the order of independent operations, rematerialization and shardings do not count. Where Spanax writes the
-step around a loss, the optimizer and its schedule do not count either: `--lr` may change.
+source lines, the order of independent operations, rematerialization and shardings are ignored. Where Spanax writes the
+step around a loss, the optimizer and its schedule are ignored too: `--lr` may change.
 """
 
 import dataclasses
@@ -27,27 +27,27 @@ from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
 
 FORMAT = "1"
-"""Of these texts; another one is not compared."""
+"""Version of the fingerprint format; other versions are not compared."""
 
 VERSIONS = ("jax", "flax", "optax")
-"""Packages that write another program of the same code from time to time."""
+"""Packages whose releases may trace the same code to another program."""
 
 IDENTITIES = frozenset(
     "sharding_constraint reshard mesh_cast pvary device_put optimization_barrier copy copy_p name".split()
 )
-"""Operations that pass on the values they read."""
+"""Operations whose results are their operands."""
 
 OPAQUE = frozenset({"shard_map"})
-"""Operations whose shapes inside follow from a mesh: they are known by the primitives that they run."""
+"""Operations whose inner shapes depend on a mesh: they are identified by the primitives that they run."""
 
 LEFT_OUT = re.compile(
     r".*(sharding|layout|mesh|device|debug|source|src_info|metadata|name)s?|srcs|copy_semantics|inline|linear|unroll|"
     r"_split_transpose|donated_invars|keep_unused|compiler_options_kvs|policy|prevent_cse|differentiated"
 )
-"""Parameters of operations that change no number."""
+"""Parameters of operations that do not affect the result."""
 
 GRAD_NORM = "grad_norm"
-"""The metric that follows from the gradients."""
+"""The metric that is computed from the gradients."""
 
 MOST_LISTED = 6
 
@@ -56,15 +56,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+|0x[0-9a-f]+|<locals>\.")
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """What a train step computes of its state and batch.
+    """The fingerprint of what a train step computes from its state and batch.
 
     Attributes:
-      versions: of the packages that wrote the program, and of this form.
-      loss: stands for the loss and its metrics.
-      gradients: stands for the gradients of all parameters.
-      state: stands for all other state after a step: statistics, random numbers; of a `train_step` of the user's own
-        also parameters and optimizer.
-      operations: how many there are of each primitive.
+      versions: of the packages that traced the program, and of the fingerprint format.
+      loss: digest of the loss and its metrics.
+      gradients: digest of the gradients of all parameters.
+      state: digest of all other state after a step: statistics, random numbers; for a user-defined `train_step` also
+        parameters and optimizer.
+      operations: number of operations of each primitive.
     """
 
     versions: Mapping[str, str]
@@ -75,85 +75,87 @@ class Computation:
 
     @staticmethod
     def of(step: Traced, leaves: Sequence[Leaf]) -> "Computation":
-        """What a traced step computes; `leaves` are those of its state."""
+        """Returns the computation of a traced step; `leaves` are the leaves of its state."""
         graph, num_state = step.graph, len(leaves)
         values = _Values(graph).of_all()
         gradients = {mark: value for mark, value in graph.marks.items() if mark.startswith(GRADIENT)}
         after = zip(leaves, graph.body.outputs, strict=False)
-        others = {leaf.path: value for leaf, value in after if not gradients or leaf.kind == "other"}
+        other_state = {leaf.path: value for leaf, value in after if not gradients or leaf.kind == "other"}
         results = jax.tree.unflatten(step.result, graph.body.outputs[num_state:])
-        named = dict(results) if isinstance(results, Mapping) else {"": results}
+        result_by_name = dict(results) if isinstance(results, Mapping) else {"": results}
         rates = {LEARNING_RATE, *(mark.removeprefix(METRIC) for mark in graph.marks if mark.startswith(METRIC))}
-        metrics = {name: value for name, value in named.items() if not gradients or name not in {GRAD_NORM, *rates}}
-        roots = [*gradients.values(), *others.values(), *jax.tree.leaves(metrics)]
+        metrics = {
+            name: value for name, value in result_by_name.items() if not gradients or name not in {GRAD_NORM, *rates}
+        }
+        roots = [*gradients.values(), *other_state.values(), *jax.tree.leaves(metrics)]
 
         def text(group: Any) -> str:
-            found, treedef = jax.tree.flatten(group)
-            return _digest(str(treedef), *(values[value] for value in found))
+            indices, treedef = jax.tree.flatten(group)
+            return _digest(str(treedef), *(values[value] for value in indices))
 
         return Computation(
             {"format": FORMAT} | {name: version(name) for name in VERSIONS},
             text(metrics),
             text(gradients),
-            text(others),
+            text(other_state),
             dict(sorted(_operations(graph, roots).items())),
         )
 
     @staticmethod
     def from_json(data: Any) -> "Computation":
-        """The computation that was recorded as plain values.
+        """Returns the computation from plain values.
 
         Raises:
-          ValueError: they are none.
+          ValueError: the values do not describe a computation.
         """
         return parsed(Computation, data)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns the computation as plain values."""
         return dataclasses.asdict(self)
 
     def other_versions(self, before: "Computation") -> list[str]:
-        """Versions that differ: then equal code may have another text, and is not compared."""
+        """Returns the versions that differ; equal code may then have another digest, and is not compared."""
         names = sorted({*self.versions, *before.versions})
         pairs = [(name, before.versions.get(name, "none"), self.versions.get(name, "none")) for name in names]
         return [f"{name} {old}, now {new}" for name, old, new in pairs if old != new]
 
     def differences(self, before: "Computation") -> list[str]:
-        """What differs from an earlier computation, for the user; empty where nothing does.
+        """Returns the differences from an earlier computation as messages; empty if equal.
 
         Example:
-          >>> one = Computation({}, "a", "b", "c", {"tanh": 2, "mul": 4})
-          >>> one.differences(Computation({}, "d", "b", "c", {"sin": 2, "mul": 4}))
+          >>> computation = Computation({}, "a", "b", "c", {"tanh": 2, "mul": 4})
+          >>> computation.differences(Computation({}, "d", "b", "c", {"sin": 2, "mul": 4}))
           ['the loss', 'operations: sin 2, now 0; tanh 0, now 2']
         """
         parts = {"the loss": "loss", "the gradients": "gradients", "the state after a step": "state"}
-        found = [what for what, name in parts.items() if getattr(self, name) != getattr(before, name)]
+        messages = [part for part, name in parts.items() if getattr(self, name) != getattr(before, name)]
         counts = [
             f"{name} {before.operations.get(name, 0)}, now {self.operations.get(name, 0)}"
             for name in sorted({*self.operations, *before.operations})
             if self.operations.get(name) != before.operations.get(name)
         ]
-        if found and counts:
-            found.append(f"operations: {'; '.join(counts[:MOST_LISTED])}{'; ...' * (len(counts) > MOST_LISTED)}")
-        elif found:
-            found.append("the same operations on other numbers or in another order")
-        return found
+        if messages and counts:
+            messages.append(f"operations: {'; '.join(counts[:MOST_LISTED])}{'; ...' * (len(counts) > MOST_LISTED)}")
+        elif messages:
+            messages.append("the same operations on other numbers or in another order")
+        return messages
 
 
 @dataclasses.dataclass(frozen=True)
 class _Values:
-    """The texts of the values of a graph."""
+    """Computes the digests of the values of a graph."""
 
     graph: Graph
 
     def of_all(self) -> dict[int, str]:
-        """Of every value of the outermost body."""
+        """Returns the digest of every value of the outermost body."""
         texts = {value: _digest("input", str(index)) for index, value in enumerate(self.graph.body.inputs)}
         self._run(self.graph.body, texts)
         return texts
 
     def _run(self, body: Body, texts: dict[int, str]) -> list[str]:
-        """Adds the values of a body to those of its inputs; returns those of its outputs."""
+        """Adds the digests of a body to those of its inputs, and returns those of its outputs."""
 
         def read(value: int) -> str:
             if value not in texts:
@@ -161,16 +163,16 @@ class _Values:
             return texts[value]
 
         for op in body.ops:
-            ins = [read(value) for value in op.inputs]
+            operands = [read(value) for value in op.inputs]
             if op.name in IDENTITIES and len(op.inputs) == len(op.outputs):
-                outs = ins
+                results = operands
             elif op.name in REMAT and op.bodies:
                 (inner,) = op.bodies
-                outs = self._run(inner, dict(zip(inner.inputs, ins, strict=True)))
+                results = self._run(inner, dict(zip(inner.inputs, operands, strict=True)))
             else:
-                text = self._of_op(op, ins)
-                outs = [_digest(text, str(index), self._aval(value)) for index, value in enumerate(op.outputs)]
-            texts.update(zip(op.outputs, outs, strict=True))
+                text = self._of_op(op, operands)
+                results = [_digest(text, str(index), self._aval(value)) for index, value in enumerate(op.outputs)]
+            texts.update(zip(op.outputs, results, strict=True))
         return [read(value) for value in body.outputs]
 
     def _of_op(self, op: Op, ins: Sequence[str]) -> str:
@@ -178,10 +180,10 @@ class _Values:
             return _digest(op.name, *_primitives(list(op.params.values())), *ins)
         bodies = []
         for body in op.bodies:
-            known = {value: _digest("argument", str(index)) for index, value in enumerate(body.inputs)}
-            bodies.append(_digest(*self._run(body, known)))
-        held = BODIES.get(op.name, ())
-        params = {key: value for key, value in op.params.items() if key not in held}
+            digests = {value: _digest("argument", str(index)) for index, value in enumerate(body.inputs)}
+            bodies.append(_digest(*self._run(body, digests)))
+        body_params = BODIES.get(op.name, ())
+        params = {key: value for key, value in op.params.items() if key not in body_params}
         return _digest(op.name, _plain(params), *bodies, *ins)
 
     def _aval(self, value: int) -> str:
@@ -189,10 +191,10 @@ class _Values:
 
 
 def _digest(*texts: str) -> str:
-    found = hashlib.blake2b(digest_size=12)
+    digest = hashlib.blake2b(digest_size=12)
     for text in texts:
-        found.update(f"{len(text)}:{text}".encode())
-    return found.hexdigest()
+        digest.update(f"{len(text)}:{text}".encode())
+    return digest.hexdigest()
 
 
 def _of_aval(aval: Any) -> str:
@@ -200,31 +202,31 @@ def _of_aval(aval: Any) -> str:
 
 
 def _of_constant(value: Any) -> str:
-    """A constant; floating ones to as many digits as machines with other math libraries agree in."""
+    """Returns the digest of a constant; floats are rounded so that machines with other math libraries agree."""
     if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     array = np.asarray(value)
-    if array.dtype == object:  # a value of a type of the user's own
+    if array.dtype == object:  # a value of a user-defined type
         return _of_object(value)
-    kind = f"{array.dtype}{array.shape}"
+    aval = f"{array.dtype}{array.shape}"
     if not jax.dtypes.issubdtype(array.dtype, np.inexact):
-        return _digest("constant", kind, hashlib.blake2b(np.ascontiguousarray(array).tobytes()).hexdigest())
+        return _digest("constant", aval, hashlib.blake2b(np.ascontiguousarray(array).tobytes()).hexdigest())
     parts = [array.real, array.imag] if jax.dtypes.issubdtype(array.dtype, np.complexfloating) else [array]
     flat = np.concatenate([part.astype(np.float64).ravel() for part in parts])
     if flat.size <= 2:
-        return _digest("constant", kind, *(f"{number:.6g}" for number in flat))
+        return _digest("constant", aval, *(f"{number:.6g}" for number in flat))
     is_finite = np.isfinite(flat)
     flat = np.where(is_finite, flat, 0.0)
     weights = 1.0 + np.arange(flat.size) * 7919 % 101 / 101
     scale = float(np.abs(flat).sum())
-    shares = [float((flat * one).sum()) / scale if scale else 0.0 for one in (weights, weights[::-1], weights**2)]
+    shares = [float((flat * row).sum()) / scale if scale else 0.0 for row in (weights, weights[::-1], weights**2)]
     return _digest(
-        "constant", kind, str(int(is_finite.sum())), f"{scale:.3g}", *(f"{share + 0.0:.3f}" for share in shares)
+        "constant", aval, str(int(is_finite.sum())), f"{scale:.3g}", *(f"{share + 0.0:.3f}" for share in shares)
     )
 
 
 def _plain(value: Any) -> str:
-    """A parameter of an operation without what differs from process to process."""
+    """Returns the text of an operation's parameter without parts that differ between processes."""
     if value is None or isinstance(value, bool | int | str | bytes | np.generic | np.dtype):
         return f"{type(value).__name__} {value!r}" if isinstance(value, str | bytes) else str(value)
     if isinstance(value, float | complex):
@@ -234,8 +236,8 @@ def _plain(value: Any) -> str:
     if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
         return _of_jaxpr(value)
     if isinstance(value, Mapping):
-        pairs = sorted((str(key), one) for key, one in value.items() if not LEFT_OUT.fullmatch(str(key)))
-        return _digest(*(f"{key}={_plain(one)}" for key, one in pairs))
+        pairs = sorted((str(key), item) for key, item in value.items() if not LEFT_OUT.fullmatch(str(key)))
+        return _digest(*(f"{key}={_plain(item)}" for key, item in pairs))
     if isinstance(value, tuple | list):
         return _digest(type(value).__name__ if hasattr(value, "_fields") else "", *map(_plain, value))
     if isinstance(value, set | frozenset):
@@ -252,15 +254,17 @@ def _of_object(value: Any) -> str:
         return _digest(_plain(value.func), _plain(value.args), _plain(value.keywords))
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return _ADDRESS.sub("", f"{value.__module__}.{value.__qualname__}")
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    type_name = f"{type(value).__module__}.{type(value).__qualname__}"
     if dataclasses.is_dataclass(value):
-        return _digest(kind, _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}))
+        return _digest(
+            type_name, _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+        )
     text = _ADDRESS.sub("", repr(value))
-    return kind if text.startswith(f"<{kind}") else f"{kind} {text}"
+    return type_name if text.startswith(f"<{type_name}") else f"{type_name} {text}"
 
 
 def _of_jaxpr(jaxpr: Any) -> str:
-    """A program inside of an operation whose bodies are not followed, equation by equation."""
+    """Returns the digest of a jaxpr inside an operation whose bodies are not traversed, equation by equation."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     numbers: dict[Any, str] = {}
 
@@ -277,9 +281,9 @@ def _of_jaxpr(jaxpr: Any) -> str:
 
 
 def _primitives(value: Any) -> list[str]:
-    """The names of the primitives in everything that a parameter holds."""
+    """Returns the names of the primitives in the jaxprs of a parameter."""
     if isinstance(value, tuple | list):
-        return [name for one in value for name in _primitives(one)]
+        return [name for item in value for name in _primitives(item)]
     jaxpr = getattr(value, "jaxpr", value)
     if not isinstance(jaxpr, core.Jaxpr):
         return []
@@ -287,8 +291,8 @@ def _primitives(value: Any) -> list[str]:
 
 
 def _operations(graph: Graph, roots: Sequence[int]) -> Counter[str]:
-    """How many operations of each primitive some values need, those of bodies included."""
-    needed, found = set(roots), Counter[str]()
+    """Returns the number of operations per primitive that `roots` depend on, including those of bodies."""
+    needed, counts = set(roots), Counter[str]()
 
     def count(op: Op, add: Callable[[str], None]) -> None:
         if op.name not in IDENTITIES:
@@ -300,5 +304,5 @@ def _operations(graph: Graph, roots: Sequence[int]) -> Counter[str]:
     for op in reversed(graph.body.ops):
         if needed.intersection(op.outputs):
             needed.update(op.inputs)
-            count(op, lambda name: found.update([name]))
-    return found
+            count(op, lambda name: counts.update([name]))
+    return counts

@@ -1,7 +1,7 @@
-"""Which values a fusing compiler writes to memory, and how often each is read.
+"""Finds the values that a fusing compiler writes to memory, and counts their reads.
 
-Elementwise operations and data movement are fused into their consumers. A matmul, a loop or a gather is a kernel of its
-own. The result does not depend on the layout.
+Elementwise operations and data movement are fused into their consumers. A matmul, a loop or a gather is a separate
+kernel. The result does not depend on the layout.
 """
 
 from collections import defaultdict
@@ -12,20 +12,20 @@ from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 
 ALIASES = frozenset("reshape transpose squeeze broadcast_in_dim expand_dims copy sharding_constraint".split())
-"""Another view of the same numbers: whoever reads one reads the other."""
+"""Operations whose result is a view of their operand."""
 
 FUSED = ELEMENTWISE | ALIASES | {"slice", "pad", "concatenate", "iota", "rev", "tile", "split", "squeeze", "clamp"}
-"""What needs no kernel of its own."""
+"""Operations that are fused instead of running as a separate kernel."""
 
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin".split()
 )
-"""Fused with what makes their operand; along the last dims, also with what follows (softmax, norms)."""
+"""Fused with the producer of their operand; along the last dims, also with their consumers (softmax, norms)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A value that fused kernels write or read so many times in one run of its body."""
+    """The number of writes and reads of a value by fused kernels in one run of its body."""
 
     value: int
     writes: int
@@ -33,29 +33,29 @@ class Access:
 
 
 def memory_plan(graph: Graph) -> dict[Body, "Kept"]:
-    """For every body, the values that are kept in memory between kernels; all others live only inside one."""
+    """Returns, for every body, the values stored in memory between kernels; all others live inside one kernel."""
     return {body: Kept(graph, body) for body in _bodies(graph.body)}
 
 
 def accesses(graph: Graph, body: Body) -> tuple[list[Access], int]:
-    """What the fused kernels of one body access, bodies inside it aside; and how many kernels they are."""
-    found = Kept(graph, body)
+    """Returns the accesses of the fused kernels of a body, without nested bodies, and the number of these kernels."""
+    plan = Kept(graph, body)
     reads: dict[int, set[int]] = defaultdict(set)
-    for value in found.written:
-        for source in found.sources(value):
-            made_here = source in found.written and found.made_at[source] == found.made_at[value]
-            if not made_here:
-                reads[source].add(found.made_at[value])
-    values = sorted({*reads, *found.written})
-    levels = {found.made_at[value] for value in found.written}
-    return [Access(value, int(value in found.written), len(reads.get(value, ()))) for value in values], len(levels)
+    for value in plan.written:
+        for source in plan.sources(value):
+            is_same_kernel = source in plan.written and plan.made_at[source] == plan.made_at[value]
+            if not is_same_kernel:
+                reads[source].add(plan.made_at[value])
+    values = sorted({*reads, *plan.written})
+    levels = {plan.made_at[value] for value in plan.written}
+    return [Access(value, int(value in plan.written), len(reads.get(value, ()))) for value in values], len(levels)
 
 
 class Kept:
-    """One body, op by op: the root of every view, its levels, and what is kept.
+    """The values of one body stored in memory, with the root of every view and the fusion level of every value.
 
-    What is made at one level can be made in one kernel: a level ends where a kernel of its own, or a reduction whose
-    result must be whole first, stands between. Such a reduction is made at one level and can be read from the next on.
+    Values of one level can be computed by one kernel: a level ends at an unfused operation, or at a reduction that
+    must complete first. Such a reduction is computed at one level and can be read from the next level on.
     """
 
     def __init__(self, graph: Graph, body: Body):
@@ -77,11 +77,11 @@ class Kept:
             if op.name in FUSED or op.name in REDUCTIONS:
                 for value in ins:
                     readers[value].add(level)
-                ends = op.name in REDUCTIONS and not _is_along_last(graph, op)
+                ends_level = op.name in REDUCTIONS and not _is_along_last(graph, op)
                 for value in op.outputs:
-                    self.level[value], self.made_at[value] = level + ends, level
+                    self.level[value], self.made_at[value] = level + ends_level, level
                     self._maker[value] = op
-                    if ends:
+                    if ends_level:
                         self._keep(value)
             else:
                 for value in ins:
@@ -99,45 +99,45 @@ class Kept:
                         self._keep(value)
 
     def last_reads(self, ops: Sequence[Op]) -> dict[int, int]:
-        """Of the body's operations in some order the last that needs each kept value.
+        """Returns, for each stored value, the index in `ops` of its last consumer.
 
-        A fused kernel reads all when its last one is done.
+        A fused kernel reads its operands until its last operation is done.
         """
         last: dict[int, int] = {}
-        for at, op in enumerate(ops):
+        for index, op in enumerate(ops):
             for value in op.inputs:
-                last[self.of(value)] = at
+                last[self.of(value)] = index
             for value in op.outputs:
                 for source in self.sources(value) if value in self.written else ():
-                    last[source] = at
+                    last[source] = index
         for value in self._body.outputs:
             last[self.of(value)] = len(ops)
         return last
 
     def of(self, value: int) -> int:
-        """What a view is a view of."""
+        """Returns the value that a view refers to, or the value itself."""
         return self.root.get(value, value)
 
     def sources(self, value: int) -> frozenset[int]:
-        """The kept values from which a fused kernel makes this one."""
-        left = [value]
-        while left:  # a sum over all parameters is as deep as they are many: no recursion
-            last = left[-1]
-            given = [] if last in self._sources else [self.of(one) for one in self._maker[last].inputs]
-            unknown = [one for one in given if self._is_inside(one) and one not in self._sources]
+        """Returns the stored values from which a fused kernel computes this value."""
+        stack = [value]
+        while stack:  # no recursion: a sum over all parameters is as deep as their number
+            top = stack[-1]
+            operands = [] if top in self._sources else [self.of(operand) for operand in self._maker[top].inputs]
+            unknown = [operand for operand in operands if self._is_inside(operand) and operand not in self._sources]
             if unknown:
-                left += unknown
+                stack += unknown
                 continue
-            left.pop()
-            if last not in self._sources:
-                found = set[int]()
-                for one in given:
-                    found |= self._sources[one] if self._is_inside(one) else {one}
-                self._sources[last] = frozenset(source for source in found if source in self.kept)
+            stack.pop()
+            if top not in self._sources:
+                roots = set[int]()
+                for operand in operands:
+                    roots |= self._sources[operand] if self._is_inside(operand) else {operand}
+                self._sources[top] = frozenset(source for source in roots if source in self.kept)
         return self._sources[value]
 
     def _is_inside(self, value: int) -> bool:
-        """Whether a value lives only inside of a kernel."""
+        """Returns whether a value lives only inside a kernel."""
         return value in self._maker and value not in self.kept
 
     def _keep(self, value: int) -> None:
@@ -154,7 +154,7 @@ def _bodies(body: Body) -> Iterator[Body]:
 
 
 def _is_along_last(graph: Graph, op: Op) -> bool:
-    """Whether a reduction runs along the last dims only, so that its kernel holds what it reduces."""
+    """Returns whether a reduction is along the last dims only, so that its operand can stay in the kernel."""
     axes = sorted(op.params.get("axes", op.params.get("dimensions", ())))
     rank = len(graph.shape(op.inputs[0]))
     return bool(axes) and len(axes) < rank and axes == list(range(rank - len(axes), rank))

@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 ADDITIONS = frozenset({"add", "add_any"})
 PASSING = (ALIASES - {"broadcast_in_dim", "expand_dims"}) | {"convert_element_type"}
-"""Operations behind which a sum is still the same sum."""
+"""Operations that do not change the elements of a sum, except by rounding."""
 
 
 @dataclass(frozen=True, eq=False)
 class GradientSum:
-    """Results that meet in one sum, and nowhere else.
+    """A sum of results that have no other consumer.
 
     Attributes:
-      sums: which is added to which, each addition after what it adds: kinds of operations, and None for an addition of
-        the two before it.
-      met: the values that are added, in this order, and how often they meet; for every place where they do.
+      sums: the sum in postfix order: the group of each operand, and None for an addition of two preceding operands.
+      met: for each occurrence of the sum, its operands in this order, and the number of runs.
     """
 
     sums: tuple["OpGroup | None", ...]
@@ -35,34 +34,34 @@ class GradientSum:
 
 
 def gradient_sums(traced: "Traced") -> list[GradientSum]:
-    """Every sum of results that nothing else reads, all of one kind together."""
-    kinds = {op: (kind, runs) for kind in traced.op_groups for op, runs in kind.ops}
-    found: dict[tuple[OpGroup | None, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
+    """Returns the sums of results that have no other consumer, grouped by the op groups of their operands."""
+    groups = {op: (group, runs) for group in traced.op_groups for op, runs in group.ops}
+    occurrences: dict[tuple[OpGroup | None, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
     for body in traced.kept:
         for sums in _sums(body):
             leaves = [op for op in sums if op is not None]
-            key = tuple(None if op is None else kinds[op][0] for op in sums)
-            found[key].append((tuple(op.outputs[0] for op in leaves), kinds[leaves[0]][1]))
-    return [GradientSum(sums, tuple(met)) for sums, met in found.items()]
+            key = tuple(None if op is None else groups[op][0] for op in sums)
+            occurrences[key].append((tuple(op.outputs[0] for op in leaves), groups[leaves[0]][1]))
+    return [GradientSum(sums, tuple(values)) for sums, values in occurrences.items()]
 
 
 def _sums(body: Body) -> Iterator[list[Op | None]]:
-    """The sums of a body that are part of no larger one."""
+    """Yields the sums of a body that are not part of a larger sum."""
     makers = {op.outputs[0]: op for op in body.ops if len(op.outputs) == 1 and not op.bodies}
     reads = Counter(value for op in body.ops for value in op.inputs) + Counter(body.outputs)
     added: dict[Op, tuple[Op, Op]] = {}
-    inside = set[Op]()
+    nested = set[Op]()
     for op in body.ops:
         if op.name in ADDITIONS:
             left, right = (_source(value, makers, reads) for value in op.inputs)
-            if left and right and all(one.name not in ADDITIONS or one in added for one in (left, right)):
+            if left and right and all(operand.name not in ADDITIONS or operand in added for operand in (left, right)):
                 added[op] = left, right
-                inside.update((left, right))
-    yield from (_flat(op, added) for op in added if op not in inside)
+                nested.update((left, right))
+    yield from (_flat(op, added) for op in added if op not in nested)
 
 
 def _source(value: int, makers: Mapping[int, Op], reads: Mapping[int, int]) -> Op | None:
-    """What made a value that is read once, views and dtypes aside."""
+    """Returns the producer of a value that is read once, through views and casts."""
     while (op := makers.get(value)) is not None and reads[value] == 1:
         if op.name not in PASSING:
             return op
@@ -71,10 +70,10 @@ def _source(value: int, makers: Mapping[int, Op], reads: Mapping[int, int]) -> O
 
 
 def _flat(root: Op, added: Mapping[Op, tuple[Op, Op]]) -> list[Op | None]:
-    """Each addition after what it adds. A sum over all parameters is as deep as they are many: no recursion."""
-    found, left = list[Op | None](), [root]
-    while left:
-        op = left.pop()
-        found.append(None if op in added else op)
-        left += added.get(op, ())
-    return found[::-1]
+    """Returns a sum in postfix order, without recursion: a sum over all parameters is as deep as their number."""
+    postfix, stack = list[Op | None](), [root]
+    while stack:
+        op = stack.pop()
+        postfix.append(None if op in added else op)
+        stack += added.get(op, ())
+    return postfix[::-1]

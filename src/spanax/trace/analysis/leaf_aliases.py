@@ -1,4 +1,4 @@
-"""Values of a step that correspond to one leaf: casts, transposes, its gradient and its update."""
+"""Finds the values of a step that correspond to one leaf: casts, transposes, its gradient and its update."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from spanax.trace.traced import Traced
 
 PASSING = FUSED | MOVEMENT | REDUCTIONS | {"dynamic_slice", "dynamic_update_slice"}
-"""Operations whose result is a version of an operand where both have the same classes: none of them was summed."""
+"""Operations whose result is an alias of an operand with the same classes: no dim was reduced."""
 
 
 def leaf_aliases(traced: "Traced", leaf: int) -> frozenset[int]:
-    """Every value of a traced function that is a version of a leaf of the state, by their numbers.
+    """Returns the values of a traced function that are aliases of a leaf of the state, by index.
 
-    Two values are versions of one if one is made of the other number by number, or put elsewhere, and both have the
-    same classes; nothing that grows with the batch is one. What goes into a loop over layers is one layer there.
+    Two values are aliases if one is computed from the other elementwise or by data movement, and both have the same
+    classes, none of them the batch. In the body of a scan over layers, the alias is one layer of its operand.
 
     Args:
       traced: the train step.
-      leaf: the leaf's number among those of the state.
+      leaf: index of the leaf in the state.
 
     Example:
       >>> import jax, optax, spanax
@@ -32,28 +32,28 @@ def leaf_aliases(traced: "Traced", leaf: int) -> frozenset[int]:
       ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> found = leaf_aliases(program.step, [one.path for one in program.leaves].index("kernel"))
-      >>> sorted({program.step.graph.shape(value) for value in found})  # one way around, and the other
+      >>> aliases = leaf_aliases(program.step, [leaf.path for leaf in program.leaves].index("kernel"))
+      >>> sorted({program.step.graph.shape(value) for value in aliases})  # and its transpose
       [(16, 32), (32, 16)]
     """
     start = traced.graph.body.inputs[leaf]
-    found, left = {start}, [start]
-    while left:
-        new = [value for value in traced.next_versions.get(left.pop(), ()) if value not in found]
-        found.update(new)
-        left += new
-    return frozenset(found)
+    aliases, stack = {start}, [start]
+    while stack:
+        new = [value for value in traced.next_versions.get(stack.pop(), ()) if value not in aliases]
+        aliases.update(new)
+        stack += new
+    return frozenset(aliases)
 
 
 def updated_aliases(traced: "Traced") -> dict[int, list[int]]:
-    """For every value, those that one operation makes of it and that are versions of the same, both ways."""
-    found: dict[int, list[int]] = {}
-    for one, other in _pairs(traced):
-        key = _key(traced, one)
-        if key and key == _key(traced, other):
-            found.setdefault(one, []).append(other)
-            found.setdefault(other, []).append(one)
-    return found
+    """Returns, for every value, its aliases that are one operation away, as operand or as result."""
+    neighbors: dict[int, list[int]] = {}
+    for source, result in _pairs(traced):
+        key = _key(traced, source)
+        if key and key == _key(traced, result):
+            neighbors.setdefault(source, []).append(result)
+            neighbors.setdefault(result, []).append(source)
+    return neighbors
 
 
 def _pairs(traced: "Traced") -> Iterator[tuple[int, int]]:
@@ -62,7 +62,7 @@ def _pairs(traced: "Traced") -> Iterator[tuple[int, int]]:
             wires = traced.graph.wires(op)
             yield from (*wires.inputs, *wires.outputs, *wires.carried)
         elif op.name in PASSING:
-            yield from ((value, made) for value in op.inputs for made in op.outputs)
+            yield from ((value, result) for value in op.inputs for result in op.outputs)
 
 
 def _key(traced: "Traced", value: int) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
-"""Live ranges: from which to which operation of a body each value is in memory, for any layout.
+"""Live ranges: the first and last operation of a body for which each value is in memory, for any layout.
 
-A value lives from the kernel that writes it to the last kernel that reads it. A value inside a fused kernel takes no
+A value is live from the kernel that writes it to the last kernel that reads it. A value inside a fused kernel takes no
 memory.
 """
 
@@ -23,12 +23,12 @@ SCATTERS = ("scatter-add", "scatter_add")
 
 @dataclass(frozen=True, eq=False)
 class Liveness:
-    """The held values of one body, an entry each; values of one role and dtype are of one group.
+    """The live ranges of one body, with an entry per stored value, grouped by sharding key and item size.
 
     Attributes:
-      first: the operation that makes it, by its place in the order in which they run; 0 for what comes in.
-      last: the last operation that needs it; as many as there are for what goes out.
-      group: its group.
+      first: index of its producer in execution order; 0 for inputs.
+      last: index of its last consumer; the number of operations for outputs.
+      group: index of its group.
       values: a value of each group.
       num_bytes: the global bytes of a value of each group.
     """
@@ -41,14 +41,14 @@ class Liveness:
 
 
 def liveness(traced: "Traced", *, in_matmuls: bool) -> dict[Body, Liveness]:
-    """The lifetimes in every body of a traced function.
+    """Returns the live ranges of every body of a traced function.
 
-    State and batch are there all the time, and what replaces the state takes its place: none of them is counted.
+    State and batch are always live, and the updated state reuses their buffers: none of them is included.
 
     Args:
       traced: the train step.
-      in_matmuls: whether the compiler makes what only matmuls read inside of them, and what is made of no data where
-        it is read. A TPU's does; a GPU's matmuls are a library's, and read what lies in memory.
+      in_matmuls: whether the compiler fuses producers into matmuls that are their only consumers, and recomputes
+        constants in their consumers. On TPU it does; on GPU, matmuls are library calls and read from memory.
 
     Source: the buffers of steps compiled for TPUs, tests/data/truth/aot_probe.csv, and for both, docs/check.md.
     """
@@ -59,12 +59,14 @@ def liveness(traced: "Traced", *, in_matmuls: bool) -> dict[Body, Liveness]:
 
 def _of_body(traced: "Traced", body: Body, counted: set[int], in_matmuls: bool) -> Liveness:
     ops = traced.order[body]
-    kept, last = _last_reads(traced, body, ops, in_matmuls)
+    stored, last = _last_reads(traced, body, ops, in_matmuls)
     groups: dict[tuple[int, int], int] = {}
     values, sizes, rows = list[int](), list[float](), list[tuple[int, int, int]]()
-    made = [(0, value) for value in body.inputs]
-    made += [(at, value) for at, op in enumerate(ops) for value in op.outputs if value in kept and value in last]
-    for at, value in made:
+    candidates = [(0, value) for value in body.inputs]
+    candidates += [
+        (index, value) for index, op in enumerate(ops) for value in op.outputs if value in stored and value in last
+    ]
+    for index, value in candidates:
         if value in counted or (in_matmuls and not traced.axes.origins[value]):
             continue
         aval = traced.graph.avals[value]
@@ -73,15 +75,15 @@ def _of_body(traced: "Traced", body: Body, counted: set[int], in_matmuls: bool) 
         if group == len(values):
             values.append(value)
             sizes.append(float(math.prod(aval.shape)) * itemsize)
-        rows.append((at, max(at, last.get(value, len(ops))), group))
+        rows.append((index, max(index, last.get(value, len(ops))), group))
     table = np.asarray(rows, int).reshape(-1, 3).T
     return Liveness(table[0], table[1], table[2], tuple(values), np.asarray(sizes))
 
 
 def _last_reads(traced: "Traced", body: Body, ops: Sequence[Op], in_matmuls: bool) -> tuple[set[int], dict[int, int]]:
-    """The values of a body that are held, and the last operation that needs each.
+    """Returns the values of a body that are stored, and the last consumer of each.
 
-    Numbers put one into each row of zeros, as in the gradient of a cross-entropy, are put there by whoever reads them.
+    A scatter of one element into each row of zeros, as in the gradient of a cross-entropy, is fused into its consumers.
     """
     graph, plan = traced.graph, traced.kept[body]
     readers: dict[int, set[str]] = defaultdict(set)
@@ -90,13 +92,13 @@ def _last_reads(traced: "Traced", body: Body, ops: Sequence[Op], in_matmuls: boo
             readers[plan.of(value)].add(op.name)
     for value in body.outputs:
         readers[plan.of(value)].add("")
-    last, made_where_read = dict(plan.last_reads(ops)), set[int]()
+    last, fused = dict(plan.last_reads(ops)), set[int]()
     for op in ops:
         for value in op.outputs:
             if in_matmuls and value in plan.written and readers[value] == {"dot_general"}:
-                made_where_read.add(value)
-                last |= {of: max(last.get(of, 0), last.get(value, 0)) for of in plan.sources(value)}
+                fused.add(value)
+                last |= {operand: max(last.get(operand, 0), last.get(value, 0)) for operand in plan.sources(value)}
         if op.name in SCATTERS and op.params["dimension_numbers"].operand_batching_dims:
             if graph.shape(plan.of(op.inputs[0])) == ():
-                made_where_read.update(op.outputs)
-    return plan.kept - made_where_read, last
+                fused.update(op.outputs)
+    return plan.kept - fused, last

@@ -18,15 +18,15 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Routing:
-    """One class of experts, and what has a dim of it; keys are the classes of a value, in whatever order.
+    """One class of experts, and the values with a dim of it; keys are the sorted classes of a value.
 
     Attributes:
-      has_experts: whether any weight has it but those that choose: a router's outputs may be a class of their own.
-      scoring: the weights by which experts are chosen.
-      inside: what experts take, compute and give.
-      num_tokens: the numbers of the tokens that are put together for experts, and taken apart behind them.
-      num_sent: the numbers of what is made of these, example by example.
-      num_pooled: the same, where an expert's tokens are of any example.
+      has_experts: whether a weight other than the router's has it: router outputs may be a separate class.
+      scoring: keys of the router weights, which score experts.
+      inside: keys of the inputs, intermediate values and outputs of experts.
+      num_tokens: elements of the tokens dispatched to experts and combined after them.
+      num_sent: elements of the dispatched values, with a batch dim.
+      num_pooled: the same without a batch dim, where the tokens of an expert come from any example.
     """
 
     has_experts: bool
@@ -37,36 +37,36 @@ class Routing:
     num_pooled: int
 
     def is_sent(self, num_experts_ways: int, num_batch_ways: int) -> bool:
-        """Whether it moves less to send experts what is theirs than to gather all tokens for each.
+        """Returns whether dispatching tokens to experts moves less data than gathering all tokens for each.
 
         Args:
-          num_experts_ways: into how many parts experts are divided; outside of them the same devices divide the batch.
-          num_batch_ways: into how many the batch is divided by other devices.
+          num_experts_ways: number of shards of the experts; outside the experts, the same devices shard the batch.
+          num_batch_ways: number of shards of the batch over all other devices.
         """
-        if not self.has_experts:  # scores alone: who computes them has the tokens
+        if not self.has_experts:  # scores only: the device that computes them has the tokens
             return True
         sent = self.num_sent / (num_batch_ways * num_experts_ways) + self.num_pooled
         return 0 < sent < self.num_tokens / num_batch_ways
 
 
 def routings(traced: "Traced") -> dict[int, Routing]:
-    """The routing to each class of experts of a traced function."""
+    """Returns the routing of each class of experts of a traced function."""
     dots = [op for op in traced.graph.ops() if op.name == "dot_general"]
     return {label: _routing(dots, traced, label) for label in traced.labels_by_name.get("experts", ())}
 
 
 def routed(traced: "Traced") -> frozenset[Labels]:
-    """The classes of values that say which experts are chosen, or are what says so, and are nothing of theirs."""
+    """Returns the classes of router weights, scores and dispatch masks, which are not values of experts."""
     return frozenset(labels for labels in {*traced.axes.classes} if _is_routed(labels, traced))
 
 
 def _is_routed(labels: Labels, traced: "Traced") -> bool:
-    of_experts = [traced.routings[label] for label in labels if label is not None and label in traced.routings]
-    if not of_experts:
+    matches = [traced.routings[label] for label in labels if label is not None and label in traced.routings]
+    if not matches:
         return False
     key = _key(labels, traced)
     is_number, is_batched = len(key) == 1, not traced.batch_labels.isdisjoint(labels)
-    return any(is_number or key in one.scoring or (is_batched and key not in one.inside) for one in of_experts)
+    return any(is_number or key in routing.scoring or (is_batched and key not in routing.inside) for routing in matches)
 
 
 def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
@@ -74,26 +74,26 @@ def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
     keys = {value: _key(axes.classes[value], traced) for op in dots for value in (*op.inputs[:2], op.outputs[0])}
     scoring, inside = set[Key](), set[Key]()
     for op in dots:
-        for weight, other in (op.inputs[:2], op.inputs[1::-1]):
-            is_weight = not axes.origins[weight] & Origin.BATCH and axes.origins[other] & Origin.BATCH
+        for weight, activation in (op.inputs[:2], op.inputs[1::-1]):
+            is_weight = not axes.origins[weight] & Origin.BATCH and axes.origins[activation] & Origin.BATCH
             if label not in keys[weight] or not is_weight:
                 continue
-            # One number for each expert, and nothing else that the weight alone has: a score.
+            # A score: the expert dim is the only free dim of the weight.
             if [label] in _own_dims(op, weight, axes.classes[weight]):
                 scoring.add(keys[weight])
             else:
-                inside.update(key for key in (keys[other], keys[op.outputs[0]]) if label in key)
+                inside.update(key for key in (keys[activation], keys[op.outputs[0]]) if label in key)
     counts = [0, 0, 0]
     for op in dots:
         values = (*op.inputs[:2], op.outputs[0])
         batched = {value for value in values if not batch.isdisjoint(keys[value])}
-        theirs = [value for value in values if keys[value] in inside]
+        expert_values = [value for value in values if keys[value] in inside]
         tokens = [value for value in batched if label not in keys[value]]
-        # What says whose place a token has is met by nothing else: a product of both alone is a weight's gradient.
-        if theirs and tokens and any(label in keys[value] and value not in theirs for value in batched):
-            passed, classes = contraction_dims(op)[1], axes.classes[op.inputs[0]]
-            by_example = any(lhs >= 0 and rhs >= 0 and classes[lhs] in batch for lhs, rhs, _ in passed)
-            for value in (*tokens, *theirs):
+        # Only a dispatch mask is contracted with both; a product of tokens and expert values is a weight gradient.
+        if expert_values and tokens and any(label in keys[value] and value not in expert_values for value in batched):
+            triples, classes = contraction_dims(op)[1], axes.classes[op.inputs[0]]
+            by_example = any(lhs >= 0 and rhs >= 0 and classes[lhs] in batch for lhs, rhs, _ in triples)
+            for value in (*tokens, *expert_values):
                 counts[0 if value in tokens else 1 if by_example else 2] += math.prod(graph.shape(value))
     weights = {_key(axes.classes[value], traced) for value in graph.body.inputs if axes.origins[value] == Origin.PARAM}
     has_experts = any(label in key for key in weights - scoring)
@@ -101,14 +101,14 @@ def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
 
 
 def _own_dims(op: "Op", weight: int, labels: Labels) -> tuple[list[int | None], list[int | None]]:
-    """The classes of the dims of a weight that a product has of it alone, and of those that it sums over.
+    """Returns the classes of the free dims of a weight in a contraction, and of its contracted dims.
 
-    Counted by dim: experts from an axis to itself (a residual stream) have its class twice, and are no scores.
+    Counted by dim: experts that map an axis to itself (a residual stream) have its class twice and are not scores.
     """
-    summed, passed = contraction_dims(op)
+    contracted, triples = contraction_dims(op)
     side = 0 if op.inputs[0] == weight else 1
-    free = [dims[side] for dims in passed if dims[1 - side] < 0]
-    return [labels[dim] for dim in free], [labels[dims[side]] for dims in summed]
+    free = [dims[side] for dims in triples if dims[1 - side] < 0]
+    return [labels[dim] for dim in free], [labels[dims[side]] for dims in contracted]
 
 
 def _key(labels: Labels, traced: "Traced") -> Key:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from spanax.trace.traced import Traced
 
 SUM = "add_any"
-"""Autodiff's sum of the gradients that meet in one value."""
+"""The primitive with which autodiff sums the gradients of one value."""
 
 PASSING = ALIASES | {"convert_element_type", SUM}
-"""Operations through which a gradient stays the gradient of the same value."""
+"""Operations whose result is the gradient of the same value as their operand."""
 
 
 def order(traced: "Traced") -> dict[Body, tuple[Op, ...]]:
-    """The operations of every body in the order in which they run.
+    """Returns the operations of every body in execution order.
 
     Source: the schedules of steps compiled for TPUs and GPUs, docs/check.md.
     """
@@ -31,34 +31,34 @@ def order(traced: "Traced") -> dict[Body, tuple[Op, ...]]:
 
 def _ordered(traced: "Traced", body: Body) -> tuple[Op, ...]:
     makers = {value: op for op in body.ops for value in op.outputs}
-    traced_at = {op: at for at, op in enumerate(body.ops)}
-    firm = {makers[value] for value in (*_gradients(traced, body), *body.outputs) if value in makers}
-    found: dict[Op, None] = {}
-    for op in (*sorted(firm, key=lambda op: traced_at[op]), *body.ops):
-        if op not in found:
-            found |= dict.fromkeys(_needed(op, makers, found))
-    return tuple(found)
+    position = {op: index for index, op in enumerate(body.ops)}
+    first_ops = {makers[value] for value in (*_gradients(traced, body), *body.outputs) if value in makers}
+    result: dict[Op, None] = {}
+    for op in (*sorted(first_ops, key=lambda op: position[op]), *body.ops):
+        if op not in result:
+            result |= dict.fromkeys(_needed(op, makers, result))
+    return tuple(result)
 
 
 def _needed(op: Op, makers: dict[int, Op], done: dict[Op, None]) -> Iterator[Op]:
-    """What must run before an operation and has not, each part after what it needs; and the operation itself."""
+    """Yields the pending producers that an operation depends on in topological order, and then the operation."""
     seen = {op}
     stack = [(op, iter(op.inputs))]
     while stack:
-        last, left = stack[-1]
-        for value in left:
-            needed = makers.get(value)
-            if needed is not None and needed not in seen and needed not in done:
-                seen.add(needed)
-                stack.append((needed, iter(needed.inputs)))
+        top, operands = stack[-1]
+        for value in operands:
+            producer = makers.get(value)
+            if producer is not None and producer not in seen and producer not in done:
+                seen.add(producer)
+                stack.append((producer, iter(producer.inputs)))
                 break
         else:
-            yield last
+            yield top
             stack.pop()
 
 
 def _gradients(traced: "Traced", body: Body) -> Iterator[int]:
-    """Sums over the batch; of those that are added up, the last sum."""
+    """Yields sums over the batch; of sums that are added to each other, only the last."""
     is_batched = {
         value: not traced.batch_labels.isdisjoint(traced.sharding_keys[value].labels) for value in _values(body)
     }

@@ -1,6 +1,6 @@
 """Finds parameters that a loss overwrites, as `nnx.WeightNorm` does.
 
-NNX returns every value that a loop receives, modified or not; the traced program shows which are only passed through.
+NNX returns every value that a loop receives, modified or not; the traced program shows which are passed through.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,41 +15,41 @@ PASSING = frozenset({"copy", "copy_p", "optimization_barrier", "sharding_constra
 
 
 def param_writes(after: Callable[..., Sequence[Any]], before: Any, *others: Any) -> list[bool]:
-    """For each leaf of `before`, whether `after(before, *others)` has something else in its place.
+    """Returns, for each leaf of `before`, whether `after(before, *others)` replaces it with another value.
 
     Example:
       >>> import jax.numpy as jnp
       >>> def after(leaves):
-      ...     turned = jax.lax.scan(lambda carry, row: (carry, row), 0.0, leaves[1])[1]
-      ...     return [leaves[0] * 2, turned]
+      ...     stacked = jax.lax.scan(lambda carry, row: (carry, row), 0.0, leaves[1])[1]
+      ...     return [leaves[0] * 2, stacked]
       >>> param_writes(after, [jnp.ones(3), jnp.ones((2, 3))])
       [True, False]
     """
     graph = from_jaxpr(jax.make_jaxpr(after)(before, *others))
-    return [_source(graph, graph.body, value) != at for at, value in enumerate(graph.body.outputs)]
+    return [_source(graph, graph.body, value) != index for index, value in enumerate(graph.body.outputs)]
 
 
 def _source(graph: Graph, body: Body, value: int) -> int | None:
-    """Which input of a body a value is, handed on unchanged; None: something else."""
+    """Returns the index of the body input that a value is passed through from, or None if it is computed."""
     makers = {out: op for op in body.ops for out in op.outputs}
     while value not in body.inputs:
         op = makers.get(value)
         if op is None:
             return None
-        at = op.outputs.index(value)
+        index = op.outputs.index(value)
         if op.name in PASSING:
-            value = op.inputs[at]
+            value = op.inputs[index]
             continue
         if op.name not in REMAT | {"scan"}:
             return None
-        inner = _source(graph, op.bodies[0], op.bodies[0].outputs[at])
-        if inner is None or (op.name == "scan" and not _stays(graph, op, at, inner)):
+        inner = _source(graph, op.bodies[0], op.bodies[0].outputs[index])
+        if inner is None or (op.name == "scan" and not _stays(graph, op, index, inner)):
             return None
         value = op.inputs[inner]
     return body.inputs.index(value)
 
 
-def _stays(graph: Graph, op: Any, at: int, inner: int) -> bool:
-    """Whether a loop's result is one of its operands: carried around as it is, or taken by rows and stacked again."""
+def _stays(graph: Graph, op: Any, index: int, inner: int) -> bool:
+    """Returns whether a scan's result is its operand: an unchanged carry, or a scanned operand stacked again."""
     num_consts, num_carried = scan_counts(graph, op)
-    return inner == num_consts + at if at < num_carried else inner >= num_consts + num_carried
+    return inner == num_consts + index if index < num_carried else inner >= num_consts + num_carried

@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from spanax.trace.jaxpr.graph import Graph, Op
 
 MOVEMENT = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy"})
-"""Operations that only put numbers elsewhere: on the way to activations, a weight is gathered before them, once."""
+"""Operations that only move data: a weight consumed by activations is all-gathered before them, once."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardingKey:
-    """Values of one role are placed alike under any layout.
+    """Values with equal keys have the same sharding under any layout.
 
     Attributes:
       labels: the class of each dim.
-      shape: its size.
+      shape: the size of each dim.
       origin: what it was computed from (`Origin`).
-      is_computed: it is an activation, or goes into one where it is: not kept, but computed with.
-      whole: dims along which the operation that makes it works, so that it is not free to split.
-      is_routed: it has a dim of experts, and is nothing that experts keep or compute: it says which are chosen.
+      is_computed: it is an activation, or an operand of one at its point of use: computed, not stored.
+      whole: dims that its operation works along, so that they cannot be sharded freely.
+      is_routed: it has a dim of experts, but selects experts instead of being stored or computed by them.
     """
 
     labels: tuple[int | None, ...]
@@ -39,58 +39,58 @@ class ShardingKey:
 
 
 def sharding_keys(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> list[ShardingKey]:
-    """The role of every value, by its number; equal roles are one object."""
-    whole: dict[int, set[int]] = {}
+    """Returns the sharding key of every value, by index; equal keys are one object."""
+    unsharded_dims: dict[int, set[int]] = {}
     for value, dim in axes.kept_whole:
-        whole.setdefault(value, set()).add(dim)
+        unsharded_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
     ]
     feeding = feeds(graph, is_activation)
-    moved, at_once = _moved(graph), _in_chunks(graph)
-    found: list[ShardingKey] = []
+    is_moved, in_chunks = _moved(graph), _in_chunks(graph)
+    keys: list[ShardingKey] = []
     known: dict[ShardingKey, ShardingKey] = {}
     for value, labels in enumerate(axes.classes):
         origin = axes.origins[value]
-        # What goes into activations is computed: a statistic of the batch, or a weight turned into its place.
-        goes_in = feeding[value] and (value in moved or bool(origin & Origin.BATCH))
-        role = ShardingKey(
+        # Operands of activations are computed: a statistic of the batch, or a transposed weight.
+        is_operand = feeding[value] and (value in is_moved or bool(origin & Origin.BATCH))
+        key = ShardingKey(
             labels,
             graph.shape(value),
             int(origin),
-            is_activation[value] or goes_in or value in at_once,
-            frozenset(whole.get(value, ())),
+            is_activation[value] or is_operand or value in in_chunks,
+            frozenset(unsharded_dims.get(value, ())),
             labels in routed,
         )
-        found.append(known.setdefault(role, role))
-    return found
+        keys.append(known.setdefault(key, key))
+    return keys
 
 
 def _in_chunks(graph: "Graph") -> set[int]:
-    """What is in a loop over chunks of tokens, and goes in: weights lie there as they are used, gathered once."""
-    found = set[int]()
+    """Returns the values and operands of a scan over chunks of tokens, where weights are already gathered, once."""
+    values = set[int]()
     for op in graph.ops():
         if op.name == "scan" and CHUNKS in str(op.eqn.source_info.name_stack):
-            found.update(op.inputs)
+            values.update(op.inputs)
             for body in op.bodies:
-                found.update(body.inputs, *(inner.outputs for inner in body.ops))
-    return found
+                values.update(body.inputs, *(inner.outputs for inner in body.ops))
+    return values
 
 
 def _moved(graph: "Graph") -> set[int]:
-    """What weights are gathered before: numbers put elsewhere, or made wider; and what is computed of those alone."""
-    moved, gathered = set[int](), set[int]()
+    """Returns the results before which weights are gathered: moved or widened values, and elementwise uses of these."""
+    moved, widened = set[int](), set[int]()
     for op in graph.ops():
         if op.name in MOVEMENT:
             moved.update(op.outputs)
-        alike = [value for value in op.inputs if op.outputs and graph.shape(value) == graph.shape(op.outputs[0])]
-        if _widens(graph, op) or (op.name in ELEMENTWISE and not gathered.isdisjoint(alike)):
-            gathered.update(op.outputs)
-    return moved | gathered
+        same_shape = [value for value in op.inputs if op.outputs and graph.shape(value) == graph.shape(op.outputs[0])]
+        if _widens(graph, op) or (op.name in ELEMENTWISE and not widened.isdisjoint(same_shape)):
+            widened.update(op.outputs)
+    return moved | widened
 
 
 def _widens(graph: "Graph", op: "Op") -> bool:
-    """Whether a change of dtype makes more bytes of a value, as where weights are kept in eight bits."""
+    """Returns whether a cast increases the bytes of a value, as with weights stored in eight bits."""
     if op.name != "convert_element_type":
         return False
     before, after = (graph.avals[value].dtype.itemsize for value in (op.inputs[0], op.outputs[0]))

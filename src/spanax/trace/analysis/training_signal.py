@@ -17,11 +17,11 @@ from spanax.trace.jaxpr.zeros import zeros
 from spanax.trace.program import Program
 
 DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"})
-"""Operations that draw numbers from a random key; the last of them for the examples of a microbatch."""
+"""Operations that draw random numbers from a key; the last draws for the examples of a microbatch."""
 
 
 class Flaw(Enum):
-    """What is wrong with how a step learns."""
+    """A reason why a step cannot train."""
 
     NO_GRADIENT = "every gradient is zero"
     NO_GRADIENT_IN_PART = "the loss uses parameters that get no gradient"
@@ -31,7 +31,7 @@ class Flaw(Enum):
 
 
 class Problem(NamedTuple):
-    """One flaw: the first parameter it concerns, a sentence, and the nearest thing that works."""
+    """A flaw with the first affected parameter, a message, and a fix."""
 
     flaw: Flaw
     path: str
@@ -40,11 +40,11 @@ class Problem(NamedTuple):
 
 
 CERTAIN = frozenset(Flaw) - {Flaw.UNUSED}
-"""Flaws that a run warns of; a head that a loss leaves out is often meant."""
+"""Flaws that a run warns about; a head that the loss does not use is often intended."""
 
 
 def flaws(program: Program) -> list[Problem]:
-    """The flaws of a program's step, most severe first.
+    """Returns the flaws of a program's step, most severe first.
 
     Example:
       >>> import jax.numpy as jnp, optax, spanax
@@ -64,13 +64,13 @@ def flaws(program: Program) -> list[Problem]:
 
 
 def _sources(graph: Graph, num_leaves: int) -> Sequence[int]:
-    """The origins of every value, where all of the state counts as one; 0 for values of constants alone."""
+    """Returns the origins of every value, with all state as `PARAM`; 0 for values computed from constants alone."""
     inputs = enumerate(graph.body.inputs)
-    return origins(graph, {value: Origin.PARAM if at < num_leaves else Origin.BATCH for at, value in inputs})
+    return origins(graph, {value: Origin.PARAM if index < num_leaves else Origin.BATCH for index, value in inputs})
 
 
 def _loss(program: Program) -> int | None:
-    """The value that the step returns as `loss`."""
+    """Returns the value that the step returns as `loss`, or None."""
     results = jax.tree.unflatten(program.step.result, program.step.graph.body.outputs[len(program.leaves) :])
     loss = results.get("loss") if isinstance(results, dict) else None
     return loss if isinstance(loss, int) else None
@@ -132,11 +132,11 @@ def _draws(program: Program, sources: Sequence[int]) -> Iterator[Problem]:
     lines: dict[str, None] = {}
     for op in step.graph.ops():
         is_constant = op.name in DRAWS and not any(sources[value] for value in op.inputs)
-        # Numbers without a dim of examples, such as fixed random features, are often meant to stay.
+        # Draws without a batch dim, such as fixed random features, are often intended to be constant.
         if is_constant and step.batch_labels.intersection(*map(step.axes.classes.__getitem__, op.outputs[:1])):
             lines[source_info_util.summarize(op.eqn.source_info)] = None
     if lines:
-        # Draws inside of JAX's own cached functions have no line of the user's.
+        # Draws inside JAX's cached functions have no line in the user's code.
         places = ", ".join([line for line in lines if line][:3])
         yield Problem(
             Flaw.SAME_NUMBERS, "",
@@ -146,7 +146,7 @@ def _draws(program: Program, sources: Sequence[int]) -> Iterator[Problem]:
 
 
 def _named(paths: Sequence[str]) -> str:
-    """`up.bias` and 2 more parameters get; with the verb, which follows from the number."""
+    """Returns "`up.bias` and 2 more parameters get"; the verb agrees with the number."""
     count = len(paths) - 1
     more = f" and {count} more parameter{'s' if count > 1 else ''} get" if count else " gets"
     return f"`{paths[0]}`{more}"

@@ -18,12 +18,12 @@ from spanax.trace.jaxpr.provenance import Origin, origins
 from spanax.trace.variables import Leaf
 
 MEANT = ("batch", "seq", "layers")
-"""Names that say what may be done with an axis, and not only what it is called."""
+"""Names that layouts depend on; they cannot be renamed."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """All classes of one name: the sizes they have, into how many parts each can be split, where they occur."""
+    """All classes with one name: their sizes, the number of shards that all of them allow, and where they occur."""
 
     name: str
     sizes: tuple[int, ...]
@@ -34,12 +34,12 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Axes:
-    """What discovery found: the class of every dim of every value, and the names of the classes.
+    """The result of discovery: the class of every dim of every value, and the names of the classes.
 
-    `uses` are the names by which layouts know the classes that have other names, from an annotation.
-    `unknown` counts primitives without a rule and `opaque` those that cannot be looked into; both leave their
-    dims unsplit. `frozen` are inputs that are weights, though no parameters. `coverage` is the share of matmul and
-    convolution FLOPs that are split along with the batch.
+    `uses` are the names by which layouts match the classes that an annotation names differently.
+    `unknown` counts primitives without a rule and `opaque` those that cannot be inspected; both leave their dims
+    replicated. `frozen` are inputs that are weights but not parameters. `coverage` is the fraction of matmul and
+    convolution FLOPs that can be sharded along the batch.
     """
 
     classes: Sequence[tuple[int | None, ...]]
@@ -54,14 +54,14 @@ class Axes:
     coverage: float
 
     def of(self, value: int) -> tuple[str | None, ...]:
-        """The names of a value's dims; None where a dim has no name or is of size 1."""
+        """Returns the names of a value's dims; None for a dim without a name or of size 1."""
         return tuple(None if label is None else self.names.get(label) for label in self.classes[value])
 
     def renamed(self, names: Mapping[str, str]) -> "Axes":
-        """The same axes under other names.
+        """Returns the same axes under other names.
 
         Raises:
-          SpanaxError: there is no axis of that name.
+          SpanaxError: an axis does not exist, or cannot be renamed.
         """
         known = set(self.names.values())
         for old in names:
@@ -80,10 +80,10 @@ class Axes:
 def discover(
     graph: Graph, leaves: Sequence[Leaf], batch: Sequence[Leaf], grown: Sequence[tuple[int, int]] = ()
 ) -> Axes:
-    """Find the axes of a step whose inputs are the state's leaves and then the batch's.
+    """Returns the axes of a step whose inputs are the leaves of the state, then those of the batch.
 
-    The first outputs are the new values of the leaves, so each is split like the leaf it replaces. The dims `grown` are
-    known to grow with the batch.
+    The first outputs are the new values of the leaves, so each is sharded like the leaf it replaces. The dims `grown`
+    are known to scale with the batch.
     """
     dims = Dims(graph, scanned_dims(graph))
     for op in graph.ops():
@@ -98,22 +98,22 @@ def discover(
     is_frozen = frozen(graph, leaves)
     pairs = zip(graph.body.inputs, leaves, strict=False)
     leaves = [replace(leaf, kind="param") if value in is_frozen else leaf for value, leaf in pairs]
-    kinds = {"param": Origin.PARAM, "optimizer": Origin.OPTIMIZER, "other": Origin.NONE, "batch": Origin.BATCH}
-    everything = (*leaves, *batch)
-    # A step count is optimizer state too, but it is no reason to call everything it scales the optimizer's.
+    origin_of_kind = {"param": Origin.PARAM, "optimizer": Origin.OPTIMIZER, "other": Origin.NONE, "batch": Origin.BATCH}
+    inputs = (*leaves, *batch)
+    # A step count is optimizer state too, but the values that it scales are not.
     seeds = {
-        value: kinds[leaf.kind] if leaf.shape or leaf.kind != "optimizer" else Origin.NONE
-        for value, leaf in zip(graph.body.inputs, everything, strict=True)
+        value: origin_of_kind[leaf.kind] if leaf.shape or leaf.kind != "optimizer" else Origin.NONE
+        for value, leaf in zip(graph.body.inputs, inputs, strict=True)
     }
-    found = origins(graph, seeds)
-    names, uses = name_classes(dims, found, leaves, batch)
+    value_origins = origins(graph, seeds)
+    names, uses = name_classes(dims, value_origins, leaves, batch)
     classes = [dims.classes(value) for value in range(len(graph.avals))]
     return Axes(
         classes=classes,
         names=names,
         uses=uses,
         ways={label: dims.ways(label) for label in {c for labels in classes for c in labels if c is not None}},
-        origins=found,
+        origins=value_origins,
         kept_whole=frozenset(dims.kept_whole),
         frozen=is_frozen,
         unknown=dict(dims.unknown),
@@ -123,15 +123,15 @@ def discover(
 
 
 def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequence[int]) -> Axes:
-    """The axes of a second function under the class numbers of a first one that takes the same inputs.
+    """Returns the axes of a function under the class numbers of another one that takes the same inputs.
 
-    Classes that no input has go by their name; those that neither knows get numbers of their own.
+    Classes that no input has are matched by name; unmatched classes get new numbers.
     """
     mapping = {
-        mine: theirs
+        source: target
         for value, other_value in zip(inputs, other_inputs, strict=True)
-        for mine, theirs in zip(axes.classes[value], other.classes[other_value], strict=True)
-        if mine is not None and theirs is not None
+        for source, target in zip(axes.classes[value], other.classes[other_value], strict=True)
+        if source is not None and target is not None
     }
     by_name = {name: label for label, name in sorted(other.names.items(), reverse=True)}
     first_free = max(other.ways, default=0) + 1
@@ -148,20 +148,20 @@ def aligned(axes: Axes, inputs: Sequence[int], other: Axes, other_inputs: Sequen
 
 
 def table(axes: Axes, leaves: Iterable[tuple[Leaf, int]]) -> list[Axis]:
-    """The axes that leaves have, one row a name, the most used first.
+    """Returns the axes of the leaves, one row per name, the most frequent first.
 
     Args:
-      axes: what was discovered.
+      axes: the discovered axes.
       leaves: each leaf with the number of its value.
     """
-    where: dict[str, list[str]] = defaultdict(list)
+    paths: dict[str, list[str]] = defaultdict(list)
     labels: dict[str, set[int]] = defaultdict(set)
     sizes: dict[str, Counter[int]] = defaultdict(Counter)
     for leaf, value in leaves:
         for dim, label in enumerate(axes.classes[value]):
             name = None if label is None else axes.names.get(label)
             if name is not None and label is not None:
-                where[name].append(f"{leaf.path}[{dim}]")
+                paths[name].append(f"{leaf.path}[{dim}]")
                 labels[name].add(label)
                 sizes[name][leaf.shape[dim]] += 1
     rows = [
@@ -170,9 +170,9 @@ def table(axes: Axes, leaves: Iterable[tuple[Leaf, int]]) -> list[Axis]:
             tuple(sorted(sizes[name])),
             math.gcd(*(axes.ways[label] for label in labels[name])),
             len(labels[name]),
-            tuple(where[name]),
+            tuple(paths[name]),
         )
-        for name in where
+        for name in paths
     ]
     return sorted(rows, key=lambda row: (-len(row.leaves), row.name))
 
@@ -190,12 +190,12 @@ def _coverage(graph: Graph, classes: Sequence[tuple[int | None, ...]], names: Ma
 
 def _contraction_size(graph: Graph, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     shapes = [graph.shape(value) for value in (*inputs[:2], *outputs)]
-    # The geometric mean of operand and result sizes has the units of multiply-adds, whatever is contracted.
+    # The root of the product of operand and result sizes has the units of multiply-adds for any contraction.
     return round(math.prod(math.prod(shape) for shape in shapes) ** 0.5)
 
 
 def warn_of_unknown(axes: Axes) -> None:
-    """Warns of primitives without a sharding rule: their dims are replicated, which is correct and may be slow."""
+    """Warns about primitives without a sharding rule: their dims are replicated, which is correct and may be slow."""
     if axes.unknown:
         listed = ", ".join(f"'{name}' ({count} times)" for name, count in sorted(axes.unknown.items()))
         warnings.warn(

@@ -22,14 +22,14 @@ from spanax.trace.variables import Leaf
 def batch_sized_dims(
     graph: Graph, axes: Axes, function: Callable[..., Any], state: list[Any], batch: Any, leaves: Sequence[Leaf]
 ) -> list[tuple[int, int]]:
-    """Dims of values made from nothing that grow with the batch, as (value, dim).
+    """Returns the dims of freshly created values that scale with the batch, as (value, dim).
 
-    Looked for only where they may split work that is not split along with the batch.
+    Only dims that could shard operations without a batch dim are checked.
 
     Args:
-      graph: the function as it was traced.
-      axes: what was found in it.
-      function: of the state and the batch.
+      graph: the traced function.
+      axes: the axes of the graph.
+      function: a function of the state and the batch.
       state: shape and dtype of every leaf of the state.
       batch: shapes and dtypes.
       leaves: the batch's leaves.
@@ -41,18 +41,20 @@ def batch_sized_dims(
     size = graph.shape(examples[0])[0]
     if size == 1:
         return []  # no mesh axis shards a batch of one example
-    whole = set[int | None]()
+    unsharded = set[int | None]()
     for op in graph.ops():
         if op.name in CONTRACTIONS:
             labels = {label for value in (*op.inputs, *op.outputs) for label in axes.classes[value]} - {None}
-            whole |= labels if all(axes.names.get(label) != "batch" for label in labels if label is not None) else set()
-    asked = [
+            unsharded |= (
+                labels if all(axes.names.get(label) != "batch" for label in labels if label is not None) else set()
+            )
+    dims = [
         (value, dim)
         for op in graph.ops()
         for value, dim in _made(graph, op)
-        if axes.classes[value][dim] in whole and graph.shape(value)[dim] % size == 0
+        if axes.classes[value][dim] in unsharded and graph.shape(value)[dim] % size == 0
     ]
-    if not asked:
+    if not dims:
         return []
     arrays, treedef = jax.tree.flatten(batch)
     twice = [
@@ -64,16 +66,16 @@ def batch_sized_dims(
     except ResizeError as error:
         reason = first_line(error.__cause__ or error)
         warnings.warn(
-            f"{len(asked)} dims of values that the step makes without the batch are replicated: it cannot be traced "
+            f"{len(dims)} dims of values that the step makes without the batch are replicated: it cannot be traced "
             f"with {2 * size} examples instead of {size}, which would tell whether they grow with it: {reason}",
             stacklevel=6,
         )
         return []
-    return [(value, dim) for value, dim in asked if longer.shape(value)[dim] == 2 * graph.shape(value)[dim]]
+    return [(value, dim) for value, dim in dims if longer.shape(value)[dim] == 2 * graph.shape(value)[dim]]
 
 
 def _made(graph: Graph, op: Op) -> list[tuple[int, int]]:
-    """The dims of an operation's results that none of its operands has."""
+    """Returns the dims of an operation's results that none of its operands has."""
     if op.name in FRESH:
         return [(value, dim) for value in op.outputs for dim in range(len(graph.shape(value)))]
     if op.name == "broadcast_in_dim":

@@ -8,12 +8,12 @@ from spanax.trace.jaxpr.graph import Graph
 
 
 class Dims:
-    """Classes of dims, grown by the rules of the primitives, one call of `join` at a time.
+    """Classes of dims that are sharded together, joined by the rules of the primitives.
 
-    A class may hold dims of different sizes: a reshape that merges `(heads, head_dim)` joins the merged dim with
-    its major factor. Such a class can be split only as often as every one of its sizes allows (`ways`).
+    A class may contain dims of different sizes: a reshape that merges `(heads, head_dim)` joins the merged dim with
+    its major factor. The number of shards of such a class is limited by all of its sizes (`ways`).
 
-    Along the dims `looped` a loop takes turns.
+    Loops iterate along the dims `looped`.
     """
 
     def __init__(self, graph: Graph, looped: Collection[tuple[int, int]] = ()):
@@ -34,27 +34,27 @@ class Dims:
         self.opaque: Counter[str] = Counter()
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """The shape of a value."""
+        """Returns the shape of a value."""
         return self._shapes[value]
 
     def find(self, value: int, dim: int) -> int:
-        """The class of one dim, as a number that stays the same until the next join."""
+        """Returns the class of one dim, as a number that is stable until the next join."""
         return self._root(self._start[value] + dim)
 
     def classes(self, value: int) -> tuple[int | None, ...]:
-        """The class of each dim of a value; None for a dim of size 1, which belongs to none."""
+        """Returns the class of each dim of a value; None for a dim of size 1, which has no class."""
         start = self._start[value]
         shape = self.shape(value)
         return tuple(self._root(start + dim) if size > 1 else None for dim, size in enumerate(shape))
 
     def ways(self, label: int) -> int:
-        """Into how many parts a class can be split at most: every legal number divides this one."""
+        """Returns the largest number of shards of a class; every valid number divides it."""
         return self._ways[self._root(label)]
 
     def join(self, a: int, dim_a: int, b: int, dim_b: int, *, factor: int | None = None) -> None:
-        """Say that two dims are split together.
+        """Joins two dims, which are then sharded together.
 
-        Sizes must be equal, unless `factor` names the major factor that both have in common. A dim of size 1
+        Sizes must be equal, unless `factor` is the major factor that both have in common. A dim of size 1
         joins nothing: it broadcasts, and would chain unrelated classes.
         """
         size_a, size_b = self._shapes[a][dim_a], self._shapes[b][dim_b]
@@ -63,7 +63,7 @@ class Dims:
         self._unite(self._start[a] + dim_a, self._start[b] + dim_b, factor or 0)
 
     def same(self, *values: int) -> None:
-        """Join the values of an elementwise operation, dim by dim; scalars and broadcast dims stay out."""
+        """Joins the values of an elementwise operation, dim by dim; scalars and broadcast dims are skipped."""
         rank = max(len(self._shapes[value]) for value in values)
         full = [value for value in values if len(self._shapes[value]) == rank]
         for dim in range(rank):
@@ -73,18 +73,18 @@ class Dims:
                     self._unite(self._start[wide[0]] + dim, self._start[value] + dim, 0)
 
     def pieces(self, whole: tuple[int, int], parts: Sequence[tuple[int, int]]) -> None:
-        """Say that a dim is made of others end to end (concatenate, split, slice, pad).
+        """Records that dim `whole` is a concatenation of dims `parts` (concatenate, split, slice, pad).
 
-        Shards of the whole are not shards of the parts, so nothing is joined yet; parts that turn out to be one
-        class, and divide the whole, give the whole their class (`join_pieces`).
+        Shards of `whole` are not shards of `parts`, so nothing is joined yet; `join_pieces` joins `whole` with parts
+        of one class whose sizes divide its size.
         """
         self._pieces.append((whole, list(parts)))
 
     def merged(self, one: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> None:
-        """Say that the numbers along some dims of a value, from the left, are those along some of another.
+        """Joins the major dims of two groups of dims with the same elements in row-major order (reshape).
 
-        Shards are contiguous, so only the first of them carries a split, and both of these are joined. Only where a
-        loop goes along one, nothing inside would be split: then `join_turns` is to say which.
+        Shards are contiguous, so only the major dim of each group can be sharded. If a loop iterates along it, the
+        loop's body would remain replicated, and `join_turns` selects the dim instead.
         """
         first, second = (one[0], one[1][0]), (other[0], other[1][0])
         for whole, (value, dims) in ((first, other), (second, one)):
@@ -94,50 +94,50 @@ class Dims:
         self._join_first(first, second)
 
     def drawn(self, whole: tuple[int, int], part: tuple[int, int]) -> None:
-        """Say that numbers along a dim are some of those along another, which ones only the run will tell.
+        """Records that dim `part` is a selection along dim `whole` by indices known only at run time.
 
-        Nothing is joined, but for examples (`join_turns`): some of them are examples still, where nothing else is
-        known of them.
+        Nothing is joined except for examples (`join_turns`): a selection of examples is again a dim of examples,
+        unless its class is known otherwise.
         """
         self._turns.append((whole, None, part))
 
     def join_turns(self, examples: Sequence[int]) -> None:
-        """Join what a loop goes along in parts: examples with those of one turn, anything else with the turns.
+        """Joins dims that a loop divides into iterations: examples with the minor dim, other dims with the loop's dim.
 
-        Examples have to move for it, which is little beside a loop in which every device does all of them.
+        This reshards the examples, which costs little compared to a loop over all examples on every device.
         """
-        left, changed = self._turns, True
+        pending, changed = self._turns, True
         while changed:
             labels = {self.find(value, 0) for value in examples}
             known = {label for value in self.graph.body.inputs for label in self.classes(value)} - labels
-            found = [
+            matches = [
                 (whole, major, minor)
-                for whole, major, minor in left
+                for whole, major, minor in pending
                 if (major and self.find(*minor) in labels)
                 or (self.find(*whole) in labels and (major or self.find(*minor) not in known))
             ]
-            for whole, _, minor in found:
+            for whole, _, minor in matches:
                 self.join(*whole, *minor, factor=math.gcd(self.size(*whole), self.size(*minor)))
-            left, changed = [turn for turn in left if turn not in found], bool(found)
-        for whole, major, _ in left:
+            pending, changed = [record for record in pending if record not in matches], bool(matches)
+        for whole, major, _ in pending:
             if major is not None:
                 self._join_first(whole, major)
 
-    def _join_first(self, one: tuple[int, int], other: tuple[int, int]) -> None:
-        small, large = sorted((self.size(*one), self.size(*other)))
+    def _join_first(self, first: tuple[int, int], second: tuple[int, int]) -> None:
+        small, large = sorted((self.size(*first), self.size(*second)))
         if large % small == 0:
-            self.join(*one, *other, factor=small)
+            self.join(*first, *second, factor=small)
 
     def size(self, value: int, dim: int) -> int:
-        """The size of one dim."""
+        """Returns the size of one dim."""
         return self._shapes[value][dim]
 
     def keep_whole(self, value: int, dim: int) -> None:
-        """Say that the operation that makes `value` works along this dim (sort, cumsum): it is not free to split."""
+        """Records that the producer of `value` operates along this dim (sort, cumsum): sharding it is not free."""
         self.kept_whole.add((value, dim))
 
     def join_pieces(self) -> None:
-        """Join wholes with their parts until nothing changes; call it once, after all rules."""
+        """Joins concatenated dims with their parts until nothing changes; call it once, after all rules."""
         changed = True
         while changed:
             changed = False

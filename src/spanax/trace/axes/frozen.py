@@ -1,4 +1,4 @@
-"""Finds frozen weights: arrays that are not parameters but are used as such (a quantized base under LoRA)."""
+"""Finds frozen weights: arrays that are not parameters but act as weights (a quantized base under LoRA)."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from spanax.trace.variables import Leaf
 
 
 def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
-    """The inputs among other state that are weights: of two dims, and what activations are multiplied by comes of them.
+    """Returns the inputs in other state that are weights: 2D or larger, and factors of products with activations.
 
     Example:
       >>> import jax, numpy as np
@@ -20,8 +20,8 @@ def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
       True
     """
     pairs = list(zip(graph.body.inputs, leaves, strict=False))
-    asked = [value for value, leaf in pairs if leaf.kind == "other" and sum(size > 1 for size in leaf.shape) > 1]
-    if not asked:
+    candidates = [value for value, leaf in pairs if leaf.kind == "other" and sum(size > 1 for size in leaf.shape) > 1]
+    if not candidates:
         return frozenset()
     of_batch = origins(graph, {value: Origin.BATCH for value in graph.body.inputs[len(leaves) :]})
     targets = [False] * len(graph.avals)
@@ -30,4 +30,4 @@ def frozen(graph: Graph, leaves: Sequence[Leaf]) -> frozenset[int]:
             for value in op.inputs[:2]:
                 targets[value] = not of_batch[value]
     feeding = feeds(graph, targets)
-    return frozenset(value for value in asked if feeding[value] or targets[value])
+    return frozenset(value for value in candidates if feeding[value] or targets[value])

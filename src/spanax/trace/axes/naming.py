@@ -1,6 +1,6 @@
 """Names classes of dims by how they are used.
 
-Equal uses get equal names: the `mlp` dims of twelve unrolled blocks are twelve classes with one name. Where several
+Equal uses get equal names: the `mlp` dims of twelve unrolled blocks are twelve classes with one name. If several
 names apply, the one with the strongest evidence wins.
 """
 
@@ -36,29 +36,29 @@ STRENGTH = {
     "hidden": 15,
     "steps": 10,
 }
-"""How much a claim counts against another one for the same class: what leaves least doubt comes first."""
+"""The strength of a claim if several names apply to a class: the least ambiguous evidence is first."""
 
 ANNOTATED = 99
-"""The author's own name for a dim; only what the batch itself says is stronger."""
+"""The strength of an annotation by the author; only evidence from the batch is stronger."""
 
 MESH_AXES = frozenset({"pipe", "data", "fsdp", "expert", "context", "model"})
-"""What an author writes to say where a dim goes; that is no name for what it is."""
+"""Annotations that name a mesh axis: they determine how a dim is sharded, not what it is."""
 
 Claims = dict[int, Counter[str]]
 
 InParams = dict[int, set[frozenset[int]]]
-"""For every class that a parameter has, all classes of each such parameter."""
+"""For every class of a parameter, all classes of each such parameter."""
 
 
 def name_classes(
     dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf]
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """Returns the name of every known class, and the use of each class whose name is not one of a use.
+    """Returns the name of every known class, and the use of each class whose name is not a use itself.
 
     Authors choose names freely, or name axes of their own mesh (`tensor`). Layouts match uses: `heads`, `mlp`.
 
     Args:
-      dims: the classes, all joins done.
+      dims: the classes, after all joins.
       found: the origins of every value.
       leaves: the state's arrays; they are the graph's first inputs.
       batch: the batch's arrays; the inputs after them.
@@ -68,9 +68,9 @@ def name_classes(
     _claim_batch(dims, claims, inputs[len(leaves) :], batch)
     in_params: InParams = defaultdict(set)
     for leaf, value in zip(leaves, inputs, strict=False):
-        known = frozenset(label for label in dims.classes(value) if label is not None)
-        for one in known if leaf.kind == "param" else ():
-            in_params[one].add(known)
+        param_classes = frozenset(label for label in dims.classes(value) if label is not None)
+        for param_class in param_classes if leaf.kind == "param" else ():
+            in_params[param_class].add(param_classes)
     for op in dims.graph.ops():
         if op.name in _EVIDENCE:
             _EVIDENCE[op.name](op, dims, found, claims, in_params)
@@ -78,15 +78,15 @@ def name_classes(
     _claim_by_kernels(dims, claims, leaves)
     uses = _strongest(claims)
     for leaf, value in zip(leaves, inputs, strict=False):
-        for label, author in zip(dims.classes(value), leaf.annotation or (), strict=False):
-            if label is not None and isinstance(author, str) and author not in MESH_AXES:
-                claims[label][author] = ANNOTATED
+        for label, annotation in zip(dims.classes(value), leaf.annotation or (), strict=False):
+            if label is not None and isinstance(annotation, str) and annotation not in MESH_AXES:
+                claims[label][annotation] = ANNOTATED
     names = _strongest(claims)
     return names, {label: use for label, use in uses.items() if names[label] not in STRENGTH}
 
 
 def _strongest(claims: Claims) -> dict[int, str]:
-    return {label: max(sorted(named), key=named.__getitem__) for label, named in claims.items()}
+    return {label: max(sorted(strengths), key=strengths.__getitem__) for label, strengths in claims.items()}
 
 
 def _claim(claims: Claims, label: int | None, name: str) -> None:
@@ -99,7 +99,7 @@ def _is_named(claims: Claims, label: int | None, name: str) -> bool:
 
 
 def with_examples(values: Sequence[int], batch: Sequence[Leaf]) -> list[int]:
-    """Of a batch's arrays those that have examples along dim 0: as many as most of them."""
+    """Returns the arrays of a batch that have examples along dim 0: those of the most common leading size."""
     sizes = Counter(leaf.shape[0] for leaf in batch if leaf.shape)
     examples = max(sizes, key=lambda size: (sizes[size], size), default=None)
     return [value for leaf, value in zip(batch, values, strict=True) if leaf.shape and leaf.shape[0] == examples]
@@ -117,123 +117,123 @@ def _claim_batch(dims: Dims, claims: Claims, values: Sequence[int], batch: Seque
             _claim(claims, label, name)
 
 
-def _gather(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
+def _gather(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
     numbers, (operand, indices) = op.params["dimension_numbers"], op.inputs[:2]
     labels = dims.classes(operand)
-    looked_up = [labels[dim] for dim in numbers.start_index_map]
-    from_batch = found[indices] & Origin.BATCH
-    if found[operand] & Origin.BATCH:
-        # Labels picked from logits: one value a row, which the data alone names.
-        picks = found[indices] == Origin.BATCH and math.prod(op.params["slice_sizes"]) == 1
-        for label in looked_up if picks else ():
+    lookup_labels = [labels[dim] for dim in numbers.start_index_map]
+    from_batch = origins[indices] & Origin.BATCH
+    if origins[operand] & Origin.BATCH:
+        # Labels select logits: one element per row, with indices from the batch alone.
+        picks = origins[indices] == Origin.BATCH and math.prod(op.params["slice_sizes"]) == 1
+        for label in lookup_labels if picks else ():
             _claim(claims, label, "vocab" if len(labels) > 2 else "classes")
         return
-    if found[operand] & Origin.PARAM:
-        for label in looked_up:
+    if origins[operand] & Origin.PARAM:
+        for label in lookup_labels:
             _claim(claims, label, "vocab" if from_batch else "positions")
         for dim, label in enumerate(labels):
             if dim not in numbers.start_index_map and from_batch:
                 _claim(claims, label, "embed")
 
 
-def _dot_general(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
+def _dot_general(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
     (_, _), (batched, _) = op.params["dimension_numbers"]
     lhs, rhs = op.inputs[:2]
     labels = dims.classes(lhs)
-    if _is_attention(op, dims, found, claims):
+    if _is_attention(op, dims, origins, claims):
         for dim in batched:
             if labels[dim] in in_params and not _is_named(claims, labels[dim], "batch"):
                 _claim(claims, labels[dim], "heads")
-    elif batched and (found[lhs] ^ found[rhs]) & Origin.BATCH:
-        # Activations with a weight of their own for each index: stacked weights, and not what was made with a weight.
-        weight = set(dims.classes(rhs if found[lhs] & Origin.BATCH else lhs)) - {None}
+    elif batched and (origins[lhs] ^ origins[rhs]) & Origin.BATCH:
+        # Activations times a separate weight per index: stacked weights, not values computed with a weight.
+        weight = set(dims.classes(rhs if origins[lhs] & Origin.BATCH else lhs)) - {None}
         for label in (labels[dim] for dim in batched):
             if label is not None and any(weight <= param for param in in_params.get(label, ())):
                 _claim(claims, label, "experts")
 
 
-def _ragged_dot(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
-    """The groups of a ragged product are experts, each with a matrix of its own."""
+def _ragged_dot(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
+    """Claims the groups of a ragged product as experts, each with a separate matrix."""
     weight = op.inputs[1]
     labels = dims.classes(weight)
-    for dim in op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions if found[weight] & Origin.PARAM else ():
+    for dim in op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions if origins[weight] & Origin.PARAM else ():
         _claim(claims, labels[dim], "experts")
 
 
-def _is_attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims) -> bool:
-    """Activations times activations, example by example."""
+def _is_attention(op: Op, dims: Dims, origins: Sequence[int], claims: Claims) -> bool:
+    """Returns whether an operation multiplies activations with activations, per example."""
     (_, _), (batched, _) = op.params["dimension_numbers"]
     lhs, rhs = op.inputs[:2]
     labels = dims.classes(lhs)
     by_example = any(_is_named(claims, labels[dim], "batch") for dim in batched)
-    return bool(found[lhs] & found[rhs] & Origin.BATCH) and by_example
+    return bool(origins[lhs] & origins[rhs] & Origin.BATCH) and by_example
 
 
-def _claim_attention(dims: Dims, found: Sequence[int], claims: Claims) -> None:
-    """What attention contracts is a head's width if a weight makes it, and positions if not."""
+def _claim_attention(dims: Dims, origins: Sequence[int], claims: Claims) -> None:
+    """Claims the dims that attention contracts: a head's width if a weight produces it, else positions."""
     dots = [op for op in dims.graph.ops() if op.name == "dot_general"]
-    made: set[int | None] = {None}
+    weight_labels: set[int | None] = {None}
     for op in dots:
-        for weight, other in (op.inputs[:2], op.inputs[1::-1]):
-            if found[other] & Origin.BATCH and not found[weight] & Origin.BATCH:
-                made |= set(dims.classes(weight))
+        for weight, activation in (op.inputs[:2], op.inputs[1::-1]):
+            if origins[activation] & Origin.BATCH and not origins[weight] & Origin.BATCH:
+                weight_labels |= set(dims.classes(weight))
     contracted = []
     for op in dots:
-        if _is_attention(op, dims, found, claims):
+        if _is_attention(op, dims, origins, claims):
             (contract, _), _ = op.params["dimension_numbers"]
             labels = [dims.classes(op.inputs[0])[dim] for dim in contract]
-            of_pairs = all(set(free) - made for free in _free(op, dims))
+            of_pairs = all(set(free) - weight_labels for free in _free(op, dims))
             contracted.append(([label for label in labels if not _is_named(claims, label, "batch")], of_pairs))
-    for labels, of_pairs in sorted(contracted, key=lambda one: len(one[0])):
+    for labels, of_pairs in sorted(contracted, key=lambda entry: len(entry[0])):
         if len(labels) > 1 and any(_is_named(claims, label, "seq") for label in labels):
-            continue  # the gradient of grouped keys: beside positions it sums over the queries of a group
+            continue  # the gradient of grouped keys also sums over the queries of a group
         for label in labels:
-            # Scores are of pairs of positions; a state that is read out, or weights of each example, are no scores.
-            if label not in made or of_pairs:
-                _claim(claims, label, "head_dim" if label in made else "seq")
+            # Scores have pairs of positions, unlike reads of a recurrent state or weights per example.
+            if label not in weight_labels or of_pairs:
+                _claim(claims, label, "head_dim" if label in weight_labels else "seq")
 
 
 def _free(op: Op, dims: Dims) -> Iterator[list[int | None]]:
-    """The classes of either operand that the result keeps and the other operand has not."""
+    """Yields, per operand, the classes of its free dims, which are neither contracted nor batched."""
     contracted, batched = op.params["dimension_numbers"]
     for value, *used in zip(op.inputs, contracted, batched, strict=False):
-        taken = {dim for group in used for dim in group}
-        yield [label for dim, label in enumerate(dims.classes(value)) if dim not in taken]
+        used_dims = {dim for group in used for dim in group}
+        yield [label for dim, label in enumerate(dims.classes(value)) if dim not in used_dims]
 
 
-def _top_k(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
+def _top_k(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
     label = dims.classes(op.inputs[0])[-1]
-    if found[op.inputs[0]] & Origin.BATCH and not _is_named(claims, label, "seq"):  # some of the tokens are no experts
+    if origins[op.inputs[0]] & Origin.BATCH and not _is_named(claims, label, "seq"):  # else: selected tokens
         _claim(claims, label, "experts")
 
 
-def _convolution(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
+def _convolution(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
     numbers, (lhs, rhs) = op.params["dimension_numbers"], op.inputs
-    if not found[lhs] & Origin.BATCH or found[rhs] & Origin.BATCH:
-        return  # the gradient of a kernel has its dims in other roles
+    if not origins[lhs] & Origin.BATCH or origins[rhs] & Origin.BATCH:
+        return  # in the gradient of a kernel, dims have other roles
     _claim(claims, dims.classes(lhs)[numbers.lhs_spec[1]], "channels")
     _claim(claims, dims.classes(rhs)[numbers.rhs_spec[0]], "channels")
     for dim in numbers.rhs_spec[2:]:
         _claim(claims, dims.classes(rhs)[dim], "window")
 
 
-def _scan(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
+def _scan(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
     for outer, inner in dims.graph.wires(op).inputs:
         if len(dims.shape(outer)) > len(dims.shape(inner)):
-            is_weight = found[outer] & Origin.PARAM and not found[outer] & Origin.BATCH
+            is_weight = origins[outer] & Origin.PARAM and not origins[outer] & Origin.BATCH
             _claim(claims, dims.classes(outer)[0], "layers" if is_weight else "steps")
 
 
-def _attention(op: Op, dims: Dims, found: Sequence[int], claims: Claims, in_params: InParams) -> None:
-    """The two products of an attention that is one operation."""
+def _attention(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:
+    """Claims the dims of the two products of a fused attention operation."""
     form, (q, k, v) = op.params["form"], op.inputs[:3]
-    labels, of_keys = dims.classes(q), dims.classes(k)
+    labels, key_labels = dims.classes(q), dims.classes(k)
     for label in labels[: form.queries]:
         if label in in_params and not _is_named(claims, label, "batch"):
             _claim(claims, label, "heads")
     _claim(claims, labels[form.queries], "seq")
-    _claim(claims, of_keys[form.num_batch], "seq")
-    for width in (of_keys[-1], dims.classes(v)[-1]):
+    _claim(claims, key_labels[form.num_batch], "seq")
+    for width in (key_labels[-1], dims.classes(v)[-1]):
         if width in in_params:
             _claim(claims, width, "head_dim")
 
@@ -250,7 +250,7 @@ _EVIDENCE = {
 
 
 def _claim_by_kernels(dims: Dims, claims: Claims, leaves: Sequence[Leaf]) -> None:
-    """The residual stream is the class that inner classes meet on both sides, and those are its mlp (or heads)."""
+    """Claims the residual stream, the only class that inner classes share kernels with, and the inner classes."""
     partners: dict[int, set[int]] = defaultdict(set)
     kernels: Counter[int] = Counter()
     for leaf, value in zip(leaves, dims.graph.body.inputs, strict=False):
@@ -262,7 +262,7 @@ def _claim_by_kernels(dims: Dims, claims: Claims, leaves: Sequence[Leaf]) -> Non
                 partners[label] |= set(labels) - {label}
     inner = {label for label in kernels if kernels[label] > 1 and set(claims.get(label, ())) <= {"heads", "head_dim"}}
     spokes = {hub: [s for s in partners[hub] if partners[s] == {hub} and s in inner] for hub in partners}
-    embeds = {hub for hub, around in spokes.items() if around and kernels[hub] > 2}
+    embeds = {hub for hub, neighbors in spokes.items() if neighbors and kernels[hub] > 2}
     for label in kernels:
         if label in embeds:
             claims[label]["embed"] = STRENGTH["embed"]

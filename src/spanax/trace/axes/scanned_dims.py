@@ -1,4 +1,4 @@
-"""Dims iterated by a scan, followed through views and elementwise operations."""
+"""Finds the dims that scans iterate along, also through transposes and elementwise operations."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ Dim = tuple[int, int]
 
 
 def scanned_dims(graph: Graph) -> set[Dim]:
-    """The dims of scanned operands and of stacked results, also of what they are a view or a dtype of.
+    """Returns the dims of scanned operands and stacked results, also through transposes and elementwise ops.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -19,8 +19,8 @@ def scanned_dims(graph: Graph) -> set[Dim]:
       >>> def parts(x):
       ...     return jax.lax.scan(lambda total, part: (total + part.sum(), None), 0.0, jnp.exp(x).reshape(4, 2))[0]
       >>> graph = from_jaxpr(jax.make_jaxpr(parts)(jax.ShapeDtypeStruct((8,), "float32")))
-      >>> made = [op.outputs[0] for op in graph.body.ops if op.name == "reshape"]
-      >>> scanned_dims(graph) == {(made[0], 0)}
+      >>> reshapes = [op.outputs[0] for op in graph.body.ops if op.name == "reshape"]
+      >>> scanned_dims(graph) == {(reshapes[0], 0)}
       True
     """
     makers = {value: op for op in graph.ops() for value in op.outputs}
@@ -28,24 +28,24 @@ def scanned_dims(graph: Graph) -> set[Dim]:
     for op in graph.ops():
         for value in op.inputs:
             readers[value].append(op)
-    before, after = list[Dim](), list[Dim]()
+    operands, results = list[Dim](), list[Dim]()
     for op in graph.ops():
         if op.name == "scan":
-            before += [(value, 0) for value in op.inputs[sum(scan_counts(graph, op)) :]]
-            after += [(value, 0) for value in op.outputs[scan_counts(graph, op)[1] :]]
-    found = set[Dim]()
-    while before:
-        value, dim = one = before.pop()
-        if one not in found:
-            found.add(one)
-            before += _operands(graph, makers[value], dim) if value in makers else ()
-    seen = set[Dim]()
-    while after:
-        value, dim = one = after.pop()
-        if one not in seen:
-            seen.add(one)
-            after += [result for op in readers[value] for result in _results(graph, op, value, dim)]
-    return found | seen
+            operands += [(value, 0) for value in op.inputs[sum(scan_counts(graph, op)) :]]
+            results += [(value, 0) for value in op.outputs[scan_counts(graph, op)[1] :]]
+    operand_dims = set[Dim]()
+    while operands:
+        value, dim = entry = operands.pop()
+        if entry not in operand_dims:
+            operand_dims.add(entry)
+            operands += _operands(graph, makers[value], dim) if value in makers else ()
+    result_dims = set[Dim]()
+    while results:
+        value, dim = entry = results.pop()
+        if entry not in result_dims:
+            result_dims.add(entry)
+            results += [result for op in readers[value] for result in _results(graph, op, value, dim)]
+    return operand_dims | result_dims
 
 
 def _operands(graph: Graph, op: Op, dim: int) -> Iterator[Dim]:

@@ -1,7 +1,7 @@
-"""Per primitive, which dims of operands and results are sharded together. Users can register rules.
+"""Rules that join the dims of operands and results that are sharded together. Users can register rules.
 
 A rule takes an operation and joins dims. A dim that no rule joins stays replicated, which is always correct. A
-primitive without a rule joins nothing and is counted, so that discovery can report it.
+primitive without a rule joins nothing and is counted; discovery reports it.
 """
 
 import math
@@ -40,13 +40,13 @@ io_callback mosaic_gpu pallas_call pure_callback shard_map tpu_custom_call trito
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Give primitives a rule; a later one for the same name replaces the earlier.
+    """Registers a rule for primitives, which replaces an earlier rule for the same name.
 
     Args:
-      names: primitives as the jaxpr prints them.
+      names: the primitives, as a jaxpr prints them.
 
     Example:
-      >>> @rule("my_scale")                              # a primitive of your own: y = scale(x), elementwise
+      >>> @rule("my_scale")                              # a custom primitive: y = scale(x), elementwise
       ... def my_scale(op, dims):
       ...     dims.same(*op.inputs, *op.outputs)
       >>> "my_scale" in RULES
@@ -61,12 +61,12 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def apply(op: Op, dims: Dims) -> None:
-    """Join what one operation says must be split together."""
-    found = RULES.get(op.name)
-    if found is None:
+    """Joins the dims that must be sharded together because of one operation."""
+    dim_rule = RULES.get(op.name)
+    if dim_rule is None:
         dims.unknown[op.name] += 1
     else:
-        found(op, dims)
+        dim_rule(op, dims)
 
 
 @rule(*ELEMENTWISE)
@@ -76,7 +76,7 @@ def _elementwise(op: Op, dims: Dims) -> None:
 
 @rule(*FRESH)
 def _fresh(op: Op, dims: Dims) -> None:
-    """Values made from nothing, or from a key: whoever uses them says how they are split."""
+    """Joins nothing: consumers determine how values created from no operand or a key are sharded."""
 
 
 @rule(*OPAQUE)
@@ -100,14 +100,14 @@ def _dot_general(op: Op, dims: Dims) -> None:
     (lhs, rhs), (out,) = op.inputs[:2], op.outputs
     for a, b in zip(lhs_contract, rhs_contract, strict=True):
         dims.join(lhs, a, rhs, b)
-    for at, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True)):
+    for out_dim, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True)):
         dims.join(lhs, a, rhs, b)
-        dims.join(lhs, a, out, at)
-    at = len(lhs_batch)
-    for value, used in ((lhs, {*lhs_contract, *lhs_batch}), (rhs, {*rhs_contract, *rhs_batch})):
-        for dim in _others(dims, value, used):
-            dims.join(value, dim, out, at)
-            at += 1
+        dims.join(lhs, a, out, out_dim)
+    out_dim = len(lhs_batch)
+    for value, used_dims in ((lhs, {*lhs_contract, *lhs_batch}), (rhs, {*rhs_contract, *rhs_batch})):
+        for dim in _others(dims, value, used_dims):
+            dims.join(value, dim, out, out_dim)
+            out_dim += 1
 
 
 @rule("ragged_dot_general")
@@ -121,22 +121,22 @@ def _ragged_dot_general(op: Op, dims: Dims) -> None:
     groups = tuple(numbers.rhs_group_dimensions)
     for dim in groups:
         dims.join(rhs, dim, group_sizes, len(dims.shape(group_sizes)) - 1)
-    # The output: group dims first when a ragged dim is contracted, then batch, lhs free, rhs free.
+    # Result dims: group dims if a ragged dim is contracted, then batch, lhs free, rhs free.
     ragged_contracted = any(dim in lhs_contract for dim in numbers.lhs_ragged_dimensions)
-    at = 1 if ragged_contracted else 0
+    out_dim = 1 if ragged_contracted else 0
     if ragged_contracted:
         dims.join(group_sizes, len(dims.shape(group_sizes)) - 1, out, 0)
     for a in lhs_batch:
-        dims.join(lhs, a, out, at)
-        at += 1
+        dims.join(lhs, a, out, out_dim)
+        out_dim += 1
     for dim in _others(dims, lhs, {*lhs_contract, *lhs_batch}):
         if dim in numbers.lhs_ragged_dimensions:
-            dims.keep_whole(out, at)
-        dims.join(lhs, dim, out, at)
-        at += 1
+            dims.keep_whole(out, out_dim)
+        dims.join(lhs, dim, out, out_dim)
+        out_dim += 1
     for dim in _others(dims, rhs, {*rhs_contract, *rhs_batch, *groups}):
-        dims.join(rhs, dim, out, at)
-        at += 1
+        dims.join(rhs, dim, out, out_dim)
+        out_dim += 1
 
 
 @rule("conv_general_dilated")
@@ -147,7 +147,7 @@ def _convolution(op: Op, dims: Dims) -> None:
     groups, batch_groups = op.params["feature_group_count"], op.params["batch_group_count"]
     dims.join(rhs, rhs_o, out, out_c)
     if groups > 1:
-        # Output channels of a group see input channels of that group only: group-major on both sides.
+        # Output channels of a group depend on its input channels only: both are group-major.
         dims.join(lhs, lhs_c, out, out_c, factor=groups)
     else:
         dims.join(lhs, lhs_c, rhs, rhs_i)
@@ -168,8 +168,8 @@ def _reduce(op: Op, dims: Dims) -> None:
     operands = op.inputs[: len(op.outputs)]
     dims.same(*operands)
     for out in op.outputs:
-        for at, dim in enumerate(_others(dims, operands[0], axes)):
-            dims.join(operands[0], dim, out, at)
+        for out_dim, dim in enumerate(_others(dims, operands[0], axes)):
+            dims.join(operands[0], dim, out, out_dim)
 
 
 @rule("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window", "select_and_scatter_add",
@@ -184,21 +184,21 @@ def _reduce_window(op: Op, dims: Dims) -> None:
 
 @rule("broadcast_in_dim")
 def _broadcast(op: Op, dims: Dims) -> None:
-    for dim, at in enumerate(op.params["broadcast_dimensions"]):
-        dims.join(op.inputs[0], dim, op.outputs[0], at)
+    for dim, out_dim in enumerate(op.params["broadcast_dimensions"]):
+        dims.join(op.inputs[0], dim, op.outputs[0], out_dim)
 
 
 @rule("transpose")
 def _transpose(op: Op, dims: Dims) -> None:
-    for at, dim in enumerate(op.params["permutation"]):
-        dims.join(op.inputs[0], dim, op.outputs[0], at)
+    for out_dim, dim in enumerate(op.params["permutation"]):
+        dims.join(op.inputs[0], dim, op.outputs[0], out_dim)
 
 
 @rule("squeeze")
 def _squeeze(op: Op, dims: Dims) -> None:
     rank = len(dims.shape(op.inputs[0]))
-    for at, dim in enumerate(_others(dims, op.inputs[0], {dim % rank for dim in op.params["dimensions"]})):
-        dims.join(op.inputs[0], dim, op.outputs[0], at)
+    for out_dim, dim in enumerate(_others(dims, op.inputs[0], {dim % rank for dim in op.params["dimensions"]})):
+        dims.join(op.inputs[0], dim, op.outputs[0], out_dim)
 
 
 @rule("reshape")
@@ -209,7 +209,7 @@ def _reshape(op: Op, dims: Dims) -> None:
 
 
 def reshape_groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
-    """Pairs of the smallest runs of dims, from the left, with equal products; dims of size 1 are left out."""
+    """Yields the smallest runs of dims, from the left, with equal products; dims of size 1 are omitted."""
     ins = [dim for dim, size in enumerate(old) if size != 1]
     outs = [dim for dim, size in enumerate(new) if size != 1]
     if 0 in old or 0 in new:
@@ -244,8 +244,8 @@ def _stack(op: Op, dims: Dims) -> None:
     out = op.outputs[0]
     along = op.params.get("axis", op.params.get("dimension", 0)) % len(dims.shape(out))
     for x in op.inputs:
-        for at, dim in enumerate(_others(dims, out, {along})):
-            dims.join(x, at, out, dim)
+        for in_dim, dim in enumerate(_others(dims, out, {along})):
+            dims.join(x, in_dim, out, dim)
 
 
 @rule("unstack")
@@ -253,8 +253,8 @@ def _unstack(op: Op, dims: Dims) -> None:
     x = op.inputs[0]
     along = op.params.get("axis", op.params.get("dimension", 0)) % len(dims.shape(x))
     for out in op.outputs:
-        for at, dim in enumerate(_others(dims, x, {along})):
-            dims.join(x, dim, out, at)
+        for out_dim, dim in enumerate(_others(dims, x, {along})):
+            dims.join(x, dim, out, out_dim)
 
 
 @rule("tile", "rev")
@@ -328,21 +328,21 @@ def _top_k(op: Op, dims: Dims) -> None:
       "ormqr", "schur", "svd", "triangular_solve", "tridiagonal", "tridiagonal_solve", "cholesky_update",
       "hessenberg", "symmetric_product")  # fmt: skip
 def _linear_algebra(op: Op, dims: Dims) -> None:
-    """Matrices stay whole; leading dims are independent problems."""
+    """Matrix dims stay replicated; leading dims are independent problems."""
     x = op.inputs[0]
-    for other in (*op.inputs[1:], *op.outputs):
-        for dim in independent_dims(dims.graph, op, other):
-            dims.join(x, dim, other, dim)
+    for value in (*op.inputs[1:], *op.outputs):
+        for dim in independent_dims(dims.graph, op, value):
+            dims.join(x, dim, value, dim)
 
 
 def independent_dims(graph: Graph, op: Op, value: int) -> Iterable[int]:
-    """The dims of an operand or a result along which a decomposition, a choice or an FFT does each row by itself."""
+    """Returns the dims of an operand or result along which a decomposition, top-k or FFT is independent per row."""
     rank, shape = len(graph.shape(op.inputs[0])), graph.shape(value)
     if op.name in ("top_k", "approx_top_k"):
         along = op.params.get("axis", op.params.get("reduction_dimension", rank - 1)) % rank
         return [dim for dim in range(len(shape)) if dim != along]
-    worked = len(op.params["fft_lengths"]) if op.name == "fft" else 2
-    return range(min(rank - worked, len(shape)))
+    inner_rank = len(op.params["fft_lengths"]) if op.name == "fft" else 2
+    return range(min(rank - inner_rank, len(shape)))
 
 
 @rule("gather")
@@ -350,14 +350,14 @@ def _gather(op: Op, dims: Dims) -> None:
     numbers, (operand, indices), (out,) = op.params["dimension_numbers"], op.inputs[:2], op.outputs
     sizes, window = op.params["slice_sizes"], iter(numbers.offset_dims)
     for dim in _others(dims, operand, {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}):
-        at = next(window)
+        out_dim = next(window)
         if sizes[dim] == dims.shape(operand)[dim]:
-            dims.join(operand, dim, out, at)
-    looked_up = _others(dims, out, set(numbers.offset_dims))
-    for dim, at in zip(range(len(dims.shape(indices)) - 1), looked_up, strict=True):
-        dims.join(indices, dim, out, at)
+            dims.join(operand, dim, out, out_dim)
+    lookup_dims = _others(dims, out, set(numbers.offset_dims))
+    for dim, out_dim in zip(range(len(dims.shape(indices)) - 1), lookup_dims, strict=True):
+        dims.join(indices, dim, out, out_dim)
     for dim in numbers.start_index_map if len(dims.shape(indices)) == 2 else ():
-        if sizes[dim] == 1 and dims.size(operand, dim) == dims.size(indices, 0):  # as many as there are, in some order
+        if sizes[dim] == 1 and dims.size(operand, dim) == dims.size(indices, 0):  # one index per row: a permutation
             dims.drawn((operand, dim), (indices, 0))
     batching = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     for operand_dim, index_dim in batching:
@@ -372,9 +372,9 @@ def _scatter(op: Op, dims: Dims) -> None:
     window = iter(numbers.update_window_dims)
     for dim in _others(dims, operand, {*numbers.inserted_window_dims, *numbers.operand_batching_dims}):
         dims.join(operand, dim, updates, next(window))
-    scattered = _others(dims, updates, set(numbers.update_window_dims))
-    for dim, at in zip(range(len(dims.shape(indices)) - 1), scattered, strict=True):
-        dims.join(indices, dim, updates, at)
+    scatter_dims = _others(dims, updates, set(numbers.update_window_dims))
+    for dim, update_dim in zip(range(len(dims.shape(indices)) - 1), scatter_dims, strict=True):
+        dims.join(indices, dim, updates, update_dim)
     batching = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
     for operand_dim, index_dim in batching:
         dims.join(operand, operand_dim, indices, index_dim)
@@ -382,7 +382,7 @@ def _scatter(op: Op, dims: Dims) -> None:
 
 @rule("remat2", "checkpoint", "cond", "while", "scan")
 def _bodies(op: Op, dims: Dims) -> None:
-    """What goes into a body, through it, and around its loop; a scanned value has one leading dim more outside."""
+    """Joins dims across a body's boundary and its carry; a scanned value has an extra leading dim outside."""
     wires = dims.graph.wires(op)
     scanned = []
     for outer, inner in (*wires.inputs, *wires.outputs):
@@ -396,5 +396,5 @@ def _bodies(op: Op, dims: Dims) -> None:
         dims.same(first, last)
 
 
-def _others(dims: Dims, value: int, used: set[int]) -> list[int]:
-    return [dim for dim in range(len(dims.shape(value))) if dim not in used]
+def _others(dims: Dims, value: int, used_dims: set[int]) -> list[int]:
+    return [dim for dim in range(len(dims.shape(value))) if dim not in used_dims]

@@ -21,19 +21,19 @@ jit pjit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call custom
 custom_linear_solve call_hi_primitive
 """.split()
 )
-"""Calls that are only a wrapping once the whole step, gradient included, has been traced."""
+"""Calls that only wrap a jaxpr once the train step, including its gradient, has been traced."""
 
 CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-"""Products that sum over dims: matmuls and convolutions."""
+"""Operations that sum over contracted dims: matmuls and convolutions."""
 
 REMAT = frozenset({"remat2", "checkpoint"})
-"""What `jax.checkpoint` is called, by version."""
+"""The primitives of `jax.checkpoint`, by JAX version."""
 
 HIGH_LEVEL = "call_hi_primitive"
-"""What binds a primitive that JAX expands into others when it lowers: under `jax_remat3`, `jax.checkpoint` is one."""
+"""The primitive that binds those that JAX expands at lowering: under `jax_remat3`, `jax.checkpoint` is one."""
 
 CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
-"""What the parameter of a call is named that holds what it calls, by primitive and JAX version."""
+"""The parameters of calls that hold the callee, which differ by primitive and JAX version."""
 
 BODIES = {
     "scan": ("jaxpr",),
@@ -42,12 +42,12 @@ BODIES = {
     "remat2": ("jaxpr",),
     "checkpoint": ("jaxpr",),
 }
-"""Operations whose bodies are followed, and the parameters that hold them."""
+"""Operations whose bodies are analyzed, and the parameters that hold the bodies."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Body:
-    """A closed list of operations: what goes in, what comes out, in value numbers."""
+    """A closed list of operations, with its inputs and outputs as value numbers."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -56,7 +56,7 @@ class Body:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Op:
-    """One operation: its primitive with parameters, the values it reads and writes, and the bodies it runs."""
+    """One operation: its primitive with parameters, operands, results, and bodies."""
 
     name: str
     eqn: core.JaxprEqn
@@ -66,17 +66,17 @@ class Op:
 
     @property
     def params(self) -> dict[str, Any]:
-        """The primitive's parameters, as JAX keeps them."""
+        """The primitive's parameters, as JAX stores them."""
         return self.eqn.params
 
     def bind(self, ins: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
-        """Run the operation on values, or under a trace; `params` replaces the parameters it was traced with."""
+        """Runs the operation on arrays or tracers; `params` replaces the parameters it was traced with."""
         return bind(self.eqn, ins, self.params if params is None else params)
 
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A program: its outermost body, every value's shape and dtype, constants by value, and marked values."""
+    """A program: its outermost body, the aval of every value, constants by value number, and marked values."""
 
     body: Body
     avals: Sequence[Any]
@@ -84,11 +84,11 @@ class Graph:
     marks: dict[str, int] = field(default_factory=dict)
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """The shape of a value, by its number."""
+        """Returns the shape of a value, by its number."""
         return getattr(self.avals[value], "shape", ())
 
     def wires(self, op: Op) -> "Wires":
-        """How the values around an operation meet those inside its bodies."""
+        """Returns how the values outside of an operation map to those inside its bodies."""
         if op.name == "scan":
             return _scan_wires(self, op)
         if op.name == "while":
@@ -99,13 +99,13 @@ class Graph:
         return Wires(tuple(inputs), tuple(outputs), ())
 
     def ops(self) -> Iterator[Op]:
-        """Every operation, those inside bodies right after the one that runs them."""
+        """Yields every operation; those inside bodies follow the operation that runs them."""
         return _walk(self.body)
 
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """Pairs of values: (outer, inner) going in and coming out, and (inner in, inner out) around the loop."""
+    """Pairs of values: (outer, inner) for inputs and outputs, and (body input, body output) for the loop's carry."""
 
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
@@ -113,9 +113,9 @@ class Wires:
 
 
 def scan_counts(graph: Graph, op: Op) -> tuple[int, int]:
-    """How many operands of a scan every turn takes alike, and how many values go from turn to turn.
+    """Returns the number of consts and the number of carried values of a scan.
 
-    Read off the ranks: the parameters that count them differ by JAX version.
+    Derived from ranks: the parameters that count them differ by JAX version.
     """
     (body,) = op.bodies
     ranks = lambda values: [len(graph.shape(value)) for value in values]  # noqa: E731
@@ -125,7 +125,7 @@ def scan_counts(graph: Graph, op: Op) -> tuple[int, int]:
 def counts_by_rank(
     ins: Sequence[int], body_ins: Sequence[int], outs: Sequence[int], body_outs: Sequence[int]
 ) -> tuple[int, int]:
-    """As `scan_counts`, from the number of dims of every value outside and inside of the body.
+    """Returns the same as `scan_counts`, given the rank of every value outside and inside the body.
 
     Example:
       >>> counts_by_rank([2, 1, 2], [2, 1, 1], [1, 1], [1, 0])
@@ -149,10 +149,10 @@ def _while_wires(op: Op) -> Wires:
     test, body = op.bodies
     num_test, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
     carried = op.inputs[num_test + num_body :]
-    into_test = zip(op.inputs[:num_test] + carried, test.inputs, strict=True)
-    into_body = zip(op.inputs[num_test : num_test + num_body] + carried, body.inputs, strict=True)
-    around = zip(body.inputs[num_body:], body.outputs, strict=True)
-    return Wires((*into_test, *into_body), tuple(zip(op.outputs, body.outputs, strict=True)), tuple(around))
+    test_inputs = zip(op.inputs[:num_test] + carried, test.inputs, strict=True)
+    body_inputs = zip(op.inputs[num_test : num_test + num_body] + carried, body.inputs, strict=True)
+    carry_pairs = zip(body.inputs[num_body:], body.outputs, strict=True)
+    return Wires((*test_inputs, *body_inputs), tuple(zip(op.outputs, body.outputs, strict=True)), tuple(carry_pairs))
 
 
 def _walk(body: Body) -> Iterator[Op]:
@@ -163,7 +163,7 @@ def _walk(body: Body) -> Iterator[Op]:
 
 
 def from_jaxpr(closed: core.ClosedJaxpr) -> Graph:
-    """The graph of a jaxpr, with calls inlined and what no output needs left out.
+    """Returns the graph of a jaxpr, with calls inlined and dead code eliminated.
 
     Example:
       >>> import jax
@@ -211,10 +211,10 @@ def _flatten(
             if (mark := mark_of(eqn)) is not None:
                 marks[mark], outs = ins[0], list(ins)
             elif name in INLINED:
-                held, taken = called(eqn, ins)
-                inner, inner_consts = opened(held)
+                callee, operands = called(eqn, ins)
+                inner, inner_consts = opened(callee)
                 numbered = [constant(v.aval, c) for v, c in zip(inner.constvars, inner_consts, strict=True)]
-                outs = run(inner, numbered, taken)
+                outs = run(inner, numbered, operands)
             else:
                 outs = [number(var.aval) for var in eqn.outvars]
                 ops.append(Op(name, eqn, ins, tuple(outs), _bodies(eqn, number, constant, marks)))
@@ -226,7 +226,7 @@ def _flatten(
 
 
 def called(eqn: core.JaxprEqn, ins: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-    """What a call runs, and of what; of a linear solve, once it is differentiated, only the solution is left to do."""
+    """Returns the callee of a call and its operands; a differentiated linear solve only needs its `solve`."""
     if eqn.primitive.name == HIGH_LEVEL:
         return _expanded(eqn), ins
     if eqn.primitive.name != "custom_linear_solve":
@@ -237,7 +237,7 @@ def called(eqn: core.JaxprEqn, ins: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
 
 
 def _expanded(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
-    """What a high-level primitive expands to."""
+    """Returns the jaxpr that a high-level primitive expands to."""
     primitive = eqn.params["_prim"]
 
     def expand(*leaves: Any) -> list[Any]:
@@ -247,9 +247,9 @@ def _expanded(eqn: core.JaxprEqn) -> core.ClosedJaxpr:
 
 
 def remat_of(eqn: core.JaxprEqn) -> dict[str, Any] | None:
-    """The parameters of a remat, `jaxpr`, `policy` and `prevent_cse` among them; None for anything else.
+    """Returns the parameters of a remat, including `jaxpr`, `policy` and `prevent_cse`; None for other equations.
 
-    Under `jax_remat3`, a remat is a high-level primitive with parameters of the same names, which no gradient marks.
+    Under `jax_remat3`, a remat is a high-level primitive with parameters of the same names, without `differentiated`.
     """
     if eqn.primitive.name in REMAT:
         return eqn.params
@@ -258,7 +258,7 @@ def remat_of(eqn: core.JaxprEqn) -> dict[str, Any] | None:
 
 
 def has_remat(jaxpr: core.Jaxpr) -> bool:
-    """Whether there is a remat in a jaxpr, however deep."""
+    """Returns whether a jaxpr contains a remat, at any depth."""
     return any(remat_of(eqn) or any(map(has_remat, core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
 
 
@@ -267,8 +267,8 @@ def _bodies(
 ) -> tuple[Body, ...]:
     bodies = []
     for key in BODIES.get(eqn.primitive.name, ()):
-        held = eqn.params[key]
-        for closed in held if isinstance(held, tuple) else (held,):
+        jaxprs = eqn.params[key]
+        for closed in jaxprs if isinstance(jaxprs, tuple) else (jaxprs,):
             jaxpr, values = opened(closed)
             consts = [constant(var.aval, value) for var, value in zip(jaxpr.constvars, values, strict=True)]
             inputs = tuple(number(var.aval) for var in jaxpr.invars)
@@ -277,7 +277,7 @@ def _bodies(
 
 
 def bind(eqn: core.JaxprEqn, ins: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Run an equation on values, or under a trace, with these parameters."""
+    """Runs an equation on arrays or tracers, with the given parameters."""
     primitive = eqn.primitive
     with eqn.ctx.manager:
         out = primitive.bind(*ins, **primitive.get_bind_params(params))
@@ -285,23 +285,23 @@ def bind(eqn: core.JaxprEqn, ins: Sequence[Any], params: dict[str, Any]) -> list
 
 
 def retraced(old: Any, function: Callable[..., Sequence[Any]], leading: Sequence[Sequence[int]] = ()) -> Any:
-    """A function traced as the body of an operation, in place of the body it had: closed or open as the old one was.
+    """Returns a function traced as the body of an operation, closed or open like the old body.
 
-    `leading` has for every operand the sizes of dims that are new in front of it.
+    `leading` has, for every operand, the sizes of its new leading dims.
     """
     jaxpr, _ = opened(old)
-    # The memory a value lies in (a residual kept on the host) stays; a sharding would name a mesh that is not ours.
+    # Keep memory spaces (residuals offloaded to the host), and drop shardings, which may name another mesh.
     avals = [var.aval.update(sharding=None, weak_type=False) for var in jaxpr.invars]
     pairs = zip(avals, leading or [()] * len(avals), strict=True)
     avals = [aval.update(shape=(*sizes, *aval.shape)) if sizes else aval for aval, sizes in pairs]
     closed = jax.make_jaxpr(function)(*avals)
     if isinstance(old, core.ClosedJaxpr) and old is not jaxpr:
         return closed
-    if closed.consts:  # an open body has no place for constants, and a call inside it has
+    if closed.consts:  # an open jaxpr cannot hold constants, but a call inside it can
         closed = jax.make_jaxpr(jax.jit(core.jaxpr_as_fun(closed)))(*avals)
     return closed.jaxpr
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and its constants, whether it came closed or open (JAX keeps both kinds, by version)."""
+    """Returns a jaxpr and its constants, whether it is closed or open (JAX uses both, by version)."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

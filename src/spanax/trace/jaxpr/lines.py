@@ -1,4 +1,4 @@
-"""A jaxpr with its calls inlined, and the mapping from a result's dims to the dims of its operands."""
+"""Inlined jaxpr equations, and the mapping from a result's dims to the dims of its operands."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from spanax.trace.jaxpr.graph import opened
 from spanax.trace.rewrites.attention.scores import NONE
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
-"""Calls without a derivative of their own: only a wrapping."""
+"""Calls without a custom derivative rule, which only wrap a jaxpr."""
 
 Labels = tuple[int, ...]
-"""Of every dim of a value, which dim of something else it is."""
+"""For every dim of a value, the label of the dim that it corresponds to."""
 
 
 @dataclass(frozen=True, eq=False)
 class Line:
-    """One equation of a jaxpr whose calls are inlined, in value numbers; `caller` is the innermost of those calls."""
+    """One equation of an inlined jaxpr, in value numbers; `caller` is the innermost inlined call."""
 
     eqn: core.JaxprEqn
     ins: tuple[int, ...]
@@ -33,14 +33,14 @@ class Line:
 
     @property
     def where(self) -> str:
-        """The user's line that it comes from; of an equation inside of JAX's own functions, that of their call."""
+        """The user's source line; for an equation inside a JAX function, that of the call."""
         summary: str = source_info_util.summarize(self.eqn.source_info)
         return summary or (self.caller.where if self.caller is not None else "")
 
 
 @dataclass(eq=False)
 class Lines:
-    """A jaxpr as lines; `known` are the numbers of literals and constants with their values."""
+    """A jaxpr as lines; `known` maps literals and constants to their values, `maker` results to line indices."""
 
     lines: list[Line] = field(default_factory=list)
     avals: list[Any] = field(default_factory=list)
@@ -51,23 +51,23 @@ class Lines:
 
     @staticmethod
     def of(jaxpr: core.Jaxpr, consts: Sequence[Any]) -> "Lines":
-        """The lines of a jaxpr."""
-        found = Lines()
-        found.inputs = tuple(found._number(var.aval) for var in jaxpr.invars)
-        found.outputs = tuple(found._run(jaxpr, consts, found.inputs))
-        return found
+        """Returns the lines of a jaxpr."""
+        lines = Lines()
+        lines.inputs = tuple(lines._number(var.aval) for var in jaxpr.invars)
+        lines.outputs = tuple(lines._run(jaxpr, consts, lines.inputs))
+        return lines
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """The shape of a value."""
+        """Returns the shape of a value."""
         return tuple(getattr(self.avals[value], "shape", ()))
 
     def made_by(self, value: int) -> Line | None:
-        """The line that makes a value; None of what comes in."""
-        at = self.maker.get(value)
-        return None if at is None else self.lines[at]
+        """Returns the line that produces a value; None for an input or a constant."""
+        index = self.maker.get(value)
+        return None if index is None else self.lines[index]
 
     def behind(self, value: int, names: frozenset[str]) -> int:
-        """What a value is another view of: back through lines of these names, along their first operand."""
+        """Returns the value viewed by `value`, through lines of these names along their first operand."""
         while (line := self.made_by(value)) is not None and line.name in names:
             value = line.ins[line.outs.index(value)] if line.name == "optimization_barrier" else line.ins[0]
         return value
@@ -87,9 +87,9 @@ class Lines:
         def read(atom: Any) -> int:
             if not isinstance(atom, core.Literal):
                 return values[atom]
-            at = self._number(atom.aval)
-            self.known[at] = atom.val
-            return at
+            index = self._number(atom.aval)
+            self.known[index] = atom.val
+            return index
 
         for eqn in jaxpr.eqns:
             ins = tuple(read(atom) for atom in eqn.invars)
@@ -105,31 +105,31 @@ class Lines:
 
 
 def back(lines: Lines, line: Line, labels: Labels) -> list[Labels] | None:
-    """The labels of a line's operands, given those of its result; None where they do not go through."""
+    """Returns the labels of a line's operands, given those of its result; None if they cannot be propagated."""
     out = lines.shape(line.outs[0])
     if line.name in ELEMENTWISE:
-        found = []
+        operand_labels = []
         for value in line.ins:
             shape = lines.shape(value)
             if shape and len(shape) != len(out):
                 return None
             sizes = zip(labels, shape, out, strict=True) if shape else ()
-            found.append(tuple(label if size == whole else NONE for label, size, whole in sizes))
-        return found
+            operand_labels.append(tuple(label if size == out_size else NONE for label, size, out_size in sizes))
+        return operand_labels
     (shape, *_) = [lines.shape(value) for value in line.ins]
     if line.name == "broadcast_in_dim":
-        at = line.eqn.params["broadcast_dimensions"]
-        pairs = zip(at, shape, strict=True)
+        out_dims = line.eqn.params["broadcast_dimensions"]
+        pairs = zip(out_dims, shape, strict=True)
         return [tuple(labels[dim] if out[dim] == size else NONE for dim, size in pairs)]
     if line.name == "transpose":
         order = line.eqn.params["permutation"]
         return [tuple(labels[order.index(dim)] for dim in range(len(shape)))]
     if line.name in ("reshape", "squeeze", "expand_dims"):
-        given = [NONE] * len(shape)
+        in_labels = [NONE] * len(shape)
         for ins, outs in reshape_groups(shape, out):
             if len(ins) == len(outs) == 1:
-                given[ins[0]] = labels[outs[0]]
+                in_labels[ins[0]] = labels[outs[0]]
             elif any(labels[dim] != NONE for dim in outs):
                 return None
-        return [tuple(given)]
+        return [tuple(in_labels)]
     return None

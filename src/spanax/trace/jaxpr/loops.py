@@ -1,4 +1,4 @@
-"""Classifies scans by their operands and results, and finds the loops over layers, forward and backward."""
+"""Classifies operands and results of scans, and finds the loops over layers in the forward and backward pass."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op, scan_counts
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A scan over layers or microbatches: its operands and results by what they are."""
+    """A scan over layers or microbatches, with its operands and results by role."""
 
     op: Op
     num_consts: int
@@ -16,64 +16,64 @@ class Loop:
 
     @property
     def body(self) -> Body:
-        """One turn."""
+        """The body of one iteration."""
         return self.op.bodies[0]
 
     @property
     def body_consts(self) -> tuple[int, ...]:
-        """Inside of one turn, what every turn takes alike."""
+        """The consts, as values of the body."""
         return self.body.inputs[: self.num_consts]
 
     @property
     def body_carried(self) -> tuple[int, ...]:
-        """Inside of one turn, what the one before it hands on."""
+        """The carry of an iteration, as values of the body."""
         return self.body.inputs[self.num_consts : self.num_consts + self.num_carried]
 
     @property
     def body_scanned(self) -> tuple[int, ...]:
-        """Inside of one turn, its own of what is stacked."""
+        """The slices of the stacked operands, as values of the body."""
         return self.body.inputs[self.num_consts + self.num_carried :]
 
     @property
     def consts(self) -> tuple[int, ...]:
-        """What every turn takes alike."""
+        """The operands that every iteration reads unchanged."""
         return self.op.inputs[: self.num_consts]
 
     @property
     def carried(self) -> tuple[int, ...]:
-        """What the first turn takes from outside."""
+        """The initial carry."""
         return self.op.inputs[self.num_consts : self.num_consts + self.num_carried]
 
     @property
     def scanned(self) -> tuple[int, ...]:
-        """What is stacked: each turn takes its own."""
+        """The stacked operands; each iteration reads one slice."""
         return self.op.inputs[self.num_consts + self.num_carried :]
 
     @property
     def results(self) -> tuple[int, ...]:
-        """What the last turn hands on."""
+        """The final carry."""
         return self.op.outputs[: self.num_carried]
 
     @property
     def stacked(self) -> tuple[int, ...]:
-        """What every turn leaves, stacked."""
+        """The stacked results, one slice per iteration."""
         return self.op.outputs[self.num_carried :]
 
 
 def loop_of(graph: Graph, op: Op) -> Loop:
-    """A scan with its operands by what they are."""
+    """Returns a scan with its operands and results classified."""
     num_consts, num_carried = scan_counts(graph, op)
     return Loop(op, num_consts, num_carried)
 
 
 def layer_loops(graph: Graph, body: Body) -> Iterator[tuple[Loop, Loop]]:
-    """Loops over layers, forward and back: the second runs the other way, over what the first one left."""
+    """Yields pairs of loops over layers: the backward one scans stacked values of the forward one, in reverse."""
     loops = [loop_of(graph, op) for op in body.ops if op.name == "scan" and _contracts(op)]
     for forward in loops:
         for backward in loops:
-            same = forward.op.params["length"] == backward.op.params["length"]
-            turned = forward.op.params["reverse"] != backward.op.params["reverse"]
-            if same and turned and set(backward.scanned) & {*forward.stacked, *forward.scanned}:
+            same_length = forward.op.params["length"] == backward.op.params["length"]
+            is_reversed = forward.op.params["reverse"] != backward.op.params["reverse"]
+            if same_length and is_reversed and set(backward.scanned) & {*forward.stacked, *forward.scanned}:
                 if _reaches(body, forward.op, backward.op):
                     yield forward, backward
 

@@ -1,4 +1,4 @@
-"""Marks: names for values of a traced program. A graph records and removes them; they cost nothing."""
+"""Marks: names for values of a traced program. A graph records and removes them, at no cost."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ GRADIENT, METRIC = "gradient:", "metric:"
 
 
 def marked(value: Any, mark: str) -> Any:
-    """The same value; `Graph.marks` has its mark.
+    """Returns the same value; `Graph.marks` records it under its mark.
 
     Example:
       >>> from spanax.trace.jaxpr.graph import from_jaxpr
@@ -22,7 +22,7 @@ def marked(value: Any, mark: str) -> Any:
 
 
 def marked_gradients(gradients: Any) -> Any:
-    """Gradients, each marked with the path of its parameter."""
+    """Returns the gradients, each marked with the path of its parameter."""
 
     def mark(path: Any, gradient: Any) -> Any:
         name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
@@ -32,6 +32,6 @@ def marked_gradients(gradients: Any) -> Any:
 
 
 def mark_of(eqn: Any) -> str | None:
-    """The mark that an equation puts on its operand; None for every other equation."""
+    """Returns the mark that an equation sets on its operand; None for other equations."""
     name = eqn.params.get("name") if eqn.primitive.name == NAME else None
     return name.removeprefix(PREFIX) if isinstance(name, str) and name.startswith(PREFIX) else None

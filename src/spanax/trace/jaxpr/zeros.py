@@ -8,7 +8,7 @@ import numpy as np
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 
 MOST_ELEMENTS = 1 << 16
-"""Larger constants are not searched for a number other than zero."""
+"""Larger constants are not inspected, and count as nonzero."""
 
 ZERO_OF_ZEROS = frozenset(
     """
@@ -17,17 +17,17 @@ neg optimization_barrier pad psum real imag reduce_max reduce_min reduce_precisi
 scatter-add scatter_add sharding_constraint sign slice split sqrt square squeeze sub tan tanh transpose
 """.split()
 )
-"""Operations that return zeros where all operands are zeros."""
+"""Operations that return zeros if all operands are zeros."""
 
 ZERO_OF_FIRST = frozenset({"div", "dynamic_slice", "gather", "sort"})
-"""Operations that return zeros where the first operand is zeros."""
+"""Operations that return zeros if the first operand is zeros."""
 
 ZERO_OF_ANY = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general"})
-"""Operations that return zeros where one of two operands is zeros."""
+"""Operations that return zeros if one of two operands is zeros."""
 
 
 def zeros(graph: Graph) -> frozenset[int]:
-    """The values that are zero for every finite input, by number.
+    """Returns the numbers of the values that are zero for every finite input.
 
     Example:
       >>> import jax
@@ -36,9 +36,9 @@ def zeros(graph: Graph) -> frozenset[int]:
       >>> [value in zeros(graph) for value in graph.body.outputs]
       [True, False]
     """
-    found = {value for value, constant in graph.constants.items() if _is_zero(constant)}
-    _follow(graph, graph.body, found)
-    return frozenset(found)
+    zero_values = {value for value, constant in graph.constants.items() if _is_zero(constant)}
+    _follow(graph, graph.body, zero_values)
+    return frozenset(zero_values)
 
 
 def _is_zero(constant: object) -> bool:
@@ -50,14 +50,14 @@ def _is_zero(constant: object) -> bool:
     return bool(jax.dtypes.issubdtype(constant.dtype, np.number)) and not np.asarray(constant).any()
 
 
-def _follow(graph: Graph, body: Body, found: set[int]) -> None:
+def _follow(graph: Graph, body: Body, zero_values: set[int]) -> None:
     for op in body.ops:
         if op.bodies:
-            _follow_bodies(graph, op, found)
-        elif _returns_zeros(op, [value in found for value in op.inputs]):
-            found.update(op.outputs)
+            _follow_bodies(graph, op, zero_values)
+        elif _returns_zeros(op, [value in zero_values for value in op.inputs]):
+            zero_values.update(op.outputs)
         else:
-            found.difference_update(op.outputs)
+            zero_values.difference_update(op.outputs)
 
 
 def _returns_zeros(op: Op, are_zeros: Sequence[bool]) -> bool:
@@ -70,17 +70,17 @@ def _returns_zeros(op: Op, are_zeros: Sequence[bool]) -> bool:
     return op.name in ZERO_OF_ZEROS and bool(are_zeros) and all(are_zeros)
 
 
-def _follow_bodies(graph: Graph, op: Op, found: set[int]) -> None:
+def _follow_bodies(graph: Graph, op: Op, zero_values: set[int]) -> None:
     wires = graph.wires(op)
-    # Optimistic: a carry counts as zeros until an iteration returns something else for it.
-    found.update(inner for _, inner in wires.inputs)
-    found.difference_update(inner for outer, inner in wires.inputs if outer not in found)
+    # Optimistic fixed point: a carry counts as zeros until an iteration returns nonzero values for it.
+    zero_values.update(inner for _, inner in wires.inputs)
+    zero_values.difference_update(inner for outer, inner in wires.inputs if outer not in zero_values)
     while True:
         for inner_body in op.bodies:
-            _follow(graph, inner_body, found)
-        others = [first for first, last in wires.carried if first in found and last not in found]
-        if not others:
+            _follow(graph, inner_body, zero_values)
+        nonzero = [first for first, last in wires.carried if first in zero_values and last not in zero_values]
+        if not nonzero:
             break
-        found.difference_update(others)
-    found.update(outer for outer, _ in wires.outputs)
-    found.difference_update(outer for outer, inner in wires.outputs if inner not in found)
+        zero_values.difference_update(nonzero)
+    zero_values.update(outer for outer, _ in wires.outputs)
+    zero_values.difference_update(outer for outer, inner in wires.outputs if inner not in zero_values)

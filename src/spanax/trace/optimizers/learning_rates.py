@@ -13,13 +13,13 @@ from spanax.trace.variables import Leaf
 
 LEARNING_RATE = "learning_rate"
 INJECTED = f"hyperparams.{LEARNING_RATE}"
-"""Where `optax.inject_hyperparams` keeps the learning rate in its state."""
+"""The path of the learning rate in the state of `optax.inject_hyperparams`."""
 
 
 def logged(schedule: Callable[[Any], Any], name: str = LEARNING_RATE) -> Callable[[Any], Any]:
-    """The same schedule; every step returns its value as a metric.
+    """Returns the same schedule; every step logs its value as a metric.
 
-    A schedule that is called inside a loop or a branch (`optax.MultiSteps`) is not logged.
+    A schedule called inside a loop or a branch (`optax.MultiSteps`) is not logged.
 
     Args:
       schedule: an optax schedule, a function from a count of updates to a number.
@@ -43,18 +43,18 @@ def logged(schedule: Callable[[Any], Any], name: str = LEARNING_RATE) -> Callabl
 
 
 def injected_rate(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
-    """The learning rate that `optax.inject_hyperparams` keeps in the state, as a metric; empty where there is none."""
+    """Returns the learning rate of `optax.inject_hyperparams` as a metric; empty unless the state has exactly one."""
     rates = [value for leaf, value in zip(leaves, values, strict=True) if leaf.path.endswith(INJECTED)]
     return {LEARNING_RATE: rates[0]} if len(rates) == 1 else {}
 
 
 def with_logged(graph: Graph, num_state: int, result: Any) -> tuple[Graph, Any]:
-    """The graph with the values of logged schedules among its results, and the structure of the results.
+    """Returns the graph with the values of logged schedules as results, and the structure of its results.
 
     Args:
-      graph: a step.
-      num_state: how many of its outputs are the new state.
-      result: the structure of its other outputs.
+      graph: the graph of a step.
+      num_state: the number of outputs that are the new state.
+      result: the structure of the other outputs.
     """
     known = {*graph.body.inputs, *graph.constants, *(value for op in graph.body.ops for value in op.outputs)}
     marks = {mark.removeprefix(METRIC): value for mark, value in graph.marks.items() if mark.startswith(METRIC)}

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import optax
 
 STATE_DTYPES = ("float32", "bfloat16")
-"""What an optimizer's state may be kept in."""
+"""The dtypes in which the state of an optimizer can be stored."""
 
 
 def stored_as(dtype: Any, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer whose floating state lies in a dtype between steps; it computes in float32 as before.
+    """Returns an optimizer that stores its floating-point state in a dtype between steps, and computes in float32.
 
-    A mean that moves by less than half a rounding of the dtype in a step never moves: 0.4 % of it in bfloat16. Right
-    for means over less than about a hundred steps, and wrong for Adam's second moment with its usual `b2` of 0.999.
+    A moving average that changes by less than half an ulp per step (0.4 % in bfloat16) never changes. Use this for
+    averages over less than about a hundred steps, not for Adam's second moment with the default `b2` of 0.999.
 
     Example:
       >>> state = stored_as("bfloat16", optax.adamw(1e-3, b2=0.95)).init({"w": jnp.ones(4)})
@@ -33,5 +33,5 @@ def stored_as(dtype: Any, optimizer: optax.GradientTransformation) -> optax.Grad
 
 
 def _cast(state: Any, dtype: Any) -> Any:
-    """The state with its means in a dtype; counts stay counts."""
+    """Returns the state with its floating-point leaves in a dtype; integer counts are unchanged."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, state)

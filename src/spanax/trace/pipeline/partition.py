@@ -17,11 +17,11 @@ from spanax.trace.traced import Traced
 ADDING = frozenset({"add", "add_any"})
 
 Handed = Callable[[int], bool]
-"""Whether a piece of the step is given a value, and need not compute it."""
+"""Returns whether a piece of the step receives a value, and need not compute it."""
 
 
 class Needs(Flag):
-    """What of one microbatch a value was computed from; nothing of it: the same for all microbatches."""
+    """What a value depends on in one microbatch; with NOTHING, it is the same for all microbatches."""
 
     NOTHING = 0
     MICROBATCH = auto()
@@ -32,7 +32,7 @@ class Needs(Flag):
 
 @dataclass(frozen=True)
 class Part:
-    """One summand of a sum over microbatches: a value, and what it is converted by on its way into the sum."""
+    """One summand of a sum over microbatches: a value, and the dtype conversions before its addition."""
 
     value: int
     converts: tuple[Op, ...]
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Sum:
-    """Something carried from microbatch to microbatch that is only added to: `parts` by where they are computed."""
+    """A carried value that is only added to: its `parts`, by the piece that computes them."""
 
     index: int
     is_rows: bool
@@ -49,7 +49,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class State:
-    """Something else that is carried: its place among the carried values, and its value before and after."""
+    """Any other carried value: its index in the carry, and its value before and after an iteration."""
 
     index: int
     before: int
@@ -58,26 +58,26 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class PipelinePartition:
-    """A loop over microbatches in pieces. Numbers are values of its body; `ops` are in the order of the program.
+    """The pieces of a loop over microbatches. Numbers are values of its body; `ops` are in program order.
 
     Attributes:
       loop: the loop over microbatches.
-      forward: the loop over layers that is to be divided, on the way to the loss.
-      backward: the one on the way back.
-      rows: stacked along the layers and the same for all microbatches: every stage has those of its layers.
-      prepared_ops: what is computed before the loop, because it works on all layers' rows.
-      prepared: of its results, those that are no rows.
-      ridden: what the front hands on to the other stages beside the layers' carry.
+      forward: the loop over layers in the forward pass, divided into stages.
+      backward: the loop over layers in the backward pass.
+      rows: operands stacked along the layers, equal for all microbatches: every stage has those of its layers.
+      prepared_ops: operations computed before the loop, because they use the rows of all layers.
+      prepared: their results that are not rows.
+      ridden: values that the front sends to the other stages in addition to the layers' carry.
       collected: stacked results of the layers that the head reads.
-      returned: what the head hands back to the other stages beside the layers' carry.
-      unchanged: carried values that stay what they are, by their place among the carried.
+      returned: values that the head sends back to the other stages in addition to the layers' carry.
+      unchanged: carried values that no iteration changes, by index in the carry.
       layer_states: carried states that belong to layers.
-      states: all other carried states, those that the front moves on first.
-      num_front_states: how many those are.
-      sums: what is only added to.
-      results: what is left of every microbatch, each with where it is computed.
+      states: all other carried states, first those updated by the front.
+      num_front_states: the number of states updated by the front.
+      sums: the carried values that are only added to.
+      results: the stacked results of the loop, each with the piece that computes it.
       front_ops, head_ops, end_ops: the operations of each piece.
-      forward_ops, backward_ops: what every stage computes anew for its layers' operands.
+      forward_ops, backward_ops: operations that every stage recomputes for its layers' operands.
     """
 
     loop: Loop
@@ -103,38 +103,38 @@ class PipelinePartition:
 
     @property
     def payload_forward(self) -> tuple[int, ...]:
-        """What goes from stage to stage on the way to the loss."""
+        """The values sent from stage to stage in the forward pass."""
         return (*self.forward.carried, *self.ridden, *self.collected)
 
     @property
     def payload_backward(self) -> tuple[int, ...]:
-        """What goes from stage to stage on the way back."""
+        """The values sent from stage to stage in the backward pass."""
         return (*self.backward.carried, *self.returned)
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are to divide."""
+        """The number of layers."""
         return int(self.forward.op.params["length"])
 
 
 def pipeline_partition(traced: Traced, num_microbatches: int) -> PipelinePartition:
-    """Take the loop over microbatches of a step apart.
+    """Returns the pipeline partition of a step's loop over microbatches.
 
     Raises:
-      SpanaxError: the step has no such loop, no layers that could be divided, or something that goes through all stages
-        and back to the first.
+      SpanaxError: the step has no such loop, no loop over layers inside it, or a dependency between microbatches or
+        pieces that a pipeline cannot overlap.
     """
     graph = traced.graph
-    found = [
+    candidates = [
         (loop, pair)
         for op in graph.body.ops
         if op.name == "scan" and op.params["length"] == num_microbatches
         for loop in (loop_of(graph, op),)
         for pair in layer_loops(graph, loop.body)
     ]
-    if not found:
+    if not candidates:
         raise _no_layers(traced, num_microbatches)
-    loop, (forward, backward) = max(found, key=lambda one: _weight(graph, one[1][0]))
+    loop, (forward, backward) = max(candidates, key=lambda candidate: _weight(graph, candidate[1][0]))
     return _Cutter(traced, loop, forward, backward).cut()
 
 
@@ -163,7 +163,7 @@ def _no_layers(traced: Traced, num_microbatches: int) -> SpanaxError:
 
 @dataclass(eq=False)
 class _Cutter:
-    """The work of `pipeline_partition`: what each value needs, and what each piece must be handed."""
+    """Computes a `PipelinePartition`: what each value depends on, and what each piece receives."""
 
     traced: Traced
     loop: Loop
@@ -183,47 +183,49 @@ class _Cutter:
         body, loop = self.loop.body, self.loop
         carried = list(zip(body.inputs[loop.num_consts :], body.outputs[: loop.num_carried], strict=False))
         readers = _readers(body)
-        sums = {at: parts for at, pair in enumerate(carried) if (parts := _summands(*pair, readers, body)) is not None}
+        sums = {
+            slot: parts for slot, pair in enumerate(carried) if (parts := _summands(*pair, readers, body)) is not None
+        }
         self._trace(set(sums))
         self.rows = dict.fromkeys(v for v in (*self.forward.scanned, *self.backward.scanned) if self._is_row(v))
-        unchanged = {at: before for at, (before, after) in enumerate(carried) if before == after}
-        states = [State(at, *pair) for at, pair in enumerate(carried) if at not in sums and at not in unchanged]
+        unchanged = {slot: before for slot, (before, after) in enumerate(carried) if before == after}
+        states = [State(slot, *pair) for slot, pair in enumerate(carried) if slot not in sums and slot not in unchanged]
         layer_states = [s for s in states if s.after in self.forward.stacked]
         self.layer_state_values = {state.before for state in layer_states}
-        others = [state for state in states if state not in layer_states]
-        front = [s for s in others if not self._of(s.after) & (Needs.FORWARD | Needs.BACKWARD)]
-        head = [s for s in others if s not in front]
+        global_states = [state for state in states if state not in layer_states]
+        front = [s for s in global_states if not self._of(s.after) & (Needs.FORWARD | Needs.BACKWARD)]
+        head = [s for s in global_states if s not in front]
         for state in head:
             self._check_head_state(state)
-        found = [self._sum(at, parts) for at, parts in sums.items()]
+        carried_sums = [self._sum(slot, parts) for slot, parts in sums.items()]
         results = [(value, self._place(value)) for value in body.outputs[loop.num_carried :]]
-        pieces = self._pieces(found, front, head, results)
+        pieces = self._pieces(carried_sums, front, head, results)
         prepared = [value for value in self.prepared if value not in self.rows]
         prepared_ops = self._slice([*self.rows, *prepared], lambda value: False)
         return PipelinePartition(
             self.loop, self.forward, self.backward, tuple(self.rows), prepared_ops, tuple(prepared),
             tuple(self.ridden), tuple(self.collected), tuple(self.returned),
-            unchanged, tuple(layer_states), (*front, *head), len(front), tuple(found), tuple(results), **pieces,
+            unchanged, tuple(layer_states), (*front, *head), len(front), tuple(carried_sums), tuple(results), **pieces,
         )  # fmt: skip
 
     def _pieces(
         self, sums: Sequence[Sum], front: Sequence[State], head: Sequence[State], results: Sequence[tuple[int, str]]
     ) -> dict[str, tuple[Op, ...]]:
-        """The operations of each piece: from the last to the first, for the later ones say what they must be handed."""
+        """Returns the operations of each piece, last to first: later pieces determine what earlier ones send."""
 
-        def wanted(place: str) -> list[int]:
-            parts = [part.value for one in sums for part in one.parts.get(place, ())]
-            return [*parts, *(value for value, where in results if where == place)]
+        def piece_outputs(place: str) -> list[int]:
+            parts = [part.value for total in sums for part in total.parts.get(place, ())]
+            return [*parts, *(value for value, result_place in results if result_place == place)]
 
-        end_ops = self._slice(wanted("end"), self._handed_at_end)
+        end_ops = self._slice(piece_outputs("end"), self._handed_at_end)
         operands = [*self.backward.consts, *(v for v in self.backward.scanned if self._is_whole(v))]
         backward_ops = self._slice(operands, self._handed_at_end)
         seeds = [*self.backward.carried, *self.returned, *(state.after for state in head)]
-        head_ops = self._slice([*seeds, *wanted("head")], self._handed_to_head)
+        head_ops = self._slice([*seeds, *piece_outputs("head")], self._handed_to_head)
         operands = [*self.forward.consts, *(v for v in self.forward.scanned if self._is_whole(v))]
         forward_ops = self._slice(operands, self._handed_on)
-        wanted_first = [*self.forward.carried, *self.ridden, *(state.after for state in front), *wanted("front")]
-        front_ops = self._slice(wanted_first, lambda value: self._prepares(value))
+        targets = [*self.forward.carried, *self.ridden, *(state.after for state in front), *piece_outputs("front")]
+        front_ops = self._slice(targets, lambda value: self._prepares(value))
         return {
             "front_ops": front_ops,
             "head_ops": head_ops,
@@ -233,10 +235,10 @@ class _Cutter:
         }
 
     def _trace(self, sums: set[int]) -> None:
-        """What every value of the body needs."""
+        """Computes what every value of the body depends on."""
         loop, body = self.loop, self.loop.body
-        for at, value in enumerate(body.inputs):
-            carried = at - loop.num_consts
+        for index, value in enumerate(body.inputs):
+            carried = index - loop.num_consts
             if carried < 0 or (carried < loop.num_carried and body.outputs[carried] == value):
                 self.needs[value] = Needs.NOTHING
             elif carried < loop.num_carried:
@@ -246,21 +248,21 @@ class _Cutter:
                 self.needs[value] = Needs.MICROBATCH
         stacked = {*self.forward.scanned, *self.backward.scanned}
         for op in body.ops:
-            found = Needs.NOTHING
+            needs = Needs.NOTHING
             for value in op.inputs:
-                found |= self._of(value)
+                needs |= self._of(value)
             if op is self.forward.op:
-                found |= Needs.FORWARD
+                needs |= Needs.FORWARD
             if op is self.backward.op:
-                found |= Needs.BACKWARD
+                needs |= Needs.BACKWARD
             is_heavy = op.name in CONTRACTIONS or bool(op.bodies) or any(value in self.is_heavy for value in op.inputs)
             has_rows = any(v in self.from_rows or (v in stacked and self._is_row(v)) for v in op.inputs)
             states = frozenset[int]().union(*(self.states_needed.get(value, frozenset()) for value in op.inputs))
             for value in op.outputs:
-                self.needs[value], self.producers[value], self.states_needed[value] = found, op, states
+                self.needs[value], self.producers[value], self.states_needed[value] = needs, op, states
                 if is_heavy:
                     self.is_heavy.add(value)
-                if has_rows and not found:
+                if has_rows and not needs:
                     self.from_rows.add(value)
 
     def _of(self, value: int) -> Needs:
@@ -271,22 +273,22 @@ class _Cutter:
         return not is_known and not self._of(value)
 
     def _is_whole(self, value: int) -> bool:
-        """Whether a stacked operand is computed for all layers at once, for every microbatch anew."""
+        """Returns whether a stacked operand is computed for all layers at once, in every microbatch."""
         return not (value in self.rows or value in self.layer_state_values or value in self.forward.stacked)
 
     def _check_head_state(self, state: State) -> None:
         if self._of(state.after) & Needs.BACKWARD:
-            told = "depends on the gradients of a microbatch, and the next one takes it"
+            reason = "depends on the gradients of a microbatch, and the next one takes it"
         elif any(state.index in self.states_needed.get(value, ()) for value in self.forward.op.inputs):
-            told = "goes from the head of one microbatch to the front of the next"
+            reason = "goes from the head of one microbatch to the front of the next"
         else:
             return
         raise SpanaxError(
-            f"what the step carries as value {state.index} {told}: no pipeline can overlap the two.",
+            f"what the step carries as value {state.index} {reason}: no pipeline can overlap the two.",
             fix="a mesh without 'pipe'",
         )
 
-    def _sum(self, at: int, parts: Sequence[Part]) -> Sum:
+    def _sum(self, index: int, parts: Sequence[Part]) -> Sum:
         by_place: dict[str, tuple[Part, ...]] = {}
         for part in parts:
             if part.value in self.backward.stacked:
@@ -301,48 +303,48 @@ class _Cutter:
         if is_rows and set(by_place) - {"layers", "always"}:
             raise SpanaxError(
                 "a gradient comes partly from the layers and partly from outside of their loop.",
-                where=f"carried value {at} of the loop over microbatches, from {', '.join(sorted(by_place))}",
+                where=f"carried value {index} of the loop over microbatches, from {', '.join(sorted(by_place))}",
                 fix="a mesh without 'pipe'",
             )
-        return Sum(at, is_rows, by_place)
+        return Sum(index, is_rows, by_place)
 
     def _place(self, value: int) -> str:
-        found = self._of(value)
-        return "end" if found & Needs.BACKWARD else "head" if found & Needs.FORWARD else "front"
+        needs = self._of(value)
+        return "end" if needs & Needs.BACKWARD else "head" if needs & Needs.FORWARD else "front"
 
-    def _slice(self, wanted: Sequence[int], is_handed: Handed) -> tuple[Op, ...]:
-        """The operations that lead to some values, up to what a piece is handed."""
-        found: set[Op] = set()
-        stack = list(wanted)
+    def _slice(self, targets: Sequence[int], is_received: Handed) -> tuple[Op, ...]:
+        """Returns the operations that compute the targets from the values that a piece receives."""
+        ancestors: set[Op] = set()
+        stack = list(targets)
         seen = set[int]()
         while stack:
             value = stack.pop()
-            if value in seen or is_handed(value):
+            if value in seen or is_received(value):
                 continue
             seen.add(value)
             op = self.producers.get(value)
             if op is None or op in (self.forward.op, self.backward.op):
                 continue
-            found.add(op)
+            ancestors.add(op)
             stack.extend(op.inputs)
-        return tuple(op for op in self.loop.body.ops if op in found)
+        return tuple(op for op in self.loop.body.ops if op in ancestors)
 
     def _prepares(self, value: int) -> bool:
-        """What works on all layers' rows at once is computed before the loop."""
+        """Returns whether a value is computed before the loop, as are those that use the rows of all layers."""
         if value in self.from_rows and not self._of(value):
             self.prepared[value] = None
             return True
         return value in self.rows
 
     def _handed_on(self, value: int) -> bool:
-        """Of what the front knows: states, and what is dear, ride along; the rest is computed anew."""
+        """Returns whether the front sends a value: it sends states and expensive values; others are recomputed."""
         if self._prepares(value):
             return True
-        found = self._of(value)
-        if found & (Needs.FORWARD | Needs.BACKWARD):
+        needs = self._of(value)
+        if needs & (Needs.FORWARD | Needs.BACKWARD):
             return False
-        is_state = found & Needs.STATE and value not in self.producers
-        if is_state or (found and value in self.is_heavy):
+        is_state = needs & Needs.STATE and value not in self.producers
+        if is_state or (needs and value in self.is_heavy):
             self.ridden[value] = None
             return True
         return False
@@ -369,25 +371,25 @@ def _readers(body: Body) -> dict[int, list[Op]]:
 
 
 def _summands(before: int, after: int, readers: dict[int, list[Op]], body: Body) -> list[Part] | None:
-    """The parts that are added to a carried value; None where something else happens to it."""
+    """Returns the parts that are added to a carried value; None if it has any other use."""
     producers = {value: op for op in body.ops for value in op.outputs}
     if before == after or len(readers.get(before, ())) != 1 or before in body.outputs:
         return None
     parts: list[Part] = []
     stack: list[tuple[int, tuple[Op, ...]]] = [(after, ())]
-    found_before = False
+    reaches_before = False
     while stack:
         value, converts = stack.pop()
         op = producers.get(value)
         is_only = len(readers.get(value, ())) + body.outputs.count(value) == 1
         if value == before:
-            if converts or found_before:
+            if converts or reaches_before:
                 return None
-            found_before = True
+            reaches_before = True
         elif op is not None and op.name in ADDING and is_only:
-            stack.extend((each, converts) for each in reversed(op.inputs))
+            stack.extend((operand, converts) for operand in reversed(op.inputs))
         elif op is not None and op.name == "convert_element_type" and is_only:
             stack.append((op.inputs[0], (op, *converts)))
         else:
             parts.append(Part(value, converts))
-    return parts if found_before else None
+    return parts if reaches_before else None

@@ -17,19 +17,19 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def retraced_graph(written: Graph, function: Callable[..., Any], state: list[Any], batch: Any) -> Graph:
-    """The graph of a step whose state has more layers than it was written with.
+    """Returns the graph of a step whose state has more layers than in the original trace.
 
     Args:
-      written: the step as it was written.
+      written: the graph of the original step.
       function: the step.
       state: shape and dtype of every leaf.
-      batch: as it was.
+      batch: the batch, or its shapes and dtypes.
 
     Raises:
-      SpanaxError: something in it counts on the shapes it was built with, or other operations come of it.
+      ResizeError: the step depends on its original shapes, or traces to other operations.
     """
     pairs = zip(map(written.shape, written.body.inputs), (leaf.shape for leaf in state), strict=False)
-    sizes = (size for before, after in pairs for size, other in zip(before, after, strict=True) if size != other)
+    sizes = (size for before, after in pairs for size, new_size in zip(before, after, strict=True) if size != new_size)
     num_layers = next(sizes, 0)
     try:
         jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(state, batch)
@@ -43,33 +43,33 @@ def retraced_graph(written: Graph, function: Callable[..., Any], state: list[Any
 
 
 def longer_dim(first: Graph, second: Graph, value: int) -> int | None:
-    """The dim that is longer in the second graph, if one is.
+    """Returns the dim that is longer in the second graph; None if the shapes are equal.
 
     Raises:
-      SpanaxError: several are, or the value has another rank.
+      ResizeError: several dims differ, or the rank does.
     """
     before, after = first.shape(value), second.shape(value)
     differ = [dim for dim, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]]
     if len(before) != len(after) or len(differ) > 1:
-        told = f"with more layers an array of {list(before)} becomes one of {list(after)}"
-        raise _refused(told, before[differ[0]] if differ else 0)
+        reason = f"with more layers an array of {list(before)} becomes one of {list(after)}"
+        raise _refused(reason, before[differ[0]] if differ else 0)
     return differ[0] if differ else None
 
 
 def dividing(num_layers: int) -> str:
-    """Into how many parts layers can be divided evenly, in words."""
+    """Returns a text that lists the numbers of parts that divide the layers evenly."""
     counts = [str(count) for count in range(2, num_layers + 1) if num_layers % count == 0]
     return f"stages (times chunks) that divide {num_layers} layers: {', '.join(counts)}"
 
 
 def _check_same(first: Body, second: Body, num_layers: int) -> None:
     same = (first.inputs, first.outputs, len(first.ops)) == (second.inputs, second.outputs, len(second.ops))
-    for one, other in zip(first.ops, second.ops, strict=False) if same else ():
-        same = (one.name, one.inputs, one.outputs) == (other.name, other.inputs, other.outputs)
-        if not same or len(one.bodies) != len(other.bodies):
-            raise _refused(f"with more layers its `{one.name}` becomes `{other.name}`", num_layers)
-        for inner, beside in zip(one.bodies, other.bodies, strict=True):
-            _check_same(inner, beside, num_layers)
+    for old, new in zip(first.ops, second.ops, strict=False) if same else ():
+        same = (old.name, old.inputs, old.outputs) == (new.name, new.inputs, new.outputs)
+        if not same or len(old.bodies) != len(new.bodies):
+            raise _refused(f"with more layers its `{old.name}` becomes `{new.name}`", num_layers)
+        for first_body, second_body in zip(old.bodies, new.bodies, strict=True):
+            _check_same(first_body, second_body, num_layers)
     if not same:
         raise _refused("with more layers it comes out as other operations", num_layers)
 

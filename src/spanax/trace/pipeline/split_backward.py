@@ -12,14 +12,14 @@ from spanax.trace.jaxpr.loops import Loop
 
 @dataclass(frozen=True, eq=False)
 class SplitBackward:
-    """One layer's way back in two.
+    """The backward pass of one layer as two lists of operations.
 
     Attributes:
-      first: the operations that lead to the gradient of the layer's input.
-      second: those that are left, for the gradients of its weights.
-      between: what the second half reads of the first, and of the gradient that the first began with.
-      outputs: the values of the body's results, in their order.
-      as_written: for every operation here, the one of the program that it stands for.
+      first: operations that compute the gradient of the layer's input.
+      second: the remaining operations, which compute the gradients of its weights.
+      between: values that `second` reads from `first`, or from the incoming gradient.
+      outputs: the values of the body's results, in order.
+      as_written: for each of these operations, the original operation of the program.
     """
 
     first: tuple[Op, ...]
@@ -30,18 +30,18 @@ class SplitBackward:
 
 
 def split_backward(loop: Loop) -> SplitBackward:
-    """Divide the body of a loop over layers that runs back; what is under a remat is divided too."""
+    """Splits the body of a backward loop over layers; remats are inlined and split too."""
     body, num_carried = loop.body, loop.num_carried
     as_written: dict[Op, Op] = {}
-    same: dict[int, int] = {}
-    ops = _inlined(body, same, as_written)
-    outputs = tuple(_first(same, value) for value in body.outputs)
+    aliases: dict[int, int] = {}
+    ops = _inlined(body, aliases, as_written)
+    outputs = tuple(_first(aliases, value) for value in body.outputs)
     first = _leading_to(ops, outputs[:num_carried])
     second = _leading_to(ops, outputs[num_carried:]) - first
     carried = body.inputs[loop.num_consts : loop.num_consts + num_carried]
-    made = {*carried, *(value for op in first for value in op.outputs)}
-    read = [*(value for op in ops if op in second for value in op.inputs), *outputs[num_carried:]]
-    between = dict.fromkeys(value for value in read if value in made)
+    first_values = {*carried, *(value for op in first for value in op.outputs)}
+    operands = [*(value for op in ops if op in second for value in op.inputs), *outputs[num_carried:]]
+    between = dict.fromkeys(value for value in operands if value in first_values)
     return SplitBackward(
         tuple(op for op in ops if op in first),
         tuple(op for op in ops if op in second),
@@ -51,34 +51,34 @@ def split_backward(loop: Loop) -> SplitBackward:
     )
 
 
-def _inlined(body: Body, same: dict[int, int], as_written: dict[Op, Op]) -> list[Op]:
-    """The operations of a body and of all remats in it; `same` says which values are others under a second number."""
-    found: list[Op] = []
+def _inlined(body: Body, aliases: dict[int, int], as_written: dict[Op, Op]) -> list[Op]:
+    """Returns the operations of a body with remats inlined; `aliases` maps second numbers of values to first ones."""
+    ops: list[Op] = []
     for op in body.ops:
         if op.name in REMAT:
             (inner,) = op.bodies
-            same.update(zip(inner.inputs, op.inputs, strict=True))
-            found += _inlined(inner, same, as_written)
-            same.update(zip(op.outputs, inner.outputs, strict=True))
+            aliases.update(zip(inner.inputs, op.inputs, strict=True))
+            ops += _inlined(inner, aliases, as_written)
+            aliases.update(zip(op.outputs, inner.outputs, strict=True))
         else:
-            found.append(replace(op, inputs=tuple(_first(same, value) for value in op.inputs)))
-            as_written[found[-1]] = op
-    return found
+            ops.append(replace(op, inputs=tuple(_first(aliases, value) for value in op.inputs)))
+            as_written[ops[-1]] = op
+    return ops
 
 
-def _first(same: Mapping[int, int], value: int) -> int:
-    while value in same:
-        value = same[value]
+def _first(aliases: Mapping[int, int], value: int) -> int:
+    while value in aliases:
+        value = aliases[value]
     return value
 
 
-def _leading_to(ops: Sequence[Op], wanted: Sequence[int]) -> set[Op]:
+def _leading_to(ops: Sequence[Op], targets: Sequence[int]) -> set[Op]:
     producers = {value: op for op in ops for value in op.outputs}
-    found: set[Op] = set()
-    stack = list(wanted)
+    ancestors: set[Op] = set()
+    stack = list(targets)
     while stack:
         op = producers.get(stack.pop())
-        if op is not None and op not in found:
-            found.add(op)
+        if op is not None and op not in ancestors:
+            ancestors.add(op)
             stack.extend(op.inputs)
-    return found
+    return ancestors

@@ -1,7 +1,7 @@
 """Applies a rematerialization policy to the layers of a loss.
 
 A layer is the body of an outermost scan that contains a contraction, or a function the author wrapped in `nnx.remat`.
-The function is traced and its jaxpr evaluated with every layer under the policy. Values outside of layers are saved.
+The function is traced and its jaxpr is evaluated with every layer under the policy. Values outside layers are saved.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +15,21 @@ from spanax.trace.jaxpr.graph import CONTRACTIONS, bind, opened, remat_of, retra
 from spanax.trace.rewrites.chunked_loss.chunked import CHUNKS
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
-"""Calls without a derivative of their own, into which layers are followed."""
+"""Calls without a custom derivative; layers are searched for inside them."""
 
 
 def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable[..., Any]:
-    """A pure function of arrays that computes the same, and keeps for its gradient what the policy says.
+    """Returns an equivalent pure function that saves for its gradient what the policy allows.
 
-    What has a derivative of its own (`jax.custom_vjp`) stays as it is, and so does a remat inside of it. A function
-    without layers is one layer, but for `full`: that would keep nothing less while the gradient is computed.
+    Functions with a custom derivative (`jax.custom_vjp`) are left unchanged, with any remat inside them. A function
+    without layers is treated as one layer, except under `full`, where that would not reduce peak memory.
 
     Args:
       function: takes and returns pytrees of arrays.
-      policy: one of `POLICIES`; None returns the function itself.
+      policy: one of `POLICIES`; None returns `function` unchanged.
 
     Raises:
-      SpanaxError: when called with `full` where there is no layer to forget.
+      SpanaxError: when called, if the policy is `full` and there is no layer.
 
     Example:
       >>> def loss(weights, x):
@@ -61,22 +61,22 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
 
 
 def _saveable(policy: str) -> Callable[..., Any]:
-    """The policy as JAX takes it. A convolution counts as the matmul it is: a CNN would be run twice to keep nothing.
+    """Returns the JAX policy. Convolutions count as matmuls: otherwise a CNN would recompute everything.
 
     Source: https://docs.jax.dev/en/latest/gradient-checkpointing.html, "List of policies".
     """
-    known = jax.checkpoint_policies
+    policies = jax.checkpoint_policies
     if policy == "full":
-        return known.nothing_saveable
-    dots = known.dots_with_no_batch_dims_saveable
-    of_dots = known.offload_dot_with_no_batch_dims("device", "pinned_host") if policy == "offload" else dots
+        return policies.nothing_saveable
+    dots = policies.dots_with_no_batch_dims_saveable
+    dots_policy = policies.offload_dot_with_no_batch_dims("device", "pinned_host") if policy == "offload" else dots
 
     def saveable(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if primitive.name == "name":  # a loss in chunks has its gradients by the end of the way forward
+        if primitive.name == "name":  # a chunked loss computes its gradients in the forward pass
             return params["name"] == CHUNKS
         if primitive.name in CONTRACTIONS and primitive.name != "dot_general":
-            return of_dots(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
-        return of_dots(primitive, *avals, **params)
+            return dots_policy(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
+        return dots_policy(primitive, *avals, **params)
 
     return saveable
 
@@ -96,7 +96,7 @@ def _evaluate(
 
 
 def _apply(eqn: core.JaxprEqn, ins: Sequence[Any], policy: str, in_layer: bool) -> list[Any]:
-    """One equation on values, its bodies under the policy."""
+    """Evaluates one equation with its bodies under the policy."""
     name, params = eqn.primitive.name, dict(eqn.params)
     is_layer = _is_layer(eqn, in_layer)
     if not is_layer and not any(_has_layers(opened(body)[0], in_layer) for body in _followed(eqn)):
@@ -115,15 +115,17 @@ def _apply(eqn: core.JaxprEqn, ins: Sequence[Any], policy: str, in_layer: bool) 
         return jax.checkpoint(body, policy=_saveable(policy), prevent_cse=remat["prevent_cse"])(*ins)
     if name == "scan":
         body = inner(params["jaxpr"])
-        if is_layer and [_is_layer(each, True) for each in opened(params["jaxpr"])[0].eqns] != [True]:
-            # A body that is all remat has the policy by now. Inside a loop nothing can merge with the replay.
+        if is_layer and [_is_layer(body_eqn, True) for body_eqn in opened(params["jaxpr"])[0].eqns] != [True]:
+            # A body that is a single remat already has the policy. Inside a loop, CSE cannot undo the remat.
             body = jax.checkpoint(body, policy=_saveable(policy), prevent_cse=False)
         return bind(eqn, ins, params | {"jaxpr": retraced(params["jaxpr"], body)})
-    return bind(eqn, ins, params | {"branches": tuple(retraced(b, inner(b)) for b in params["branches"])})
+    return bind(
+        eqn, ins, params | {"branches": tuple(retraced(branch, inner(branch)) for branch in params["branches"])}
+    )
 
 
 def _has_layers(jaxpr: core.Jaxpr, in_layer: bool = False) -> bool:
-    """Whether the policy has a say in it: there is a layer, or inside of one a remat."""
+    """Whether the policy applies to a jaxpr: it contains a layer or, inside a layer, a remat."""
     return any(
         _is_layer(eqn, in_layer) or any(_has_layers(opened(body)[0], in_layer) for body in _followed(eqn))
         for eqn in jaxpr.eqns
@@ -132,13 +134,13 @@ def _has_layers(jaxpr: core.Jaxpr, in_layer: bool = False) -> bool:
 
 def _is_layer(eqn: core.JaxprEqn, in_layer: bool) -> bool:
     if (remat := remat_of(eqn)) is not None:
-        # One that is differentiated is nobody's layer, but the way back of a gradient inside the loss.
+        # A differentiated remat is not a layer but the backward pass of a gradient inside the loss.
         return not remat["differentiated"]
     return eqn.primitive.name == "scan" and not in_layer and _contracts(opened(eqn.params["jaxpr"])[0])
 
 
 def _followed(eqn: core.JaxprEqn) -> Sequence[Any]:
-    """The bodies in which layers are looked for."""
+    """Returns the bodies of an equation that are searched for layers."""
     name, params = eqn.primitive.name, eqn.params
     if name in CALLS:
         return [_called(eqn)]
@@ -150,11 +152,11 @@ def _called(eqn: core.JaxprEqn) -> Any:
 
 
 def _contracts(jaxpr: core.Jaxpr) -> bool:
-    """Whether there is a matmul or a convolution in it, however deep."""
+    """Whether a jaxpr contains a matmul or a convolution at any depth."""
     return any(eqn.primitive.name in CONTRACTIONS or any(map(_contracts, _bodies(eqn))) for eqn in jaxpr.eqns)
 
 
 def _bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
     params = remat_of(eqn) or eqn.params
-    held = [body for value in params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
-    return [opened(body)[0] for body in held if hasattr(opened(body)[0], "eqns")]
+    bodies = [body for value in params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
+    return [opened(body)[0] for body in bodies if hasattr(opened(body)[0], "eqns")]

@@ -3,18 +3,18 @@
 from spanax.errors import SpanaxError, nearest
 
 POLICIES = ("none", "dots", "full", "offload")
-"""`none` forgets nothing; `dots` keeps the results of matmuls without batch dims and of convolutions; `full` keeps
-what enters a layer and nothing else; `offload` is `dots`, kept in the host's memory."""
+"""`none` saves everything; `dots` saves the results of matmuls without batch dims and of convolutions; `full` saves
+only the inputs of a layer; `offload` is `dots` with the saved values in host memory."""
 
 AS_WRITTEN = "as written"
-"""What a program is called whose model decides itself."""
+"""Label of a program whose model chooses its own rematerialization."""
 
 
 def known_policy(policy: str | None) -> str | None:
-    """The policy, if there is one of that name; None leaves it to the model.
+    """Returns the policy if it exists; None leaves the choice to the model.
 
     Raises:
-      SpanaxError: there is none.
+      SpanaxError: the policy is unknown.
 
     Example:
       >>> known_policy("dots"), known_policy(None)
@@ -29,10 +29,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def known_dtype(dtype: str | None) -> str | None:
-    """Returns the compute dtype of a request; None leaves it open.
+    """Returns the requested compute dtype; None leaves it unspecified.
 
     Raises:
-      SpanaxError: it is none of DTYPES.
+      SpanaxError: the dtype is not in `DTYPES`.
 
     Example:
       >>> known_dtype("bfloat16")
@@ -44,10 +44,10 @@ def known_dtype(dtype: str | None) -> str | None:
 
 
 def known_chunks(asked: int | str) -> int:
-    """In how many chunks logits are asked for; 0 where that is left open.
+    """Returns the requested number of logit chunks; 0 for `auto`.
 
     Raises:
-      SpanaxError: it is neither `auto` nor a whole number from 1.
+      SpanaxError: the request is neither `auto` nor an integer from 1 to `MAX_CHUNKS`.
 
     Example:
       >>> known_chunks("auto"), known_chunks("8"), known_chunks(1)
@@ -62,10 +62,10 @@ def known_chunks(asked: int | str) -> int:
 MAX_CHUNKS = 1 << 16
 
 GATHERED, RING = "gathered", "ring"
-"""How queries meet the keys of other devices where a sequence is split: all keys come to each, or go around."""
+"""Forms of context parallelism on a sharded sequence: keys are all-gathered, or rotated around a ring of devices."""
 
 SPLASH, CUDNN = "splash", "cudnn"
-"""Keys gathered, and attention by a kernel of the platform: of TPUs, of NVIDIA's GPUs."""
+"""Keys are all-gathered and attention runs in a platform kernel: for TPUs, for NVIDIA GPUs."""
 
 KERNELS = (SPLASH, CUDNN)
 
@@ -73,10 +73,10 @@ CONTEXTS = (GATHERED, RING, *KERNELS)
 
 
 def known_context(form: str) -> str:
-    """The form of context parallelism, or the attention kernel, if there is one of that name.
+    """Returns the form of context parallelism, or the attention kernel, if it exists.
 
     Raises:
-      SpanaxError: there is none.
+      SpanaxError: the form is unknown.
 
     Example:
       >>> known_context("ring")
@@ -88,14 +88,14 @@ def known_context(form: str) -> str:
 
 
 ATTENTIONS = ("plain", "auto", "flash")
-"""`plain` is as the model wrote it; `flash` by the platform's kernel; `auto` is `flash` where there is one for it."""
+"""`plain` keeps the model's own code; `flash` uses the platform's kernel; `auto` is `flash` where a kernel exists."""
 
 
 def known_attention(asked: str | None) -> str:
-    """How attention is to be computed, if there is such a way; None is `plain`.
+    """Returns the attention implementation if it exists; None is `plain`.
 
     Raises:
-      SpanaxError: there is none.
+      SpanaxError: the implementation is unknown.
 
     Example:
       >>> known_attention(None)
@@ -109,14 +109,14 @@ def known_attention(asked: str | None) -> str:
 EXACT = "exact"
 MEAN = "mean"
 ACCUMULATIONS = (EXACT, MEAN)
-"""How microbatches are combined: to the results of the batch, or to the mean of theirs."""
+"""How microbatches are combined: into the results of the full batch, or into the mean of their own results."""
 
 
 def known_accumulation(name: str) -> str:
-    """The name of a form of gradient accumulation, if there is one.
+    """Returns the form of gradient accumulation if it exists.
 
     Raises:
-      SpanaxError: it is unknown.
+      SpanaxError: the form is unknown.
     """
     if name not in ACCUMULATIONS:
         raise SpanaxError(f"unknown accumulation '{name}'.", fix=nearest(name, ACCUMULATIONS))

@@ -162,7 +162,7 @@ def test_dropout_on_weights_is_refused() -> None:
 
     with pytest.raises(SpanaxError, match="dropout on its weights") as raised:
         jax.make_jaxpr(fuse_attention(dropped))(Q, ROWS, ROWS)
-    assert "test_attended.py" in str(raised.value)
+    assert "test_fuse.py" in str(raised.value)
 
 
 def test_what_is_no_softmax_over_keys_is_left_alone() -> None:

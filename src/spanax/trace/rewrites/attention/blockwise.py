@@ -15,18 +15,18 @@ from jax import lax
 from spanax.trace.rewrites.attention.scores import Form, logits
 
 BLOCK = 512
-"""Keys that are met at once: what is held of the scores is the queries of a part by so many."""
+"""Most keys per block: the materialized scores are the queries of a part by this many keys."""
 
 LEAST_BLOCK = 64
-"""Below this many keys a block is not worth its loop: a part that divides into no larger ones is one block."""
+"""Fewest keys per block: below this the loop costs more than it saves, and a part is one block."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Queries that lie next to each other, with what belongs to them.
+    """Contiguous queries with their operands.
 
-    `index` counts parts over all devices; `extras` are cut to these queries, and hold all keys. The rest is None or
-    empty where it is not needed: `out` is the gradient of the result, `rows` what the forward pass kept of each row.
+    `index` numbers parts over all devices; `extras` are sliced to these queries and contain all keys. `out` is the
+    gradient of the result and `rows` the residuals of each row; in the forward pass they are None and empty.
     """
 
     q: Any
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys that lie next to each other, with their values; `index` counts parts over all devices."""
+    """Contiguous keys with their values; `index` numbers parts over all devices."""
 
     k: Any
     v: Any
@@ -47,14 +47,14 @@ class Keys:
 
 @dataclass(frozen=True)
 class Blocks:
-    """How one device goes through an attention.
+    """The blockwise computation of an attention on one device.
 
     Attributes:
       form: the attention.
-      masked: which parts of queries meet which parts of keys for nothing, (parts, parts).
-      starts: of labels that are divided among devices beside queries and keys, where this device's part starts.
-      grads: for every extra whether its gradient is wanted.
-      scope: the name under which parts meet where that is decided on the device.
+      masked: whether a pair is fully masked, (parts of queries, parts of keys).
+      starts: for labels sharded in addition to queries and keys, the start of this device's shard.
+      grads: for each extra, whether its gradient is computed.
+      scope: named scope of the conditional that skips masked pairs at run time.
     """
 
     form: Form
@@ -64,12 +64,12 @@ class Blocks:
     scope: str = "meet"
 
     def attend(self, part: Part, keys: Keys, state: Any) -> Any:
-        """The state of a part's rows (sum of values, largest logit, sum of weights) after these keys too."""
-        return self._unless_masked(part, keys, state, lambda one: self._forward(part, keys, one))
+        """Returns the state of a part's rows (sum of values, largest logit, sum of weights) updated with these keys."""
+        return self._unless_masked(part, keys, state, lambda current: self._forward(part, keys, current))
 
     def turn_back(self, part: Part, keys: Keys, state: Any) -> Any:
-        """The gradients (of q, of the extras, of k, of v) with what these queries and keys add to them."""
-        return self._unless_masked(part, keys, state, lambda one: self._backward(part, keys, one))
+        """Returns the gradients (of q, of the extras, of k, of v) plus the terms of these queries and keys."""
+        return self._unless_masked(part, keys, state, lambda current: self._backward(part, keys, current))
 
     def _unless_masked(self, part: Part, keys: Keys, state: Any, function: Callable[[Any], Any]) -> Any:
         if not self.masked.any():
@@ -78,10 +78,10 @@ class Blocks:
             return state if self.masked[part.index, keys.index] else function(state)
         is_masked = jnp.asarray(self.masked)[part.index, keys.index]
         with jax.named_scope(self.scope):
-            return lax.cond(is_masked, lambda one: one, function, state)
+            return lax.cond(is_masked, lambda current: current, function, state)
 
     def fresh(self, part: Part, width: int) -> Any:
-        """The state of rows that have met no keys."""
+        """Returns the initial state of rows, before any keys."""
         rows = part.q.shape[:-1]
         return (
             jnp.zeros((*rows, width), jnp.float32),
@@ -93,20 +93,20 @@ class Blocks:
         form, block = self.form, _block_size(keys.k.shape[self.form.num_batch])
         value_dims = (((form.keys,), (form.num_batch,)), (_batch(form), _batch(form)))
 
-        def one(state: Any, at: Any) -> tuple[Any, None]:
+        def body(state: Any, index: Any) -> tuple[Any, None]:
             total, largest, weight = state
-            k, v, extras, offsets = self._cut(part, keys, at, block)
-            found = self._logits(self._score(part.q, k), part, extras, offsets, block).astype(jnp.float32)
-            new = jnp.maximum(largest, found.max(-1))
-            finite = jnp.where(jnp.isneginf(new), 0.0, new)
-            p = jnp.exp(found - finite[..., None])
+            k, v, extras, offsets = self._cut(part, keys, index, block)
+            scores = self._logits(self._score(part.q, k), part, extras, offsets, block).astype(jnp.float32)
+            maximum = jnp.maximum(largest, scores.max(-1))
+            finite = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
+            p = jnp.exp(scores - finite[..., None])
             scale = jnp.exp(largest - finite)
             added = lax.dot_general(
                 p.astype(v.dtype), v, value_dims, precision=form.precision[1], preferred_element_type=jnp.float32
             )
-            return (total * scale[..., None] + added, new, weight * scale + p.sum(-1)), None
+            return (total * scale[..., None] + added, maximum, weight * scale + p.sum(-1)), None
 
-        return _each(one, state, keys.k.shape[form.num_batch] // block)[0]
+        return _each(body, state, keys.k.shape[form.num_batch] // block)[0]
 
     def _backward(self, part: Part, keys: Keys, state: Any) -> Any:
         form, block = self.form, _block_size(keys.k.shape[self.form.num_batch])
@@ -117,48 +117,49 @@ class Blocks:
         rows = tuple(range(form.num_batch, form.keys))
         product = dict(preferred_element_type=jnp.float32)
 
-        def one(state: Any, at: Any) -> tuple[Any, None]:
+        def body(state: Any, index: Any) -> tuple[Any, None]:
             of_q, of_extras, of_k, of_v = state
-            k, v, extras, offsets = self._cut(part, keys, at, block)
-            wanted = [extra for extra, is_wanted in zip(extras, self.grads, strict=True) if is_wanted]
+            k, v, extras, offsets = self._cut(part, keys, index, block)
+            smooth = [extra for extra, is_smooth in zip(extras, self.grads, strict=True) if is_smooth]
 
-            def of(score: Any, wanted: Sequence[Any]) -> Any:
-                given = iter(wanted)
-                both = zip(extras, self.grads, strict=True)
-                mixed = [next(given) if is_wanted else extra for extra, is_wanted in both]
-                return self._logits(score, part, mixed, offsets, block)
+            def score_logits(score: Any, smooth: Sequence[Any]) -> Any:
+                remaining = iter(smooth)
+                pairs = zip(extras, self.grads, strict=True)
+                merged = [next(remaining) if is_smooth else extra for extra, is_smooth in pairs]
+                return self._logits(score, part, merged, offsets, block)
 
-            found, back = jax.vjp(of, self._score(part.q, k), wanted)
-            p = jnp.exp(found.astype(jnp.float32) - largest[..., None]) / weight[..., None]
+            scores, pullback = jax.vjp(score_logits, self._score(part.q, k), smooth)
+            p = jnp.exp(scores.astype(jnp.float32) - largest[..., None]) / weight[..., None]
             of_p = lax.dot_general(
                 out, v, (((form.keys,), (form.num_batch + 1,)), batch), precision=form.precision[1], **product
             )
-            of_score, added = back((p * (of_p - delta[..., None])).astype(found.dtype))
+            of_score, added = pullback((p * (of_p - delta[..., None])).astype(scores.dtype))
             of_score = of_score.astype(part.q.dtype)
             of_q = of_q + lax.dot_general(of_score, k, value_dims, precision=form.precision[0], **product)
             dims = ((rows, rows), batch)
             k_added = lax.dot_general(of_score, part.q, dims, precision=form.precision[0], **product)
             v_added = lax.dot_general(p.astype(out.dtype), out, dims, precision=form.precision[1], **product)
             of_k, of_v = (
-                _add_at(total, more, {form.num_batch: at * block}) for total, more in ((of_k, k_added), (of_v, v_added))
+                _add_at(total, term, {form.num_batch: index * block})
+                for total, term in ((of_k, k_added), (of_v, v_added))
             )
             return (of_q, self._added(of_extras, added, offsets), of_k, of_v), None
 
-        return _each(one, state, keys.k.shape[form.num_batch] // block)[0]
+        return _each(body, state, keys.k.shape[form.num_batch] // block)[0]
 
     def _added(self, totals: Sequence[Any], added: Sequence[Any], offsets: Mapping[int, Any]) -> tuple[Any, ...]:
-        """Gradients of extras, each where its keys are."""
-        labels = [labels for labels, is_wanted in zip(self.form.extras, self.grads, strict=True) if is_wanted]
+        """Adds the gradients of extras, each at the offset of its keys."""
+        labels = [labels for labels, is_smooth in zip(self.form.extras, self.grads, strict=True) if is_smooth]
         return tuple(
-            _add_at(total, more, {dim: offsets[label] for dim, label in enumerate(of) if label == self.form.keys})
-            for total, more, of in zip(totals, added, labels, strict=True)
+            _add_at(total, term, {dim: offsets[label] for dim, label in enumerate(dims) if label == self.form.keys})
+            for total, term, dims in zip(totals, added, labels, strict=True)
         )
 
-    def _cut(self, part: Part, keys: Keys, at: Any, block: int) -> tuple[Any, Any, list[Any], dict[int, Any]]:
-        """One block of keys, with the extras that meet it, and where it starts."""
+    def _cut(self, part: Part, keys: Keys, index: Any, block: int) -> tuple[Any, Any, list[Any], dict[int, Any]]:
+        """Slices one block of keys and values and the matching extras; also returns the offset of each label."""
         form = self.form
-        start = at * block
-        k, v = (lax.dynamic_slice_in_dim(one, start, block, form.num_batch) for one in (keys.k, keys.v))
+        start = index * block
+        k, v = (lax.dynamic_slice_in_dim(array, start, block, form.num_batch) for array in (keys.k, keys.v))
         offsets = dict(self.starts)
         offsets[form.queries] = offsets.get(form.queries, 0) + part.index * part.q.shape[form.queries]
         offsets[form.keys] = keys.index * keys.k.shape[form.num_batch] + start
@@ -179,14 +180,14 @@ class Blocks:
 
 
 def finished(state: Any, dtype: Any) -> tuple[Any, Any, Any]:
-    """The result of rows that have met all keys, and what the way back needs of each."""
+    """Returns the normalized result of rows after all keys, and their residuals for the backward pass."""
     total, largest, weight = state
     return (total / weight[..., None]).astype(dtype), largest, weight
 
 
 def parted(form: Form, part: Part, num: int) -> list[Part]:
-    """A device's queries as so many parts; `index` of all is that of the first, and counts such parts."""
-    cut = lambda one, dim: jnp.split(one, num, dim)  # noqa: E731
+    """Splits a device's queries into `num` parts, numbered from `part.index`."""
+    cut = lambda array, dim: jnp.split(array, num, dim)  # noqa: E731
     q = cut(part.q, form.queries)
     out = [None] * num if part.out is None else cut(part.out, form.queries)
     rows = [cut(row, form.queries) for row in part.rows]
@@ -197,18 +198,18 @@ def parted(form: Form, part: Part, num: int) -> list[Part]:
     return [
         replace(
             part,
-            q=q[at],
-            out=out[at],
-            rows=tuple(row[at] for row in rows),
-            extras=tuple(extra[at] for extra in extras),
-            index=part.index + at,
+            q=q[i],
+            out=out[i],
+            rows=tuple(row[i] for row in rows),
+            extras=tuple(extra[i] for extra in extras),
+            index=part.index + i,
         )
-        for at in range(num)
+        for i in range(num)
     ]
 
 
-def _each(one: Callable[[Any, Any], tuple[Any, None]], state: Any, count: int) -> tuple[Any, Any]:
-    return one(state, 0) if count == 1 else lax.scan(one, state, jnp.arange(count))
+def _each(body: Callable[[Any, Any], tuple[Any, None]], state: Any, count: int) -> tuple[Any, Any]:
+    return body(state, 0) if count == 1 else lax.scan(body, state, jnp.arange(count))
 
 
 def _block_size(size: int) -> int:
@@ -221,10 +222,10 @@ def _batch(form: Form) -> tuple[int, ...]:
 
 
 def _add_at(total: Any, added: Any, starts: Mapping[int, Any]) -> Any:
-    """A total with something added to the part of it that starts there."""
+    """Adds an array to the slice of a total that begins at `starts`."""
     added = added.astype(total.dtype)
     if added.shape == total.shape:
         return total + added
-    at = [starts.get(dim, 0) for dim in range(total.ndim)]
-    there = lax.dynamic_slice(total, at, added.shape)
-    return lax.dynamic_update_slice(total, there + added, at)
+    indices = [starts.get(dim, 0) for dim in range(total.ndim)]
+    current = lax.dynamic_slice(total, indices, added.shape)
+    return lax.dynamic_update_slice(total, current + added, indices)

@@ -1,6 +1,6 @@
 """Rewrites a loss so that each attention is one operation.
 
-The rewrite precedes differentiation, so that autodiff uses the operation's own gradient. It descends into layers
+The rewrite precedes differentiation, so that autodiff uses the gradient of the operation. It descends into layers
 (scan, remat, cond). Functions with a custom derivative are left unchanged.
 """
 
@@ -23,7 +23,7 @@ from spanax.trace.rewrites.remat_policies import RING
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """What computes an attention: a platform's kernel, or None, plain; `detail` says of which sizes, or why."""
+    """The implementation of one attention: a platform kernel, or None for plain; `detail` has sizes or the reason."""
 
     kernel: str | None
     detail: str
@@ -35,18 +35,17 @@ class FusedAttention:
 def fuse_attention(
     function: Callable[..., Any], context: str = RING, outcomes: list[FusedAttention] | None = None
 ) -> Callable[..., Any]:
-    """A pure function of arrays that computes the same, its attentions as operations.
+    """Returns an equivalent pure function in which each attention is one operation.
 
-    They can go around a ring; or, of those that the kernel which `context` names can take, be computed by it: the
-    others stay as they are written.
+    With `ring`, every attention must match. With a kernel, attentions that it does not support are left unchanged.
 
     Args:
       function: the loss.
-      context: `ring`, or the kernel.
-      outcomes: is added what became of each attention that a kernel was asked for.
+      context: `ring`, or the name of the kernel.
+      outcomes: receives the implementation of each attention if a kernel is requested.
 
     Raises:
-      SpanaxError: when called, if there is no attention in it, or one that cannot be taken so.
+      SpanaxError: when called with `ring`, if the loss has no attention, or one that does not match.
 
     Example:
       >>> def loss(q, k, v):
@@ -59,26 +58,26 @@ def fuse_attention(
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         jaxpr, consts = opened(closed)
-        seen: list[AttentionMatch | Mismatch] = []
-        outs = _evaluate(jaxpr, consts, jax.tree.leaves(args), seen, context)
+        matches: list[AttentionMatch | Mismatch] = []
+        outs = _evaluate(jaxpr, consts, jax.tree.leaves(args), matches, context)
         if context == RING:
-            _check(seen)
+            _check(matches)
         elif outcomes is not None:
-            outcomes.extend(_outcomes(seen, context))
+            outcomes.extend(_outcomes(matches, context))
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     return run
 
 
-def _check(seen: Sequence[AttentionMatch | Mismatch]) -> None:
-    refused = [one for one in seen if isinstance(one, Mismatch)]
-    if refused:
+def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
+    mismatches = [match for match in matches if isinstance(match, Mismatch)]
+    if mismatches:
         raise SpanaxError(
-            f"an attention cannot go around a ring: it has {refused[0].why}.",
-            where=refused[0].line.where,
+            f"an attention cannot go around a ring: it has {mismatches[0].why}.",
+            where=mismatches[0].line.where,
             fix="no dropout on attention weights, or the gathered form: layout 'context'",
         )
-    if not seen:
+    if not matches:
         raise SpanaxError(
             "nothing can go around a ring: the loss has no softmax attention.",
             where="two products with a softmax over one dim between them, in the loss or its layers",
@@ -86,101 +85,111 @@ def _check(seen: Sequence[AttentionMatch | Mismatch]) -> None:
         )
 
 
-def _outcomes(seen: Sequence[AttentionMatch | Mismatch], kernel: str) -> list[FusedAttention]:
-    """Returns what computes each attention."""
-    where = lambda one: one.line.where  # noqa: E731
+def _outcomes(matches: Sequence[AttentionMatch | Mismatch], kernel: str) -> list[FusedAttention]:
+    """Returns the implementation of each attention."""
+    location = lambda match: match.line.where  # noqa: E731
     return [
-        FusedAttention(None, f" at {where(one)}: {one.why}")
-        if isinstance(one, Mismatch)
-        else FusedAttention(kernel, f" for {_name(one)}")
-        for one in seen
+        FusedAttention(None, f" at {location(match)}: {match.why}")
+        if isinstance(match, Mismatch)
+        else FusedAttention(kernel, f" for {_name(match)}")
+        for match in matches
     ] or [FusedAttention(None, ": the loss has no softmax attention")]
 
 
-def _name(one: AttentionMatch) -> str:
-    queries, keys = (one.form.sizes[label] for label in (one.form.queries, one.form.keys))
-    is_causal = one.kernel is not None and one.kernel.is_causal
+def _name(match: AttentionMatch) -> str:
+    queries, keys = (match.form.sizes[label] for label in (match.form.queries, match.form.keys))
+    is_causal = match.kernel is not None and match.kernel.is_causal
     return f"{queries:,} x {keys:,}" + " causal" * is_causal
 
 
-def _fitted(lines: Lines, at: int, one: AttentionMatch | Mismatch, kernel: str) -> AttentionMatch | Mismatch:
-    """An attention with the kernel that computes it, or why none does."""
-    if isinstance(one, Mismatch):
-        return one
-    shapes = [jax.eval_shape(partial(canonical, order=order), lines.avals[value]) for value, order in one.operands]
-    fitted = kernel_of(kernel, one.form, *shapes)
-    return Mismatch(fitted.why, lines.lines[at]) if isinstance(fitted, Unfit) else replace(one, kernel=fitted)
+def _fitted(lines: Lines, index: int, match: AttentionMatch | Mismatch, kernel: str) -> AttentionMatch | Mismatch:
+    """Returns an attention with its kernel, or why the kernel does not support it."""
+    if isinstance(match, Mismatch):
+        return match
+    shapes = [jax.eval_shape(partial(canonical, order=order), lines.avals[value]) for value, order in match.operands]
+    kernel_or_unfit = kernel_of(kernel, match.form, *shapes)
+    return (
+        Mismatch(kernel_or_unfit.why, lines.lines[index])
+        if isinstance(kernel_or_unfit, Unfit)
+        else replace(match, kernel=kernel_or_unfit)
+    )
 
 
 def _evaluate(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], seen: list[AttentionMatch | Mismatch], context: str
+    jaxpr: core.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    matches: list[AttentionMatch | Mismatch],
+    context: str,
 ) -> list[Any]:
     lines = Lines.of(jaxpr, consts)
-    found = attentions(lines)
+    fused = attentions(lines)
     if context != RING:
-        found = {at: _fitted(lines, at, one, context) for at, one in found.items()}
-    seen += found.values()
+        fused = {index: _fitted(lines, index, match, context) for index, match in fused.items()}
+    matches += fused.values()
     values = dict(lines.known) | dict(zip(lines.inputs, args, strict=True))
-    for at in _needed(lines, found):
-        line, one = lines.lines[at], found.get(at)
+    for index in _needed(lines, fused):
+        line, match = lines.lines[index], fused.get(index)
         with source_info_util.user_context(
             line.eqn.source_info.traceback,
             name_stack=source_info_util.current_name_stack() + line.eqn.source_info.name_stack,
         ):
-            if isinstance(one, AttentionMatch):
-                outs = [_attend(lines, line, one, values)]
+            if isinstance(match, AttentionMatch):
+                outs = [_attend(lines, line, match, values)]
             else:
-                outs = _apply(line, [values[value] for value in line.ins], seen, context)
+                outs = _apply(line, [values[value] for value in line.ins], matches, context)
         values.update(zip(line.outs, outs, strict=True))
     return [values[value] for value in lines.outputs]
 
 
-def _needed(lines: Lines, found: dict[int, AttentionMatch | Mismatch]) -> list[int]:
-    """The lines that are still to be run: those that only made scores are not."""
-    wanted, needed = set(lines.outputs), []
-    for at in range(len(lines.lines) - 1, -1, -1):
-        line, one = lines.lines[at], found.get(at)
-        if line.eqn.effects or wanted.intersection(line.outs):
-            needed.append(at)
-            wanted.update(one.needs if isinstance(one, AttentionMatch) else line.ins)
+def _needed(lines: Lines, fused: dict[int, AttentionMatch | Mismatch]) -> list[int]:
+    """Returns the lines to evaluate, without those that only produce the scores of a fused attention."""
+    live, needed = set(lines.outputs), []
+    for index in range(len(lines.lines) - 1, -1, -1):
+        line, match = lines.lines[index], fused.get(index)
+        if line.eqn.effects or live.intersection(line.outs):
+            needed.append(index)
+            live.update(match.needs if isinstance(match, AttentionMatch) else line.ins)
     return needed[::-1]
 
 
-def _attend(lines: Lines, line: Line, one: AttentionMatch, values: dict[int, Any]) -> Any:
-    q, k, v = (canonical(values[value], order) for value, order in one.operands)
+def _attend(lines: Lines, line: Line, match: AttentionMatch, values: dict[int, Any]) -> Any:
+    q, k, v = (canonical(values[value], order) for value, order in match.operands)
     (result,) = line.outs
     dtype = lines.avals[result].dtype
-    out = attention(one.form, dtype, q, k, v, [values[value] for value in one.extras], one.kernel)
-    return as_written(out, one.out, lines.shape(result))
+    out = attention(match.form, dtype, q, k, v, [values[value] for value in match.extras], match.kernel)
+    return as_written(out, match.out, lines.shape(result))
 
 
-def _apply(line: Line, ins: Sequence[Any], seen: list[AttentionMatch | Mismatch], context: str) -> list[Any]:
+def _apply(line: Line, ins: Sequence[Any], matches: list[AttentionMatch | Mismatch], context: str) -> list[Any]:
     eqn, name, params = line.eqn, line.name, dict(line.eqn.params)
 
     def inner(body: Any) -> Callable[..., list[Any]]:
         jaxpr, consts = opened(body)
-        return lambda *args: _evaluate(jaxpr, consts, args, seen, context)
+        return lambda *args: _evaluate(jaxpr, consts, args, matches, context)
 
     if (remat := remat_of(eqn)) is not None:
         if not _holds(remat["jaxpr"]):
             return bind(eqn, ins, params)
         function = jax.checkpoint(inner(remat["jaxpr"]), policy=remat["policy"], prevent_cse=remat["prevent_cse"])
-        found: list[Any] = function(*ins)
-        return found
+        outs: list[Any] = function(*ins)
+        return outs
     if name == "scan" and _holds(params["jaxpr"]):
         return bind(eqn, ins, params | {"jaxpr": retraced(params["jaxpr"], inner(params["jaxpr"]))})
     if name == "cond" and any(map(_holds, params["branches"])):
-        return bind(eqn, ins, params | {"branches": tuple(retraced(one, inner(one)) for one in params["branches"])})
+        return bind(
+            eqn, ins, params | {"branches": tuple(retraced(branch, inner(branch)) for branch in params["branches"])}
+        )
     return bind(eqn, ins, params)
 
 
 def _holds(body: Any) -> bool:
-    """Whether there is a product in a body, however deep: without one nothing is to be found there."""
+    """Whether a body contains a matmul at any depth; without one it contains no attention."""
     jaxpr, _ = opened(body)
     return any(eqn.primitive.name == "dot_general" or any(map(_holds, _bodies(eqn))) for eqn in jaxpr.eqns)
 
 
 def _bodies(eqn: core.JaxprEqn) -> list[Any]:
     params = remat_of(eqn) or eqn.params
-    held = [one for value in params.values() for one in (value if isinstance(value, tuple | list) else (value,))]
-    return [one for one in held if hasattr(opened(one)[0], "eqns")]
+    bodies = [body for value in params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
+    return [body for body in bodies if hasattr(opened(body)[0], "eqns")]

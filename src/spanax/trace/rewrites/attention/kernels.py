@@ -16,30 +16,30 @@ from spanax.trace.rewrites.attention.scores import Form
 from spanax.trace.rewrites.remat_policies import CUDNN, SPLASH
 
 LANES = 128
-"""Splash goes through queries and keys in multiples of so many. Source: its kernels check it."""
+"""Splash requires multiples of this many queries and keys. Source: checked by its kernels."""
 
 WIDEST_HEAD = {SPLASH: 256, CUDNN: 128}
-"""Channels of a head that are taken; cuDNN takes 256 from Hopper on. Source: JAX's check of it."""
+"""Most channels per head; cuDNN supports 256 on Hopper and later. Source: JAX's check."""
 
 DTYPES = {SPLASH: ("float32", "bfloat16"), CUDNN: ("float16", "bfloat16")}
 
 PASSING = frozenset(
     "convert_element_type stop_gradient copy transpose reshape squeeze expand_dims broadcast_in_dim neg".split()
 )
-"""Steps that are linear in what they take, if it depends on q.k."""
+"""Steps that are linear in operands that depend on q.k."""
 
 SUMMED_ALIKE = frozenset(
     {None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.BF16_BF16_F32, lax.DotAlgorithmPreset.F16_F16_F32}
 )
-"""Precisions that are those of the kernels: operands as they are, sums in 32 bits."""
+"""Precisions that the kernels implement: operands in their own dtype, accumulation in float32."""
 
 MOST_BLOCKS = 1 << 22
-"""A mask that takes more blocks to know is taken for one that no kernel has."""
+"""Most blocks to evaluate; a mask that needs more counts as unsupported."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel as it is called: its name, what q.k is multiplied with, whether later keys are masked."""
+    """One call of a kernel: its name, the factor of q.k, and whether later keys are masked."""
 
     name: str
     scale: float
@@ -48,18 +48,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Unfit:
-    """Why no kernel takes an attention."""
+    """Why a kernel does not support an attention."""
 
     why: str
 
 
 def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
-    """The kernel as it computes an attention, or why it cannot.
+    """Returns the kernel call that computes an attention, or why it is unsupported.
 
     Args:
-      name: of the kernel.
+      name: name of the kernel.
       form: the attention.
-      q: its shape and dtype, as the form has it; `k` and `v` likewise.
+      q, k, v: shapes and dtypes of the operands, in the layout of the form.
 
     Example:
       >>> import jax
@@ -73,9 +73,9 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
       'float32, where cudnn takes float16 or bfloat16'
     """
     widths, lengths = (q.shape[-1], v.shape[-1]), (q.shape[-2], k.shape[-2])
-    dtypes = {str(one.dtype) for one in (q, k, v)}
-    if odd := sorted(dtypes - set(DTYPES[name])) or (sorted(dtypes) if len(dtypes) > 1 else []):
-        return Unfit(f"{' and '.join(odd)}, where {name} takes {' or '.join(DTYPES[name])}")
+    dtypes = {str(operand.dtype) for operand in (q, k, v)}
+    if unsupported := sorted(dtypes - set(DTYPES[name])) or (sorted(dtypes) if len(dtypes) > 1 else []):
+        return Unfit(f"{' and '.join(unsupported)}, where {name} takes {' or '.join(DTYPES[name])}")
     if max(widths) > WIDEST_HEAD[name] or any(width % 8 for width in widths) or len({*widths}) > 1:
         return Unfit(f"heads of {widths[0]} and {widths[1]} channels, where {name} takes equal multiples of 8 up to "
                      f"{WIDEST_HEAD[name]}")  # fmt: skip
@@ -88,18 +88,20 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
 
 
 def _flat(precision: Any) -> list[Any]:
-    return [one for each in precision for one in (each if isinstance(each, tuple) else (each,))]
+    return [
+        item for precisions in precision for item in (precisions if isinstance(precisions, tuple) else (precisions,))
+    ]
 
 
 @functools.lru_cache(maxsize=256)
 def _plain(form: Form) -> tuple[float, bool] | Unfit:
-    """The scale of a form, and whether it is causal, if it has nothing else."""
+    """Returns the scale of a form and whether it is causal, or what else it contains."""
     if form.extras:
         return Unfit("a mask or bias that is not made of positions alone")
-    if odd := _bent(form):
-        return Unfit(f"'{odd}' between q.k and the softmax")
-    first = {label: (np.zeros(1), np.zeros(1)) for label in (form.queries, form.keys)}
-    low, _ = bounds(form, first, (1.0, 1.0), is_exact=True)
+    if nonlinear := _bent(form):
+        return Unfit(f"'{nonlinear}' between q.k and the softmax")
+    origin = {label: (np.zeros(1), np.zeros(1)) for label in (form.queries, form.keys)}
+    low, _ = bounds(form, origin, (1.0, 1.0), is_exact=True)
     scale = float(np.max(low))
     for is_causal in (True, False):
         if _is_masked_so(form, scale, is_causal):
@@ -108,7 +110,7 @@ def _plain(form: Form) -> tuple[float, bool] | Unfit:
 
 
 def _bent(form: Form) -> str | None:
-    """The first step that is not linear in q.k, if there is one."""
+    """Returns the name of the first step that is not linear in q.k, if any."""
     depends: list[bool] = []
     for step in form.steps:
         of_score = [depends[arg] for arg in step.args]
@@ -126,39 +128,39 @@ def _bent(form: Form) -> str | None:
 
 
 def _is_masked_so(form: Form, scale: float, is_causal: bool) -> bool:
-    """Whether every score is masked where it is to be, and exactly `scale` times q.k everywhere else."""
+    """Whether exactly the later keys (causal), or none, are masked, and all other logits equal `scale` times q.k."""
     queries, keys = form.sizes[form.queries], form.sizes[form.keys]
     if is_causal and queries != keys:
         return False
-    blocks, num_seen = np.asarray([[0], [queries - 1], [0], [keys - 1]]), 0
-    while blocks.size and num_seen < MOST_BLOCKS:
-        num_seen += blocks.shape[1]
+    blocks, num_evaluated = np.asarray([[0], [queries - 1], [0], [keys - 1]]), 0
+    while blocks.size and num_evaluated < MOST_BLOCKS:
+        num_evaluated += blocks.shape[1]
         is_hidden, is_clear = _known(form, scale, blocks.astype(float))
         q_first, q_last, k_first, k_last = blocks
-        behind, before = (k_first > q_last, k_last <= q_first) if is_causal else (k_first < 0, k_first >= 0)
-        if ((behind & is_clear) | (before & is_hidden)).any():
+        later, earlier = (k_first > q_last, k_last <= q_first) if is_causal else (k_first < 0, k_first >= 0)
+        if ((later & is_clear) | (earlier & is_hidden)).any():
             return False
-        open_ = blocks[:, ~((behind & is_hidden) | (before & is_clear))]
-        if ((open_[0] == open_[1]) & (open_[2] == open_[3])).any():
+        undecided = blocks[:, ~((later & is_hidden) | (earlier & is_clear))]
+        if ((undecided[0] == undecided[1]) & (undecided[2] == undecided[3])).any():
             return False
-        blocks = _quartered(open_)
+        blocks = _quartered(undecided)
     return not blocks.size
 
 
 def _known(form: Form, scale: float, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of blocks (first and last query, first and last key) which are masked altogether, and which not at all."""
-    at = {form.queries: (blocks[0], blocks[1]), form.keys: (blocks[2], blocks[3])}
-    _, high = bounds(form, at)
+    """Returns which blocks (first and last query, first and last key) are fully masked, and which are unmasked."""
+    intervals = {form.queries: (blocks[0], blocks[1]), form.keys: (blocks[2], blocks[3])}
+    _, high = bounds(form, intervals)
     near = 1e-6 * abs(scale)
     is_clear = np.full(blocks.shape[1], True)
     for score in (0.0, 1.0):
-        low_here, high_here = bounds(form, at, (score, score), is_exact=True)
-        is_clear &= (low_here >= scale * score - near) & (high_here <= scale * score + near)
+        low, upper = bounds(form, intervals, (score, score), is_exact=True)
+        is_clear &= (low >= scale * score - near) & (upper <= scale * score + near)
     return np.broadcast_to(high <= MASKED, is_clear.shape), is_clear
 
 
 def _quartered(blocks: np.ndarray) -> np.ndarray:
-    """Blocks as their quarters; of one query or key as halves."""
+    """Returns the quarters of blocks; halves for blocks of one query or key."""
     halves = []
     for first, last in (blocks[:2], blocks[2:]):
         middle = (first + last) // 2

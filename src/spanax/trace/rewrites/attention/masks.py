@@ -12,42 +12,42 @@ import numpy as np
 from spanax.trace.rewrites.attention.scores import Form, Step
 
 LARGEST_SCORE = 1e6
-"""No q.k is taken to be larger than this: with 32 bits its softmax would be meaningless long before."""
+"""Assumed bound on |q.k|; in float32, softmax loses all precision well below it."""
 
 MASKED = -1e8
-"""A score that is surely below this is no score but a mask: its softmax is exactly 0 beside any real one."""
+"""A logit bounded above by this is masked: its softmax weight is exactly 0 next to any unmasked logit."""
 
 Range = tuple[np.ndarray, np.ndarray]
-"""The smallest and the largest that a value can be."""
+"""Lower and upper bound of a value."""
 
 FLAGS = frozenset({"not", "and", "or"})
-"""What is known of these is known of flags: of whole numbers they work bit by bit."""
+"""Operations with interval rules for booleans only: on integers they are bitwise."""
 
 
 def masked_blocks(form: Form, num_parts: int) -> np.ndarray:
-    """Which blocks of the scores are masked whatever the numbers: an array (parts of queries, parts of keys).
+    """Returns which blocks of scores are masked for every input, (parts of queries, parts of keys).
 
-    None is said to be where a row of queries could be masked altogether: its softmax would not be 0 there, as all of
-    its logits are equal. That every query sees itself is proof enough that none is.
+    If a query could have all keys masked with a finite value, no block counts as masked: its logits could be equal, and
+    its softmax weights would not be 0. Every query attending to itself rules this out.
     """
     t, s = form.sizes[form.queries], form.sizes[form.keys]
     starts = [np.arange(num_parts, dtype=float) * (size // num_parts) for size in (t, s)]
     ends = [start + size // num_parts - 1 for start, size in zip(starts, (t, s), strict=True)]
-    at = {form.queries: (starts[0][:, None], ends[0][:, None]), form.keys: (starts[1][None], ends[1][None])}
-    _, high = bounds(form, at)
-    found = np.broadcast_to(high <= MASKED, (num_parts, num_parts))
-    if not found.any():
-        return np.array(found)
-    is_exact = bool((np.broadcast_to(high, found.shape)[found] == -np.inf).all())
-    return np.array(found & (is_exact or _sees_itself(form)))
+    intervals = {form.queries: (starts[0][:, None], ends[0][:, None]), form.keys: (starts[1][None], ends[1][None])}
+    _, high = bounds(form, intervals)
+    is_masked = np.broadcast_to(high <= MASKED, (num_parts, num_parts))
+    if not is_masked.any():
+        return np.array(is_masked)
+    is_exact = bool((np.broadcast_to(high, is_masked.shape)[is_masked] == -np.inf).all())
+    return np.array(is_masked & (is_exact or _sees_itself(form)))
 
 
 def _sees_itself(form: Form) -> bool:
     t, s = form.sizes[form.queries], form.sizes[form.keys]
     if t != s:
         return False
-    alike = np.arange(t, dtype=float)
-    low, _ = bounds(form, {form.queries: (alike, alike), form.keys: (alike, alike)})
+    positions = np.arange(t, dtype=float)
+    low, _ = bounds(form, {form.queries: (positions, positions), form.keys: (positions, positions)})
     return bool((low > MASKED).all())
 
 
@@ -58,64 +58,64 @@ def bounds(
     *,
     is_exact: bool = False,
 ) -> Range:
-    """Between what the logits lie, given where queries and keys are, and q.k; `is_exact` as if no dtype rounded."""
+    """Returns bounds on the logits from intervals of positions and of q.k; `is_exact` ignores rounding."""
     anything = np.asarray(-np.inf), np.asarray(np.inf)
-    done: list[Range] = []
+    ranges: list[Range] = []
     for step in form.steps:
-        known = [done[one] for one in step.args]
+        operands = [ranges[arg] for arg in step.args]
         if step.name == "score":
-            found: Range = np.asarray(score[0]), np.asarray(score[1])
+            bound: Range = np.asarray(score[0]), np.asarray(score[1])
         elif step.name == "literal":
-            found = (np.asarray(float(step.param("value"))),) * 2
+            bound = (np.asarray(float(step.param("value"))),) * 2
         elif step.name == "iota":
             dim = step.param("dimension")
-            whole = np.asarray(0.0), np.asarray(step.shape[dim] - 1.0)
-            found = at.get(step.labels[dim], whole)
+            extent = np.asarray(0.0), np.asarray(step.shape[dim] - 1.0)
+            bound = at.get(step.labels[dim], extent)
         elif step.name in _RANGES and (step.name not in FLAGS or step.dtype == np.bool_):
-            found = _RANGES[step.name](*known)
+            bound = _RANGES[step.name](*operands)
         else:
-            found = (np.asarray(0.0), np.asarray(1.0)) if step.dtype == np.bool_ else anything
-        done.append(anything if any(np.isnan(one).any() for one in found) else _rounded(found, step, is_exact))
-    return done[-1]
+            bound = (np.asarray(0.0), np.asarray(1.0)) if step.dtype == np.bool_ else anything
+        ranges.append(anything if any(np.isnan(arg).any() for arg in bound) else _rounded(bound, step, is_exact))
+    return ranges[-1]
 
 
-def _rounded(found: Range, step: Step, is_exact: bool) -> Range:
-    """A range with room for what the dtype rounds."""
-    low, high = found
+def _rounded(bound: Range, step: Step, is_exact: bool) -> Range:
+    """Returns a range widened by the rounding error of the dtype."""
+    low, high = bound
     if step.dtype == np.bool_:
         is_zero, is_one = (low == 0) & (high == 0), (low > 0) | (high < 0)
         return is_one.astype(float), (~is_zero).astype(float)
     if jnp.issubdtype(step.dtype, jnp.integer):
         return np.floor(low), np.ceil(high)
     if step.dtype.itemsize < 4 and not is_exact and step.name != "literal":
-        share = 2.0 ** -jnp.finfo(step.dtype).nmant
-        return low - np.where(np.isfinite(low), share * abs(low), 0), high + np.where(
-            np.isfinite(high), share * abs(high), 0
+        epsilon = 2.0 ** -jnp.finfo(step.dtype).nmant
+        return low - np.where(np.isfinite(low), epsilon * abs(low), 0), high + np.where(
+            np.isfinite(high), epsilon * abs(high), 0
         )
     return low, high
 
 
 def _corners(function: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[Range, Range], Range]:
-    """The range of what is largest and smallest at the ends of both operands."""
+    """Returns the interval rule of a function whose extrema are at the endpoints of both operands."""
 
-    def of(a: Range, b: Range) -> Range:
+    def interval_rule(a: Range, b: Range) -> Range:
         with np.errstate(all="ignore"):
-            # Nothing is infinite, only unknown: 0 times what is not known is 0.
-            found = [np.nan_to_num(function(x, y), posinf=np.inf, neginf=-np.inf) for x in a for y in b]
-        ends = np.broadcast_arrays(*found)
+            # Infinite bounds mean unknown, not infinite: 0 times an unknown value is 0.
+            values = [np.nan_to_num(function(x, y), posinf=np.inf, neginf=-np.inf) for x in a for y in b]
+        ends = np.broadcast_arrays(*values)
         return np.min(ends, axis=0), np.max(ends, axis=0)
 
-    return of
+    return interval_rule
 
 
 def _divided(a: Range, b: Range) -> Range:
-    if ((b[0] <= 0) & (b[1] >= 0)).any() or not all(np.isfinite(one).all() for one in (*a, *b)):
+    if ((b[0] <= 0) & (b[1] >= 0)).any() or not all(np.isfinite(bound).all() for bound in (*a, *b)):
         return np.asarray(-np.inf), np.asarray(np.inf)
     return _corners(np.divide)(a, b)
 
 
 def _less(a: Range, b: Range) -> Range:
-    """Whether a < b: surely (1, 1), surely not (0, 0), or not known (0, 1)."""
+    """Returns whether a < b: always (1, 1), never (0, 0), or unknown (0, 1)."""
     return (a[1] < b[0]).astype(float), (a[0] < b[1]).astype(float)
 
 
@@ -130,14 +130,14 @@ def _not(a: Range) -> Range:
 
 
 def _flags(function: Any) -> Callable[[Range, Range], Range]:
-    """Of `and` and `or`, where both operands are flags."""
+    """Returns the interval rule of `and` or `or` on booleans."""
 
-    def of(a: Range, b: Range) -> Range:
+    def interval_rule(a: Range, b: Range) -> Range:
         if not all(((low >= 0) & (high <= 1)).all() for low, high in (a, b)):
             return np.asarray(-np.inf), np.asarray(np.inf)
         return function(a[0], b[0]), function(a[1], b[1])
 
-    return of
+    return interval_rule
 
 
 def _select(which: Range, *cases: Range) -> Range:

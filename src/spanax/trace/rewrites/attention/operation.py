@@ -26,17 +26,17 @@ from spanax.trace.rewrites.attention.zigzag import shares
 FORWARD, BACKWARD = "spanax_attention", "spanax_attention_grad"
 
 RING = frozenset({FORWARD, BACKWARD})
-"""The two operations by name."""
+"""Names of the forward and the backward operation."""
 
 attention_p = core.Primitive(FORWARD)
 """(q, k, v, *extras) -> (result, largest logit of each row, sum of its weights).
 
-Of a kernel: (q, k, v) -> (result, log of the sum)."""
+With a kernel: (q, k, v) -> (result, log of the sum)."""
 
 attention_grad_p = core.Primitive(BACKWARD)
-"""(q, k, v, gradient of the result, largest, weight, delta, *extras) -> gradients of q, k, v and wanted extras.
+"""(q, k, v, gradient of the result, largest, weight, delta, *extras) -> gradients of q, k, v and extras with `grads`.
 
-Of a kernel: (q, k, v, gradient of the result, result, log of the sum) -> gradients of q, k, v."""
+With a kernel: (q, k, v, gradient of the result, result, log of the sum) -> gradients of q, k, v."""
 
 for _primitive in (attention_p, attention_grad_p):
     _primitive.multiple_results = True
@@ -48,16 +48,16 @@ NUM_ROWS = 7
 def attention(
     form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any], kernel: Kernel | None = None
 ) -> Any:
-    """softmax(logits(q.k, extras)) v, as one operation with one operation as its gradient.
+    """Computes softmax(logits(q.k, extras)) v as one operation whose gradient is one operation.
 
     Args:
-      form: how the logits come of q.k.
-      dtype: of the result.
+      form: the steps from q.k to the logits.
+      dtype: dtype of the result.
       q: (batch, rows, queries, width).
       k: (batch, keys, width).
       v: (batch, keys, width of the result).
-      extras: what else the logits are made of.
-      kernel: the platform's, if one is to compute it where there is that platform.
+      extras: other operands of the logits.
+      kernel: the kernel to use on its platform, if any.
 
     Source: the gradient, Dao et al., FlashAttention, arXiv 2205.14135, appendix B.2.
 
@@ -81,15 +81,15 @@ def attention(
         out, largest, weight = attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=None)
         return out, (q, k, v, extras, out, largest, weight)
 
-    def backward(kept: Any, of_out: Any) -> tuple[Any, ...]:
-        q, k, v, extras, out, largest, weight = kept
+    def backward(residuals: Any, of_out: Any) -> tuple[Any, ...]:
+        q, k, v, extras, out, largest, weight = residuals
         delta = (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
         grads = tuple(jnp.issubdtype(extra.dtype, jnp.floating) for extra in extras)
-        of_q, of_k, of_v, *found = attention_grad_p.bind(
+        of_q, of_k, of_v, *of_floats = attention_grad_p.bind(
             q, k, v, of_out, largest, weight, delta, *extras, form=form, grads=grads, kernel=None
         )
-        given = iter(found)
-        return of_q, of_k, of_v, tuple(next(given) if is_wanted else None for is_wanted in grads)
+        remaining = iter(of_floats)
+        return of_q, of_k, of_v, tuple(next(remaining) if is_smooth else None for is_smooth in grads)
 
     attend.defvjp(forward, backward)
     return attend(q, k, v, tuple(extras))
@@ -104,8 +104,8 @@ def _by_kernel(form: Form, dtype: Any, kernel: Kernel, q: Any, k: Any, v: Any) -
         out, log_sum = attention_p.bind(q, k, v, form=form, dtype=dtype, kernel=kernel)
         return out, (q, k, v, out, log_sum)
 
-    def backward(kept: Any, of_out: Any) -> tuple[Any, ...]:
-        q, k, v, out, log_sum = kept
+    def backward(residuals: Any, of_out: Any) -> tuple[Any, ...]:
+        q, k, v, out, log_sum = residuals
         return tuple(attention_grad_p.bind(q, k, v, of_out, out, log_sum, form=form, grads=(), kernel=kernel))
 
     attend.defvjp(forward, backward)
@@ -113,7 +113,7 @@ def _by_kernel(form: Form, dtype: Any, kernel: Kernel, q: Any, k: Any, v: Any) -
 
 
 def attend_here(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any], starts: Any = None) -> list[Any]:
-    """The operation where all its queries and keys are; `starts` as of `Blocks`."""
+    """Evaluates the forward operation on one device; `starts` as in `Blocks`."""
     blocks = Blocks(form, _masked_here(form, starts), starts or {})
     num = len(blocks.masked)
     states = []
@@ -126,63 +126,65 @@ def attend_here(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence
 
 
 def turn_back_here(form: Form, grads: tuple[bool, ...], operands: Sequence[Any], starts: Any = None) -> list[Any]:
-    """The gradients where all queries and keys are, of the operands of `attention_grad_p`, in 32 bits."""
+    """Evaluates the backward operation on one device; the gradients are float32."""
     q, k, v, of_out, *rows = operands[:NUM_ROWS]
     blocks = Blocks(form, _masked_here(form, starts), starts or {}, grads)
     num = len(blocks.masked)
     part = Part(q, tuple(operands[NUM_ROWS:]), 0, of_out, tuple(rows))
     parts, keys = parted(form, part, num), _split_keys(form, k, v, num)
-    of_keys = [[jnp.zeros(one.shape, jnp.float32) for one in (each.k, each.v)] for each in keys]
+    of_keys = [[jnp.zeros(query_part.shape, jnp.float32) for query_part in (block.k, block.v)] for block in keys]
     of_q, of_extras = [], []
-    for one in parts:
-        more_q, more = jnp.zeros(one.q.shape, jnp.float32), zeros_of_extras(grads, one.extras)
-        for at, each in enumerate(keys):
-            more_q, more, *of_keys[at] = blocks.turn_back(one, each, (more_q, more, *of_keys[at]))
-        of_q.append(more_q)
-        of_extras.append(more)
-    of_k, of_v = (jnp.concatenate(each, form.num_batch) for each in zip(*of_keys, strict=True))
+    for query_part in parts:
+        part_q, part_extras = jnp.zeros(query_part.q.shape, jnp.float32), zeros_of_extras(grads, query_part.extras)
+        for index, block in enumerate(keys):
+            part_q, part_extras, *of_keys[index] = blocks.turn_back(
+                query_part, block, (part_q, part_extras, *of_keys[index])
+            )
+        of_q.append(part_q)
+        of_extras.append(part_extras)
+    of_k, of_v = (jnp.concatenate(block, form.num_batch) for block in zip(*of_keys, strict=True))
     return [jnp.concatenate(of_q, form.queries), of_k, of_v, *joined_extras(form, grads, of_extras)]
 
 
 def attention_flops(graph: Graph, op: Op) -> int:
-    """FLOPs of the two products of the forward operation, with nothing masked."""
+    """Returns the FLOPs of the two products of the forward operation, without a mask."""
     form, (q, _, v) = op.params["form"], op.inputs[:3]
     return 2 * math.prod(form.sizes) * (graph.shape(q)[-1] + graph.shape(v)[-1])
 
 
 def _masked_here(form: Form, starts: Any) -> np.ndarray:
-    """What is masked of the parts on one device; not known of queries that are themselves a part."""
+    """Returns the masked blocks on one device; none if the queries are sharded."""
     return np.zeros((1, 1), bool) if form.queries in (starts or {}) else shares(form, 1).masked
 
 
 def wanted_of(grads: Sequence[bool], operands: Sequence[Any]) -> list[Any]:
-    """The operands of `attention_grad_p` that have a gradient, in the order of its results."""
-    extras = [extra for extra, is_wanted in zip(operands[NUM_ROWS:], grads, strict=True) if is_wanted]
+    """Returns the operands of `attention_grad_p` that have a gradient, in the order of its results."""
+    extras = [extra for extra, is_smooth in zip(operands[NUM_ROWS:], grads, strict=True) if is_smooth]
     return [*operands[:3], *extras]
 
 
 def zeros_of_extras(grads: Sequence[bool], extras: Sequence[Any]) -> tuple[Any, ...]:
-    """Where the gradients of extras are added up: in 32 bits."""
+    """Returns float32 accumulators for the gradients of extras."""
     return tuple(
-        jnp.zeros(extra.shape, jnp.float32) for extra, is_wanted in zip(extras, grads, strict=True) if is_wanted
+        jnp.zeros(extra.shape, jnp.float32) for extra, is_smooth in zip(extras, grads, strict=True) if is_smooth
     )
 
 
 def joined_extras(form: Form, grads: Sequence[bool], parts: Sequence[Sequence[Any]]) -> list[Any]:
-    """The gradients of extras from those of each part of the queries."""
-    labels = [labels for labels, is_wanted in zip(form.extras, grads, strict=True) if is_wanted]
+    """Combines the gradients of extras over parts of the queries."""
+    labels = [labels for labels, is_smooth in zip(form.extras, grads, strict=True) if is_smooth]
     return [
-        jnp.concatenate(found, of.index(form.queries)) if form.queries in of else sum(found[1:], found[0])
-        for found, of in zip(zip(*parts, strict=True), labels, strict=True)
+        jnp.concatenate(terms, dims.index(form.queries)) if form.queries in dims else sum(terms[1:], terms[0])
+        for terms, dims in zip(zip(*parts, strict=True), labels, strict=True)
     ]
 
 
 def _split_keys(form: Form, k: Any, v: Any, num: int) -> list[Keys]:
     pairs = zip(jnp.split(k, num, form.num_batch), jnp.split(v, num, form.num_batch), strict=True)
-    return [Keys(*pair, at) for at, pair in enumerate(pairs)]
+    return [Keys(*pair, index) for index, pair in enumerate(pairs)]
 
 
-# ---- what JAX asks of an operation
+# ---- abstract evaluation, lowering and dead code elimination
 
 
 @attention_p.def_abstract_eval
@@ -193,24 +195,26 @@ def _forward_shapes(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any
 
 @attention_grad_p.def_abstract_eval
 def _backward_shapes(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: Any) -> list[Any]:
-    return [jax.core.ShapedArray(one.shape, one.dtype) for one in wanted_of(grads, operands)]
+    return [jax.core.ShapedArray(operand.shape, operand.dtype) for operand in wanted_of(grads, operands)]
 
 
 def forward_here(q: Any, k: Any, v: Any, *extras: Any, form: Form, dtype: Any, kernel: Any) -> list[Any]:
-    """The forward operation block by block, a kernel's too."""
+    """Evaluates the forward operation blockwise, also for a kernel."""
     out, largest, weight = attend_here(form, dtype, q, k, v, extras)
     return [out, largest + jnp.log(weight)] if kernel else [out, largest, weight]
 
 
 def backward_here(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: Any) -> list[Any]:
-    """The backward operation block by block, a kernel's too."""
-    given = operands
+    """Evaluates the backward operation blockwise, also for a kernel."""
+    arguments = operands
     if kernel:
         q, k, v, of_out, out, log_sum = operands
         delta = (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
-        given = (q, k, v, of_out, log_sum, jnp.ones_like(log_sum), delta)
-    found = turn_back_here(form, grads, given)
-    return [one.astype(of.dtype) for one, of in zip(found, wanted_of(grads, operands), strict=True)]
+        arguments = (q, k, v, of_out, log_sum, jnp.ones_like(log_sum), delta)
+    gradients = turn_back_here(form, grads, arguments)
+    return [
+        gradient.astype(operand.dtype) for gradient, operand in zip(gradients, wanted_of(grads, operands), strict=True)
+    ]
 
 
 attention_p.def_impl(jax.jit(forward_here, static_argnames=("form", "dtype", "kernel")))
@@ -219,25 +223,25 @@ mlir.register_lowering(attention_p, mlir.lower_fun(forward_here, multiple_result
 mlir.register_lowering(attention_grad_p, mlir.lower_fun(backward_here, multiple_results=True))
 
 
-def _without_unread(used: list[bool], *given: Any) -> tuple[list[bool], Any]:
-    """The gradient without those of extras that nobody reads, as of a bias that comes with the batch."""
-    eqn = given[-1]  # newer versions of JAX say more before it
-    wanted = list(eqn.params["grads"])
-    places = [at for at, is_wanted in enumerate(wanted) if is_wanted]
+def _without_unread(used: list[bool], *args: Any) -> tuple[list[bool], Any]:
+    """Removes unused gradients of extras, such as that of a bias from the batch."""
+    eqn = args[-1]  # newer versions of JAX pass more arguments before it
+    grads = list(eqn.params["grads"])
+    positions = [position for position, has_gradient in enumerate(grads) if has_gradient]
     if not any(used):
         return [False] * len(eqn.invars), None
-    for at, is_used in zip(places, used[3:], strict=True):
-        wanted[at] = is_used
-    kept = [True] * 3 + used[3:]
-    outs = [var for var, is_kept in zip(eqn.outvars, kept, strict=True) if is_kept]
-    new = eqn.replace(outvars=outs, params=dict(eqn.params, grads=tuple(wanted)))
+    for position, is_used in zip(positions, used[3:], strict=True):
+        grads[position] = is_used
+    live = [True] * 3 + used[3:]
+    outs = [var for var, is_live in zip(eqn.outvars, live, strict=True) if is_live]
+    new = eqn.replace(outvars=outs, params=dict(eqn.params, grads=tuple(grads)))
     return [True] * len(eqn.invars), new
 
 
 pe.dce_rules[attention_grad_p] = _without_unread
 
 
-# ---- which of its dims are split together
+# ---- which dims are sharded together
 
 
 @rule(FORWARD)
@@ -255,8 +259,8 @@ def _backward_dims(op: Op, dims: Dims) -> None:
     _join(dims, form, op.inputs[:3], op.inputs[NUM_ROWS:])
     _join_rows(dims, form, q, (of_out, *rows))
     dims.join(v, form.num_batch + 1, of_out, form.keys)
-    for of, found in zip(wanted_of(op.params["grads"], op.inputs), op.outputs, strict=True):
-        dims.same(of, found)
+    for operand, gradient in zip(wanted_of(op.params["grads"], op.inputs), op.outputs, strict=True):
+        dims.same(operand, gradient)
 
 
 def _join(dims: Dims, form: Form, operands: Sequence[int], extras: Sequence[int]) -> None:
@@ -274,7 +278,7 @@ def _join(dims: Dims, form: Form, operands: Sequence[int], extras: Sequence[int]
                 dims.join(q, label, extra, dim)
 
 
-def _join_rows(dims: Dims, form: Form, q: int, others: Sequence[int]) -> None:
-    for other in others:
+def _join_rows(dims: Dims, form: Form, q: int, values: Sequence[int]) -> None:
+    for value in values:
         for dim in range(form.keys):
-            dims.join(q, dim, other, dim)
+            dims.join(q, dim, value, dim)

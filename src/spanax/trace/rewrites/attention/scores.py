@@ -12,21 +12,21 @@ import jax.numpy as jnp
 from jax import lax
 
 NONE = -1
-"""The label of a dim of one number, and of one that is no dim of the scores."""
+"""Label of a dim of size 1, and of a dim that is not a dim of the scores."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on the way from q.k to the logits.
+    """One operation between q.k and the logits.
 
     Attributes:
-      name: the primitive's; or `score` (q.k itself), `extra` (what comes from elsewhere), `literal`, `iota`.
-      primitive: what is bound; None of the four others.
-      params: of the primitive, as pairs; a literal's value, an extra's number.
-      args: the steps whose results it takes.
-      labels: for every dim of the result, which dim of the scores it is.
-      shape: of the result, as it was traced.
-      dtype: of the result.
+      name: the name of the primitive, or `score` (q.k itself), `extra` (an external operand), `literal`, `iota`.
+      primitive: the primitive to bind; None for the four special names.
+      params: parameters of the primitive, as pairs; the value of a literal, the index of an extra.
+      args: indices of the steps that produce its operands.
+      labels: for each dim of the result, the corresponding dim of the scores.
+      shape: traced shape of the result.
+      dtype: dtype of the result.
     """
 
     name: str
@@ -38,26 +38,26 @@ class Step:
     dtype: Any
 
     def param(self, name: str) -> Any:
-        """One of the parameters."""
+        """Returns the parameter of that name."""
         return dict(self.params)[name]
 
 
 @dataclass(frozen=True)
 class Form:
-    """One attention: the sizes of its dims, and how its logits come of q.k.
+    """One attention: the sizes of its dims and the steps from q.k to its logits.
 
-    Labels number the dims of the scores: those of the batch first (`num_batch`), then those that only queries have
-    (`num_rows`: the queries of a group of heads), then queries and keys. `q` is laid out (batch, rows, queries, width),
-    `k` and `v` (batch, keys, width).
+    Labels number the dims of the scores: batch dims (`num_batch`), dims that only queries have (`num_rows`, such as
+    the queries of a group of heads), then queries and keys. `q` has shape (batch, rows, queries, width), `k` and `v`
+    have shape (batch, keys, width).
 
     Attributes:
-      num_batch: dims that q, k and v share.
-      num_rows: dims that only q has, beside the queries.
-      sizes: of every label.
-      steps: in order; the last one makes the logits.
-      extras: for every array from elsewhere the labels of its dims.
-      precision: of both products.
-      dtype: of q.k as it was traced.
+      num_batch: number of dims that q, k and v share.
+      num_rows: number of dims that only q has, excluding the queries.
+      sizes: size of each label.
+      steps: in order; the last step produces the logits.
+      extras: for each external operand, the labels of its dims.
+      precision: precision of each of the two products.
+      dtype: traced dtype of q.k.
     """
 
     num_batch: int
@@ -80,24 +80,24 @@ class Form:
 
 
 def logits(form: Form, score: Any, extras: Sequence[Any], sizes: Sequence[int], offsets: Mapping[int, Any]) -> Any:
-    """The logits of one block, laid out (batch, rows, queries, keys).
+    """Returns the logits of one block, of shape (batch, rows, queries, keys).
 
     Args:
       form: the attention.
-      score: q.k of the block, laid out so.
-      extras: of each the block that meets it.
-      sizes: of every label, in this block.
-      offsets: of labels whose block does not start at 0, where it starts.
+      score: q.k of the block, of the same shape.
+      extras: the matching block of each extra.
+      sizes: size of each label in this block.
+      offsets: start of the block along each label; 0 for missing labels.
     """
-    done: list[Any] = []
+    results: list[Any] = []
     for step in form.steps:
         shape = tuple(
             size if label == NONE else sizes[label] for size, label in zip(step.shape, step.labels, strict=True)
         )
-        ins = [done[at] for at in step.args]
-        done.append(_run(form, step, ins, shape, score, extras, offsets))
+        ins = [results[index] for index in step.args]
+        results.append(_run(form, step, ins, shape, score, extras, offsets))
     last = form.steps[-1]
-    return _in_order(form, done[-1], last.labels, sizes)
+    return _in_order(form, results[-1], last.labels, sizes)
 
 
 def _run(
@@ -110,9 +110,9 @@ def _run(
     offsets: Mapping[int, Any],
 ) -> Any:
     if step.name == "score":
-        there = [label for label, size in enumerate(form.sizes) if size > 1]
-        score = lax.reshape(score.astype(form.dtype), tuple(score.shape[label] for label in there))
-        order = [there.index(label) for label in step.labels if label != NONE]
+        present = [label for label, size in enumerate(form.sizes) if size > 1]
+        score = lax.reshape(score.astype(form.dtype), tuple(score.shape[label] for label in present))
+        order = [present.index(label) for label in step.labels if label != NONE]
         return lax.reshape(lax.transpose(score, order), shape)
     if step.name == "extra":
         return extras[step.param("at")]
@@ -120,8 +120,8 @@ def _run(
         return lax.full((), step.param("value"), step.dtype)
     if step.name == "iota":
         dim = step.param("dimension")
-        counted = lax.broadcasted_iota(step.dtype, shape, dim)
-        return counted + jnp.asarray(offsets.get(step.labels[dim], 0), step.dtype)
+        positions = lax.broadcasted_iota(step.dtype, shape, dim)
+        return positions + jnp.asarray(offsets.get(step.labels[dim], 0), step.dtype)
     if step.name == "broadcast_in_dim":
         return lax.broadcast_in_dim(ins[0], shape, step.param("broadcast_dimensions"))
     if step.name in ("reshape", "squeeze", "expand_dims"):
@@ -130,8 +130,8 @@ def _run(
 
 
 def _in_order(form: Form, array: Any, labels: Sequence[int], sizes: Sequence[int]) -> Any:
-    """A result as (batch, rows, queries, keys)."""
-    kept = [dim for dim, label in enumerate(labels) if label != NONE]
-    array = lax.reshape(array, tuple(array.shape[dim] for dim in kept))
-    array = lax.transpose(array, sorted(range(len(kept)), key=lambda at: labels[kept[at]]))
+    """Returns an array transposed and reshaped to (batch, rows, queries, keys)."""
+    labeled = [dim for dim, label in enumerate(labels) if label != NONE]
+    array = lax.reshape(array, tuple(array.shape[dim] for dim in labeled))
+    array = lax.transpose(array, sorted(range(len(labeled)), key=lambda i: labels[labeled[i]]))
     return lax.reshape(array, tuple(sizes))

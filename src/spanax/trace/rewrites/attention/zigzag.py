@@ -4,7 +4,7 @@ Under a causal mask the last queries attend to all keys, the first only to thems
 chunks i and 2n - 1 - i, so that every device does the same work at every step.
 
 Source: Brandon et al., Striped Attention, arXiv 2311.09431, names the imbalance; Zhu, ring-flash-attention (GitHub),
-"zigzag", balances it this way, as do Megatron-LM's context parallelism and Llama 3, arXiv 2407.21783, section 3.3.2.
+"zigzag", balances it like this, as do Megatron-LM's context parallelism and Llama 3, arXiv 2407.21783, section 3.3.2.
 """
 
 import functools
@@ -18,11 +18,11 @@ from spanax.trace.rewrites.attention.scores import Form
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """The parts of a sequence around a ring.
+    """The assignment of sequence parts to the devices of a ring.
 
     Attributes:
-      masked: which parts of queries meet which parts of keys for nothing.
-      owned: the parts of each device, as many for all.
+      masked: whether a pair is fully masked, (parts of queries, parts of keys).
+      owned: the parts of each device, the same number for all.
     """
 
     masked: np.ndarray
@@ -30,41 +30,47 @@ class Shares:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the ring."""
+        """Number of devices of the ring."""
         return len(self.owned)
 
     @property
     def is_moved(self) -> bool:
-        """Whether a device's parts are others than those that lie on it."""
-        each = len(self.owned[0])
-        return any(own != tuple(range(at * each, at * each + each)) for at, own in enumerate(self.owned))
+        """Whether the assignment differs from contiguous parts per device."""
+        num_parts = len(self.owned[0])
+        return any(
+            parts != tuple(range(device * num_parts, device * num_parts + num_parts))
+            for device, parts in enumerate(self.owned)
+        )
 
     @property
     def work(self) -> np.ndarray:
-        """Pairs of parts that are computed, (steps, devices); at step s device i has the keys of device i - s."""
+        """Pairs of parts computed, (steps, devices); at step s device i has the keys of device i - s."""
         n = self.num_devices
         return np.asarray(
             [
-                [(~self.masked[np.ix_(self.owned[at], self.owned[(at - step) % n])]).sum() for at in range(n)]
+                [
+                    (~self.masked[np.ix_(self.owned[device], self.owned[(device - step) % n])]).sum()
+                    for device in range(n)
+                ]
                 for step in range(n)
             ]
         )
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Pairs that the slowest devices of all steps compute, and how many there would be without a mask."""
+        """Pairs computed by the slowest device, summed over steps, and the same without a mask."""
         return int(self.work.max(1).sum()), self.num_devices * len(self.owned[0]) ** 2
 
     @property
     def share(self) -> float:
-        """The first of `counts` of the second."""
-        num, of = self.counts
-        return num / of
+        """Ratio of the two `counts`."""
+        num, total = self.counts
+        return num / total
 
 
 @functools.lru_cache(maxsize=256)
 def shares(form: Form, num_devices: int) -> Shares:
-    """The parts of every device: contiguous ones, or the first with the last where that evens out the work.
+    """Returns the parts of each device: contiguous, or zigzag where that balances the work better.
 
     Example:
       >>> from spanax.trace.rewrites.attention.scores import Step
@@ -73,13 +79,13 @@ def shares(form: Form, num_devices: int) -> Shares:
       ((0,), (1,), (2,), (3,))
     """
     n = num_devices
-    whole = Shares(np.zeros((n, n), bool), tuple((at,) for at in range(n)))
+    unsharded = Shares(np.zeros((n, n), bool), tuple((device,) for device in range(n)))
     t, s = form.sizes[form.queries], form.sizes[form.keys]
     if t % (2 * n) or s % (2 * n):
-        return whole if t % n or s % n else Shares(masked_blocks(form, n), whole.owned)
+        return unsharded if t % n or s % n else Shares(masked_blocks(form, n), unsharded.owned)
     masked = masked_blocks(form, 2 * n)
     if not masked.any():
-        return whole
-    plain = Shares(masked, tuple((2 * at, 2 * at + 1) for at in range(n)))
-    zigzag = Shares(masked, tuple((at, 2 * n - 1 - at) for at in range(n)))
+        return unsharded
+    plain = Shares(masked, tuple((2 * device, 2 * device + 1) for device in range(n)))
+    zigzag = Shares(masked, tuple((device, 2 * n - 1 - device) for device in range(n)))
     return zigzag if zigzag.share < plain.share else plain

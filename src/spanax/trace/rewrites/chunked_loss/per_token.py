@@ -15,26 +15,26 @@ from spanax.trace.jaxpr.lines import Line, Lines
 
 REDUCING = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
 ALONG = {"cumsum": "axis", "cummax": "axis", "cumlogsumexp": "axis", "sort": "dimension", "concatenate": "dimension"}
-"""Operations that work along one dim, and the parameter that names it."""
+"""Operations along one dim, and the parameter that names the dim."""
 
 HALF = 2
-"""A value of at least one such part of the logits' numbers is not to be left whole."""
+"""A value with at least 1 / HALF as many elements as the logits must be chunked."""
 
 Dims = tuple[int | None, ...]
-"""Of every operand, the dim that is followed; None of one that every row takes alike."""
+"""For each operand, its token dim; None for an operand shared by all rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Lines that work on the rows of one dim one by one.
+    """Lines that are independent per row of one dim.
 
     Attributes:
-      lines: their places, in order; the first is the product.
-      dims: for every value that is divided, along which of its dims.
-      fixed: what comes in and every row takes alike.
-      scanned: what comes in and is divided.
-      outs: what others read of it.
-      logits: how many numbers the product has.
+      lines: their indices, in order; includes the product.
+      dims: the token dim of each chunked value.
+      fixed: inputs shared by all rows.
+      scanned: inputs that are chunked.
+      outs: values read outside the region.
+      logits: number of elements of the product.
     """
 
     lines: tuple[int, ...]
@@ -45,52 +45,52 @@ class Region:
     logits: int
 
     def most_chunks(self, lines: Lines) -> int:
-        """What the number of chunks must divide."""
+        """Returns the greatest common divisor of the sizes of the token dims."""
         return math.gcd(*(lines.shape(value)[dim] for value, dim in self.dims.items()))
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Logits that cannot be taken in chunks, and why."""
+    """Logits that cannot be chunked, and why."""
 
     why: str
     line: Line
 
 
 def regions(lines: Lines, batch: frozenset[int]) -> list[Region] | Mismatch | None:
-    """The largest logits of some lines with what is done of them; why not; or None where there are no logits.
+    """Returns the regions of the largest logits; why there are none; or None without logits.
 
     Args:
       lines: a loss.
-      batch: the values among its inputs that come with the batch.
+      batch: the inputs that belong to the batch.
     """
     heads = sorted(_heads(lines, batch), key=lambda head: (-math.prod(lines.shape(lines.lines[head[0]].outs[0])), head))
-    found: list[Region] = []
-    refused: dict[int, Mismatch] = {}
-    for at, dims in heads:
-        if any(at in one.lines for one in found):
+    selected: list[Region] = []
+    mismatches: dict[int, Mismatch] = {}
+    for index, dims in heads:
+        if any(index in region.lines for region in selected):
             continue
-        grown = [_Growing(lines, at, dim).region() for dim in dims]
-        good = [one for one in grown if isinstance(one, Region)]
-        if good:
-            found.append(max(good, key=lambda one: (divisor := one.most_chunks(lines)) & -divisor))
+        candidates = [_Growing(lines, index, dim).region() for dim in dims]
+        valid = [region for region in candidates if isinstance(region, Region)]
+        if valid:
+            selected.append(max(valid, key=lambda region: (divisor := region.most_chunks(lines)) & -divisor))
         else:
-            refused |= dict.fromkeys([at], next(one for one in grown if isinstance(one, Mismatch)))
-    if not found:
-        return refused[max(refused)] if refused else None
-    large = [one for one in found if HALF * one.logits >= found[0].logits]
-    return _independent(lines, sorted(large, key=lambda one: one.lines))
+            mismatches |= dict.fromkeys([index], next(region for region in candidates if isinstance(region, Mismatch)))
+    if not selected:
+        return mismatches[max(mismatches)] if mismatches else None
+    large = [region for region in selected if HALF * region.logits >= selected[0].logits]
+    return _independent(lines, sorted(large, key=lambda region: region.lines))
 
 
 def _heads(lines: Lines, batch: frozenset[int]) -> Iterator[tuple[int, list[int]]]:
-    """Products of activations and a weight, each with the result's dims that are tokens, the last first."""
-    grows = set(batch)
-    for at, line in enumerate(lines.lines):
-        if not grows.isdisjoint(line.ins):
-            grows.update(line.outs)
+    """Yields products of activations and a weight, each with the token dims of the result, last first."""
+    dependent = set(batch)
+    for index, line in enumerate(lines.lines):
+        if not dependent.isdisjoint(line.ins):
+            dependent.update(line.outs)
         if line.name != "dot_general" or not jnp.issubdtype(lines.avals[line.outs[0]].dtype, jnp.floating):
             continue
-        (contracted, batched), is_activation = line.eqn.params["dimension_numbers"], [v in grows for v in line.ins]
+        (contracted, batched), is_activation = line.eqn.params["dimension_numbers"], [v in dependent for v in line.ins]
         if any(batched) or sum(is_activation) != 1:
             continue
         side = is_activation.index(True)
@@ -98,31 +98,31 @@ def _heads(lines: Lines, batch: frozenset[int]) -> Iterator[tuple[int, list[int]
         first = 0 if side == 0 else free[0]
         dims = [dim for dim in range(first, first + free[side]) if lines.shape(line.outs[0])[dim] > 1]
         if dims and free[1 - side]:
-            yield at, dims[::-1]
+            yield index, dims[::-1]
 
 
-def _independent(lines: Lines, found: list[Region]) -> list[Region]:
-    """Of several, those that need nothing of what another one makes."""
-    kept: list[Region] = []
-    for one in found:
-        made = dependents(lines, [value for other in kept for value in other.outs])
-        if made.isdisjoint((*one.scanned, *one.fixed)):
-            kept.append(one)
-    return kept
+def _independent(lines: Lines, candidates: list[Region]) -> list[Region]:
+    """Returns the regions that do not depend on the outputs of an earlier one."""
+    selected: list[Region] = []
+    for region in candidates:
+        dependent = dependents(lines, [value for previous in selected for value in previous.outs])
+        if dependent.isdisjoint((*region.scanned, *region.fixed)):
+            selected.append(region)
+    return selected
 
 
 def dependents(lines: Lines, values: list[int]) -> set[int]:
-    """These values and all that is made of them."""
-    found = set(values)
+    """Returns these values and all values that depend on them."""
+    results = set(values)
     for line in lines.lines:
-        if not found.isdisjoint(line.ins):
-            found.update(line.outs)
-    return found
+        if not results.isdisjoint(line.ins):
+            results.update(line.outs)
+    return results
 
 
 @dataclass(eq=False)
 class _Growing:
-    """A region as it grows from its product, along one dim of it."""
+    """A region grown from a product along one of its dims."""
 
     lines: Lines
     first: int
@@ -134,66 +134,68 @@ class _Growing:
     beside: dict[int, int] = field(default_factory=dict)
 
     def region(self) -> Region | Mismatch:
-        """Take in what reads the logits, and what is as large as they are and made for that."""
-        roots, is_whole = {self.first: self.dim}, False
-        while not is_whole:
-            refused = self._grow(roots)
-            if refused is not None:
-                return refused
-            more = {self.lines.maker[value]: dim for value, dim in self.beside.items() if value not in self.made}
-            is_whole, roots = not more, roots | more
+        """Grows the region by consumers of the logits and by producers of operands as large as the logits."""
+        roots, is_complete = {self.first: self.dim}, False
+        while not is_complete:
+            mismatch = self._grow(roots)
+            if mismatch is not None:
+                return mismatch
+            new_roots = {self.lines.maker[value]: dim for value, dim in self.beside.items() if value not in self.made}
+            is_complete, roots = not new_roots, roots | new_roots
         scanned = tuple(value for value in self.dims if value not in self.made)
         return Region(tuple(self.members), self.dims, tuple(self.fixed), scanned, self._outs(), self._num_logits)
 
     def _grow(self, roots: dict[int, int]) -> Mismatch | None:
         self.dims, self.made, self.fixed, self.members, self.beside = {}, {}, {}, [], {}
         after = set[int]()
-        for at, line in enumerate(self.lines.lines[min(roots) :], min(roots)):
-            has = [value for value in line.ins if value in self.made]
-            if not has and at not in roots and after.isdisjoint(line.ins):
+        for index, line in enumerate(self.lines.lines[min(roots) :], min(roots)):
+            region_inputs = [value for value in line.ins if value in self.made]
+            if not region_inputs and index not in roots and after.isdisjoint(line.ins):
                 continue
-            if after.isdisjoint(line.ins) and self._joins(line, roots.get(at)):
-                self.members.append(at)
+            if after.isdisjoint(line.ins) and self._joins(line, roots.get(index)):
+                self.members.append(index)
                 continue
             after.update(line.outs)
-            if any(map(self._is_large, has)):
+            if any(map(self._is_large, region_inputs)):
                 return Mismatch(f"'{line.name}' takes all of the logits, or tokens together", line)
         if any(map(self._is_large, self._outs())):
             return Mismatch("its logits are among the results", self.lines.lines[self.first])
         return None
 
     def _joins(self, line: Line, root: int | None) -> bool:
-        """Take a line in, if it works on rows one by one; of a root it is known which dim of its result."""
+        """Adds a line if it is independent per row; `root` is the token dim of a root's result."""
         is_product = line.name == "dot_general"
         if line.eqn.effects or (root is None and is_product):
             return False
         for dim in range(len(self.lines.shape(line.outs[0]))) if root is None else (root,):
-            wanted = across(self.lines, line, dim)
-            if wanted is None or not self._agrees(line, wanted):
+            operand_dims = across(self.lines, line, dim)
+            if operand_dims is None or not self._agrees(line, operand_dims):
                 continue
-            for value, at in zip(line.ins, wanted, strict=True):
-                if at is None:
+            for value, operand_dim in zip(line.ins, operand_dims, strict=True):
+                if operand_dim is None:
                     self.fixed |= {} if value in self.lines.known else {value: None}
                     continue
-                self.dims[value] = at
+                self.dims[value] = operand_dim
                 maker = self.lines.made_by(value)
                 if not is_product and maker is not None and self._is_large(value):
-                    self.beside |= {} if across(self.lines, maker, at) is None else {value: at}
+                    self.beside |= {} if across(self.lines, maker, operand_dim) is None else {value: operand_dim}
             self.dims |= dict.fromkeys(line.outs, dim)
             self.made |= dict.fromkeys(line.outs)
             return True
         return False
 
-    def _agrees(self, line: Line, wanted: Dims) -> bool:
-        """Whether no operand is divided along another dim already, or divided here and whole there."""
+    def _agrees(self, line: Line, operand_dims: Dims) -> bool:
+        """Whether no operand is already chunked along another dim, or both chunked and fixed."""
         return all(
-            value not in self.dims if at is None else self.dims.get(value, at) == at and value not in self.fixed
-            for value, at in zip(line.ins, wanted, strict=True)
+            value not in self.dims
+            if operand_dim is None
+            else self.dims.get(value, operand_dim) == operand_dim and value not in self.fixed
+            for value, operand_dim in zip(line.ins, operand_dims, strict=True)
         )
 
     def _outs(self) -> tuple[int, ...]:
         members = set(self.members)
-        read = {value for at, line in enumerate(self.lines.lines) if at not in members for value in line.ins}
+        read = {value for index, line in enumerate(self.lines.lines) if index not in members for value in line.ins}
         return tuple(value for value in self.made if value in read or value in self.lines.outputs)
 
     @property
@@ -205,7 +207,7 @@ class _Growing:
 
 
 def across(lines: Lines, line: Line, dim: int) -> Dims | None:
-    """The dims of a line's operands that its result's dim is, if each of its rows is made of the same row of theirs."""
+    """Returns the operands' dims for a dim of a line's result, if each row depends only on the same row of theirs."""
     shapes, out, params = [lines.shape(value) for value in line.ins], lines.shape(line.outs[0]), line.eqn.params
     if out[dim] <= 1:
         return None
@@ -216,57 +218,59 @@ def across(lines: Lines, line: Line, dim: int) -> Dims | None:
     if line.name == "dot_general":
         return _across_product(shapes, params["dimension_numbers"], dim)
     if line.name == "broadcast_in_dim":
-        at = dict(zip(params["broadcast_dimensions"], range(len(shapes[0])), strict=True)).get(dim)
-        is_same = at is not None and shapes[0][at] == out[dim]
-        return (at if is_same else None, *[None] * (len(shapes) - 1))
+        operand_dim = dict(zip(params["broadcast_dimensions"], range(len(shapes[0])), strict=True)).get(dim)
+        is_same = operand_dim is not None and shapes[0][operand_dim] == out[dim]
+        return (operand_dim if is_same else None, *[None] * (len(shapes) - 1))
     if line.name == "transpose":
         return (params["permutation"][dim],)
     if line.name in ("reshape", "squeeze"):
         groups = (group for group in reshape_groups(shapes[0], out) if group[1] and group[1][-1] == dim)
         return next(((ins[-1],) for ins, _ in groups), None)
     if line.name in REDUCING:
-        kept = [at for at in range(len(shapes[0])) if at not in params["axes"]]
-        return tuple(kept[dim] for _ in shapes)
+        remaining = [operand_dim for operand_dim in range(len(shapes[0])) if operand_dim not in params["axes"]]
+        return tuple(remaining[dim] for _ in shapes)
     if line.name in ALONG:
         return None if params[ALONG[line.name]] == dim else (dim,) * len(shapes)
     if line.name == "slice":
-        is_whole = shapes[0][dim] == out[dim]
-        return (dim,) if is_whole else None
+        is_full = shapes[0][dim] == out[dim]
+        return (dim,) if is_full else None
     if line.name == "pad":
         return (dim, None) if params["padding_config"][dim] == (0, 0, 0) else None
     return _across_gather(shapes, params, len(out), dim) if line.name == "gather" else None
 
 
 def _across_product(shapes: list[tuple[int, ...]], numbers: tuple[tuple[tuple[int, ...], ...], ...], dim: int) -> Dims:
-    (contracted, batched), found = numbers, list[tuple[int | None, int | None]](zip(*numbers[1], strict=True))
+    (contracted, batched), operand_dims = numbers, list[tuple[int | None, int | None]](zip(*numbers[1], strict=True))
     for side in (0, 1):
-        free = [at for at in range(len(shapes[side])) if at not in (*contracted[side], *batched[side])]
-        found += [(at, None) if side == 0 else (None, at) for at in free]
-    return found[dim]
+        free = [
+            free_dim for free_dim in range(len(shapes[side])) if free_dim not in (*contracted[side], *batched[side])
+        ]
+        operand_dims += [(free_dim, None) if side == 0 else (None, free_dim) for free_dim in free]
+    return operand_dims[dim]
 
 
 def _across_gather(shapes: list[tuple[int, ...]], params: dict[str, object], rank: int, dim: int) -> Dims | None:
-    """Rows that are taken whole, rows of which each is looked into by itself, or rows of what is looked up."""
+    """Token dims of a gather: full slices of the operand, batching dims, or rows of the indices."""
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    asking = [at for at in range(rank) if at not in numbers.offset_dims]  # type: ignore[attr-defined]
+    index_dims = [operand_dim for operand_dim in range(rank) if operand_dim not in numbers.offset_dims]  # type: ignore[attr-defined]
     batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))  # type: ignore[attr-defined]
-    if dim in asking:
-        at = asking.index(dim)
-        return batching.get(at), at
+    if dim in index_dims:
+        operand_dim = index_dims.index(dim)
+        return batching.get(operand_dim), operand_dim
     left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}  # type: ignore[attr-defined]
-    at = [one for one in range(len(shapes[0])) if one not in left_out][numbers.offset_dims.index(dim)]  # type: ignore[attr-defined]
-    return (at, None) if sizes[at] == shapes[0][at] else None  # type: ignore[index]
+    operand_dim = [i for i in range(len(shapes[0])) if i not in left_out][numbers.offset_dims.index(dim)]  # type: ignore[attr-defined]
+    return (operand_dim, None) if sizes[operand_dim] == shapes[0][operand_dim] else None  # type: ignore[index]
 
 
 def narrowed(line: Line, dim: int, wanted: Dims, count: int) -> dict[str, object]:
-    """A line's parameters for one of `count` equal parts of its result's dim."""
+    """Returns a line's parameters for one of `count` equal chunks along a dim of its result."""
     params = dict(line.eqn.params)
     key = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}.get(line.name)
-    at: int | None = dim
+    chunked_dim: int | None = dim
     if line.name == "slice":
         key = "limit_indices"
     elif line.name == "gather" and wanted[1] is None:
-        key, at = "slice_sizes", wanted[0]
-    if key is not None and at is not None:
-        params[key] = tuple(size // count if one == at else size for one, size in enumerate(params[key]))
+        key, chunked_dim = "slice_sizes", wanted[0]
+    if key is not None and chunked_dim is not None:
+        params[key] = tuple(size // count if i == chunked_dim else size for i, size in enumerate(params[key]))
     return params

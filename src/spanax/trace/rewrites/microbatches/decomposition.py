@@ -22,17 +22,17 @@ from spanax.trace.rewrites.microbatches.rules import EXTREMA
 class Decomposition:
     """A loss whose results are functions of sums over examples, or have a row for each example.
 
-    Values are numbered as in `full`, the loss for the whole batch; the first of `outputs` is the loss.
+    Values are numbered as in `full`, the loss for the full batch; the first of `outputs` is the loss.
 
     Attributes:
-      full, small: the loss for the batch and for one of `count` microbatches.
+      full, small: the loss for the full batch and for one of `count` microbatches.
       shapes: the results of the loss for the batch, as `jax.eval_shape` returns them.
-      flow: the dependence of every value on the examples.
+      flow: the dependence of each value on the examples.
       count: the number of microbatches.
       sums: values that are sums over examples, of which all other results are functions.
       stacked: results that have a row for each example.
-      repeated: results that every microbatch computes alike, along with rows for its examples (a count of draws).
-      ahead: values that are computed for the whole batch before the microbatches.
+      repeated: results that are equal in all microbatches but depend on rows (a count of draws).
+      ahead: values that are computed for the full batch before the microbatches.
     """
 
     full: Lines
@@ -52,19 +52,19 @@ class Decomposition:
 
     @cached_property
     def weighted(self) -> tuple[int, ...]:
-        """The sums that the loss has a gradient in."""
+        """The sums with respect to which the loss has a gradient."""
         needed = {value for line in self.loss_lines for value in line.ins} | {self.loss}
         is_smooth = lambda value: jnp.issubdtype(self.full.avals[value].dtype, jnp.inexact)  # noqa: E731
         return tuple(value for value in self.sums if value in needed and is_smooth(value))
 
     @cached_property
     def loss_lines(self) -> list[Any]:
-        """The equations that make the loss of the sums."""
+        """The equations that compute the loss from the sums."""
         return [self.full.lines[position] for position in leading_to(self.full, [self.loss], self.sums)]
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether the weight of each sum in the loss depends on no sum: the weights are known beforehand."""
+        """Whether the loss is linear in the sums, so that their weights do not depend on them."""
         after = {value for value, each in self.flow.dependence.items() if each.kind is Kind.TOTAL} | {*self.sums}
         return is_linear(self.full, self.loss_lines, after, self.loss)
 
@@ -72,14 +72,14 @@ class Decomposition:
     def is_direct(self) -> bool:
         """Whether the loss depends on trained parameters other than through the sums (weight decay in the loss)."""
         read = {value for line in self.loss_lines for value in line.ins} | {self.loss}
-        ins = read - {value for line in self.loss_lines for value in line.outs} - {*self.sums}
-        return any(self.flow.dependence[value].is_trained for value in ins)
+        operands = read - {value for line in self.loss_lines for value in line.outs} - {*self.sums}
+        return any(self.flow.dependence[value].is_trained for value in operands)
 
     def microbatch(self, values: Values, place: Place) -> Values:
-        """The terms of the sums, and the rows of the results, of one microbatch.
+        """Evaluates one microbatch; returns the terms of the sums, and rows and repeated results.
 
         Args:
-          values: the inputs for the microbatch, and what was computed ahead.
+          values: the inputs for the microbatch, and the values computed ahead; updated in place.
           place: which microbatch it is.
         """
         results = (*self.sums, *self.stacked, *self.repeated)
@@ -88,13 +88,13 @@ class Decomposition:
         return {value: values[value] for value in results}
 
     def evaluated(self, outputs: Sequence[int], values: Values) -> list[Any]:
-        """Values of the whole batch, given its inputs and the sums."""
+        """Evaluates outputs for the full batch, given its inputs and the sums."""
         values = dict(self.full.known) | values
         run_lines([self.full.lines[position] for position in leading_to(self.full, outputs, values)], values)
         return [values[value] for value in outputs]
 
     def totals(self, terms: Values) -> Values:
-        """Sums over the batch, and its largest and smallest elements, from those of every microbatch."""
+        """Combines the stacked terms of all microbatches into sums, maxima and minima over the batch."""
         kinds = self.flow.dependence
         return {
             value: EXTREMA[self.full.lines[self.full.maker[value]].name](parts, 0)
@@ -104,7 +104,7 @@ class Decomposition:
         }
 
     def together(self, value: int, parts: Any) -> Any:
-        """A result with a row for each example, of the rows of every microbatch."""
+        """Interleaves the stacked rows of all microbatches into the rows of the full batch."""
         each = self.flow.dependence[value]
         inner, shape = each.inner or 1, jnp.shape(parts)[1:]
         grouped = jnp.reshape(parts, (self.count, *shape[: each.dim], -1, inner, *shape[each.dim + 1 :]))
@@ -112,7 +112,7 @@ class Decomposition:
 
 
 def leading_to(lines: Lines, outputs: Iterable[int], known: Collection[int]) -> list[int]:
-    """The positions of the equations that make some values, given others."""
+    """Returns the positions of the equations that compute `outputs` from `known` values."""
     stack, seen, needed = list(outputs), set(known), set[int]()
     while stack:
         value = stack.pop()
@@ -129,12 +129,12 @@ def leading_to(lines: Lines, outputs: Iterable[int], known: Collection[int]) -> 
 def decomposed(
     value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int
 ) -> Decomposition:
-    """The decomposition of a loss over microbatches.
+    """Returns the decomposition of a loss over microbatches.
 
     Args:
       value: a function of trained parameters, other state and batch; its first result is the loss.
-      args: its operands for the whole batch.
-      is_example: for every array of the batch whether its first dim is that of the examples.
+      args: its operands for the full batch.
+      is_example: for each array of the batch, whether its first dim is the example dim.
       count: the number of microbatches, which divides the number of examples.
 
     Raises:
@@ -147,7 +147,7 @@ def decomposed(
     small, _ = _traced(value, args, is_example, count)
     inputs = [SAME.trained(True)] * len(jax.tree.leaves(args[0])) + [SAME] * len(jax.tree.leaves(args[1]))
     inputs += [rows(0) if has_rows else SAME for has_rows in is_example]
-    # JAX treats dims of size 1 apart: what a single example has in common with the batch is read off two or more.
+    # JAX special-cases dims of size 1, so microbatches of one example are analyzed at a larger size.
     fewer = max((each for each in range(1, count) if batch_size % each == 0), default=1)
     is_single = batch_size == count and fewer > 1
     compared = _traced(value, args, is_example, fewer)[0] if is_single else small
@@ -171,10 +171,10 @@ def decomposed(
 def _traced(
     value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int
 ) -> tuple[Lines, Any]:
-    """The equations of a loss for one of `count` microbatches, and the shapes of its results.
+    """Traces a loss for one of `count` microbatches; returns its equations and the shapes of its results.
 
     Raises:
-      SpanaxError: it cannot be evaluated for that many examples.
+      SpanaxError: the loss cannot be traced at that number of examples.
     """
     params, rest, batch = args
     leaves, treedef = jax.tree.flatten(batch)
@@ -199,7 +199,7 @@ def _of_another_size(batch_size: int, count: int) -> SpanaxError:
 
 
 def _results_of(full: Lines, flow: Flow) -> dict[str, tuple[int, ...]]:
-    """The values of a decomposition by the attribute that lists them."""
+    """Returns the values of a decomposition by attribute name."""
     kind = lambda value: flow.dependence[value].kind  # noqa: E731
     sums: dict[int, None] = {}
     stacked = {value for value in full.outputs if kind(value) is Kind.ROWS and value not in flow.ahead}
@@ -215,10 +215,14 @@ def _results_of(full: Lines, flow: Flow) -> dict[str, tuple[int, ...]]:
             stack.extend(full.lines[full.maker[value]].ins)
 
     def has_rows(value: int) -> bool:
-        read = {v for position in leading_to(full, [value], flow.ahead) for v in full.lines[position].ins}
-        return any(kind(v) is Kind.ROWS for v in read)
+        read = {operand for position in leading_to(full, [value], flow.ahead) for operand in full.lines[position].ins}
+        return any(kind(operand) is Kind.ROWS for operand in read)
 
-    repeated = {v for v in full.outputs if kind(v) is Kind.SAME and v not in flow.ahead and has_rows(v)}
+    repeated = {
+        operand
+        for operand in full.outputs
+        if kind(operand) is Kind.SAME and operand not in flow.ahead and has_rows(operand)
+    }
     ordered = {"sums": sums, "stacked": stacked, "repeated": repeated}
     return {name: tuple(sorted(values)) for name, values in ordered.items()} | {"ahead": tuple(flow.ahead)}
 

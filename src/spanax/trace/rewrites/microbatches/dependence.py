@@ -11,9 +11,9 @@ class Kind(Enum):
     """What a microbatch computes of a value.
 
     `SAME`: the value itself, which does not depend on the examples. `ROWS`: its rows for the examples of the
-    microbatch. `INDEX`: the number of each example within the microbatch. `PARTIAL`: a term; the terms of all
-    microbatches add up to the value. `EXTREME`: the largest or smallest element of the microbatch. `TOTAL`: nothing; it
-    is a function of sums over the batch. `MIXED`: nothing; it combines examples in another manner.
+    microbatch. `INDEX`: the index of each example within the microbatch. `PARTIAL`: a term; the terms of all
+    microbatches add up to the value. `EXTREME`: the maximum or minimum over the microbatch. `TOTAL`: nothing; the value
+    is a function of sums over the batch. `MIXED`: nothing; the value combines examples in an unsupported manner.
     """
 
     SAME = auto()
@@ -31,13 +31,13 @@ class Dependence:
 
     Attributes:
       kind: what a microbatch computes of it.
-      dim: of `ROWS` and `INDEX`, the dim that has the examples.
+      dim: for `ROWS` and `INDEX`, the example dim.
       inner: consecutive elements along `dim` that belong to one example; None where all rows are equal.
-      is_trained: it depends on the trained parameters.
-      is_zero: it is zero everywhere.
-      is_shifted: of `INDEX`, the batch size was added to it.
-      columns: of an array of indices, its columns along the last dim that are `INDEX`.
-      cause: of `MIXED`, the equation that combines examples.
+      is_trained: whether it depends on trained parameters.
+      is_zero: whether it is zero everywhere.
+      is_shifted: for `INDEX`, whether the batch size was added.
+      columns: for an array of indices, its columns along the last dim that are `INDEX`.
+      cause: for `MIXED`, the equation that combines examples.
     """
 
     kind: Kind
@@ -50,33 +50,33 @@ class Dependence:
     cause: Line | None = None
 
     def trained(self, is_trained: bool) -> "Dependence":
-        """The same dependence of a value that also depends on trained parameters, if `is_trained`."""
+        """Returns this dependence, marked as depending on trained parameters if `is_trained`."""
         return replace(self, is_trained=True) if is_trained and not self.is_trained else self
 
 
 SUMMARIES = frozenset({Kind.PARTIAL, Kind.EXTREME, Kind.TOTAL})
-"""What has no examples any more, and is known once all microbatches are done."""
+"""Values reduced over the examples, available only after all microbatches."""
 
 SAME = Dependence(Kind.SAME)
 
 
 def rows(dim: int, inner: int | None = 1) -> Dependence:
-    """The dependence of a value with examples along a dim."""
+    """Returns the dependence of a value with examples along a dim."""
     return Dependence(Kind.ROWS, dim, inner)
 
 
 def mixed(cause: Line | None) -> Dependence:
-    """The dependence of a value that an equation makes of several examples."""
+    """Returns the dependence of a value in which an equation combines several examples."""
     return Dependence(Kind.MIXED, cause=cause)
 
 
 def first_mixed(operands: Iterable[Dependence]) -> Dependence:
-    """Of operands, the mixed one that tells most: one that depends on trained parameters, if there is any."""
-    return max((each for each in operands if each.kind is Kind.MIXED), key=lambda each: each.is_trained)
+    """Returns a mixed operand, preferring one that depends on trained parameters."""
+    return max((operand for operand in operands if operand.kind is Kind.MIXED), key=lambda operand: operand.is_trained)
 
 
 def joined(first: Dependence, second: Dependence, cause: Line | None) -> Dependence:
-    """The dependence of a value that is either of two: of a loop's carry, or of the branches of a condition."""
+    """Returns the dependence of a value that is either of two: a loop's carry, or the result of a `cond`."""
     is_trained = first.is_trained or second.is_trained
     is_zero = first.is_zero and second.is_zero
     kinds = {first.kind, second.kind}
@@ -95,7 +95,7 @@ def joined(first: Dependence, second: Dependence, cause: Line | None) -> Depende
 
 
 def agreed(operands: Iterable[Dependence]) -> Dependence | None:
-    """Rows along the one dim that all operands have their examples along; None where they differ."""
+    """Returns rows along the example dim that all operands share; None if they differ."""
     operands = list(operands)
     inners = {operand.inner for operand in operands} - {None}
     if len({operand.dim for operand in operands}) != 1 or len(inners) > 1:

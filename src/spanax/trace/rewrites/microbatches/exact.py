@@ -13,7 +13,7 @@ from spanax.trace.rewrites.microbatches.dependence import Kind
 from spanax.trace.rewrites.microbatches.microbatch import Place, Values
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What becomes of a loss before it is differentiated: remat, chunks of logits, attention as one operation."""
+"""Rewrites a loss before differentiation: remat, chunked logits, fused attention."""
 
 
 def accumulated(
@@ -23,21 +23,20 @@ def accumulated(
     is_example: tuple[bool, ...],
     count: int,
 ) -> tuple[Any, Any]:
-    """The results of a loss and its gradient in the first operand, computed in microbatches.
+    """Returns the results of a loss and its gradient in the first operand, computed in microbatches.
 
-    Where the weight of a sum in the loss depends on the sums themselves, the loss is evaluated once more, before its
-    gradient.
+    If the weight of a sum in the loss depends on the sums, an additional forward pass precedes the gradient.
 
     Args:
       value: a pure function of trained parameters, other state and batch that returns
         `(loss, (metrics, other state, others))`.
-      transform: what becomes of a loss before it is differentiated.
+      transform: rewrites the loss before differentiation.
       args: its operands.
-      is_example: for every array of the batch whether its first dim is that of the examples.
+      is_example: for each array of the batch, whether its first dim is the example dim.
       count: the number of microbatches.
 
     Raises:
-      SpanaxError: microbatches have other results than the batch.
+      SpanaxError: the results of microbatches would differ from those of the full batch.
 
     Example:
       >>> def loss(weight, rest, batch):
@@ -70,7 +69,7 @@ def accumulated(
 
 
 def _state_before(parts: Decomposition, args: tuple[Any, Any, Any]) -> Values:
-    """For every result that microbatches compute alike, the state that it takes the place of."""
+    """Returns, for each repeated result, the state that it replaces."""
     num_before = 1 + len(jax.tree.leaves(parts.shapes[1][0]))
     state = jax.tree.leaves(args[1])
     after = dict(zip(parts.full.outputs[num_before : num_before + len(state)], state, strict=True))
@@ -79,7 +78,7 @@ def _state_before(parts: Decomposition, args: tuple[Any, Any, Any]) -> Values:
 
 
 def _weights(parts: Decomposition, inputs: Values, sums: Values) -> Values:
-    """The derivative of the loss in each sum."""
+    """Returns the derivative of the loss with respect to each sum."""
 
     def loss(weighted: Values) -> Any:
         return parts.evaluated([parts.loss], inputs | sums | weighted)[0]
@@ -88,7 +87,7 @@ def _weights(parts: Decomposition, inputs: Values, sums: Values) -> Values:
 
 
 def _loss(parts: Decomposition, inputs: Values, totals: Values, params: Any) -> Any:
-    """The loss as a function of trained parameters, at fixed sums."""
+    """Evaluates the loss as a function of trained parameters, at fixed sums."""
     trained = dict(zip(parts.full.inputs, jax.tree.leaves(params), strict=False))
     return parts.evaluated([parts.loss], inputs | trained | totals)[0]
 
@@ -96,12 +95,14 @@ def _loss(parts: Decomposition, inputs: Values, totals: Values, params: Any) -> 
 def _term(
     parts: Decomposition, params: Any, rest: Any, weights: Values, ahead: Values, index: Any, rows: tuple[Values, Any]
 ) -> tuple[Any, tuple[Values, tuple[Values, Values]]]:
-    """A microbatch's term of what has the gradient of the loss; its repeated results, terms and rows."""
+    """Returns a microbatch's term of the weighted sum, with its repeated results, terms and rows."""
     values = dict(zip(parts.full.inputs, jax.tree.leaves((params, rest, rows[1])), strict=True)) | ahead | rows[0]
     computed = parts.microbatch(values, Place(index, parts.count, parts.flow.batch_size, parts.flow.is_tiled))
     terms = [(weights[number] * computed[number]).sum().astype(jnp.float32) for number in parts.weighted]
     sums = {number: computed[number] for number in parts.sums}
-    stacked, repeated = ({number: computed[number] for number in each} for each in (parts.stacked, parts.repeated))
+    stacked, repeated = (
+        {number: computed[number] for number in numbers} for numbers in (parts.stacked, parts.repeated)
+    )
     return sum(terms, jnp.float32(0)), (repeated, (sums, stacked))
 
 
@@ -109,23 +110,25 @@ def _loop(
     parts: Decomposition, args: tuple[Any, Any, Any], is_example: tuple[bool, ...], inputs: Values,
     function: Callable[..., Any], first: Any, weights: Values,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """The sum of a function's first results over microbatches, and its second results stacked."""
+    """Returns a function's first results summed over microbatches, and its second results stacked."""
     params, rest, batch = args
     leaves, treedef = jax.tree.flatten(batch)
     dims = {number: parts.flow.dependence[number] for number in parts.ahead}
-    alike = {number: inputs[number] for number, each in dims.items() if each.kind is Kind.SAME}
+    replicated = {number: inputs[number] for number, each in dims.items() if each.kind is Kind.SAME}
     ahead = {
-        number: apart(inputs[number], dims[number].dim, parts.count) for number in parts.ahead if number not in alike
+        number: apart(inputs[number], dims[number].dim, parts.count)
+        for number in parts.ahead
+        if number not in replicated
     }
     examples = [apart(leaf, 0, parts.count) for leaf, has_rows in zip(leaves, is_example, strict=True) if has_rows]
 
-    def turn(carry: Any, row: tuple[Any, Values, list[Any]]) -> tuple[Any, Any]:
+    def body(carry: Any, row: tuple[Any, Values, list[Any]]) -> tuple[Any, Any]:
         (total, _), (index, ahead_rows, arrays) = carry, row
         remaining = iter(arrays)
         merged = [next(remaining) if has_rows else leaf for leaf, has_rows in zip(leaves, is_example, strict=True)]
         new, (repeated, results) = function(
-            params, rest, weights, alike, index, (ahead_rows, jax.tree.unflatten(treedef, merged))
+            params, rest, weights, replicated, index, (ahead_rows, jax.tree.unflatten(treedef, merged))
         )
         return (jax.tree.map(jnp.add, total, new), repeated), results
 
-    return jax.lax.scan(turn, first, (jnp.arange(parts.count), ahead, examples))
+    return jax.lax.scan(body, first, (jnp.arange(parts.count), ahead, examples))

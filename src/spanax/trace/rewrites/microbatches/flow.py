@@ -22,13 +22,13 @@ from spanax.trace.rewrites.microbatches.dependence import (
 from spanax.trace.rewrites.microbatches.rules import RANDOM, Equation, is_zero, results
 
 CALLS = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "composite"}
-"""Equations that run one body on their operands."""
+"""Equations that call one body on their operands."""
 
 LOOPS = frozenset({"scan", "while", "cond"})
 
 
 class Misaligned(Exception):
-    """The program of a microbatch has other equations than that of the batch."""
+    """Raised if the equations for a microbatch differ from those for the batch."""
 
 
 @dataclass(eq=False)
@@ -38,10 +38,10 @@ class Flow:
     Attributes:
       full, small: the body for the batch and for a microbatch.
       batch_size: the number of examples in the batch.
-      is_tiled: what noise for a multiple of the examples is for, as in `Equation`.
-      is_outermost: whether what depends on no trained parameter can be computed for the whole batch.
-      dependence: of every value of the body.
-      ahead: values to compute for the whole batch, before the microbatches.
+      is_tiled: layout of noise with several elements per example, as in `Equation`.
+      is_outermost: whether values without trained parameters can be computed for the full batch.
+      dependence: the dependence of each value of the body.
+      ahead: values to compute for the full batch, before the microbatches.
     """
 
     full: Lines
@@ -53,25 +53,25 @@ class Flow:
     ahead: dict[int, None] = field(default_factory=dict)
 
     def run(self, inputs: Sequence[Dependence]) -> list[Dependence]:
-        """The dependence of the results, from that of the inputs."""
+        """Returns the dependence of the results, given that of the inputs."""
         self.dependence = dict(zip(self.full.inputs, inputs, strict=True))
         for value in self.full.known:
             self.dependence[value] = self._constant(value)
-        for line, other in zip(self.full.lines, self.small.lines, strict=True):
+        for line, small_line in zip(self.full.lines, self.small.lines, strict=True):
             operands = tuple(self.dependence[value] for value in line.ins)
             equation = Equation(self.full, self.small, line, operands, self.batch_size, self.is_tiled)
-            outs = self._results(equation, other)
+            outs = self._results(equation, small_line)
             self.dependence |= zip(line.outs, map(self._ahead, line.outs, outs), strict=True)
         return [self.dependence[value] for value in self.full.outputs]
 
     def _constant(self, value: int) -> Dependence:
-        held = self.full.known[value]
+        const = self.full.known[value]
         if self.full.shape(value) == self.small.shape(value):
-            return Dependence(Kind.SAME, is_zero=is_zero(held))
+            return Dependence(Kind.SAME, is_zero=is_zero(const))
         return self._ahead(value, mixed(None))
 
     def _ahead(self, value: int, out: Dependence) -> Dependence:
-        """What no rule covers is computed for the whole batch where it depends on no trained parameter."""
+        """Computes an unsupported value for the full batch if it does not depend on trained parameters."""
         if not self.is_outermost or out.is_trained or out.kind in (Kind.SAME, Kind.ROWS, Kind.INDEX):
             return out
         shapes = zip(self.full.shape(value), self.small.shape(value), strict=True)
@@ -84,8 +84,8 @@ class Flow:
             return rows(sized[0][0], 1)
         return out
 
-    def _results(self, equation: Equation, other: Line) -> list[Dependence]:
-        """The dependence of an equation's results, through its bodies where it has some."""
+    def _results(self, equation: Equation, small_line: Line) -> list[Dependence]:
+        """Returns the dependence of an equation's results, following its bodies, if any."""
         name, line, kinds = equation.name, equation.line, equation.kinds()
         if not has_bodies(line) or kinds <= {Kind.SAME} and not any(map(equation.sized_by_batch, line.outs)):
             outs = results(equation)
@@ -94,67 +94,67 @@ class Flow:
         elif self.is_outermost and kinds <= {Kind.SAME, *SUMMARIES}:
             outs = [Dependence(Kind.TOTAL)] * len(line.outs)
         elif name == "scan":
-            outs = self._scanned(equation, other)
+            outs = self._scanned(equation, small_line)
         elif name == "while":
-            outs = self._repeated(equation, other)
+            outs = self._repeated(equation, small_line)
         elif name == "cond":
-            outs = self._branched(equation, other)
-        elif name in CALLS and is_changed(bodies_of(line)[0], bodies_of(other)[0]):
-            outs = [mixed(line)] * len(line.outs)  # what replaces it would not have its derivative
+            outs = self._branched(equation, small_line)
+        elif name in CALLS and is_changed(bodies_of(line)[0], bodies_of(small_line)[0]):
+            outs = [mixed(line)] * len(line.outs)  # a replacement would not have its custom derivative
         else:
-            outs = self._within(bodies_of(line)[0], bodies_of(other)[0], equation.operands)
+            outs = self._within(bodies_of(line)[0], bodies_of(small_line)[0], equation.operands)
         if not self.is_outermost:
-            # Inside of a body a function of totals has no place: the totals are known after all microbatches.
+            # A body cannot use totals, which are available only after all microbatches.
             outs = [mixed(line) if out.kind in (Kind.TOTAL, Kind.EXTREME) else out for out in outs]
         return [out.trained(equation.is_trained) for out in outs]
 
     def _within(self, full: Any, small: Any, inputs: Sequence[Dependence]) -> list[Dependence]:
         return Flow(Lines.of(*opened(full)), Lines.of(*opened(small)), self.batch_size, self.is_tiled).run(inputs)
 
-    def _scanned(self, equation: Equation, other: Line) -> list[Dependence]:
+    def _scanned(self, equation: Equation, small_line: Line) -> list[Dependence]:
         line, params = equation.line, equation.line.eqn.params
-        (full,), (small,) = bodies_of(line), bodies_of(other)
+        (full,), (small,) = bodies_of(line), bodies_of(small_line)
         num_consts, num_carried = counts(equation.full, line)
         before, stacked = equation.operands[: num_consts + num_carried], equation.operands[num_consts + num_carried :]
-        if params["length"] != other.eqn.params["length"]:
+        if params["length"] != small_line.eqn.params["length"]:
             return self._examples_in_turn(equation, num_carried)
         if any(each.kind is Kind.ROWS and each.dim == 0 for each in stacked):
             return [mixed(line)] * len(line.outs)
-        turns = [replace(each, dim=each.dim - 1) if each.kind is Kind.ROWS else each for each in stacked]
+        slices = [replace(each, dim=each.dim - 1) if each.kind is Kind.ROWS else each for each in stacked]
         consts, carry = before[:num_consts], list(before[num_consts:])
-        outs = self._fixed_point(line, carry, lambda carry: self._within(full, small, [*consts, *carry, *turns]))
-        left = [replace(out, dim=out.dim + 1) if out.kind is Kind.ROWS else out for out in outs[num_carried:]]
-        return [*carry, *left]
+        outs = self._fixed_point(line, carry, lambda carry: self._within(full, small, [*consts, *carry, *slices]))
+        stacked_outs = [replace(out, dim=out.dim + 1) if out.kind is Kind.ROWS else out for out in outs[num_carried:]]
+        return [*carry, *stacked_outs]
 
     def _examples_in_turn(self, equation: Equation, num_carried: int) -> list[Dependence]:
-        """A loop over the examples that hands nothing on treats them one by one."""
+        """A scan over the examples without a carry is independent per example."""
         line, sized = equation.line, [each for each in equation.operands if each.kind is Kind.ROWS]
         is_mapped = num_carried == 0 and sized and all(each.dim == 0 and each.inner in (1, None) for each in sized)
         return [rows(0, 1) if is_mapped else mixed(line)] * len(line.outs)
 
-    def _repeated(self, equation: Equation, other: Line) -> list[Dependence]:
+    def _repeated(self, equation: Equation, small_line: Line) -> list[Dependence]:
         line, operands = equation.line, equation.operands
-        (test, body), (small_test, small_body) = bodies_of(line), bodies_of(other)
+        (test, body), (small_test, small_body) = bodies_of(line), bodies_of(small_line)
         num_test, num_body = line.eqn.params["cond_nconsts"], line.eqn.params["body_nconsts"]
         consts, carry = operands[num_test : num_test + num_body], list(operands[num_test + num_body :])
         self._fixed_point(line, carry, lambda carry: self._within(body, small_body, [*consts, *carry]))
         (stops,) = self._within(test, small_test, [*operands[:num_test], *carry])
         return carry if stops.kind is Kind.SAME else [mixed(line)] * len(line.outs)
 
-    def _branched(self, equation: Equation, other: Line) -> list[Dependence]:
+    def _branched(self, equation: Equation, small_line: Line) -> list[Dependence]:
         line, (index, *operands) = equation.line, equation.operands
         if index.kind is not Kind.SAME:
             return [mixed(line)] * len(line.outs)
-        pairs = zip(bodies_of(line), bodies_of(other), strict=True)
+        pairs = zip(bodies_of(line), bodies_of(small_line), strict=True)
         first, *more = [self._within(full, small, operands) for full, small in pairs]
         for outs in more:
             first = [joined(*pair, line) for pair in zip(first, outs, strict=True)]
         return first
 
-    def _fixed_point(self, line: Line, carry: list[Dependence], turn: Any) -> list[Dependence]:
-        """The results of a loop's turn once its carry depends on what the turn makes of it; changes `carry`."""
+    def _fixed_point(self, line: Line, carry: list[Dependence], body: Any) -> list[Dependence]:
+        """Iterates a loop body until the dependence of its carry is stable; returns its results and updates `carry`."""
         while True:
-            outs = turn(carry)
+            outs = body(carry)
             after = [joined(*pair, line) for pair in zip(carry, outs[: len(carry)], strict=True)]
             if after == carry:
                 return outs
@@ -162,10 +162,10 @@ class Flow:
 
 
 def check_aligned(full: Lines, small: Lines, *, ranks: bool = True) -> None:
-    """Check that two programs have the same equations, between the same values.
+    """Checks that two programs have the same equations on the same values.
 
     Raises:
-      Misaligned: they have not; or, with `ranks`, two values have different numbers of dims.
+      Misaligned: the equations differ or, with `ranks`, two values differ in rank.
     """
     structure = [
         (len(lines.avals), lines.known.keys(), lines.inputs, lines.outputs)
@@ -175,18 +175,18 @@ def check_aligned(full: Lines, small: Lines, *, ranks: bool = True) -> None:
     ]
     if structure[0] != structure[1]:
         raise Misaligned
-    for line, other in zip(full.lines, small.lines, strict=True):
-        for body, small_body in zip(bodies_of(line), bodies_of(other), strict=True) if has_bodies(line) else ():
+    for line, small_line in zip(full.lines, small.lines, strict=True):
+        for body, small_body in zip(bodies_of(line), bodies_of(small_line), strict=True) if has_bodies(line) else ():
             check_aligned(Lines.of(*opened(body)), Lines.of(*opened(small_body)), ranks=ranks)
 
 
 def has_bodies(line: Line) -> bool:
-    """Whether an equation runs bodies that are followed."""
+    """Whether an equation has bodies that the analysis follows."""
     return line.name in LOOPS or line.name in CALLS or remat_of(line.eqn) is not None
 
 
 def bodies_of(line: Line) -> list[Any]:
-    """The bodies of an equation, in the order in which it has them."""
+    """Returns the bodies of an equation, in order."""
     params = remat_of(line.eqn) or line.eqn.params
     if line.name == "while":
         return [params["cond_jaxpr"], params["body_jaxpr"]]
@@ -197,7 +197,7 @@ def bodies_of(line: Line) -> list[Any]:
 
 
 def counts(lines: Lines, line: Line) -> tuple[int, int]:
-    """How many constants and how many carried values a scan has."""
+    """Returns the number of constants and of carried values of a scan."""
     body, _ = opened(bodies_of(line)[0])
     outside = ([len(lines.shape(value)) for value in values] for values in (line.ins, line.outs))
     inside = ([np.ndim(var.aval) for var in variables] for variables in (body.invars, body.outvars))
@@ -206,20 +206,20 @@ def counts(lines: Lines, line: Line) -> tuple[int, int]:
 
 
 def draws(full: Lines, small: Lines, line: Line) -> bool:
-    """Whether an equation draws noise for every example from one key."""
+    """Whether an equation draws noise for all examples from the same key."""
     is_sized = any(full.shape(value) != small.shape(value) for value in line.outs)
     return line.name in RANDOM and is_sized and all(full.shape(value) == small.shape(value) for value in line.ins)
 
 
 def is_changed(full_body: Any, small_body: Any) -> bool:
-    """Whether a body draws noise for every example, or has constants that depend on the size of the batch."""
+    """Whether a body draws noise per example, or has constants that depend on the batch size."""
     full, small = Lines.of(*opened(full_body)), Lines.of(*opened(small_body))
-    for value, held in full.known.items():
-        if full.shape(value) == small.shape(value) and _differ(held, small.known[value]):
+    for value, const in full.known.items():
+        if full.shape(value) == small.shape(value) and _differ(const, small.known[value]):
             return True
     return any(
-        draws(full, small, line) or (has_bodies(line) and any(map(is_changed, bodies_of(line), bodies_of(other))))
-        for line, other in zip(full.lines, small.lines, strict=True)
+        draws(full, small, line) or (has_bodies(line) and any(map(is_changed, bodies_of(line), bodies_of(small_line))))
+        for line, small_line in zip(full.lines, small.lines, strict=True)
     )
 
 

@@ -13,29 +13,29 @@ from spanax.trace.jaxpr.lines import Line
 
 
 def rows_of(array: Any, dim: int, inner: int, index: Any, count: int) -> Any:
-    """The rows of one microbatch: of examples in groups of `count`, the one at `index` of each group.
+    """Returns the rows of one microbatch: example `index` of every `count` consecutive examples.
 
     Args:
-      array: all examples along `dim`.
-      dim: the dim of the examples.
-      inner: consecutive elements of one example along it.
-      index: the number of the microbatch.
+      array: has all examples along `dim`.
+      dim: the example dim.
+      inner: consecutive elements per example along `dim`.
+      index: the index of the microbatch.
       count: the number of microbatches.
     """
     shape = jnp.shape(array)
     parts = jnp.reshape(array, (*shape[:dim], shape[dim] // (count * inner), count, inner, *shape[dim + 1 :]))
-    taken = jax.lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
-    return jnp.reshape(taken, (*shape[:dim], shape[dim] // count, *shape[dim + 1 :]))
+    group_rows = jax.lax.dynamic_index_in_dim(parts, index, dim + 1, keepdims=False)
+    return jnp.reshape(group_rows, (*shape[:dim], shape[dim] // count, *shape[dim + 1 :]))
 
 
 def drawn(line: Line, ins: list[Any], places: list[tuple[int, int] | None], index: Any, count: int) -> list[Any]:
-    """What a random equation of the whole batch draws for one microbatch.
+    """Returns what a random equation of the full batch draws for one microbatch.
 
     Args:
       line: the equation of the batch.
       ins: its operands.
-      places: of every result the dim of the examples and the elements of one along it; None of what has none.
-      index: the number of the microbatch.
+      places: for each result, its example dim and the elements per example along it; None without examples.
+      index: the index of the microbatch.
       count: the number of microbatches.
     """
     (place, *_), params = places, line.eqn.params
@@ -63,19 +63,19 @@ def _is_counted(keys: Any, params: dict[str, Any], dim: int) -> bool:
 
 
 def _bits(key: Any, shape: tuple[int, ...], bit_width: int, dim: int, inner: int, index: Any, count: int) -> Any:
-    """Rows of `jax.random.bits` of one key, without those of other microbatches.
+    """Returns the microbatch's rows of `jax.random.bits` for a single key, without generating the others.
 
     Source: jax, `_threefry_random_bits_partitionable` in jax/_src/prng.py: the counter is the position in the array.
     """
     small = (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
     counter = jnp.zeros(small, "uint32")
-    for each, size in enumerate(small):
+    for axis, size in enumerate(small):
         position = jnp.arange(size, dtype="uint32")
-        if each == dim:
+        if axis == dim:
             example, element = position // inner, position % inner
             position = (example * count + index.astype("uint32")) * inner + element
-        stride = math.prod(shape[each + 1 :])
-        shaped = (position * jnp.uint32(stride)).reshape([size if other == each else 1 for other in range(len(small))])
+        stride = math.prod(shape[axis + 1 :])
+        shaped = (position * jnp.uint32(stride)).reshape([size if i == axis else 1 for i in range(len(small))])
         counter = counter + shaped
     first, second = jax.random.key_data(key)
     high, low = jex_random.threefry2x32_p.bind(first, second, jnp.zeros_like(counter), counter)

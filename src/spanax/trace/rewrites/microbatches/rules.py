@@ -24,15 +24,15 @@ from spanax.trace.rewrites.microbatches.dependence import (
 )
 
 RANDOM = frozenset({"random_bits", "random_split", "rng_bit_generator"})
-"""Equations that draw numbers; a microbatch takes its rows of what is drawn for the batch."""
+"""Random equations; a microbatch uses its rows of the draws for the full batch."""
 
 REORDERS = frozenset({"rev", "tile"})
-"""Equations whose dims are sharded together although rows move along them."""
+"""Equations that move rows along dims that their rule joins."""
 
 VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy", "transpose"})
 SUMS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated"})
 EXTREMA = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_or": jnp.any, "reduce_and": jnp.all}
-"""Reductions that combine over microbatches, by what combines them; they have no gradient over the whole batch."""
+"""Reductions over microbatches other than sums, with the combining function; their gradients are not supported."""
 
 ZERO_STAYS = VIEWS | {"neg", "slice"}
 
@@ -42,12 +42,12 @@ class Equation:
     """One equation at both batch sizes, with the dependence of its operands.
 
     Attributes:
-      full, small: the programs of the batch and of a microbatch, with the same numbers for their values.
+      full, small: the programs for the batch and for a microbatch, with the same value numbering.
       line: the equation of the batch.
       operands: the dependence of each operand.
       batch_size: the number of examples in the batch.
-      is_tiled: whether noise for a multiple of the examples is for several batches end to end; if not, for several
-        consecutive elements of each example.
+      is_tiled: whether noise with several elements per example is several concatenated batches; otherwise, the
+        elements of an example are consecutive.
     """
 
     full: Lines
@@ -59,7 +59,7 @@ class Equation:
 
     @property
     def name(self) -> str:
-        """The name of its primitive."""
+        """Name of the primitive."""
         return self.line.name
 
     @property
@@ -68,21 +68,21 @@ class Equation:
         return any(operand.is_trained for operand in self.operands)
 
     def kinds(self) -> set[Kind]:
-        """The kinds of its operands."""
+        """Returns the kinds of its operands."""
         return {operand.kind for operand in self.operands}
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """The shape of a value for the whole batch."""
+        """Returns the shape of a value for the full batch."""
         return self.full.shape(value)
 
     def sized_by_batch(self, value: int) -> list[int]:
-        """The dims of a value whose size depends on the size of the batch."""
+        """Returns the dims of a value whose size depends on the batch size."""
         pairs = enumerate(zip(self.full.shape(value), self.small.shape(value), strict=True))
         return [dim for dim, (size, small) in pairs if size != small]
 
 
 def results(equation: Equation) -> list[Dependence]:
-    """The dependence of every result of an equation without bodies."""
+    """Returns the dependence of each result of an equation without bodies."""
     kinds, line = equation.kinds(), equation.line
     if Kind.MIXED in kinds:
         outs = [first_mixed(equation.operands)] * len(line.outs)
@@ -99,7 +99,7 @@ def results(equation: Equation) -> list[Dependence]:
 
 
 def _checked(equation: Equation, value: int, out: Dependence, is_zero: bool) -> Dependence:
-    """A result whose sizes at both batch sizes agree with its dependence; mixed where they do not."""
+    """Returns the dependence if it agrees with the shapes at both batch sizes; otherwise mixed."""
     expected = [out.dim] if out.kind in (Kind.ROWS, Kind.INDEX) else []
     if out.kind is not Kind.MIXED and equation.sized_by_batch(value) != expected:
         out = mixed(equation.line)
@@ -121,7 +121,7 @@ def _is_linear(equation: Equation) -> bool:
         return False
     is_term = [operand.kind is Kind.PARTIAL or operand.is_zero for operand in operands]
     if name == "convert_element_type":
-        before, after = (equation.full.avals[v].dtype for v in (equation.line.ins[0], equation.line.outs[0]))
+        before, after = (equation.full.avals[value].dtype for value in (equation.line.ins[0], equation.line.outs[0]))
         return jnp.issubdtype(after, jnp.inexact) or not jnp.issubdtype(before, jnp.inexact)
     if name in PRODUCTS:
         return sum(operand.kind is Kind.PARTIAL for operand in operands) == 1
@@ -135,7 +135,7 @@ def _is_linear(equation: Equation) -> bool:
 
 
 def _fresh(equation: Equation, value: int) -> Dependence:
-    """The dependence of a result none of whose operands depends on the examples: a constant, an index, or noise."""
+    """Returns the dependence of a result without operands that depend on examples: a constant, an index, or noise."""
     sized = equation.sized_by_batch(value)
     if not sized:
         return SAME
@@ -155,7 +155,7 @@ def _fresh(equation: Equation, value: int) -> Dependence:
 
 
 def _of_index(equation: Equation) -> Dependence:
-    """Numbers of examples stay what they are on their way into a lookup; any other use needs those of the batch."""
+    """Example indices may only be normalized for a gather; any other use needs the indices within the batch."""
     name, operands, line = equation.name, equation.operands, equation.line
     first = operands[0]
     if name == "lt" and first.kind is Kind.INDEX and operands[1].is_zero:
@@ -176,7 +176,7 @@ def _of_index(equation: Equation) -> Dependence:
 
 
 def _columns(equation: Equation) -> Dependence:
-    """An array of indices, some columns of which are numbers of examples."""
+    """Returns the dependence of an array of indices with some columns of example indices."""
     start, columns = 0, set[int]()
     for value, operand in zip(equation.line.ins, equation.operands, strict=True):
         size = equation.shape(value)[-1]
@@ -193,7 +193,7 @@ def _columns(equation: Equation) -> Dependence:
 
 
 def _gathered(equation: Equation, columns: frozenset[int]) -> Dependence:
-    """A lookup in which each example looks into its own row."""
+    """Returns the dependence of a gather in which each example reads its own row."""
     operand, indices = equation.operands[:2]
     numbers = equation.line.eqn.params["dimension_numbers"]
     local = {numbers.start_index_map[column] for column in columns}
@@ -222,7 +222,7 @@ def _of_rows(equation: Equation) -> list[Dependence]:
     if line.name in FRESH:
         (position, operand), *more = sized
         return [
-            rows(operand.dim, operand.inner) if not more else agreed(o for _, o in sized) or mixed(line)
+            rows(operand.dim, operand.inner) if not more else agreed(each for _, each in sized) or mixed(line)
             for _ in line.outs
         ]
     if line.name == "gather" and operands[1].columns:
@@ -233,7 +233,7 @@ def _of_rows(equation: Equation) -> list[Dependence]:
 
 
 def _reorders(equation: Equation, dim: int) -> bool:
-    """Whether a reversal or a repetition goes along a dim."""
+    """Whether a `rev` or a `tile` moves rows along a dim."""
     (source,), params = equation.line.ins, equation.line.eqn.params
     if equation.name == "rev":
         return dim in params["dimensions"]
@@ -241,7 +241,7 @@ def _reorders(equation: Equation, dim: int) -> bool:
 
 
 def _by_joins(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> list[Dependence]:
-    """Rows where the registered rule joins the examples' dim of every operand with one of the result; sums else."""
+    """Rows if the registered rule joins the example dims of the operands with a dim of the result; otherwise a sum."""
     line, num_ins = equation.line, len(equation.line.ins)
     numbers = tuple(range(num_ins + len(line.outs)))
     op = Op(line.name, line.eqn, numbers[:num_ins], numbers[num_ins:])
@@ -255,8 +255,8 @@ def _by_joins(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> li
         labels = {dims.find(position, operand.dim) for position, operand in sized}
         into = [dim for dim, label in enumerate(dims.classes(value)) if label in labels]
         inners = {operand.inner for _, operand in sized} - {None}
-        is_kept = any((value, dim) in dims.kept_whole for dim in into)
-        if len(labels) > 1 or len(inners) > 1 or len(into) > 1 or is_kept or _scatters(equation, sized):
+        is_replicated = any((value, dim) in dims.kept_whole for dim in into)
+        if len(labels) > 1 or len(inners) > 1 or len(into) > 1 or is_replicated or _scatters(equation, sized):
             outs.append(mixed(line))
         elif into:
             outs.append(rows(into[0], next(iter(inners), None)))
@@ -266,7 +266,7 @@ def _by_joins(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> li
 
 
 def _scatters(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> bool:
-    """Whether a scatter writes rows of examples at positions that it reads."""
+    """Whether a scatter writes along the example dim at positions given by its indices."""
     if not equation.name.startswith("scatter"):
         return False
     scattered = equation.line.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
@@ -274,7 +274,7 @@ def _scatters(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> bo
 
 
 def _reduced(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> Dependence:
-    """The dependence of a result in which the examples are combined: a sum over them, or mixed."""
+    """Returns the dependence of a reduction over the examples: a sum, an extremum, or mixed."""
     line = equation.line
     if line.name in SUMS:
         return Dependence(Kind.PARTIAL)
@@ -286,7 +286,7 @@ def _reduced(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> Dep
 
 
 def _reshaped(equation: Equation, operand: Dependence) -> Dependence:
-    """The dim of a reshaped array that has the examples, with the elements that each has there."""
+    """Returns the example dim of a reshaped array, with the elements per example along it."""
     old, new = equation.shape(equation.line.ins[0]), equation.shape(equation.line.outs[0])
     for before, after in reshape_groups(old, new):
         if operand.dim not in before:
@@ -307,7 +307,7 @@ def _reshaped(equation: Equation, operand: Dependence) -> Dependence:
 
 
 def _along(equation: Equation) -> list[Dependence]:
-    """Batches end to end along one dim: joined to a longer one, or one taken out of several."""
+    """Concatenates, slices or splits batches along the example dim, if aligned to batches."""
     line = equation.line
     out = agreed(operand for operand in equation.operands if operand.kind is Kind.ROWS)
     if out is None or any(operand.kind is not Kind.ROWS for operand in equation.operands) or out.inner is None:

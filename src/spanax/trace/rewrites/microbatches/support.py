@@ -1,4 +1,4 @@
-"""Whether a loss supports microbatches, and how the step accumulates gradients over them."""
+"""Checks whether a loss supports exact gradient accumulation over microbatches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from spanax.trace.rewrites.remat_policies import MEAN
 
 @dataclass(frozen=True)
 class Microbatches:
-    """Whether a step can be run in microbatches.
+    """The support of a train step for microbatches.
 
     Attributes:
-      num_passes: how often they evaluate the loss; twice where the weights of its sums depend on the sums.
-      error: why their results are not those of the batch; None where they are, or need not be.
+      num_passes: evaluations of the loss per microbatch; 2 if the weights of its sums depend on the sums.
+      error: why the results would differ from those of the full batch; None if they are equal or need not be.
     """
 
     num_passes: int = 1
@@ -30,12 +30,12 @@ class Microbatches:
 def microbatches_of(
     loss: Callable[..., Any] | None, compute_dtype: Any, accumulate: str, batch: Any, trace: Callable[..., Any]
 ) -> Microbatches:
-    """Whether a step can be run in microbatches.
+    """Returns whether a train step supports microbatches.
 
     Args:
-      loss: the user's loss; None where the user wrote the train step.
-      compute_dtype: what the loss sees of floating parameters and batch.
-      accumulate: how microbatches are combined.
+      loss: the user's loss; None if the user wrote the train step.
+      compute_dtype: dtype to which floating parameters and batch are cast for the loss.
+      accumulate: how microbatches are combined, one of `ACCUMULATIONS`.
       batch: shapes of the batch.
       trace: evaluates a train step abstractly.
     """
@@ -60,7 +60,7 @@ def microbatches_of(
         trace(step)
     except SpanaxError as error:
         return Microbatches(error=error)
-    # An equation that the analysis does not support must not stop a plan without microbatches.
+    # An equation that the analysis does not support must not prevent a plan without microbatches.
     except Exception as error:
         what = f"the loss cannot be analyzed for microbatches: {type(error).__name__}: {first_line(error)}"
         return Microbatches(error=SpanaxError(what, fix='microbatches=1 and no pipeline, or accumulate="mean"'))
@@ -68,10 +68,10 @@ def microbatches_of(
 
 
 def examples(batch: Any, count: int) -> tuple[bool, ...]:
-    """For every array of the batch whether its first dim is that of the examples.
+    """Returns for each array of the batch whether its first dim is the example dim.
 
     Raises:
-      SpanaxError: the number of microbatches does not divide them.
+      SpanaxError: `count` does not divide the number of examples.
     """
     leaves = jax.tree.leaves(batch)
     sized = with_examples(range(len(leaves)), leaves)
@@ -81,13 +81,13 @@ def examples(batch: Any, count: int) -> tuple[bool, ...]:
 
 
 def check_divides(size: int, count: int) -> None:
-    """Check that a number of microbatches divides a batch.
+    """Checks that the number of microbatches divides the batch size.
 
     Raises:
-      SpanaxError: it does not.
+      SpanaxError: `count` does not divide `size`.
     """
     if size % count:
         raise SpanaxError(
             f"{count} microbatches do not divide the batch of {size}.",
-            fix=f"microbatches={max(k for k in range(1, count) if size % k == 0)}",
+            fix=f"microbatches={max(divisor for divisor in range(1, count) if size % divisor == 0)}",
         )
