@@ -37,7 +37,7 @@ VARIANTS: dict[str, Callable[[Program], Program]] = {
     "pipeline": lambda program: program,
 }
 
-QUICK = {"mlp", "gpt", "moe", "resnet", "lora_gpt", "masked_loss"}
+QUICK = {"mlp", "gpt", "flow"}
 """The models that `make test` compares."""
 
 
