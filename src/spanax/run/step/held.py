@@ -65,8 +65,8 @@ class Storage:
         """What the head handed back, as far as the gradients of weights come later and may still need it."""
         return self.cut.returned if self.halves else ()
 
-    def defer(self, index: int) -> tuple[str, ...]:
-        """The mesh axes over which a carried value is still to be summed."""
+    def deferred_axes(self, index: int) -> tuple[str, ...]:
+        """Returns the mesh axes over which a carried value has not been reduced yet."""
         return self.replay.unreduced.of(self.cut.loop.body_carried[index])
 
     def zeros(self, value: int, *leading: int, num_scanned: int = 0) -> Any:
@@ -116,6 +116,10 @@ class Storage:
             "kept": layers + each(held["kept"][num_layers:], cut.ridden, 1),
             "split": each(held["split"][:num_between], self.between, 2)
             + each(held["split"][num_between:], self.returned, 1),
-            "by_rows": {at: fix(array, of[outputs[at]], self.defer(at)) for at, array in held["by_rows"].items()},
-            "by_stage": {at: fix(array, of[outputs[at]], self.defer(at)) for at, array in held["by_stage"].items()},
+            "by_rows": {
+                at: fix(array, of[outputs[at]], self.deferred_axes(at)) for at, array in held["by_rows"].items()
+            },
+            "by_stage": {
+                at: fix(array, of[outputs[at]], self.deferred_axes(at)) for at, array in held["by_stage"].items()
+            },
         }

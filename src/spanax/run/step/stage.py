@@ -75,11 +75,11 @@ class Stage:
 
     def _begun(self, index: int, array: Any) -> Any:
         """A carried value as the ticks add to it: where its sum is put off, in parts."""
-        return lifted(array, (), self.storage.defer(index), self.replay.mesh.shape)
+        return lifted(array, (), self.storage.deferred_axes(index), self.replay.mesh.shape)
 
     def _summed(self, index: int, array: Any) -> Any:
         return self.replay.reduced(
-            array, self.replay.constraints[self.cut.loop.body.outputs[index]], self.storage.defer(index)
+            array, self.replay.constraints[self.cut.loop.body.outputs[index]], self.storage.deferred_axes(index)
         )
 
     def _tick(self, held: Held, row: tuple[Any, Any]) -> tuple[Held, None]:
@@ -320,7 +320,7 @@ class Stage:
 
     def _part_of(self, one: Sum, part: Part, array: Any) -> Any:
         """A summand as it goes into its sum."""
-        axes = self.storage.defer(one.index)
+        axes = self.storage.deferred_axes(one.index)
         return lifted(converted(part, array), self.replay.unreduced.of(part.value), axes, self.replay.mesh.shape)
 
     def _added(self, by_rows: Values, mine: Mine, stacked: Sequence[Any]) -> Values:
@@ -328,7 +328,7 @@ class Stage:
         left, found = dict(zip(self.cut.backward.stacked, stacked, strict=True)), dict(by_rows)
         for one in self.cut.sums:
             for part in one.parts.get("layers", ()):
-                dim, axes = len(self.storage.defer(one.index)), self.replay.unreduced.of(part.value)
+                dim, axes = len(self.storage.deferred_axes(one.index)), self.replay.unreduced.of(part.value)
                 added = self._part_of(one, part, in_front(left[part.value], axes))
                 total = self._chunk(found[one.index], mine, dim) + added
                 found[one.index] = self._put_chunk(found[one.index], mine, total, dim)
