@@ -134,8 +134,7 @@ def export_weights(
     saved_as = _saved(source, arrays)
     listed = _listed(tables, arrays, source, saved_as, origin, dtype)
     dtypes = tuple(sorted({one.dtype for one in listed.values()}))
-    if origin.folder is not None:
-        _read_config(origin.folder)  # before gigabytes are written
+    imported = None if origin.folder is None else _read_config(origin.folder)  # raises before gigabytes are written
     with writing(out):
         index = _kept_index(listed, origin)
         files = _files(listed, index, file_bytes)
@@ -145,7 +144,7 @@ def export_weights(
         for name in IMPORTED[:-1]:
             if origin.folder is not None and name != CONFIG and Folder.of(origin.folder).kind(name) is not None:
                 copy_out(origin.folder, name, out)
-        _write_config(config_json(tables, config, dtypes[-1]), origin.folder, out)
+        _write_config(config_json(tables, config, dtypes[-1]), imported, origin.folder, out)
     num_params = sum(math.prod(array.shape) for array in arrays)
     sizes = {name: (out / name).stat().st_size for name in files}
     return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes)
@@ -319,11 +318,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _write_config(made: dict[str, Any], came_with: Path | None, out: Path) -> None:
-    """Write config.json: the one that came with the weights, in which at most the dtype is another now."""
-    told = made if came_with is None else _read_config(came_with)
-    key = "torch_dtype" if "torch_dtype" in told else "dtype"
-    if came_with is not None and told.get(key) in (None, made["dtype"]):
-        copy_out(came_with, IMPORTED[0], out)
+def _write_config(ours: dict[str, Any], imported: dict[str, Any] | None, folder: Path | None, out: Path) -> None:
+    """Writes config.json: the imported one, with the dtype replaced if it differs, or ours if nothing was imported."""
+    config = ours if imported is None else imported
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if folder is not None and config.get(key) in (None, ours["dtype"]):
+        copy_out(folder, IMPORTED[0], out)
         return
-    (out / CONFIG).write_text(json.dumps(told | {key: made["dtype"]}, indent=2, sort_keys=True) + "\n")
+    (out / CONFIG).write_text(json.dumps(config | {key: ours["dtype"]}, indent=2, sort_keys=True) + "\n")
