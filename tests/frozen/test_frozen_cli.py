@@ -1,26 +1,17 @@
 """Frozen output of the command line: text and JSON of the verbs that need no devices, as digests."""
 
-import json
-import os
 import re
-from pathlib import Path
 
-import jax
 import pytest
 
-from frozen.digests import digest
+from frozen.digests import ROOT
+from frozen.golden import compare
 from spanax import cli
-
-ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden" / "frozen" / "cli.json"
 
 VARYING = re.compile(
     r'(?:priced in|after|checked in) [\d.]+ s|"(?:search_|trace_)?seconds": [\d.e-]+|"program_hash": "\w+"'
 )
 """Elapsed times, and the hash of a program whose locations contain the folder of the checkout."""
-
-VERSION = ".".join(jax.__version__.split(".")[:2])
-"""Of JAX: what a lowered program moves may differ between versions."""
 
 PLANS = ["gpt-nano --on h100:2x8", "moe-nano --on v5e:4x4", "llama3-8b --on h100:8x8", "resnet50 --on a100-80gb:8"]
 
@@ -52,15 +43,4 @@ def output(capsys: pytest.CaptureFixture[str], command: str) -> str:
 @pytest.mark.slow
 def test_output_is_frozen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    texts = {command: output(capsys, command) for command in COMMANDS}
-    if folder := os.environ.get("SPANAX_FROZEN_TEXTS"):
-        for command, text in texts.items():
-            path = Path(folder, "cli", command.replace("/", "_"))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-    digests = {command: digest(text) for command, text in texts.items()}
-    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(json.dumps(golden | {VERSION: digests}, indent=0, sort_keys=True) + "\n")
-        return
-    assert digests == golden[VERSION]
+    compare("cli", {"output": {command: output(capsys, command) for command in COMMANDS}})
