@@ -1,9 +1,9 @@
-"""View: the steps of a folder as they are at one moment, for readers of a run that saves and removes some meanwhile.
+"""A consistent view of the steps in a folder, for readers of a run that saves and removes steps meanwhile.
 
-Whoever saves a step holds a lock on its folder, which the kernel takes back however that process ends. So a step under
-way differs from one that was cut short, on the machine that saves: not every file system shows its locks to others.
-Neither is damage, as neither was a checkpoint yet. A step that is gone, or took its number, before it was read to the
-end is no damage: it is looked up again.
+A process that saves a step holds a lock on the step's folder; the kernel releases it however the process ends. On the
+machine that saves, the lock tells a save in progress from an interrupted one; not every file system shows its locks to
+other machines. Neither is damage, because neither was a checkpoint yet. A step that was removed or replaced during a
+read is looked up again.
 """
 
 import fcntl
