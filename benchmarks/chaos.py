@@ -25,7 +25,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("tests", "src")]
 import conftest  # noqa: E402, F401 (8 simulated devices)
 from launched import Launched, arrays, digest, examples, losses  # noqa: E402
-from spanax.run.record.account import account  # noqa: E402
+from spanax.run.record.time_account import account  # noqa: E402
 from spanax.run.store import manifest  # noqa: E402
 
 NAME = "small.py:small"

@@ -29,7 +29,7 @@ from flax import nnx  # noqa: E402
 import expert  # noqa: E402
 from expert_rules import PRESETS, Preset  # noqa: E402
 from hlo_bytes import collectives as by_kind  # noqa: E402
-from spanax.check.hlo import collectives  # noqa: E402
+from spanax.check.hlo.collectives import collectives  # noqa: E402
 from spanax.hardware.mesh import MeshShape  # noqa: E402
 from spanax.run.run import Run  # noqa: E402
 

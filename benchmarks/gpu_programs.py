@@ -62,8 +62,8 @@ def lowered_by_spanax(shape: Shape, mesh: Any, is_scanned: bool, on: str) -> Any
 
 def facts(lowered: Any) -> dict[str, float]:
     """What XLA made of a program."""
-    from spanax.check.flops import program_flops
-    from spanax.check.module import read_module
+    from spanax.check.hlo.flops import program_flops
+    from spanax.check.hlo.module import read_module
 
     compiled = lowered.compile(compiler_options={"xla_gpu_autotune_level": "0"})
     module = read_module(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto())
@@ -92,7 +92,7 @@ def main() -> None:
     from jax.experimental import topologies
 
     import spanax
-    from spanax.check.target import missing, target_of
+    from spanax.check.compilers.target import missing, target_of
 
     if line := missing("cuda"):
         sys.exit(f"XLA's GPU compiler is not installed: {line}")

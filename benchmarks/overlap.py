@@ -15,12 +15,12 @@ from collections.abc import Iterator
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import spanax  # noqa: E402
-from spanax.check.compile import compile_for  # noqa: E402
-from spanax.check.hlo import WINDOWED  # noqa: E402
-from spanax.check.module import Computation, Instruction, Module, program_of, read_module  # noqa: E402
-from spanax.check.program import lower  # noqa: E402
-from spanax.check.target import target_of  # noqa: E402
-from spanax.check.wire import fields, messages, number, numbers, raw  # noqa: E402
+from spanax.check.compilers.compile import compile_for  # noqa: E402
+from spanax.check.compilers.lowered_step import lower  # noqa: E402
+from spanax.check.compilers.target import target_of  # noqa: E402
+from spanax.check.hlo.collectives import WINDOWED  # noqa: E402
+from spanax.check.hlo.module import Computation, Instruction, Module, program_of, read_module  # noqa: E402
+from spanax.check.hlo.protobuf import fields, messages, number, numbers, raw  # noqa: E402
 from spanax.hardware.flags import for_platform  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
 

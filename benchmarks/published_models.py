@@ -17,7 +17,7 @@ from flax import nnx
 import spanax
 from published import Row, Skipped
 from spanax.models import gpt
-from spanax.models.stack import Stack
+from spanax.stack.stack import Stack
 from spanax.trace.program import Program
 
 GATED = ("llama", "mistral", "qwen", "gemma", "default-", "yi-", "deepseek", "palm", "olmo")

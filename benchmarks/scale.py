@@ -22,7 +22,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import spanax  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
 from spanax.plan.candidate import Search, collectives_of, plan_of, shortfall  # noqa: E402
-from spanax.show.plans import candidate_json  # noqa: E402
+from spanax.show.search import candidate_json  # noqa: E402
 from spanax.units import bytes_text  # noqa: E402
 
 MODELS = ("gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b")

@@ -15,7 +15,7 @@ SKIPPED = ("renames/", "CHANGELOG.md", "tests/test_house.py")
 def moves() -> dict[str, str]:
     rows = (Path(__file__).parent / "modules.txt").read_text().splitlines()
     pairs = (row.split() for row in rows if row and not row.startswith("#"))
-    return {old: f"{old.split('/')[0]}/{new}" for old, new in pairs}
+    return {old: new[1:] if new.startswith("/") else f"{top(old)}/{new}" for old, new in pairs}
 
 
 def move(source: Path, target: Path) -> None:
@@ -28,6 +28,7 @@ def move(source: Path, target: Path) -> None:
 def rewritten(text: str, pairs: dict[str, str]) -> str:
     """Text with dotted modules and paths of files replaced, and `from package import module` by its new package."""
     dotted = {old.replace("/", "."): new.replace("/", ".") for old, new in pairs.items()}
+    text = by_package(text, dotted)
     done = {new: new for new in dotted.values()}  # a new package may have the name of an old module
     either = "|".join(re.escape(path) for path in sorted(done | dotted, key=len, reverse=True))
     text = re.sub(rf"(?<![\w.])(spanax\.)({either})(?![\w])", lambda m: m[1] + (done | dotted)[m[2]], text)
@@ -40,6 +41,33 @@ def rewritten(text: str, pairs: dict[str, str]) -> str:
     }
     paths = "|".join(re.escape(old) for old in sorted(tests, key=len, reverse=True))
     return re.sub(rf"(?<![\w./])({paths})\.py\b", lambda m: f"{tests[m[1]]}.py", text)
+
+
+def by_package(text: str, dotted: dict[str, str]) -> str:
+    """Text with `from spanax.package import module` importing each moved module from its new package."""
+
+    def imports(match: re.Match[str]) -> str:
+        lines, rest = [], []
+        for entry in match[2].split(", "):
+            module, _, alias = entry.partition(" as ")
+            new = dotted.get(f"{match[1]}.{module}")
+            if new is None:
+                rest.append(entry)
+                continue
+            package, _, name = new.rpartition(".")
+            lines.append(
+                f"from spanax.{package} import {name}" + (f" as {alias or module}" if name != (alias or module) else "")
+            )
+        if rest:
+            lines.append(f"from spanax.{match[1]} import {', '.join(rest)}")
+        indent = re.match(r"[ >.]*", match[0])[0]
+        return "\n".join(indent + line for line in lines) + (match[3] or "")
+
+    return re.sub(r"(?m)^[ >.]*from spanax\.([\w.]+) import ([\w, ]+?)(  # .*)?$", imports, text)
+
+
+def top(path: str) -> str:
+    return path.partition("/")[0]
 
 
 def folder(path: str) -> str:

@@ -27,15 +27,15 @@ import tomli_w
 from spanax import cli
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, PLAN
 from spanax.errors import DataError, SpanaxError
-from spanax.launch import ending
+from spanax.launch import exit_codes as ending
 from spanax.launch.supervisor import Limits, Supervisor
 from spanax.plan.plan import Plan
 from spanax.run.config import TrainConfig, check, with_settings
 from spanax.run.data.batches import Batches
-from spanax.run.record import account, folder, heartbeat
-from spanax.run.record.claim import claimed
+from spanax.run.record import folder, heartbeat, time_account
 from spanax.run.record.events import Events
-from spanax.run.restore import _meta
+from spanax.run.record.run_lock import claimed
+from spanax.run.state.restore import _meta
 from spanax.run.step.guard import History
 from spanax.run.store import manifest
 from spanax.sealed import opened, sealed
@@ -185,8 +185,8 @@ def resume(place: Path) -> None:
     settings = folder.recorded(place)
     config = check(with_settings(TrainConfig(out=str(place), resume=True), settings, str(place)))
     with claimed(place, resume=True):
-        account.reached(place)
-        account.keep_beat(Events(place))
+        time_account.reached(place)
+        time_account.keep_beat(Events(place))
         folder.check_same_run(place, config.record() | {"steps": config.steps or 3})
         Plan.of_run(place)
         folder.changed_versions(place)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spanax.check.certificate import Certificate
 from spanax.check.finding import Finding, Severity
-from spanax.check.hlo import Collective
+from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Figures, Report
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.prediction import Prediction

@@ -12,9 +12,9 @@ import optax
 from flax import nnx
 
 import spanax
-from spanax.check.compile import compile_for
-from spanax.check.program import lower
-from spanax.check.target import missing, target_of
+from spanax.check.compilers.compile import compile_for
+from spanax.check.compilers.lowered_step import lower
+from spanax.check.compilers.target import missing, target_of
 
 # The stored programs name the lines of `Block`: they stay where they are.
 FOLDER = Path(__file__).parent / "data" / "compiled"

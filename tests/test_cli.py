@@ -271,7 +271,7 @@ def test_a_run_can_be_resumed_at_its_last_step(folder: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from spanax.run.record.claim import claimed
+    from spanax.run.record.run_lock import claimed
 
     with claimed(folder / "held", resume=False):
         # Locks belong to the open file, so the second run has to be a process of its own.

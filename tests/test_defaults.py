@@ -15,15 +15,16 @@ import spanax
 from programs import array
 from spanax import cli
 from spanax.check.certificate import Certificate
+from spanax.commands import check as checking
+from spanax.commands import plan as planning
+from spanax.commands.requests import CheckCommand, PlanCommand
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.plan import Plan, Schedule
 from spanax.run import trainer
 from spanax.run.config import TrainConfig, check
-from spanax.show import checking, planning
-from spanax.show.plans import search_json, search_text
-from spanax.show.requests import CheckCommand, PlanCommand
+from spanax.show.search import search_json, search_text
 from spanax.trace.program import Program
 
 BATCH = 32

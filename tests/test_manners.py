@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from spanax import cli
-from spanax.launch.commands import LAUNCH
+from spanax.commands.launch import LAUNCH
 from spanax.usage import EXAMPLES
 from written import commands, read
 

@@ -3,7 +3,7 @@
 from jaxlib import _hlo
 
 from overlap import in_schedule, tally
-from spanax.check.module import read_module
+from spanax.check.hlo.module import read_module
 
 PROGRAM = """
 HloModule program, is_scheduled=true

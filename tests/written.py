@@ -12,10 +12,10 @@ import tyro
 from markdown_it import MarkdownIt
 
 from spanax import cli
+from spanax.commands.launch import LAUNCH
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
-from spanax.launch.commands import LAUNCH
 from spanax.launch.request import TrainRequest
 from spanax.models.workloads import WORKLOADS
 from spanax.plan.presets import PRESETS, layout_for

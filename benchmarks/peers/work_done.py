@@ -5,8 +5,8 @@ from typing import Any
 
 def xla_flops(compiled: Any, num_devices: int) -> float:
     """Of the matmuls in a step that XLA compiled, on all devices, loops multiplied out."""
-    from spanax.check.flops import program_flops
-    from spanax.check.module import read_module
+    from spanax.check.hlo.flops import program_flops
+    from spanax.check.hlo.module import read_module
 
     module = compiled.runtime_executable().hlo_modules()[0]
     return num_devices * program_flops(read_module(module.as_serialized_hlo_module_proto()))

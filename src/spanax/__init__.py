@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from spanax.errors import CompilerError, DataError, NumbersError, SpanaxError, WriteError
     from spanax.hardware.cluster import Cluster, cluster, local
     from spanax.hardware.mesh import MeshShape
-    from spanax.models.lists import stack
-    from spanax.models.stack import Stack
     from spanax.plan.candidate import Search
     from spanax.plan.choose import plan
     from spanax.plan.layout import Layout
@@ -25,11 +23,13 @@ if TYPE_CHECKING:
     from spanax.plan.search import search
     from spanax.run.data.batches import Batches, batches
     from spanax.run.data.mixture import Mixture, mixture
-    from spanax.run.restore import restore
+    from spanax.run.distributed.devices import simulate
     from spanax.run.run import Run, start
-    from spanax.run.simulate import simulate
+    from spanax.run.state.restore import restore
     from spanax.run.step.guard import Guard
     from spanax.run.tracking import track
+    from spanax.stack.block_lists import stack
+    from spanax.stack.stack import Stack
     from spanax.trace.jaxpr.dim_rules import rule
     from spanax.trace.optimizers.learning_rates import logged
     from spanax.trace.program import Program
@@ -55,7 +55,7 @@ _HOME = {
     "Run": "run.run",
     "Search": "plan.candidate",
     "SpanaxError": "errors",
-    "Stack": "models.stack",
+    "Stack": "stack.stack",
     "Workload": "trace.workload",
     "WriteError": "errors",
     "batches": "run.data.batches",
@@ -65,11 +65,11 @@ _HOME = {
     "logged": "trace.optimizers.learning_rates",
     "mixture": "run.data.mixture",
     "plan": "plan.choose",
-    "restore": "run.restore",
+    "restore": "run.state.restore",
     "rule": "trace.jaxpr.dim_rules",
     "search": "plan.search",
-    "simulate": "run.simulate",
-    "stack": "models.lists",
+    "simulate": "run.distributed.devices",
+    "stack": "stack.block_lists",
     "start": "run.run",
     "trace": "trace.tracing",
     "track": "run.tracking",

@@ -12,17 +12,9 @@ from typing import Annotated, Any, Literal, TextIO, Union
 import tyro
 from tyro.conf import Positional
 
-from spanax.documents import json_line
-from spanax.entries.names import CONFIG
-from spanax.errors import PREEMPTED, SpanaxError, WriteError
-from spanax.frames import user_frames
-from spanax.interop.commands import INTEROP, carry_out
-from spanax.launch.commands import KINDS, SAYS, launch
-from spanax.printable import printable_lines
-from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
-from spanax.run.record.folder import read_config, recorded
-from spanax.show.mistakes import explained
-from spanax.show.requests import (
+from spanax.commands.error_text import explained
+from spanax.commands.launch import KINDS, SAYS, launch
+from spanax.commands.requests import (
     CheckCommand,
     CompareCommand,
     DoctorCommand,
@@ -30,6 +22,14 @@ from spanax.show.requests import (
     PlanCommand,
     ReportCommand,
 )
+from spanax.commands.weights import INTEROP, carry_out
+from spanax.documents import json_line
+from spanax.entries.names import CONFIG
+from spanax.errors import PREEMPTED, SpanaxError, WriteError
+from spanax.frames import user_frames
+from spanax.printable import printable_lines
+from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
+from spanax.run.record.folder import read_config, recorded
 from spanax.usage import described, wants_colours
 
 
@@ -210,8 +210,8 @@ def _moved(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
 
 
 def _train(config: TrainConfig) -> None:
-    from spanax.run.hosts import Hosts, obey_supervisor
-    from spanax.run.kept_programs import keep_programs
+    from spanax.run.compilation_cache import keep_programs
+    from spanax.run.distributed.processes import Hosts, obey_supervisor
 
     obey_supervisor()
     keep_programs()
@@ -219,7 +219,7 @@ def _train(config: TrainConfig) -> None:
     from functools import partial
 
     from spanax.models.workloads import load
-    from spanax.run.simulate import devices
+    from spanax.run.distributed.devices import devices
     from spanax.run.trainer import train
     from spanax.show.events import reporter
 
@@ -227,7 +227,7 @@ def _train(config: TrainConfig) -> None:
     with _leaving_no_one_waiting(config.traceback), reporter(as_json=config.json, stream=stream) as emit:
         done = train(partial(load, config.workload), config, devices(config.devices), emit)
         if config.profile is not None:
-            from spanax.show.profiling import profile_event
+            from spanax.show.profile_event import profile_event
 
             emit(profile_event(Path(done["out"])))
     if done["event"] == "preempted":
@@ -251,8 +251,8 @@ def _leaving_no_one_waiting(full: bool) -> Iterator[None]:
 def _plan(command: PlanCommand) -> None:
     from functools import partial
 
+    from spanax.commands.plan import answer, compare
     from spanax.models.workloads import load
-    from spanax.show.planning import answer, compare
 
     if command.diff is not None:
         print(printable_lines("\n".join(compare(*command.diff))))
@@ -269,8 +269,8 @@ def _check(command: CheckCommand) -> None:
     from functools import partial
 
     from spanax.check.finding import Severity
+    from spanax.commands.check import answer
     from spanax.models.workloads import load
-    from spanax.show.checking import answer
 
     text, data = answer(partial(load, command.workload), command)
     print(json_line(data) if command.json else printable_lines(text))
@@ -282,7 +282,7 @@ def _check(command: CheckCommand) -> None:
 
 def _probe(command: ProbeCommand) -> None:
     from spanax.hardware.probe import probe
-    from spanax.run.simulate import devices
+    from spanax.run.distributed.devices import devices
 
     if not command.out.parent.is_dir() or command.out.is_dir():  # better said before the measuring than behind it
         raise WriteError(f"cannot write '{command.out}'.", fix="--out cluster.toml, in a folder that is there")
@@ -293,10 +293,10 @@ def _probe(command: ProbeCommand) -> None:
 def _compare(command: CompareCommand) -> None:
     from functools import partial
 
+    from spanax.commands.compare import compared
+    from spanax.commands.progress import progress
     from spanax.models.workloads import load
-    from spanax.run.simulate import devices
-    from spanax.show.comparing import compared
-    from spanax.show.progress import progress
+    from spanax.run.distributed.devices import devices
 
     stream = _clean_stdout() if command.json else sys.stdout
     with progress(sys.stderr) as tell:
@@ -305,9 +305,9 @@ def _compare(command: CompareCommand) -> None:
 
 
 def _inspect(command: InspectCommand) -> None:
+    from spanax.commands.inspect import inspected
     from spanax.models.workloads import load
-    from spanax.run.simulate import devices
-    from spanax.show.inspecting import inspected
+    from spanax.run.distributed.devices import devices
 
     text, data = inspected(command, load, devices)
     print(json_line(data) if command.json else text)
@@ -342,14 +342,14 @@ def _report(command: ReportCommand) -> None:
 
         print(printable_lines(answer(command)))
         return
-    from spanax.show.reporting import report, report_text, sections
+    from spanax.commands.report import report, report_text, sections
 
     found = report(command.run)
     print(json_line(found.to_json()) if command.json else printable_lines(report_text(sections(found))))
 
 
 def _doctor(command: DoctorCommand) -> None:
-    from spanax.doctor.examine import examined
+    from spanax.doctor.diagnosis import examined
     from spanax.show.doctor import is_well, verdicts_json, verdicts_text
 
     found = examined(out=command.out, hosts=command.hosts, timeout=command.timeout)

@@ -7,12 +7,12 @@ import pytest
 import programs
 import spanax
 import stored
-from spanax.check.compile import compile_for
-from spanax.check.hlo import collectives, totals
-from spanax.check.module import read_module
-from spanax.check.program import lower
+from spanax.check.compilers.compile import compile_for
+from spanax.check.compilers.lowered_step import lower
+from spanax.check.compilers.target import TPUS, missing, target_of
+from spanax.check.hlo.collectives import collectives, totals
+from spanax.check.hlo.module import read_module
 from spanax.check.report import Report
-from spanax.check.target import TPUS, missing, target_of
 
 TPU = pytest.mark.skipif(bool(missing("tpu")), reason=f"libtpu is not installed: {missing('tpu')}")
 CUDA = pytest.mark.skipif(bool(missing("cuda")), reason=f"no CUDA plugin: {missing('cuda')}")

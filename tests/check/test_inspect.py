@@ -14,8 +14,8 @@ from flax import nnx
 import spanax
 from programs import zoo_program
 from spanax import cli
-from spanax.check.annotated import annotated_program
-from spanax.check.placed import copies, placed, shards
+from spanax.check.array_placement import copies, placed, shards
+from spanax.check.compilers.annotated_step import annotated_program
 from spanax.errors import DataError, SpanaxError
 from spanax.sealed import sealed
 from spanax.show.drawing import devices_text, grid, svg

@@ -15,14 +15,14 @@ from flax import nnx
 import programs
 import spanax
 from spanax.check import check as checking
-from spanax.check import kept, target
-from spanax.check.abstract import is_possible
-from spanax.check.compile import compile_for
-from spanax.check.padding import padded_bytes
-from spanax.check.predicted import predicted
-from spanax.check.program import lower
+from spanax.check.compilers import report_cache, target
+from spanax.check.compilers.abstract_mesh import is_possible
+from spanax.check.compilers.compile import compile_for
+from spanax.check.compilers.lowered_step import lower
+from spanax.check.compilers.target import missing, simulated, target_of
+from spanax.check.hlo.tpu_tiles import padded_bytes
+from spanax.check.predictions import predicted
 from spanax.check.report import Report
-from spanax.check.target import missing, simulated, target_of
 from spanax.errors import CompilerError, DataError, SpanaxError
 from spanax.plan.candidate import plan_of
 
@@ -172,11 +172,11 @@ def test_a_report_is_kept_by_what_went_into_it(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_broken_report_in_the_cache_is_made_anew(tmp_path: Path) -> None:
-    key = kept.key_of(a=1)
-    kept.put(key, report("fsdp", "fsdp=8", 2))
-    assert kept.find(key) is not None
+    key = report_cache.key_of(a=1)
+    report_cache.put(key, report("fsdp", "fsdp=8", 2))
+    assert report_cache.find(key) is not None
     next((tmp_path / "cache").rglob(f"{key}.json")).write_text("{")
-    assert kept.find(key) is None
+    assert report_cache.find(key) is None
 
 
 def test_the_program_hash_is_that_of_the_program_and_not_of_its_lines() -> None:

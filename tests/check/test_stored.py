@@ -13,13 +13,13 @@ import pytest
 import hlo_programs
 import spanax
 import stored
-from spanax.check.flops import program_flops
-from spanax.check.hlo import Collective, collectives, totals
-from spanax.check.module import Module, read_module, read_text
-from spanax.check.padding import padded_bytes
-from spanax.check.predicted import predicted
-from spanax.check.target import platform_of
-from spanax.check.wire import fields, raw
+from spanax.check.compilers.target import platform_of
+from spanax.check.hlo.collectives import Collective, collectives, totals
+from spanax.check.hlo.flops import program_flops
+from spanax.check.hlo.module import Module, read_module, read_text
+from spanax.check.hlo.protobuf import fields, raw
+from spanax.check.hlo.tpu_tiles import padded_bytes
+from spanax.check.predictions import predicted
 
 LAYERS, MATRIX = 3, 256 * 1024
 BY_NAME = {case.on: case for case in stored.CASES}

@@ -16,7 +16,7 @@ from spanax.models.workloads import load
 from spanax.run.config import TrainConfig
 from spanax.run.record import events
 from spanax.run.record.folder import config_text
-from spanax.run.restore import restore
+from spanax.run.state.restore import restore
 from spanax.run.store import manifest
 from spanax.run.trainer import train
 from spanax.sealed import opened, sealed

@@ -14,14 +14,14 @@ import pytest
 
 import fuzzed
 from spanax import cli
-from spanax.check.placed import placed
+from spanax.check.array_placement import placed
+from spanax.commands.report import report, report_text, sections
 from spanax.entries.folder import Folder
 from spanax.entries.names import PLAN
 from spanax.errors import DataError
 from spanax.plan.plan import Plan
 from spanax.run.store import checkpoint, manifest, view
 from spanax.show.checkpoints import show, verify
-from spanax.show.reporting import report, report_text, sections
 
 WORKLOAD = """
 import jax, numpy as np, optax, spanax

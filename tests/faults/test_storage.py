@@ -21,11 +21,11 @@ import spanax
 from spanax.entries.folder import Folder
 from spanax.entries.names import METRICS
 from spanax.errors import EntryError, WriteError
-from spanax.run import saves
 from spanax.run.config import TrainConfig
 from spanax.run.record import events, heartbeat
-from spanax.run.record.claim import claimed
-from spanax.run.record.lines import Lines
+from spanax.run.record.append_log import Lines
+from spanax.run.record.run_lock import claimed
+from spanax.run.state import saves
 from spanax.run.store import checkpoint, manifest
 from spanax.run.trainer import train
 
@@ -243,9 +243,9 @@ def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from spanax.run.record import claim
-claim.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
-with claim.claimed(Path(sys.argv[1]), resume=False):
+from spanax.run.record import run_lock
+run_lock.socket.gethostname = lambda: sys.argv[2] or os.uname().nodename
+with run_lock.claimed(Path(sys.argv[1]), resume=False):
     if len(sys.argv) > 3 and os.fork():
         os._exit(0)
     print(os.getpid(), flush=True)

@@ -15,7 +15,7 @@ import pytest
 
 import fuzzed
 from spanax import cli
-from spanax.check.profile import _Summary
+from spanax.check.measure.profile import _Summary
 from spanax.documents import json_line
 from spanax.entries.names import PLAN
 from spanax.errors import SpanaxError

@@ -10,11 +10,11 @@ import numpy as np
 
 from spanax.interop.configs import config_json
 from spanax.interop.families import family
-from spanax.interop.importing import params_of
-from spanax.interop.matched import arrays_of
+from spanax.interop.hf_import import params_of
 from spanax.interop.safetensors import Writer
+from spanax.interop.tensor_matching import arrays_of
 from spanax.models.gpt import GPTConfig
-from spanax.run.weights import LEAST_BYTES
+from spanax.run.state.weights import LEAST_BYTES
 
 MEASURE = """
 import resource, sys

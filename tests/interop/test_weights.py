@@ -19,8 +19,8 @@ from spanax.errors import WriteError
 from spanax.interop import export_weights, import_weights
 from spanax.interop.safetensors import Writer, tensors
 from spanax.models.workloads import load
+from spanax.run.state.weights import Source
 from spanax.run.store import manifest, view
-from spanax.run.weights import Source
 
 WEIGHTS = Path(__file__).parent / "weights"
 KINDS = {"gpt2": "gpt2", "llama": "llama", "llama-tied": "llama", "qwen2": "llama", "qwen3": "llama", "vit": "vit"}

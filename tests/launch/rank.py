@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from spanax.run.hosts import obey_supervisor
+from spanax.run.distributed.processes import obey_supervisor
 from spanax.run.record.heartbeat import Pulse
 
 
@@ -39,8 +39,8 @@ def group() -> dict:
     """What JAX makes of the environment, and where the coordinator listens."""
     import jax
 
-    from spanax.run.hosts import Hosts
-    from spanax.run.simulate import devices
+    from spanax.run.distributed.devices import devices
+    from spanax.run.distributed.processes import Hosts
 
     devices(None)
     assert jax.process_index() == Hosts.of().rank

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from spanax import cli
+from spanax.commands.launch import launch
 from spanax.errors import SpanaxError
 from spanax.launch import ray
-from spanax.launch.commands import launch
 from spanax.launch.kubernetes import KubernetesCommand, manifest
 from spanax.launch.request import TrainRequest
 from spanax.launch.slurm import SlurmCommand, first_failed, script

@@ -14,13 +14,13 @@ import pytest
 
 from spanax.entries.names import LOGS
 from spanax.errors import SpanaxError, WriteError
-from spanax.launch.ending import ATTEMPT, ending_of
+from spanax.launch.exit_codes import ATTEMPT, ending_of
 from spanax.launch.request import TrainRequest
 from spanax.launch.supervisor import Limits, Supervisor, check
 from spanax.run.record import events
-from spanax.run.record.claim import claimed
-from spanax.run.record.claim import supervised as taken
 from spanax.run.record.heartbeat import Pulse
+from spanax.run.record.run_lock import claimed
+from spanax.run.record.run_lock import supervised as taken
 
 BEFORE = """
 import os, signal, sys, time
@@ -281,7 +281,9 @@ time.sleep(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal of a parent's death is Linux's")
 def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
-    script.write_text(BEFORE + "from spanax.run.hosts import obey_supervisor\nobey_supervisor()\n" + WAITS)
+    script.write_text(
+        BEFORE + "from spanax.run.distributed.processes import obey_supervisor\nobey_supervisor()\n" + WAITS
+    )
     words = [sys.executable, "-c", DIES, str(script), str(tmp_path)]
     supervisor = subprocess.Popen(words, start_new_session=True)
     try:
@@ -296,7 +298,7 @@ def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
 
 def test_a_process_does_not_begin_without_its_supervisor() -> None:
     """It may die before the process asks for the signal of its death."""
-    code = "from spanax.run.hosts import obey_supervisor; obey_supervisor(); print('began')"
+    code = "from spanax.run.distributed.processes import obey_supervisor; obey_supervisor(); print('began')"
     environ = os.environ | {"SPANAX_SUPERVISOR": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and "the supervisor is gone" in done.stderr
@@ -329,7 +331,7 @@ def test_the_request_behind_the_dashes() -> None:
 
 def test_it_is_a_process_without_jax() -> None:
     code = (
-        "import sys, spanax.cli, spanax.launch.commands; sys.exit(any(m.split('.')[0] == 'jax' for m in sys.modules))"
+        "import sys, spanax.cli, spanax.commands.launch; sys.exit(any(m.split('.')[0] == 'jax' for m in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
 

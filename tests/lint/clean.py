@@ -21,7 +21,7 @@ from lint.made import (
     wide,
 )
 from lint.mistakes import GATHER, SHORT, stages
-from spanax.check.hlo import Collective
+from spanax.check.hlo.collectives import Collective
 
 BEST = [
     ("gpt-nano", "a100:8"), ("gpt-nano", "v5e:2x4"), ("gpt-nano", "cpu:8"), ("gpt2", "a100:2x8"),

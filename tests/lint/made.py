@@ -13,9 +13,9 @@ from flax import nnx
 import programs
 import spanax
 from spanax.check.finding import Finding
-from spanax.check.hlo import Collective, totals
-from spanax.check.lint import lint, lint_profile
-from spanax.check.profile import Profiled
+from spanax.check.hlo.collectives import Collective, totals
+from spanax.check.lint.lint import lint, lint_profile
+from spanax.check.measure.profile import Profiled
 from spanax.check.report import Figures, Report
 from spanax.models import gpt
 from spanax.models.workloads import load

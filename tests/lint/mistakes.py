@@ -19,7 +19,7 @@ from lint.made import (
     watched,
     wide,
 )
-from spanax.check.hlo import Collective
+from spanax.check.hlo.collectives import Collective
 from spanax.plan.plan import Schedule
 
 

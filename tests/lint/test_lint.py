@@ -11,7 +11,7 @@ from lint.clean import CLEAN, NEAR
 from lint.made import model, named
 from lint.mistakes import MISTAKES
 from spanax.check.finding import Finding, Severity
-from spanax.check.lint import PROFILE_RULES, RULES, lint, rules_page, waived
+from spanax.check.lint.lint import PROFILE_RULES, RULES, lint, rules_page, waived
 from spanax.errors import SpanaxError
 
 LEAST_RECALL = 0.95

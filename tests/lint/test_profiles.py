@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from spanax.check.lint import lint_profile
-from spanax.check.profile import Profiled, read_profile
+from spanax.check.lint.lint import lint_profile
+from spanax.check.measure.profile import Profiled, read_profile
+from spanax.commands.check import answer
+from spanax.commands.requests import CheckCommand
 from spanax.errors import DataError
 from spanax.models.workloads import load
-from spanax.show.checking import answer
-from spanax.show.profile_text import profile_text
-from spanax.show.requests import CheckCommand
+from spanax.show.profile import profile_text
 
 
 def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Profiled:

@@ -11,7 +11,7 @@ import spanax
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.plan import Plan
-from spanax.show.plans import search_json, search_text
+from spanax.show.search import search_json, search_text
 from spanax.trace.program import Program
 
 

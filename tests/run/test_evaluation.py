@@ -12,10 +12,10 @@ from flax import nnx
 
 import spanax
 from programs import Net
+from spanax.commands.report import report, report_text, sections
 from spanax.run.config import TrainConfig
 from spanax.run.trainer import train
 from spanax.show.events import line
-from spanax.show.reporting import report, report_text, sections
 
 BATCH = {name: jax.ShapeDtypeStruct((16, 8), "float32") for name in ("x", "y")}
 

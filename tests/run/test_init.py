@@ -14,8 +14,8 @@ from flax import nnx
 
 import spanax
 from spanax.errors import DataError
-from spanax.run import weights
 from spanax.run.config import TrainConfig
+from spanax.run.state import weights
 from spanax.run.trainer import train
 from spanax.show.events import line
 

@@ -12,9 +12,9 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.run.placement import assert_placed
 from spanax.run.run import Run
-from spanax.run.step import replayed
+from spanax.run.state.placement import assert_placed
+from spanax.run.step.replay import sharded_function
 from spanax.trace.program import Program
 
 LAYOUTS = [
@@ -86,7 +86,7 @@ def test_arrays_that_lie_elsewhere_are_seen() -> None:
 
 def unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that only claims to obey: no constraint on any value, and no placement asked of what comes out."""
-    replay, jit = replayed.Replay, jax.jit
+    replay, jit = sharded_function.Replay, jax.jit
 
     def no_op(graph: Any, constraints: Any, uses: Any, mesh: Any, instead: Any) -> Any:
         return replay(graph, [None] * len(constraints), {}, mesh, instead)
@@ -94,7 +94,7 @@ def unconstrained(monkeypatch: pytest.MonkeyPatch) -> None:
     def unpinned(function: Any, **options: Any) -> Any:
         return jit(function, donate_argnums=options.get("donate_argnums", ()))
 
-    monkeypatch.setattr(replayed, "Replay", no_op)
+    monkeypatch.setattr(sharded_function, "Replay", no_op)
     monkeypatch.setattr(jax, "jit", unpinned)
 
 

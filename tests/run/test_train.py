@@ -15,14 +15,14 @@ import pytest
 
 from boards import shown
 from launched import arrays
+from spanax.commands.report import report
 from spanax.plan.plan import Plan
-from spanax.run.record.account import Account, account
 from spanax.run.record.events import read
+from spanax.run.record.time_account import Account, account
 from spanax.run.store import manifest
 from spanax.show.events import line
 from spanax.show.page.document import document
 from spanax.show.page.pages import page_of
-from spanax.show.reporting import report
 
 WORKLOAD = """
 import os, re, signal, sys

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import spanax
-from spanax.check.examples import made_up
+from spanax.check.parity.example_batches import made_up
 from spanax.run.run import Run
 from spanax.trace.program import Program
 from wild import WILD

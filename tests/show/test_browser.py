@@ -12,12 +12,12 @@ import pytest
 
 from pages import a_certificate, a_plan, a_run
 from programs import zoo_program
+from spanax.commands.report import report
 from spanax.hardware.cluster import cluster
 from spanax.plan.search import search
 from spanax.show.page.document import document
 from spanax.show.page.pages import page_of
-from spanax.show.page.ranked import ranked_page
-from spanax.show.reporting import report
+from spanax.show.page.search import ranked_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install "spanax[browser]"')
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

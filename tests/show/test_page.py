@@ -17,18 +17,18 @@ import pytest
 from pages import Read, a_certificate, a_plan, a_run, leaf
 from spanax import cli
 from spanax.check.certificate import Certificate
+from spanax.commands.report import report
 from spanax.errors import DataError, EntryError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
-from spanax.show.page.bars import Bar, stacked
-from spanax.show.page.curves import MOST, Curve, Points, chart, thinned
 from spanax.show.page.document import document, text_of
-from spanax.show.page.mesh import mesh_grid
 from spanax.show.page.pages import page_of, read
-from spanax.show.page.ticks import schedule_grid
-from spanax.show.page.tree import html
-from spanax.show.reporting import report
+from spanax.show.page.parts.bars import Bar, stacked
+from spanax.show.page.parts.curves import MOST, Curve, Points, chart, thinned
+from spanax.show.page.parts.markup import html
+from spanax.show.page.parts.mesh import mesh_grid
+from spanax.show.page.parts.schedule_grid import schedule_grid
 from spanax.units import bytes_text
 
 

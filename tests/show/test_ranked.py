@@ -12,7 +12,7 @@ import spanax
 from pages import Read, a_certificate, a_plan
 from programs import zoo_program
 from spanax import cli
-from spanax.check.checked import Checked
+from spanax.check.lint.subject import Checked
 from spanax.displays import display
 from spanax.hardware.cluster import cluster
 from spanax.plan.pipeline.ticks import ticks
@@ -20,7 +20,7 @@ from spanax.plan.plan import Plan
 from spanax.plan.search import search
 from spanax.show.page.document import document
 from spanax.show.page.notebook import SHOWN
-from spanax.show.page.ranked import ranked_page
+from spanax.show.page.search import ranked_page
 
 
 def test_a_plan_written_and_drawn_says_what_was_ranked_first(

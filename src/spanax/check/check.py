@@ -8,19 +8,19 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from spanax.check import kept
-from spanax.check.abstract import abstract_collectives, is_possible
-from spanax.check.compile import TIMEOUT_SECONDS, Compiled, compile_for
-from spanax.check.flops import program_flops
-from spanax.check.hlo import collectives, totals
-from spanax.check.module import Module, read_module
-from spanax.check.padding import padded_bytes
-from spanax.check.predicted import predicted
-from spanax.check.program import lower
-from spanax.check.replicated import replicated
+from spanax.check.compilers import report_cache
+from spanax.check.compilers.abstract_mesh import abstract_collectives, is_possible
+from spanax.check.compilers.compile import TIMEOUT_SECONDS, Compiled, compile_for
+from spanax.check.compilers.lowered_step import lower
+from spanax.check.compilers.target import Target, missing, platform_of, simulated, target_of
+from spanax.check.hlo.array_matching import with_tensors
+from spanax.check.hlo.collectives import collectives, totals
+from spanax.check.hlo.flops import program_flops
+from spanax.check.hlo.module import Module, read_module
+from spanax.check.hlo.replicated_tensors import replicated
+from spanax.check.hlo.tpu_tiles import padded_bytes
+from spanax.check.predictions import predicted
 from spanax.check.report import Figures, Report
-from spanax.check.target import Target, missing, platform_of, simulated, target_of
-from spanax.check.tensors import with_tensors
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of
 from spanax.hardware.flags import for_platform
@@ -78,7 +78,7 @@ def check(
 
     Raises:
       SpanaxError: the plan is another program's, the level cannot be had here, or its compiler is not installed.
-      CompilerError: the compiler died, refused the program or took too long; its log is kept.
+      CompilerError: the compiler died, refused the program or took too long; its log is report_cache.
 
     Example:
       >>> import optax, spanax
@@ -144,7 +144,7 @@ def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Repor
         predicted=replace(told, state_bytes=state),
         compiled=Figures(state_bytes=state),
         limit_bytes=limit,
-        versions=kept.versions(PACKAGES),
+        versions=report_cache.versions(PACKAGES),
     )
 
 
@@ -176,12 +176,12 @@ def _by_compiler(
     report = replace(report, program_hash=lowered.digest)
     report = replace(report, flags=for_platform(plan.xla_flags, target.platform) | dict(report.flags))
     said = {"flags": report.flags, "is_whole": report.is_whole, "versions": report.versions}
-    key = kept.key_of(program=lowered.digest, plan=plan.to_json(), target=target, level=report.level, **said)
-    if cache and (found := kept.find(key)):
+    key = report_cache.key_of(program=lowered.digest, plan=plan.to_json(), target=target, level=report.level, **said)
+    if cache and (found := report_cache.find(key)):
         return found
     answer = compile_for(target, lowered, plan.mesh, timeout=timeout, flags=report.flags, is_whole=report.is_whole)
     report = replace(_with_answer(report, plan, target, answer), seconds=time.perf_counter() - began)
-    kept.put(key, report)
+    report_cache.put(key, report)
     return report
 
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from spanax.check.hlo import Collective
-from spanax.check.replicated import Replicated
+from spanax.check.hlo.collectives import Collective
+from spanax.check.hlo.replicated_tensors import Replicated
 from spanax.displays import display
 from spanax.documents import parse_json
 from spanax.errors import DataError, WriteError

@@ -11,7 +11,7 @@ from spanax.errors import SpanaxError, nearest
 from spanax.hardware.chip import Chip
 from spanax.hardware.chips import catalogue, chip_names, chip_of_kind, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
-from spanax.run.hosts import join_group
+from spanax.run.distributed.processes import join_group
 
 MAX_DEVICES = 1 << 20
 """Ten times the largest there is; every way to divide them is looked at."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spanax.displays import display
 from spanax.errors import SpanaxError
-from spanax.run.hosts import join_group
+from spanax.run.distributed.processes import join_group
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

@@ -4,17 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from spanax.interop.exporting import Exported, export_weights
-    from spanax.interop.importing import Imported, import_weights
+    from spanax.interop.hf_export import Exported, export_weights
+    from spanax.interop.hf_import import Imported, import_weights
     from spanax.interop.rules import Rules, export_rules
 
 _HOME = {
-    "Exported": "exporting",
-    "Imported": "importing",
+    "Exported": "hf_export",
+    "Imported": "hf_import",
     "Rules": "rules",
     "export_rules": "rules",
-    "export_weights": "exporting",
-    "import_weights": "importing",
+    "export_weights": "hf_export",
+    "import_weights": "hf_import",
 }
 
 __all__ = ["Exported", "Imported", "Rules", "export_rules", "export_weights", "import_weights"]

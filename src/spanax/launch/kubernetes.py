@@ -16,7 +16,7 @@ from typing import Any, Literal
 from tyro.conf import UseAppendAction
 
 from spanax.errors import PREEMPTED, SpanaxError
-from spanax.launch.ending import FINAL
+from spanax.launch.exit_codes import FINAL
 from spanax.launch.request import TrainRequest, count
 from spanax.printable import printable_lines, to_stdout
 

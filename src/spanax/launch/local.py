@@ -15,7 +15,7 @@ import tyro
 from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
 from spanax.errors import SpanaxError
-from spanax.launch.ending import ATTEMPT
+from spanax.launch.exit_codes import ATTEMPT
 from spanax.launch.request import TrainRequest
 from spanax.launch.supervisor import Limits, Supervisor, check
 

@@ -23,11 +23,11 @@ import tyro
 from spanax.entries.folder import Folder
 from spanax.entries.names import JOB_LOG, JOB_SCRIPT, LOGS, RANK_LOG
 from spanax.errors import SpanaxError, WriteError
-from spanax.launch.ending import ATTEMPT
+from spanax.launch.exit_codes import ATTEMPT
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, as_flags, check
 from spanax.printable import printable_lines, to_stdout
-from spanax.run.record.claim import check_entries
+from spanax.run.record.run_lock import check_entries
 
 
 @dataclass(frozen=True)

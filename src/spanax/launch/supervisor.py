@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Protocol
 
 from spanax.errors import PREEMPTED, SpanaxError
-from spanax.launch.ending import Ending, ending_of, last_words
+from spanax.launch.exit_codes import Ending, ending_of, last_words
 from spanax.printable import to_stderr
-from spanax.run.record import account, heartbeat
-from spanax.run.record.claim import supervised
+from spanax.run.record import heartbeat, time_account
 from spanax.run.record.events import Events
+from spanax.run.record.run_lock import supervised
 
 POLL_SECONDS = 0.2
 
@@ -152,7 +152,7 @@ class Supervisor:
 
     def _attempt(self, attempt: int, events: Events) -> Ending:
         """Start the processes once, and see them all to their end."""
-        account.keep_beat(events)
+        time_account.keep_beat(events)
         heartbeat.forget(self.folder)
         processes = list(self.start(self.begun + attempt))
         try:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from spanax.models.stack import Stack
+from spanax.stack.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True)

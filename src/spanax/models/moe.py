@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from spanax.models.llama import INIT, Attention, residual_init
-from spanax.models.stack import Stack
+from spanax.stack.stack import Stack
 
 BALANCE_WEIGHT = 0.01
 """How much the balance of the experts counts in the loss. Source: Fedus et al., 2021, section 2.2; Mixtral's own

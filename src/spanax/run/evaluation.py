@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from spanax.plan.plan import Plan
-from spanax.run.step.rows import Rows
+from spanax.run.step.pipeline.layer_order import Rows
 from spanax.trace.program import Program
 
 

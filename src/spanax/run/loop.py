@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 
 from spanax.errors import DataError
+from spanax.run.bad_step_policy import Remedy
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
-from spanax.run.data.bigram import bigram_loss
+from spanax.run.data.text.bigram import bigram_loss
 from spanax.run.evaluation import Means, by_name, num_fewer
 from spanax.run.profile import INPUT, STEP, Profile, marked
 from spanax.run.record.heartbeat import Pulse
-from spanax.run.record.ledger import Ledger
-from spanax.run.remedy import Remedy
+from spanax.run.record.time_ledger import Ledger
 from spanax.run.run import Run
-from spanax.run.saves import Saves
+from spanax.run.state.saves import Saves
 from spanax.run.step.guard import STEP_OK
 from spanax.trace.program import Program
 

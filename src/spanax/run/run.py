@@ -15,23 +15,23 @@ from spanax.errors import SpanaxError
 from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
-from spanax.run.compile_barrier import compiled_with_barrier
 from spanax.run.data.batches import Batches
+from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.evaluation import num_fewer, smaller_evaluation
-from spanax.run.first_step import FirstStep, warn_user
-from spanax.run.placement import abstract_arrays, assert_placed, build_mesh
-from spanax.run.same_model import meta_of
-from spanax.run.state import born
-from spanax.run.step.given import given
+from spanax.run.state.placement import abstract_arrays, assert_placed, build_mesh
+from spanax.run.state.program_digest import meta_of
+from spanax.run.state.sharded_init import born
+from spanax.run.state.weights import Loaded, load
 from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
-from spanax.run.step.guarded import Guarded, unsound
-from spanax.run.step.padding import Padded
+from spanax.run.step.guarded_step import Guarded, unsound
+from spanax.run.step.multi_step import several
+from spanax.run.step.pipeline.layer_order import Rows, rows_of
+from spanax.run.step.pipeline.layer_padding import Padded
 from spanax.run.step.platform import platform_of
-from spanax.run.step.replayed import replayed
-from spanax.run.step.rows import Rows, rows_of
-from spanax.run.step.several import several
+from spanax.run.step.replay.sharded_function import replayed
+from spanax.run.step.validate_batch import given
 from spanax.run.store import checkpoint
-from spanax.run.weights import Loaded, load
+from spanax.run.training_signal_warnings import FirstStep, warn_user
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 from spanax.trace.user_mesh import methods_outside_meshes, outside_meshes

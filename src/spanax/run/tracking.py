@@ -12,9 +12,9 @@ from spanax.documents import json_line
 from spanax.entries.folder import Folder
 from spanax.entries.names import METRICS, TENSORBOARD
 from spanax.printable import to_stderr
-from spanax.run.hosts import is_first
+from spanax.run.distributed.processes import is_first
 from spanax.run.record import folder as run_folder
-from spanax.run.record.claim import claimed
+from spanax.run.record.run_lock import claimed
 from spanax.run.record.tensorboard import TensorBoard
 from spanax.run.record.trackers import About, Trackers, check_trackers
 from spanax.run.record.wandb import WeightsAndBiases

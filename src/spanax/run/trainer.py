@@ -26,32 +26,32 @@ from spanax.plan.defaults import default_dtype
 from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
+from spanax.run.bad_step_policy import Remedy
+from spanax.run.compiler_options import flagged
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches, batches
 from spanax.run.data.examples import TooFew
-from spanax.run.data.opened import is_named
-from spanax.run.hosts import Hosts, from_first, is_first, is_supervised
+from spanax.run.data.open_source import is_named
+from spanax.run.distributed.ports import is_public, open_ports, public_warning
+from spanax.run.distributed.preemption import listening
+from spanax.run.distributed.processes import Hosts, from_first, is_first, is_supervised
 from spanax.run.loop import Event, Loop
-from spanax.run.options import flagged
-from spanax.run.ports import is_public, open_ports, public_warning
-from spanax.run.preemption import listening
-from spanax.run.pricing import Pricing
+from spanax.run.predicted_step_time import Pricing
 from spanax.run.profile import Profile
-from spanax.run.record import account
 from spanax.run.record import folder as run_folder
-from spanax.run.record.claim import Claim, claimed
+from spanax.run.record import time_account
 from spanax.run.record.events import Events
 from spanax.run.record.heartbeat import Pulse
-from spanax.run.record.ledger import Ledger, process_age_seconds
+from spanax.run.record.run_lock import Claim, claimed
+from spanax.run.record.time_ledger import Ledger, process_age_seconds
 from spanax.run.record.trackers import About, Trackers
-from spanax.run.remedy import Remedy
-from spanax.run.restore import restore
 from spanax.run.run import Run, start
-from spanax.run.same_model import check_same_model
-from spanax.run.saves import Saves
+from spanax.run.state.program_digest import check_same_model
+from spanax.run.state.restore import restore
+from spanax.run.state.saves import Saves
 from spanax.run.store import checkpoint, manifest
-from spanax.run.traced_workload import source_of, traced
 from spanax.run.tracking import made, summary
+from spanax.run.workload_tracing import source_of, traced
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -77,7 +77,7 @@ def train(
         is_leader, hosts = is_first(), Hosts.of()
         emit = emit if is_leader else _unheard
         folder, claim = _claimed(config, stack)
-        reached = account.reached(folder)
+        reached = time_account.reached(folder)
         ledger = Ledger(hosts.attempt, reached, process_age_seconds())
         events = _events(folder, hosts.attempt) if is_leader else _unheard
         pulse = Pulse(folder, jax.process_index(), hosts.attempt)
@@ -294,7 +294,7 @@ def _telling(
 def _events(folder: Path, attempt: int) -> Callable[..., None]:
     """What tells the events of this attempt, once the last sign of life of the one before is among them."""
     events = Events(folder, attempt=attempt)
-    account.keep_beat(events)
+    time_account.keep_beat(events)
     return events.tell
 
 

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from spanax.check.placed import Shard, copies, shards
+from spanax.check.array_placement import Shard, copies, shards
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.plan import Placement
 from spanax.units import bytes_text

@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from spanax.check.parity import GROUPS, Parity
+from spanax.check.parity.parity import GROUPS, Parity
 from spanax.show.tables import table_text
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.check.predicted import predicted
+from spanax.check.predictions import predicted
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram

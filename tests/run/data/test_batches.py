@@ -20,7 +20,7 @@ from batched import TEXT_PLAN, B, T, leaf, plan_of, take, values
 from spanax.errors import DataError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.run.data.batches import Batches, batches, open_source
-from spanax.run.data.opened import Reading
+from spanax.run.data.open_source import Reading
 from spanax.run.data.order import Order
 from spanax.run.data.source import local_rows
 

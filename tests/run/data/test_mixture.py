@@ -13,7 +13,7 @@ from batched import B, leaf, plan_of, take
 from spanax.errors import DataError, SpanaxError
 from spanax.run.data.batches import batches, open_source
 from spanax.run.data.mixture import Mixture, mixture, named, picked, places_until
-from spanax.run.data.opened import Reading
+from spanax.run.data.open_source import Reading
 from spanax.run.data.order import Order
 from spanax.run.data.source import local_rows
 

@@ -17,14 +17,15 @@ import tokenizers
 
 from batched import B, leaf, plan_of, take
 from spanax.errors import DataError, SpanaxError, WriteError
-from spanax.run.data import jsonl, unpacking
-from spanax.run.data import table as tables
 from spanax.run.data.batches import Batches, batches
-from spanax.run.data.column import Column
-from spanax.run.data.opened import WINDOWS, Reading, vocab_size
-from spanax.run.data.records import _example_type
-from spanax.run.data.table import Table, is_table, open_table
-from spanax.run.data.tokenizer import load_tokenizer
+from spanax.run.data.formats import decompression as unpacking
+from spanax.run.data.formats import jsonl
+from spanax.run.data.formats import table as tables
+from spanax.run.data.formats.array_record import _example_type
+from spanax.run.data.formats.column import Column
+from spanax.run.data.formats.table import Table, is_table, open_table
+from spanax.run.data.open_source import WINDOWS, Reading, vocab_size
+from spanax.run.data.text.tokenizer import load_tokenizer
 
 N = 300
 ROWS = [{"text": f"row {i} é", "ids": [i % 7] * (i % 4), "image": [[i, 0.5], [1.0, 2.0]], "label": i} for i in range(N)]
@@ -205,7 +206,8 @@ def test_a_bpe_is_trained_on_the_texts_that_are_not_held_out(tmp_path: Path, cac
 
 
 def test_a_large_text_and_many_small_ones_are_encoded_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spanax.run.data import column, tokenizer
+    from spanax.run.data.formats import column
+    from spanax.run.data.text import tokenizer
 
     monkeypatch.setattr(tokenizer, "PIECE_BYTES", 100)
     monkeypatch.setattr(column, "GROUP_BYTES", 1000)
@@ -242,9 +244,9 @@ def test_a_second_start_reads_no_rows(tmp_path: Path, monkeypatch: pytest.Monkey
 MEASURE = """
 import re, sys
 from pathlib import Path
-from spanax.run.data.column import Column
-from spanax.run.data.table import open_table
-from spanax.run.data.tokenizer import load_tokenizer
+from spanax.run.data.formats.column import Column
+from spanax.run.data.formats.table import open_table
+from spanax.run.data.text.tokenizer import load_tokenizer
 folder = Path(sys.argv[1])
 made = load_tokenizer("bytes")
 Column(open_table(folder / f"small.{sys.argv[2]}"), "text").tokens(made, cache_dir=folder)

@@ -16,14 +16,14 @@ import hlo_bytes
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt
-from spanax.models.stack import Stack
 from spanax.plan.evaluate import candidate_of, memory_of
 from spanax.plan.loss_chunks import chunks_to_try, saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.predict import with_prediction
 from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run
-from spanax.show.plans import search_json, search_text
+from spanax.show.search import search_json, search_text
+from spanax.stack.stack import Stack
 from spanax.trace.program import Program
 
 ROWS, LENGTH, WIDTH, VOCAB = 16, 32, 16, 512

@@ -14,7 +14,7 @@ from flax import nnx
 import spanax
 from spanax.errors import SpanaxError
 from spanax.plan.sharding.resolve import Constraint
-from spanax.run.step.replay import ConstraintError, Replay
+from spanax.run.step.replay.replay import ConstraintError, Replay
 from spanax.trace.jaxpr.graph import Body, Graph
 
 EXPERTS, EMBED, MLP, TOKENS = 8, 8, 16, 32

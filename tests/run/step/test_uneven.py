@@ -38,8 +38,8 @@ from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Schedule
 from spanax.run.run import Run
-from spanax.run.step import pipeline
-from spanax.run.step.rows import PADDING, rows_of, stage_by_stage
+from spanax.run.step.pipeline import pipeline
+from spanax.run.step.pipeline.layer_order import PADDING, rows_of, stage_by_stage
 from spanax.trace.program import Program
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "uneven_errors.txt"

@@ -22,8 +22,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSha
 
 from spanax.entries.folder import Folder
 from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.run.state.weights import Source
 from spanax.run.store import checkpoint, manifest
-from spanax.run.weights import Source
 
 KERNEL = "optimizer.opt_state.0.mu.blocks.0.attn.qkv.kernel"
 SPECS = {

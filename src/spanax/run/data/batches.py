@@ -21,9 +21,9 @@ import numpy as np
 from spanax.errors import DataError, SpanaxError
 from spanax.run.data.elements import Leaves, described, nested
 from spanax.run.data.examples import Remainder, Source, in_order, same_kind
-from spanax.run.data.opened import Reading, examples, opened
+from spanax.run.data.open_source import Reading, examples, opened
 from spanax.run.data.source import batch_size, element_source, local_rows
-from spanax.run.hosts import join_group
+from spanax.run.distributed.processes import join_group
 
 if TYPE_CHECKING:
     import jax

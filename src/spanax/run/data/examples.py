@@ -15,7 +15,7 @@ from spanax.run.data.mixture import picked, places_until
 from spanax.run.data.order import Order
 
 if TYPE_CHECKING:
-    from spanax.run.data.tokens import Tokens
+    from spanax.run.data.text.token_windows import Tokens
 
 
 class TooFew(DataError):

@@ -17,8 +17,8 @@ from spanax.documents import json_line, parse_json, parse_toml, read_opened
 from spanax.entries.folder import Folder
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, Name
 from spanax.errors import ConfigError, DataError, EntryError, SpanaxError, WriteError
-from spanax.run.record.claim import holds_run
-from spanax.run.record.lines import Lines
+from spanax.run.record.append_log import Lines
+from spanax.run.record.run_lock import holds_run
 from spanax.run.store import manifest
 from spanax.schema import parsed
 from spanax.sealed import DamagedError, Opened, opened, sealed

@@ -25,10 +25,10 @@ from spanax.entries.kind import Kind
 from spanax.entries.names import META, PLAN, Name
 from spanax.errors import DataError, DiskFullError, SpanaxError, WriteError, first_line
 from spanax.printable import to_stderr
-from spanax.run.hosts import everywhere, from_first, is_first
+from spanax.run.distributed.processes import everywhere, from_first, is_first
 from spanax.run.store import manifest, view
-from spanax.run.store.layers import Regrouped, told
 from spanax.run.store.manifest import ARRAYS, discard, read_meta
+from spanax.run.store.stacked_layers import Regrouped, told
 from spanax.run.store.view import Saved, describe, verify
 
 if TYPE_CHECKING:

@@ -2,16 +2,16 @@
 
 from spanax.check.certificate import Certificate
 from spanax.check.finding import Finding, Severity
-from spanax.check.hlo import Collective
+from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Report
-from spanax.show.checking import figure_rows, verdict
+from spanax.commands.check import figure_rows, verdict
 from spanax.show.page import plan as of_plan
-from spanax.show.page.bars import Bar
-from spanax.show.page.blocks import Block, Figure, findings_list
 from spanax.show.page.document import Page
-from spanax.show.page.tables import table
-from spanax.show.page.traffic import traffic
-from spanax.show.page.tree import Node, el
+from spanax.show.page.parts.bars import Bar
+from spanax.show.page.parts.blocks import Block, Figure, findings_list
+from spanax.show.page.parts.markup import Node, el
+from spanax.show.page.parts.tables import table
+from spanax.show.page.parts.traffic import traffic
 from spanax.units import bytes_text
 
 MOST = 500

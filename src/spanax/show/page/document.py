@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 
 from spanax.errors import WriteError
-from spanax.show.page.blocks import Block, Figure, figures, section
-from spanax.show.page.tree import Node, el, html
+from spanax.show.page.parts.blocks import Block, Figure, figures, section
+from spanax.show.page.parts.markup import Node, el, html
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from spanax.check.certificate import Certificate
-from spanax.check.checked import Checked
+from spanax.check.lint.subject import Checked
 from spanax.check.report import Report
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
@@ -13,16 +13,16 @@ from spanax.plan.candidate import Candidate, Search
 from spanax.plan.pipeline.ticks import Ticks
 from spanax.plan.plan import Placement, Plan
 from spanax.show.page import plan as of_plan
-from spanax.show.page.bars import Bar
-from spanax.show.page.blocks import Block, Figure, facts, figures, section
 from spanax.show.page.check import check_page
 from spanax.show.page.document import Page, fragment
-from spanax.show.page.mesh import mesh_grid
+from spanax.show.page.parts.bars import Bar
+from spanax.show.page.parts.blocks import Block, Figure, facts, figures, section
+from spanax.show.page.parts.markup import Inside, Node, el
+from spanax.show.page.parts.mesh import mesh_grid
+from spanax.show.page.parts.schedule_grid import schedule_grid
+from spanax.show.page.parts.tables import table
 from spanax.show.page.placement import spec_text
-from spanax.show.page.ranked import HEADS, NUMBERS, ranked_rows
-from spanax.show.page.tables import table
-from spanax.show.page.ticks import schedule_grid
-from spanax.show.page.tree import Inside, Node, el
+from spanax.show.page.search import HEADS, NUMBERS, ranked_rows
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 from spanax.units import bytes_text, count_text, quantity_text

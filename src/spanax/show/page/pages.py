@@ -3,18 +3,18 @@
 from pathlib import Path
 
 from spanax.check.certificate import Certificate
+from spanax.commands.check import report_text
+from spanax.commands.report import Report, report, sections
+from spanax.commands.report import report_text as run_text
+from spanax.commands.requests import ReportCommand
 from spanax.documents import json_line, parse_json, read_opened
 from spanax.errors import DataError
 from spanax.plan.plan import Plan
-from spanax.show.checking import report_text
 from spanax.show.page.check import check_page
 from spanax.show.page.document import Page, write
 from spanax.show.page.plan import plan_page
-from spanax.show.page.recorded import recorded
 from spanax.show.page.run import run_page
-from spanax.show.reporting import Report, report, sections
-from spanax.show.reporting import report_text as run_text
-from spanax.show.requests import ReportCommand
+from spanax.show.page.run_folder import recorded
 
 KNOWN = "the folder of a run, or what spanax plan --out or spanax check --out wrote"
 

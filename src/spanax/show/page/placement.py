@@ -3,14 +3,14 @@
 import math
 from collections.abc import Sequence
 
-from spanax.check.placed import copies
+from spanax.check.array_placement import copies
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.prediction import Moved
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.predict import pattern
-from spanax.show.page.blocks import facts
-from spanax.show.page.mesh import axis_colour, mesh_grid
-from spanax.show.page.tree import Node, el, fill
+from spanax.show.page.parts.blocks import facts
+from spanax.show.page.parts.markup import Node, el, fill
+from spanax.show.page.parts.mesh import axis_colour, mesh_grid
 from spanax.units import bytes_text
 
 KINDS = {"param": "Parameters", "batch": "Batch", "optimizer": "Optimizer", "other": "Other state"}

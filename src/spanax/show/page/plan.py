@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from spanax.plan.cost.prediction import Prediction
 from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Plan
-from spanax.show.page.bars import Bar, stacked
-from spanax.show.page.blocks import Block, Figure
 from spanax.show.page.document import Page
+from spanax.show.page.parts.bars import Bar, stacked
+from spanax.show.page.parts.blocks import Block, Figure
+from spanax.show.page.parts.markup import Node, el
+from spanax.show.page.parts.schedule_grid import schedule_grid
+from spanax.show.page.parts.traffic import traffic
 from spanax.show.page.placement import KINDS, placement
-from spanax.show.page.ticks import schedule_grid
-from spanax.show.page.traffic import traffic
-from spanax.show.page.tree import Node, el
 from spanax.units import bytes_text, quantity_text
 
 POINT = "Point at an array, or reach it with the keyboard, to see which device holds which part."

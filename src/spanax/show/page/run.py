@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 
-from spanax.check.lint import lint_profile
+from spanax.check.lint.lint import lint_profile
+from spanax.commands.report import MEANING, Section, duration_text, sections
 from spanax.plan.cost.prediction import Prediction
 from spanax.printable import printable
-from spanax.run.record.account import Account
-from spanax.run.record.ledger import BUCKETS
+from spanax.run.record.time_account import Account
+from spanax.run.record.time_ledger import BUCKETS
 from spanax.show.page import plan as of_plan
-from spanax.show.page.bars import Bar, stacked
-from spanax.show.page.blocks import Block, Figure, findings_list
-from spanax.show.page.curves import Curve, chart
 from spanax.show.page.document import Page
-from spanax.show.page.recorded import Recorded
-from spanax.show.page.tables import table
-from spanax.show.page.tree import Node, el, fill
-from spanax.show.reporting import MEANING, Section, duration_text, sections
+from spanax.show.page.parts.bars import Bar, stacked
+from spanax.show.page.parts.blocks import Block, Figure, findings_list
+from spanax.show.page.parts.curves import Curve, chart
+from spanax.show.page.parts.markup import Node, el, fill
+from spanax.show.page.parts.tables import table
+from spanax.show.page.run_folder import Recorded
 from spanax.units import count_text
 
 BETWEEN = ("activations between devices", "weights between devices", "gradient sync")

@@ -1,0 +1,328 @@
+"""Exporting: a checkpoint's weights into safetensors that transformers reads, one array at a time."""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from spanax.documents import parse_json
+from spanax.entries.folder import Folder
+from spanax.entries.names import IMPORTED
+from spanax.errors import DataError, EntryError, SpanaxError, first_line
+from spanax.interop.auxiliary_files import copy_out, read_names, writing
+from spanax.interop.configs import CONFIG, config_json
+from spanax.interop.dims import theirs
+from spanax.interop.families import Family, family
+from spanax.interop.hf_import import check_dtype, params_of
+from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index, split
+from spanax.interop.tensor_matching import Array, arrays_of
+from spanax.models.imported import MODELS, is_imported, read_shape
+from spanax.models.workloads import load
+from spanax.run.record.folder import recorded
+from spanax.run.state import weights
+from spanax.units import bytes_text, count_text
+
+FILE_BYTES = 5_000_000_000
+"""Of a file, before another one is begun."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+      kind: as what.
+      out: the folder that holds it.
+      step: of the checkpoint that it is from.
+      num_params: how many numbers the parameters hold.
+      dtypes: in which dtypes.
+      num_tensors: as how many tensors.
+      files: the files with their bytes.
+    """
+
+    kind: str
+    out: str
+    step: int
+    num_params: int
+    dtypes: tuple[str, ...]
+    num_tensors: int
+    files: Mapping[str, int]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: {count_text(self.num_params)} parameters of step {self.step} as {self.num_tensors} tensors "
+            f"in {' and '.join(self.dtypes)}, {bytes_text(sum(self.files.values()))} in {', '.join(self.files)} "
+            f"of {self.out}"
+        )
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a checkpoint is of: the shape of its model, how its tensors were called, the folder it was imported into."""
+
+    config: Any
+    is_bare: bool = False
+    twice: tuple[str, ...] = ()
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A tensor that is to be written: its name, which part it is of which array of ours, its shape and its dtype."""
+
+    name: str
+    array: Array
+    at: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def export_weights(
+    checkpoint: str | os.PathLike[str],
+    kind: str,
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    workload: str | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Exported:
+    """Write the parameters of a checkpoint as safetensors and config.json, as transformers reads them.
+
+    What `import_weights` brought in comes out again to the byte, with the files that were taken along. The host holds
+    one array at a time, twice; of a trained run that is one of all layers.
+
+    Args:
+      checkpoint: a run folder, a folder of checkpoints, or what `import_weights` wrote.
+      kind: as what: `gpt2`, `llama` or `vit`.
+      out: the folder to make.
+      dtype: float32, bfloat16 or float16 in place of the dtype that they are saved in.
+      workload: what the checkpoint is of, where its folder does not say; a name, or file.py:name.
+      file_bytes: how large a file may become before another one is begun.
+
+    Raises:
+      DataError: no step is good, or it is of another model.
+      SpanaxError: there is no such kind or dtype, or nothing says what the checkpoint is of.
+      WriteError: `out` holds something, or cannot be written.
+
+    Example:
+      >>> from spanax.interop import export_weights
+      >>> export_weights("no/such/run", "gpt2", "out")
+      Traceback (most recent call last):
+      spanax.errors.DataError: no checkpoint found.
+        where: ...no/such/run does not exist
+        fix: name the folder that holds the numbered steps
+    """
+    tables, out = family(kind), Path(out)
+    check_dtype(dtype)
+    source = weights.Source.of(checkpoint)
+    origin = _origin(Path(checkpoint), kind, workload)
+    config = _fitted(kind, origin.config, source.saved)
+    arrays = arrays_of(tables, params_of(kind, config))
+    saved_as = _saved(source, arrays)
+    listed = _listed(tables, arrays, source, saved_as, origin, dtype)
+    dtypes = tuple(sorted({one.dtype for one in listed.values()}))
+    imported = None if origin.folder is None else _read_config(origin.folder)  # raises before gigabytes are written
+    with writing(out):
+        index = _kept_index(listed, origin)
+        files = _files(listed, index, file_bytes)
+        _write(source, saved_as, listed, files, out)
+        if len(files) > 1:
+            _write_index(listed, files, None if index is None else origin.folder, out)
+        for name in IMPORTED[:-1]:
+            if origin.folder is not None and name != CONFIG and Folder.of(origin.folder).kind(name) is not None:
+                copy_out(origin.folder, name, out)
+        _write_config(config_json(tables, config, dtypes[-1]), imported, origin.folder, out)
+    num_params = sum(math.prod(array.shape) for array in arrays)
+    sizes = {name: (out / name).stat().st_size for name in files}
+    return Exported(kind, str(out), source.step, num_params, dtypes, len(listed), sizes)
+
+
+def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
+    """What a checkpoint is of, by its own folder, by that of its run, or by a workload.
+
+    Raises:
+      SpanaxError: none of them says it, or it is another kind of model.
+    """
+    name = workload or (str(checkpoint) if is_imported(checkpoint) else recorded(checkpoint).get("workload"))
+    if name is None:
+        raise SpanaxError(f"nothing says what model '{checkpoint}' is of.", fix="--workload NAME, or file.py:name")
+    if is_imported(Path(name)):
+        found, config = read_shape(Path(name))
+        if found != kind:
+            raise SpanaxError(f"'{checkpoint}' is of a model that was imported as {found}.", fix=f"--as {found}")
+        return _Origin(config, *read_names(Path(name)), Path(name))
+    model = nnx.eval_shape(lambda: load(name).build(nnx.Rngs(0)))
+    config = getattr(model, "config", None)
+    if not isinstance(model, MODELS[kind][0]) or not isinstance(config, MODELS[kind][1]):
+        fitting = [one for one, (model_kind, _) in MODELS.items() if isinstance(model, model_kind)]
+        what = f"'{name}' is a {type(model).__name__}, and cannot be written as '{kind}'."
+        raise SpanaxError(what, fix=f"--as {fitting[0]}" if fitting else f"a model of {', '.join(MODELS)}")
+    return _Origin(config)
+
+
+def _fitted(kind: str, config: Any, saved: Mapping[str, str]) -> Any:
+    """The shape with as many tokens and positions as were saved: a run's own data and settings may say both."""
+    found = {}
+    if kind != "vit" and "embed" in saved:
+        found["vocab_size"] = _shape(saved["embed"])[0]
+    if kind == "gpt2" and "positions" in saved:
+        found["seq_len"] = _shape(saved["positions"])[0]
+    return replace(config, **found)
+
+
+def _shape(told: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in told.partition("[")[2].rstrip("]").split(",") if size)
+
+
+def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, int | None]]:
+    """Where each array was saved: the path, and the number of its layer where all layers are one array.
+
+    Raises:
+      DataError: one is missing, or has another shape.
+    """
+    found: dict[str, tuple[str, int | None]] = {}
+    num_layers, odd = Counter(array.weight.path for array in arrays), []
+    for array in arrays:
+        path, number, shape = array.path, None, array.shape
+        stacked = array.weight.path.replace(".*", "")
+        if path not in source.saved and stacked in source.saved:
+            number = next(int(part) for part in path.split(".") if part.isdigit())
+            path, shape = stacked, (num_layers[array.weight.path], *shape)
+        has = source.saved.get(path, "nothing")
+        if _shape(has) != shape or has == "nothing":
+            odd.append(f"{path}: wanted {list(shape)}, has {has}")
+        found[array.path] = (path, number)
+    for path in sorted(source.saved.keys() - {path for path, _ in found.values()}):
+        odd.append(f"{path}: wanted nothing, has {source.saved[path]}")
+    if odd:
+        odd = list(dict.fromkeys(odd))
+        what = f"checkpoint step {source.step} is of another model: {len(odd)} arrays differ."
+        raise DataError(what, where=f"{source.folder}: {'; '.join(odd[:3])}", fix="--workload, what it was trained as")
+    return found
+
+
+def _listed(
+    tables: Family,
+    arrays: list[Array],
+    source: weights.Source,
+    saved_as: Mapping[str, tuple[str, int | None]],
+    origin: _Origin,
+    dtype: str | None,
+) -> dict[str, _Named]:
+    """Every tensor that is to be written, by its name."""
+    found: dict[str, _Named] = {}
+    for array in arrays:
+        own = dtype or source.saved[saved_as[array.path][0]].partition("[")[0]
+        for at, name in enumerate(array.names):
+            called = name.removeprefix(tables.prefix) if origin.is_bare else name
+            names = [called, *(copy for copy in origin.twice if name == tables.tied[1])]
+            found |= {one: _Named(one, array, at, array.their_shape, own) for one in names}
+    return found
+
+
+def _kept_index(listed: Mapping[str, _Named], origin: _Origin) -> dict[str, str] | None:
+    """Which file each tensor came in, if they came in several and are the same now."""
+    if origin.folder is None or Folder.of(origin.folder).kind(INDEX) is None:
+        return None
+    index = parse_index(partial(Folder.of(origin.folder).read, IMPORTED[-1]), origin.folder / INDEX)
+    return index if index.keys() == listed.keys() else None
+
+
+def _files(listed: Mapping[str, _Named], index: dict[str, str] | None, file_bytes: int) -> dict[str, list[str]]:
+    """Which tensors go into which file: as they came, or as many as have room."""
+    if index is not None:
+        return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
+    parts = split([(name, one.num_bytes) for name, one in listed.items()], file_bytes)
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{at:05}-of-{len(parts):05}.safetensors": names for at, names in enumerate(parts, 1)}
+
+
+def _write(
+    source: weights.Source,
+    saved_as: Mapping[str, tuple[str, int | None]],
+    listed: Mapping[str, _Named],
+    files: Mapping[str, list[str]],
+    out: Path,
+) -> None:
+    """Write every tensor to its place, each array of the checkpoint read once."""
+    parts: dict[str, list[_Named]] = {}
+    for one in listed.values():
+        parts.setdefault(saved_as[one.array.path][0], []).append(one)
+    with ExitStack() as stack:
+        writers: dict[str, Writer] = {}
+        for file, names in files.items():
+            writer = stack.enter_context(Writer(out / file, {name: listed[name] for name in names}))
+            writers |= dict.fromkeys(names, writer)
+        for path, named in parts.items():
+            array = _read(source, path)
+            for one in named:
+                _, number = saved_as[one.array.path]
+                part = array if number is None else array[number]
+                writers[one.name].put(
+                    one.name, theirs(one.array.weight.dims, part, one.at).astype(one.dtype, copy=False)
+                )
+            del array, part  # before the next is read
+
+
+def _read(source: weights.Source, path: str) -> np.ndarray:
+    """An array of a checkpoint on the host."""
+    told = source.saved[path]
+    # What it is to be like, without memory; as an array of JAX's it would be there twice for a while.
+    target = np.broadcast_to(np.zeros((), told.partition("[")[0]), _shape(told))
+    return source.read({path: target})[path]
+
+
+def _write_index(
+    listed: Mapping[str, _Named], files: Mapping[str, list[str]], came_with: Path | None, out: Path
+) -> None:
+    """Write which file holds which tensor: the very index that they came with, where they did."""
+    if came_with is not None:
+        copy_out(came_with, IMPORTED[-1], out)
+        return
+    num_params = sum(math.prod(one.shape) for one in listed.values())
+    num_bytes = sum(one.num_bytes for one in listed.values())
+    home = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_parameters": num_params, "total_size": num_bytes}, "weight_map": home}
+    (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The config.json that came with the weights of a folder.
+
+    Raises:
+      DataError: it cannot be read, or is no JSON object.
+    """
+    try:
+        config = parse_json(Folder.of(folder).read(IMPORTED[0]))
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except EntryError:
+        raise
+    except (OSError, ValueError) as error:
+        what = f"cannot read '{folder / CONFIG}', which came with the weights."
+        raise DataError(what, where=first_line(error), fix="import the weights again") from None
+    return config
+
+
+def _write_config(ours: dict[str, Any], imported: dict[str, Any] | None, folder: Path | None, out: Path) -> None:
+    """Writes config.json: the imported one, with the dtype replaced if it differs, or ours if nothing was imported."""
+    config = ours if imported is None else imported
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    if folder is not None and config.get(key) in (None, ours["dtype"]):
+        copy_out(folder, IMPORTED[0], out)
+        return
+    (out / CONFIG).write_text(json.dumps(config | {key: ours["dtype"]}, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,191 @@
+"""Importing: Hugging Face's weights into a checkpoint, one tensor at a time."""
+
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+import spanax
+from spanax.errors import DataError, SpanaxError, nearest
+from spanax.interop.auxiliary_files import kept, write_model, writing
+from spanax.interop.configs import read_config
+from spanax.interop.dims import ours
+from spanax.interop.families import family
+from spanax.interop.safetensors import Tensor, tensors
+from spanax.interop.tensor_matching import Array, Matched, arrays_of, matched
+from spanax.models.imported import MODELS, shaped
+from spanax.run.state import weights
+from spanax.units import count_text
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was brought in.
+
+    Attributes:
+      kind: as what.
+      out: the folder that holds it now.
+      num_params: how many numbers the parameters hold.
+      num_tensors: how many tensors they came in.
+      dtypes: theirs.
+      left_out: patterns of names of tensors that the model computes itself, and how many there were.
+      twice: tensors that repeat another one, to the bit.
+      kept: files that were taken along.
+    """
+
+    kind: str
+    out: str
+    num_params: int
+    num_tensors: int
+    dtypes: tuple[str, ...]
+    left_out: Mapping[str, int]
+    twice: tuple[str, ...]
+    kept: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.kind}: {count_text(self.num_params)} parameters of {self.num_tensors} tensors in "
+            f"{' and '.join(self.dtypes)}, into {self.out}"
+        ]
+        lines += [f"  left out: {count} x {name}, which the model computes" for name, count in self.left_out.items()]
+        lines += [f"  {name} repeats another tensor, and is kept once" for name in self.twice]
+        if self.kept:
+            lines.append(f"  taken along: {', '.join(self.kept)}")
+        return "\n".join([*lines, f"to train from it: spanax train {self.out} --data ..."])
+
+
+def import_weights(
+    source: str | os.PathLike[str], kind: str, out: str | os.PathLike[str], *, dtype: str | None = None
+) -> Imported:
+    """Bring Hugging Face's weights into a checkpoint that a run can begin from.
+
+    The host never holds more than the largest tensor twice. Every tensor is accounted for: one that is missing, unknown
+    or of another shape than config.json says is an error, and then nothing is written.
+
+    Args:
+      source: a folder with safetensors and config.json, or one file beside its config.json.
+      kind: as what: `gpt2`, `llama` (Llama, Qwen2, Qwen3, Mistral without a window) or `vit`.
+      out: the folder to make, for `spanax train OUT`, `--init OUT` or `spanax.start(..., init=OUT)`.
+      dtype: float32, bfloat16 or float16 in place of that of the tensors.
+
+    Raises:
+      DataError: the files are not what they should be, or of a model that ours cannot be.
+      SpanaxError: there is no such kind or dtype.
+      WriteError: `out` holds something, or cannot be written.
+
+    Example:
+      >>> import tempfile
+      >>> from spanax.interop import import_weights
+      >>> import_weights(tempfile.mkdtemp(), "gpt2", "runs/imported")
+      Traceback (most recent call last):
+      spanax.errors.DataError: '...' holds no safetensors.
+        fix: a folder with model.safetensors and config.json
+    """
+    tables, source, out = family(kind), Path(source), Path(out)
+    check_dtype(dtype)
+    found = tensors(source)
+    folder = source if source.is_dir() else source.parent
+    config = read_config(folder, kind, tables)
+    if config.num_layers > len(found):
+        what = f"'{folder / 'config.json'}' says {config.num_layers:,} layers, and there are {len(found)} tensors."
+        raise DataError(what, fix="the config.json that belongs to these weights")
+    arrays = arrays_of(tables, params_of(kind, config))
+    match = matched(tables, arrays, found, str(source))
+    if match.twice:
+        _check_equal(found[match.twice[0]], match.tensors[tables.tied[1]], match.twice[0])
+    dtypes = _dtypes(arrays, match, dtype)
+    parts = {
+        array.path: weights.Part(array.shape, np.dtype(dtypes[array.path]), partial(_made, array, match, dtypes))
+        for array in arrays
+    }
+    beside = kept(folder)
+    with writing(out):
+        for path in beside:
+            shutil.copyfile(path, out / path.name)
+        write_model(out, kind, asdict(config), is_bare=match.is_bare, twice=match.twice)
+        plan = _plan(kind, config, out, dtypes)
+        weights.write(out, parts, plan_json=plan.to_json(), meta={"imported": {"kind": kind, "from": source.name}})
+    num_params = sum(math.prod(array.shape) for array in arrays)
+    told = tuple(sorted(set(dtypes.values())))
+    names = tuple(path.name for path in beside)
+    return Imported(kind, str(out), num_params, len(found), told, match.left_out, match.twice, names)
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Whether weights can be had in it.
+
+    Raises:
+      SpanaxError: they cannot.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise SpanaxError(f"unknown dtype '{dtype}'.", fix=nearest(dtype, DTYPES))
+
+
+def params_of(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
+    """Shape by path of the parameters of a model of a shape; blocks are stacked."""
+    model = nnx.eval_shape(lambda: MODELS[kind][0](config, nnx.Rngs(0)))
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {".".join(map(str, path)): tuple(value.shape) for path, value in flat}
+
+
+def _made(array: Array, match: Matched, dtypes: Mapping[str, str]) -> np.ndarray:
+    """An array, read now."""
+    into = np.empty(array.shape, dtypes[array.path])
+    for at, name in enumerate(array.names):
+        ours(array.weight.dims, match.tensors[name].read(), into, at)
+    return into
+
+
+def _dtypes(arrays: list[Array], match: Matched, dtype: str | None) -> dict[str, str]:
+    """In which dtype each array is saved: that of its tensors, which must be one, in all layers, or the one asked for.
+
+    Raises:
+      DataError: they have several.
+    """
+    found: dict[str, str] = {}
+    alike: dict[str, tuple[str, str]] = {}
+    for array in arrays:
+        for name in array.names:
+            first, known = alike.setdefault(array.weight.path, (name, match.tensors[name].dtype))
+            if dtype is None and match.tensors[name].dtype != known:
+                raise DataError(
+                    f"'{name}' is {match.tensors[name].dtype}, and '{first}' is {known}.",
+                    where="layers of one model, which are kept as one array",
+                    fix=f"--dtype {DTYPES[0]}",
+                )
+        found[array.path] = dtype or alike[array.weight.path][1]
+    return found
+
+
+def _plan(kind: str, config: Any, folder: Path, dtypes: Mapping[str, str]) -> spanax.Plan:
+    """The parameters as they lie on one device, in the dtypes that they are saved in."""
+    sizes = {} if kind == "vit" else {"seq_len": min(config.seq_len, 128)}
+    program = shaped(kind, config, folder, batch_size=1, **sizes).trace(learning_rate=0.0, num_steps=1)
+    plan = spanax.plan(program, spanax.cluster("cpu:1"), layout="data")
+    by_path = {".".join(part for part in path.split(".") if not part.isdigit()): name for path, name in dtypes.items()}
+    leaves = [
+        replace(leaf, dtype=dtype, local_bytes=math.prod(leaf.local_shape) * np.dtype(dtype).itemsize)
+        for leaf in plan.leaves
+        if (dtype := by_path.get(leaf.path)) is not None
+    ]
+    return replace(plan, leaves=tuple(leaves), batch=(), why="as imported")
+
+
+def _check_equal(copy: Tensor, original: Tensor, name: str) -> None:
+    is_alike = (copy.dtype, copy.shape) == (original.dtype, original.shape)
+    rows = zip(copy.read().view(np.uint8), original.read().view(np.uint8), strict=True) if is_alike else ()
+    if not is_alike or not all(np.array_equal(row, same) for row, same in rows):
+        raise DataError(
+            f"'{name}' is another matrix than the embedding, and the model has one for both.",
+            where=f"its config.json says tie_word_embeddings true, or leaves it out; '{copy.file}'",
+            fix="the config.json that belongs to these weights",
+        )

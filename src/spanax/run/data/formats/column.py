@@ -1,0 +1,186 @@
+"""Column: one field of a table as token ids: its texts encoded once and kept, or ids that it holds already.
+
+Memory stays bounded: texts are read, encoded and written a few megabytes at a time, and the ids are mapped from disk.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.run.data.cache import alone, cache_folder, keep
+from spanax.run.data.elements import digest
+from spanax.run.data.formats.decompression import Room
+from spanax.run.data.formats.table import Table
+from spanax.run.data.text.corpus import SPLITS
+from spanax.run.data.text.token_windows import Tokens, kept_ids
+from spanax.run.data.text.tokenizer import Tokenizer
+
+GROUP_BYTES = 1 << 22
+"""Of texts that are encoded at once: an encoding takes a hundred bytes a token."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One field of a table: a text a row, or a list of token ids a row.
+
+    Example:
+      >>> import tempfile
+      >>> from spanax.run.data.formats.table import open_table
+      >>> from spanax.run.data.text.tokenizer import load_tokenizer
+      >>> folder = Path(tempfile.mkdtemp())
+      >>> _ = (folder / "a.jsonl").write_text('{"text": "to be"}' + chr(10) + '{"text": "or not"}')
+      >>> column = Column(open_table(folder / "a.jsonl"), "text")
+      >>> bytes(column.tokens(load_tokenizer("bytes"), cache_dir=folder).ids)
+      b'to be\\n'
+    """
+
+    table: Table
+    field: str
+
+    @cached_property
+    def holds_text(self) -> bool:
+        """Whether its rows are texts; else they are token ids."""
+        for _, value in self.table.values(self.field):
+            return isinstance(value, str)
+        raise DataError(f"'{self.table.name}' is empty.", fix="a source with rows in it")
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells a tokenizer that is trained on it from others."""
+        return (self.table.digest, self.field)
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much it is: the size of its files."""
+        return self.table.size_bytes
+
+    def documents(self) -> Iterator[bytes]:
+        """The texts to train on."""
+        return (text for is_held_out, text in self._texts() if not is_held_out)
+
+    def tokens(self, tokenizer: Tokenizer | None, *, cache_dir: str | os.PathLike[str] | None = None) -> Tokens:
+        """The tokens of the table's split, one document behind the other.
+
+        Behind a text comes the tokenizer's end of text, or a newline where it has none; nothing behind token ids.
+
+        Raises:
+          DataError: a row is neither text nor token ids.
+          WriteError: the ids cannot be kept.
+        """
+        made = tokenizer.name if tokenizer else "ids"
+        how = (self.field, made, str(tokenizer and tokenizer.end_id), str(self.table.holds_out))
+        key, kept = digest(self.table.digest, *how), digest(self.table.cache_key, *how)
+        folder = cache_folder(cache_dir)
+        paths = {split: folder / f"ids-{kept}-{split}.npy" for split in SPLITS}
+        ids = kept_ids(paths[self.table.split])
+        if ids is not None and self.table.changed:
+            warnings.warn(
+                f"the tokens of '{self.table.name}' come from the cache: files of this size are compared by samples "
+                f"and by when they were changed. After an edit that kept the time, remove '{paths[self.table.split]}'.",
+                stacklevel=2,
+            )
+        if ids is None:
+            with alone(folder / f"ids-{kept}.lock"):
+                ids = kept_ids(paths[self.table.split])
+                if ids is None:
+                    self._keep(tokenizer, paths, cache_dir)
+                    ids = kept_ids(paths[self.table.split])
+        if ids is None:
+            told = f"there is no place for the tokens of '{self.table.name}'."
+            raise WriteError(told, where=str(folder), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
+        return Tokens(f"{self.table.name}[{self.field}] {self.table.split} {made} {key}", ids, tokenizer)
+
+    def _keep(
+        self, tokenizer: Tokenizer | None, paths: dict[str, Path], cache_dir: str | os.PathLike[str] | None
+    ) -> None:
+        """Both splits in one pass over the rows."""
+        parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
+        dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
+
+        def write(*files: BinaryIO) -> None:
+            sizes, room = [0] * len(files), Room(paths[self.table.split].parent)
+            for file in files:
+                _write_header(file, dtype, 0)
+            for is_held_out, ids in parts:
+                room.take(ids.nbytes)
+                files[is_held_out].write(ids.tobytes())
+                sizes[is_held_out] += len(ids)
+            for file, size in zip(files, sizes, strict=True):
+                file.seek(0)
+                _write_header(file, dtype, size)
+
+        if not self.table.holds_out:
+            keep(paths[self.table.split], write, cache_dir)
+            return
+        held_out = paths["validation"]
+        keep(paths["train"], lambda train: keep(held_out, lambda held: write(train, held), cache_dir), cache_dir)
+
+    def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
+        group: list[tuple[bool, bytes]] = []
+        size_bytes = 0
+        for one in self._texts():
+            group.append(one)
+            size_bytes += len(one[1])
+            if size_bytes >= GROUP_BYTES:
+                yield from _encoded(tokenizer, group)
+                group, size_bytes = [], 0
+        yield from _encoded(tokenizer, group)
+
+    def _texts(self) -> Iterator[tuple[bool, bytes]]:
+        for number, (is_held_out, value) in enumerate(self.table.values(self.field)):
+            try:
+                yield is_held_out, value.encode()
+            except (AttributeError, UnicodeEncodeError):
+                raise self._bad(number, value, "text") from None
+
+    def _ids(self) -> Iterator[tuple[bool, np.ndarray]]:
+        for number, (is_held_out, value) in enumerate(self.table.values(self.field)):
+            ids = np.atleast_1d(np.asarray(value))
+            is_empty = ids.ndim == 1 and not len(ids)
+            if not is_empty and (
+                ids.ndim != 1 or ids.dtype.kind not in "iu" or not 0 <= ids.min() <= ids.max() < 1 << 32
+            ):
+                raise self._bad(number, value, "token ids")
+            yield is_held_out, ids.astype(np.uint32)
+
+    def _bad(self, number: int, value: Any, wanted: str) -> DataError:
+        return DataError(
+            f"row {number:,} of '{self.table.name}' holds no {wanted} in '{self.field}'.",
+            where=f"{type(value).__name__}: {repr(value)[:60]}",
+            fix="--field NAME, a field of texts, or of lists of token ids",
+        )
+
+
+def _encoded(tokenizer: Tokenizer, group: list[tuple[bool, bytes]]) -> Iterator[tuple[bool, np.ndarray]]:
+    encoded = tokenizer.encode_documents([text for _, text in group])
+    yield from zip((is_held_out for is_held_out, _ in group), encoded, strict=True)
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype, size: int) -> None:
+    """The head of a `.npy` file; numpy leaves room in it for any size."""
+    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(file, about)
+
+
+def default_field(table: Table, *, leaves: str) -> str:
+    """The field of text or tokens where nobody names one.
+
+    Raises:
+      SpanaxError: none is called as most are.
+    """
+    for name in ("text", "input_ids"):
+        if name in table.fields:
+            return name
+    listed = ", ".join(table.fields)
+    raise SpanaxError(
+        f"which field of '{table.name}' holds the text?",
+        where=f"it has {listed[:150]}; the plan takes {leaves[:150]}",
+        fix="--field NAME, or --field leaf=field,leaf=field for leaves of the plan",
+    )

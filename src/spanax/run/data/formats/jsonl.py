@@ -1,0 +1,111 @@
+"""JSON lines: a file with one JSON object a line, plain or packed by gzip."""
+
+import gzip
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spanax.errors import DataError
+from spanax.run.data.formats.decompression import Unpacking
+
+MAX_LINE_BYTES = 1 << 26
+"""Of one document; a file of one endless line is refused, not read."""
+
+
+@dataclass(frozen=True)
+class JsonRows:
+    """The rows of a file of JSON lines; empty lines are none.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp()) / "a.jsonl"
+      >>> _ = path.write_text('{"text": "to be"}' + chr(10) + '{"text": "or not"}')
+      >>> JsonRows(path).fields, list(JsonRows(path).values("text"))
+      (('text',), ['to be', 'or not'])
+    """
+
+    path: Path
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """The names in the first object."""
+        for number, _, line in self._lines():
+            return tuple(self._object(number, line))
+        raise DataError(f"'{self.path}' is empty.", fix="a file with one JSON object a line")
+
+    @property
+    def num_rows(self) -> int:
+        """How many lines hold something; the file is read once to know."""
+        return len(self._starts)
+
+    def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
+        """Some rows, each read from where its line begins."""
+        found = []
+        with open(self.path, "rb") as file:
+            for index in indices:
+                file.seek(self._starts[index])
+                row = self._object(index, file.readline(MAX_LINE_BYTES))
+                found.append({field: self._value(index, row, field) for field in fields})
+        return found
+
+    def values(self, field: str) -> Iterator[Any]:
+        """One field of all rows."""
+        for number, _, line in self._lines():
+            yield self._value(number, self._object(number, line), field)
+
+    @cached_property
+    def _starts(self) -> array:
+        if self.path.suffix == ".gz":
+            raise DataError(f"rows of '{self.path}' cannot be read out of their order.", fix=f"gunzip '{self.path}'")
+        return array("q", (start for _, start, _ in self._lines()))
+
+    def _lines(self) -> Iterator[tuple[int, int, bytes]]:
+        """Number, start and text of every line that is not empty."""
+        number = start = 0
+        unpacking = Unpacking(self.path) if self.path.suffix == ".gz" else None
+        try:
+            with gzip.open(self.path) if self.path.suffix == ".gz" else open(self.path, "rb") as file:
+                while line := file.readline(MAX_LINE_BYTES + 1):
+                    if unpacking is not None:
+                        unpacking.add(len(line))
+                    if len(line) > MAX_LINE_BYTES:
+                        raise self._bad(number, f"it is longer than {MAX_LINE_BYTES:,} bytes")
+                    if not line.isspace():
+                        yield number, start, line
+                        number += 1
+                    start += len(line)
+        except (OSError, EOFError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise DataError(f"cannot read '{self.path}': {reason}.", fix="copy it again") from None
+
+    def _object(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._bad(number, str(error)[:120]) from None
+        if not isinstance(found, dict):
+            raise self._bad(number, f"it is no JSON object: {line[:60]!r}")
+        return found
+
+    def _value(self, number: int, row: dict[str, Any], field: str) -> Any:
+        if field not in row:
+            raise self._bad(number, f"it has no '{field}', but {', '.join(row)[:80] or 'nothing'}")
+        value = row[field]
+        if not isinstance(value, list):
+            return value
+        try:
+            made = np.asarray(value)
+        except ValueError:
+            raise self._bad(number, f"the lists in '{field}' are of several lengths") from None
+        return made
+
+    def _bad(self, number: int, reason: str) -> DataError:
+        return DataError(
+            f"row {number:,} of '{self.path}' cannot be read.", where=reason, fix="one JSON object a line, all alike"
+        )

@@ -1,0 +1,233 @@
+"""Opened: what a path, a pattern, a dataset or a mixture of them names, ready to be made batches of."""
+
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spanax.errors import DataError, SpanaxError, nearest
+from spanax.run.data.elements import Leaves, described
+from spanax.run.data.examples import Examples, TooFew
+from spanax.run.data.formats.column import Column, default_field
+from spanax.run.data.formats.table import Table, is_table, open_table
+from spanax.run.data.mixture import Mixture, named
+from spanax.run.data.source import batch_size, conformed, sequence_examples
+from spanax.run.data.text.corpus import Corpus, check_split, load_corpus
+from spanax.run.data.text.token_windows import Tokens, bin_tokens, corpus_tokens, windows
+from spanax.run.data.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from spanax.plan.plan import Placement
+
+WINDOWS = {"inputs", "targets"}
+"""The leaves that text and tokens make."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How named data is read.
+
+    Attributes:
+      tokenizer: of texts.
+      split: `"train"` or `"validation"`.
+      field: which field of a table holds the text or the tokens, of several the first that a table has; or
+        `leaf=field,leaf=field`, or such a mapping.
+      cache_dir: where what is made once is kept.
+    """
+
+    tokenizer: str = "bytes"
+    split: str = "train"
+    field: str | Mapping[str, str] | None = None
+    cache_dir: str | os.PathLike[str] | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a table whose fields are the leaves of a batch.
+
+    Attributes:
+      table: where they are.
+      fields: the field of each leaf.
+    """
+
+    table: Table
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The training text of all parts of a mixture."""
+
+    parts: tuple[Corpus | Column, ...]
+
+    @property
+    def key(self) -> tuple[str | bytes, ...]:
+        """Tells it from other text."""
+        return tuple(chain.from_iterable(part.key for part in self.parts))
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much it is."""
+        return sum(part.size_bytes for part in self.parts)
+
+    def documents(self) -> Iterator[bytes]:
+        """All of it, part by part."""
+        return chain.from_iterable(part.documents() for part in self.parts)
+
+
+def is_named(source: Any) -> bool:
+    """Whether a source is data by name, which has a held-out split: a path, `python`, or a mixture of such."""
+    source = named(source)
+    return isinstance(source, str | Path) or (
+        isinstance(source, Mixture) and all(is_named(part) for part, _ in source.parts)
+    )
+
+
+def opened(source: Any, leaves: Collection[str], reading: Reading) -> list[tuple[Any, int]]:
+    """What there is to read, each with its weight: Tokens, Rows, or a sequence as it was given.
+
+    Args:
+      source: a path, a pattern, `"python"`, a Hugging Face dataset, a sequence, or a mixture of them.
+      leaves: the paths of the leaves that a batch is to have.
+      reading: how.
+    """
+    source = named(source)
+    check_split(reading.split)
+    pairs = source.parts if isinstance(source, Mixture) else ((source, 1),)
+    found = [_found(part, leaves, reading) for part, _ in pairs]
+    texts = tuple(part for part in found if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text))
+    tokenizer = (
+        load_tokenizer(reading.tokenizer, texts[0] if len(texts) == 1 else Joined(texts), reading.cache_dir)
+        if texts
+        else None
+    )
+    return [(_tokens(part, tokenizer, reading), weight) for part, (_, weight) in zip(found, pairs, strict=True)]
+
+
+def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | None:
+    """The smallest vocabulary that holds every token of a source; None where it has no tokens.
+
+    Example:
+      >>> vocab_size("python", WINDOWS, Reading())
+      256
+    """
+    parts = [part for part, _ in opened(source, leaves, reading)]
+    return max((part.vocab_size for part in parts if isinstance(part, Tokens)), default=None)
+
+
+def examples(part: Any, placements: Sequence["Placement"], rows_R: np.ndarray, least: int) -> Examples:
+    """At least so many examples for a plan, from one part of what `opened` returned."""
+    if isinstance(part, Tokens):
+        return windows(part, placements, least)
+    if isinstance(part, Rows):
+        return _row_examples(part, placements, least)
+    return sequence_examples(part, placements, rows_R, least)
+
+
+def _found(source: Any, leaves: Collection[str], reading: Reading) -> Any:
+    """One source: a Corpus, a Column, Rows, Tokens, or a sequence as it is."""
+    if source == "python":
+        return load_corpus(source)
+    if isinstance(source, str | os.PathLike):
+        if Path(source).suffix == ".bin":
+            return bin_tokens(Path(source), reading.split)
+        if not is_table(source):
+            return load_corpus(source)
+        return _of_table(open_table(source, split=reading.split, cache_dir=reading.cache_dir), leaves, reading.field)
+    if (table := _hub_table(source, reading.split)) is not None:
+        return _of_table(table, leaves, reading.field)
+    if reading.split != "train":
+        raise SpanaxError(f"a {type(source).__name__} has no split '{reading.split}'.", fix="a source of its own")
+    return source
+
+
+def _hub_table(source: Any, split: str) -> Table | None:
+    """The rows of a Hugging Face Dataset, or of one split of a DatasetDict; None for what is neither."""
+    datasets = sys.modules.get("datasets")  # if it was never imported, this is none of its datasets
+    if not datasets or not isinstance(source, datasets.Dataset | datasets.DatasetDict):
+        return None
+    from spanax.run.data.formats.hub import dataset_table
+
+    if isinstance(source, datasets.DatasetDict):
+        if split not in source:
+            raise SpanaxError(f"the DatasetDict has no split '{split}'.", fix=nearest(split, source))
+        source = source[split]
+    elif split != "train":
+        raise SpanaxError(f"a Dataset has no split '{split}'.", fix="a DatasetDict, or a source of its own")
+    return dataset_table(source, split)
+
+
+def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, str] | None) -> Column | Rows:
+    """Rows, where the table has the leaves of a batch; else one field of it, of text or tokens."""
+    if isinstance(field, str) and "=" in field:
+        pairs = [pair.partition("=") for pair in field.split(",")]
+        field = {leaf.strip(): name.strip() for leaf, _, name in pairs}
+    if isinstance(field, str):
+        names = [name.strip() for name in field.split(",")]
+        return Column(table, next((name for name in names if name in table.fields), "") or _known(table, names[0]))
+    fields = {leaf: leaf for leaf in leaves} | dict(field or {})
+    for leaf in field or {}:
+        if leaf not in leaves:
+            raise SpanaxError(
+                f"the plan takes no leaf '{leaf}'.", where=f"--field {leaf}=...", fix=nearest(leaf, leaves)
+            )
+    if field or all(leaf in table.fields for leaf in leaves):
+        return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
+    told = ", ".join(leaves)
+    if set(leaves) != WINDOWS:
+        missing = next(leaf for leaf in leaves if leaf not in table.fields)
+        raise DataError(
+            f"'{table.name}' has no field '{missing}'.",
+            where=f"it has {', '.join(table.fields)[:150]}; the plan takes {told[:150]}",
+            fix=f"--field {missing}=NAME",
+        )
+    return Column(table, default_field(table, leaves=told))
+
+
+def _known(table: Table, field: str) -> str:
+    if field not in table.fields:
+        raise DataError(f"'{table.name}' has no field '{field}'.", fix=nearest(field, table.fields))
+    return field
+
+
+def _tokens(part: Any, tokenizer: Tokenizer | None, reading: Reading) -> Any:
+    if isinstance(part, Corpus) and tokenizer is not None:
+        return corpus_tokens(part, tokenizer, reading.split, reading.cache_dir)
+    if isinstance(part, Column):
+        return part.tokens(tokenizer if part.holds_text else None, cache_dir=reading.cache_dir)
+    return part
+
+
+def _row_examples(rows: Rows, placements: Sequence["Placement"], least: int) -> Examples:
+    table, fields = rows.table, rows.fields
+    name = f"{table.name} {table.split} {table.digest}"
+    if table.num_rows < least:
+        told = f"{name} has {table.num_rows:,} examples, and one batch takes {batch_size(placements):,}."
+        raise TooFew(told, fix="more data, or a smaller batch")
+    wanted = described({leaf.path: leaf for leaf in placements})
+    if any(leaf.shape[:1] != (batch_size(placements),) for leaf in placements):
+        raise DataError(f"examples cannot make {wanted}.", where=name, fix="a source of whole batches")
+
+    def read(indices_R: np.ndarray) -> Leaves:
+        found = table.rows(indices_R.tolist(), sorted(set(fields.values())))
+        items = [{leaf: row[field] for leaf, field in fields.items()} for row in found]
+        return conformed(items, placements, name)
+
+    like = _nested_like([leaf.path for leaf in placements])
+    read(np.zeros(1, np.int64))  # what does not fit is told before the first step
+    return Examples(name, like, table.num_rows, read)
+
+
+def _nested_like(paths: Sequence[str]) -> Any:
+    """The nesting that paths of leaves have: dicts, tuples where the keys count on from 0, or one array alone."""
+    if list(paths) in (["batch"], [""]):
+        return None
+    keys = dict.fromkeys(path.partition(".")[0] for path in paths)
+    inner = {key: [path.partition(".")[2] for path in paths if path.partition(".")[0] == key] for key in keys}
+    made = {key: _nested_like(rest) for key, rest in inner.items()}
+    return tuple(made.values()) if list(made) == [str(i) for i in range(len(made))] else made

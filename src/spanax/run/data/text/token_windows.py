@@ -1,0 +1,197 @@
+"""Tokens: the token ids of a text or a `.bin`, and the windows that make batches of them.
+
+Shapes: B examples of the global batch, R of them read by this process, T tokens of one example.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from spanax.documents import read_json
+from spanax.errors import DataError
+from spanax.run.data.cache import cache_folder, keep
+from spanax.run.data.elements import Leaves, described, digest
+from spanax.run.data.examples import Examples, TooFew
+from spanax.run.data.text.corpus import HELD_OUT, Corpus, check_split, load_corpus
+from spanax.run.data.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from spanax.plan.plan import Placement
+
+MAX_VOCAB_SIZE = 1 << 22
+"""Of a `.bin`: a model makes room for every id, and read as the wrong type noise has ids of any size."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The token ids of one split of a source, mapped from disk where they are large.
+
+    Args:
+      name: what errors and saved positions call them: source, split, tokenizer and a hash of the content.
+      ids: of shape [N].
+      tokenizer: what made them; None for a `.bin`, whose maker is not known.
+    """
+
+    name: str
+    ids: np.ndarray = field(repr=False)
+    tokenizer: Tokenizer | None = None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The smallest vocabulary that holds every id; of a `.bin` the ids are read once to know."""
+        if self.tokenizer:
+            return self.tokenizer.vocab_size
+        pieces = [self.ids[i : i + (1 << 24)] for i in range(0, len(self.ids), 1 << 24)]
+        lowest, highest = min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)
+        if lowest < 0 or highest >= MAX_VOCAB_SIZE:
+            raise DataError(
+                f"the token ids reach from {lowest:,} to {highest:,}: no vocabulary is like that.",
+                where=f"{self.name}, read as {self.ids.dtype}",
+                fix='the right type in the .json beside the file, such as {"dtype": "uint32"}',
+            )
+        return highest + 1
+
+
+def load_tokens(
+    source: str | os.PathLike[str],
+    tokenizer: str = "bytes",
+    split: str = "train",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Tokens:
+    """The tokens of one split of a text file, a folder, a `.bin`, or of `"python"`.
+
+    Args:
+      source: see `load_corpus`; a path that ends in `.bin` holds token ids already.
+      tokenizer: see `load_tokenizer`; not used for a `.bin`.
+      split: `"train"` or `"validation"`.
+      cache_dir: where a trained tokenizer and encoded text are kept; `~/.cache/spanax` by default.
+
+    Example:
+      >>> load_tokens("python", split="validation").vocab_size
+      256
+    """
+    check_split(split)
+    if source != "python" and Path(source).suffix == ".bin":
+        return bin_tokens(Path(source), split)
+    corpus = load_corpus(source)
+    return corpus_tokens(corpus, load_tokenizer(tokenizer, corpus, cache_dir), split, cache_dir)
+
+
+def bin_tokens(path: Path, split: str) -> Tokens:
+    """The tokens of one split of a `.bin`."""
+    ids = load_bin(path, split)
+    # Sixty-four samples: a file of terabytes is told apart without reading it.
+    samples = [ids[i : i + 1024] for i in np.linspace(0, len(ids), 64, endpoint=False, dtype=np.int64)]
+    return Tokens(f"{path.name} {split} {digest(f'{len(ids)} {ids.dtype}', *samples)}", ids)
+
+
+def corpus_tokens(
+    corpus: Corpus, tokenizer: Tokenizer, split: str, cache_dir: str | os.PathLike[str] | None = None
+) -> Tokens:
+    """The tokens of one split of a corpus."""
+    text = corpus.text(split)
+    ids = tokenizer.encode(text) if tokenizer.name == "bytes" else _cached_ids(text, tokenizer, cache_dir)
+    return Tokens(f"{corpus.name} {split} {tokenizer.name} {digest(text)}", ids, tokenizer)
+
+
+def load_bin(path: Path, split: str) -> np.ndarray:
+    """The tokens of a flat binary file, mapped and not read: all but its last twentieth, or just that.
+
+    The ids are little-endian uint16, unless `<path>.json` says otherwise: `{"dtype": "uint32"}`.
+
+    Raises:
+      DataError: the file is missing, empty, cut short, or its sidecar cannot be read.
+    """
+    dtype = _bin_dtype(path)
+    try:
+        size_bytes = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="the path of a .bin file of tokens") from None
+    if size_bytes == 0:
+        raise DataError(f"'{path}' is empty.", fix="a file of token ids")
+    if size_bytes % dtype.itemsize:
+        raise DataError(
+            f"'{path}' is cut short: {size_bytes:,} bytes are no whole number of {dtype} tokens.",
+            fix=f'copy it again, or name its type in {path.name}.json: {{"dtype": "uint32"}}',
+        )
+    # A plain array over the map: indexing np.memmap itself returns np.memmap again, an order slower.
+    tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    num_train = len(tokens) - max(1, len(tokens) // HELD_OUT)
+    return tokens[:num_train] if check_split(split) == "train" else tokens[num_train:]
+
+
+def windows(tokens: Tokens, placements: Sequence["Placement"], least: int | None = None) -> Examples:
+    """Windows of T + 1 tokens as examples: the first T are the inputs, the last T the targets; they share their ends.
+
+    Raises:
+      DataError: the plan takes something else, or there are too few tokens for one batch.
+    """
+    shapes, kinds = {leaf.shape for leaf in placements}, {np.dtype(leaf.dtype).kind for leaf in placements}
+    fits = {leaf.path for leaf in placements} == {"inputs", "targets"} and len(shapes) == 1 and kinds <= {"i", "u"}
+    if not fits or len(placements[0].shape) != 2:
+        raise DataError(
+            "text and tokens make 'inputs' and 'targets', integers of one shape [B, T]; the plan takes others.",
+            where=f"{tokens.name}; the plan takes {described({leaf.path: leaf for leaf in placements})}",
+            fix="an iterable of batches with the plan's own leaves",
+        )
+    (batch_size, length), ids = placements[0].shape, tokens.ids
+    num_windows = max(0, len(ids) - 1) // length
+    if num_windows < (batch_size if least is None else least):
+        raise TooFew(
+            f"the data has {len(ids):,} tokens, and one batch takes {batch_size * length + 1:,}.",
+            where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",
+            fix="more data, a smaller batch or shorter sequences",
+        )
+    highest = min(int(np.iinfo(leaf.dtype).max) for leaf in placements)
+
+    def read(indices_R: np.ndarray) -> Leaves:
+        windows_RT = ids[indices_R[:, None] * length + np.arange(length + 1)]
+        if windows_RT.max(initial=0) > highest:
+            raise DataError(
+                f"token {windows_RT.max()} does not fit the plan's {placements[0].dtype}.", where=tokens.name
+            )
+        parts = {"inputs": windows_RT[:, :-1], "targets": windows_RT[:, 1:]}
+        return {leaf.path: parts[leaf.path].astype(leaf.dtype) for leaf in placements}
+
+    return Examples(tokens.name, {"inputs": None, "targets": None}, num_windows, read, tokens)
+
+
+def kept_ids(path: Path) -> np.ndarray | None:
+    """The ids in a file of the cache, mapped; None where it is not there, or damaged."""
+    try:
+        # Only a plain array: np.load would also unpack an archive. (One of objects cannot be mapped.)
+        ids = np.asarray(np.lib.format.open_memmap(path, mode="r"))
+    except (OSError, ValueError, EOFError):
+        return None
+    return ids if ids.ndim == 1 and ids.dtype in (np.uint8, np.uint16, np.uint32) else None
+
+
+def _cached_ids(text: bytes, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None) -> np.ndarray:
+    path = cache_folder(cache_dir) / f"tokens-{digest(text, tokenizer.name)}.npy"
+    ids = kept_ids(path)
+    if ids is None:
+        ids = tokenizer.encode(text)
+        keep(path, lambda file: np.save(file, ids, allow_pickle=False), cache_dir)
+    return ids
+
+
+def _bin_dtype(path: Path) -> np.dtype:
+    sidecar = path.with_name(path.name + ".json")
+    if not os.path.lexists(sidecar):
+        return np.dtype("<u2")
+    try:
+        name = read_json(sidecar)["dtype"]
+        # NumPy also takes lists and tables, of fields, in which nobody writes tokens.
+        dtype = np.dtype(str(name)).newbyteorder("<")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"cannot read '{sidecar}'.", where=f"{type(error).__name__}: {error}", fix='{"dtype": "uint32"}'
+        ) from None
+    if dtype.kind not in "iu":
+        raise DataError(f"tokens cannot have dtype {dtype}.", where=str(sidecar), fix='{"dtype": "uint16"}')
+    return dtype

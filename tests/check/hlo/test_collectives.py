@@ -1,0 +1,165 @@
+"""Collectives out of programs: everything that a naive reader gets wrong, on programs of a few lines."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import hlo_programs as text
+from spanax.check.hlo.collectives import Collective, collectives, totals
+from spanax.check.hlo.module import Module, read_module, read_text
+from spanax.check.hlo.replica_groups import axes_of, groups_of
+from spanax.check.lint.source_lines import OURS, user_line
+from spanax.errors import DataError
+from spanax.hardware.mesh import MeshShape
+
+FLAT, SQUARE = MeshShape.of("data=8"), MeshShape.of("data=2,model=4")
+
+
+def of(program: str, mesh: MeshShape = FLAT) -> tuple[Collective, ...]:
+    return collectives(read_text(program), mesh)
+
+
+def compiled(function: Callable, mesh: MeshShape, *shapes: tuple[tuple[int, ...], PartitionSpec], out=None) -> Module:
+    """A function compiled here, from shapes and how they are split."""
+    there = mesh.build()
+    ins = [jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(there, spec)) for shape, spec in shapes]
+    jitted = jax.jit(function, out_shardings=None if out is None else NamedSharding(there, out))
+    executable = jitted.lower(*ins).compile().runtime_executable()
+    return read_module(executable.hlo_modules()[0].as_serialized_hlo_module_proto())
+
+
+@pytest.mark.parametrize(
+    "groups, axes, size",
+    [
+        ("{{0,4},{1,5},{2,6},{3,7}}", "data", 2),
+        ("{{0,1,2,3},{4,5,6,7}}", "model", 4),
+        ("{{0,1},{2,3},{4,5},{6,7}}", "~model", 2),
+        ("{}", "data+model", 8),
+        ("[2,4]<=[8]", "model", 4),
+        ("[4,2]<=[2,4]T(1,0)", "data", 2),
+        ("mesh['a'=2,'b'=4] {'b'}", "model", 4),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", "data", 2),
+        ("mesh['a'=8] {'a':(2)4}", "model", 4),
+        ("mesh['a'=2,'b'=4] {'a','b'}", "data+model", 8),
+    ],
+)
+def test_groups_in_every_way_that_xla_writes_them(groups: str, axes: str, size: int) -> None:
+    [one] = of(text.all_reduce(groups), SQUARE)
+    assert (one.kind, one.axes, one.group_size, one.num_bytes) == ("all-reduce", axes, size, 16)
+
+
+def test_every_partition_is_in_one_group() -> None:
+    for groups in ("[4,2]<=[2,4]T(1,0)", "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", "mesh['a'=8] {'a':(2)4}"):
+        [found] = [one for one in read_text(text.all_reduce(groups)).instructions() if one.opcode == "all-reduce"]
+        assert sorted(device for group in groups_of(found) for device in group) == list(range(8))
+
+
+def test_groups_of_one_device_move_nothing() -> None:
+    assert of(text.all_reduce("[8,1]<=[8]")) == ()
+
+
+@pytest.mark.parametrize(
+    "start, go, step, runs",
+    [
+        ("zero, ten", "compare(i, n), direction=LT", "add(i, one)", 10),
+        ("zero, ten", "compare(i, n), direction=LE", "add(i, two)", 6),
+        ("ten, zero", "compare(i, n), direction=GT", "subtract(i, two)", 5),
+        ("ten, ten", "compare(i, n), direction=NE", "add(i, one)", 0),
+    ],
+)
+def test_loops_are_counted_where_the_program_does_not_say(start: str, go: str, step: str, runs: int) -> None:
+    [one] = of(text.loop(start, go, step))
+    assert (one.runs, one.is_counted, one.num_bytes) == (runs, True, 16 * runs)
+
+
+def test_a_loop_that_depends_on_data_counts_once_and_says_so() -> None:
+    [one] = of(text.loop("zero, q", "compare(i, n), direction=LT", "add(i, one)"))
+    assert (one.runs, one.is_counted) == (1, False)
+
+
+def test_a_count_that_the_program_says_is_taken() -> None:
+    known = ', backend_config={"known_trip_count":{"n":"7"}}'
+    [one] = of(text.loop("zero, q", "compare(i, n), direction=LT", "add(i, one)", known))
+    assert (one.runs, one.is_counted) == (7, True)
+
+
+@pytest.mark.parametrize(
+    "program, kind, num_bytes",
+    [
+        (text.STARTED, "all-gather", 64),
+        (text.WRAPPED, "reduce-scatter", 16),
+        (text.CLONED, "all-gather", 128),
+        (text.VARIADIC, "all-reduce", 32),
+        (text.sliced("table"), "reduce-scatter", 32),
+        (text.sliced("same"), "all-reduce", 128),
+        (text.windowed("ag"), "all-gather", 64),
+        (text.windowed("rs"), "reduce-scatter", 16),
+        (text.chained(adds=True), "reduce-scatter", 16),
+    ],
+    ids=[
+        "started",
+        "wrapped",
+        "cloned",
+        "variadic",
+        "sliced",
+        "sliced elsewhere",
+        "gather loop",
+        "scatter loop",
+        "scatter unrolled",
+    ],
+)
+def test_what_a_compiler_hides_is_told_as_what_it_is(program: str, kind: str, num_bytes: int) -> None:
+    [one] = of(program)
+    assert (one.kind, one.num_bytes) == (kind, num_bytes)
+
+
+def test_a_loop_of_permutes_is_that_of_its_ring() -> None:
+    [one] = of(text.windowed("ag"), SQUARE)
+    assert (one.axes, one.group_size, one.written) == ("model", 4, "permutes around a matmul")
+
+
+def test_a_chain_of_permutes_without_sums_is_permutes() -> None:
+    assert [one.kind for one in of(text.chained(adds=False), SQUARE)] == ["collective-permute"] * 5
+
+
+def test_what_moves_between_slices_goes_over_the_slowest_axis() -> None:
+    [one] = of(text.BETWEEN_SLICES, SQUARE)
+    assert (one.kind, one.axes, one.num_bytes, one.group_size) == ("all-reduce", "data", 256, 2)
+
+
+def test_a_scan_compiled_here_counts_its_body() -> None:
+    def function(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    program = compiled(
+        function,
+        SQUARE,
+        ((16, 32), PartitionSpec("data")),
+        ((5, 32, 32), PartitionSpec(None, None, "model")),
+        out=PartitionSpec("data"),
+    )
+    found = collectives(program, SQUARE)
+    row = (16 // 2) * 32 * 4  # gathered in each round, and once more for the result
+    assert sorted((one.runs, one.bytes_once) for one in found) == [(1, row), (5, row)]
+    assert totals(found) == {"model": {"all-gather": 6 * row}}
+
+
+def test_lines_of_libraries_are_passed_over() -> None:
+    flax, mine = "/x/site-packages/flax/nnx/nn/linear.py", "/home/me/model.py"
+    assert user_line([(flax, 1), (mine, 2), ("/home/me/train.py", 3)]) == f"{mine}:2"
+    assert user_line([(flax, 1), (str(OURS / "trace" / "step.py"), 2)]) == f"{flax}:1"
+    assert user_line([(str(OURS / "models" / "gpt.py"), 4), (mine, 2)]).endswith("gpt.py:4")
+    assert user_line([(str(OURS / "run" / "replay.py"), 9), (mine, 2)]) == ""
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x7f", b"\x1b\x1b"])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(DataError, match="not a serialized program"):
+        read_module(data)
+
+
+def test_pairs_of_a_permute_that_is_no_ring() -> None:
+    assert axes_of(((0, 1),), {"data": 8}) == "~data"

@@ -1,0 +1,137 @@
+"""What the partitioner makes whole: read from its log, held against the plan, and kept."""
+
+import dataclasses
+import functools
+import gzip
+from pathlib import Path
+
+import pytest
+
+import programs
+import spanax
+import stored
+from spanax.check.finding import Finding
+from spanax.check.hlo.array_matching import with_tensors
+from spanax.check.hlo.collectives import Collective, collectives, totals
+from spanax.check.hlo.flops import program_flops
+from spanax.check.hlo.module import read_module
+from spanax.check.hlo.replicated_tensors import Replicated, replicated
+from spanax.check.lint.lint import lint
+from spanax.check.predictions import gathered_bytes, predicted
+from spanax.check.report import Figures, Report
+
+MACHINE = spanax.cluster("cpu:8")
+
+OLD = (
+    "W1121 19:09:07.198850   20261 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The compiler "
+    "cannot go from sharding {devices=[2,2,1,2]<=[8] last_tile_dim_replicate} to {devices=[8,1,1]<=[8]} efficiently "
+    "for HLO operation %sharding_constraint.0 = bf16[16,8,4]{2,1,0} copy(%sin.0), sharding={devices=[2,2,2]<=[8]}, "
+    'metadata={op_name="jit(f)/sin" source_file="/home/me/model.py" source_line=7}. As the last resort, SPMD will '
+    "replicate the tensor and then partition it to obtain the target sharding, which is inefficient.\n"
+)
+NEW = (
+    "W1121 19:09:25.073109   20472 spmd_partitioner.cc:666] [SPMD] Involuntary full rematerialization. The compiler "
+    "cannot go from sharding {mesh['a'=2,'b'=2,'c'=4], [{'a', 'b'}, {'c':(1)2}, {}]} to {mesh['a'=2,'b'=2,'c'=4], [{}, "
+    "{}, {'a'}]} efficiently for HLO operation %add_any.4 = f32[16,8,4]{2,1,0} add(%a.1, %b.2), metadata={"
+    'op_name="jit(step)/add_any"}. As the last resort, SPMD will replicate the tensor.\n'
+)
+
+
+@functools.cache
+def checked(layout: str, inputs_only: bool) -> tuple[spanax.Program, spanax.Plan, Report]:
+    program = programs.zoo_program("gpt")
+    plan = spanax.plan(program, MACHINE, layout=layout)
+    return program, plan, spanax.check(program, plan, MACHINE, level=2, inputs_only=inputs_only, cache=False)
+
+
+def found(layout: str, inputs_only: bool, **changes: object) -> list[Finding]:
+    program, plan, report = checked(layout, inputs_only)
+    return lint(program, plan, MACHINE, dataclasses.replace(report, **changes))
+
+
+def moved(figures: Figures) -> int:
+    assert figures.collectives is not None
+    return sum(num_bytes for kinds in figures.collectives.values() for num_bytes in kinds.values())
+
+
+def test_both_wordings_of_the_log_are_read() -> None:
+    told = replicated("I0000 nothing of ours\n" + OLD + NEW + OLD)
+    by_name = {one.name: one for one in told}
+    assert len(told) == len(by_name) == 2
+    assert by_name["add_any.4"].shape == "f32[64,16,4]" and by_name["add_any.4"].num_bytes == 4 * 64 * 16 * 4
+    assert by_name["add_any.4"].after == "{mesh['a'=2,'b'=2,'c'=4], [{}, {}, {'a'}]}"
+    said = by_name["sharding_constraint.0"]
+    assert (said.shape, said.num_bytes, said.op_name) == ("bf16[32,16,4]", 4096, "jit(f)/sin")
+    assert said.source == "/home/me/model.py:7"
+    assert replicated("") == ()
+
+
+def test_what_the_partitioner_says_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # whoever wants to see nothing is told all the same
+    _, _, report = checked("fsdp+tensor+seq", True)
+    assert report.inputs_only and report.replicated
+    assert any("models/gpt.py:" in one.source and one.op_name.startswith("jit(step)") for one in report.replicated)
+    assert all(one.num_bytes > 0 for one in report.replicated)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_a_replicated_tensor_is_found_with_its_line() -> None:
+    said = [one for one in found("fsdp+tensor+seq", True) if one.code == "SPX012"]
+    assert said and "models/gpt.py:" in said[0].message and said[0].num_bytes >= 1 << 19
+    assert len(str(said[0]).splitlines()) == 2
+
+
+def test_what_costs_no_more_than_planned_is_no_finding() -> None:
+    """Newer compilers say it of exchanges that the plan means, too."""
+    told = tuple(Replicated(f"copy.{i}", "f32[16,32,64]", "{a}", "{b}", 131072) for i in range(3))
+    for layout in ("fsdp", "fsdp+tensor", "fsdp+tensor+seq"):
+        codes = [one.code for one in found(layout, False, replicated=told)]
+        assert not {"SPX012", "SPX016"} & set(codes), codes
+
+
+def test_a_parameter_that_is_gathered_over_its_own_axis_is_found() -> None:
+    program, plan, report = checked("fsdp+tensor", False)
+    gather = Collective("all-gather", "model", "f32", "f32[64,256]", 1 << 20, 4, 2, "all-gather.1",
+                        "jit(step)/dot_general", "/home/me/model.py:7", tensors=("blocks.up.kernel",))  # fmt: skip
+    kinds = {axes: dict(by_kind) for axes, by_kind in (report.compiled.collectives or {}).items()}
+    kinds["model"]["all-gather"] = kinds["model"].get("all-gather", 0) + gather.num_bytes
+    told = dataclasses.replace(
+        report,
+        compiled=dataclasses.replace(report.compiled, collectives=kinds), collectives=(gather, *report.collectives),
+    )  # fmt: skip
+    [said] = [one for one in lint(program, plan, MACHINE, told) if one.code in ("SPX012", "SPX016")]
+    assert (said.code, said.path) == ("SPX012", "blocks.up.kernel") and "/home/me/model.py:7" in said.message
+    assert said.num_bytes == gather.num_bytes - gathered_bytes(program, plan, "blocks.up.kernel").get("model", 0)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp+tensor"])
+def test_activations_left_to_the_compiler_are_found_and_priced(layout: str) -> None:
+    """The usual mistake: inputs sharded, the rest left alone. What the plan says it saves is what it saves."""
+    _, _, theirs = checked(layout, True)
+    _, _, ours = checked(layout, False)
+    measured = moved(theirs.compiled) - moved(ours.compiled)
+    said = [one for one in found(layout, True) if one.code in ("SPX012", "SPX016")]
+    priced = sum(one.num_bytes for one in said)
+    assert measured > moved(ours.compiled), "the mistake more than doubles what moves"
+    assert priced == pytest.approx(measured, rel=0.2)
+    assert moved(theirs.compiled) - moved(theirs.predicted) == pytest.approx(measured, rel=0.2)
+
+
+def test_inputs_only_is_another_program_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANAX_CACHE_DIR", str(tmp_path))
+    program, plan, report = checked("fsdp", False)
+    first = spanax.check(program, plan, MACHINE, level=2)
+    second = spanax.check(program, plan, MACHINE, level=2, inputs_only=True)
+    assert not second.is_kept and second.program_hash != first.program_hash == report.program_hash
+
+
+@pytest.mark.parametrize("case", stored.CASES, ids=lambda case: case.on)
+def test_what_compilers_for_chips_make_of_a_plan_is_no_finding(case: stored.Case) -> None:
+    program = stored.program()
+    plan, module = case.plan(program), read_module(gzip.decompress(case.path.read_bytes()))
+    moves = with_tensors(collectives(module, plan.mesh), plan)
+    figures = Figures(flops=program_flops(module), collectives=totals(moves))
+    told = predicted(program, plan, case.cluster)
+    report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", told, figures, collectives=moves)
+    codes = {one.code for one in lint(program, plan, case.cluster, report)}
+    assert moves and not codes & {"SPX003", "SPX012", "SPX016"}

@@ -1,0 +1,205 @@
+"""Compare: every legal layout is run as it was priced, in turn, and each is held against its price."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import pytest
+
+import spanax
+import zoo
+from programs import zoo_program
+from spanax import cli
+from spanax.check.measure import compare as module
+from spanax.check.measure.compare import (
+    PRUNED,
+    Compared,
+    Progress,
+    compare,
+    core_distance,
+    distance,
+    layouts,
+    pruned,
+    rank_correlation,
+)
+from spanax.commands.compare import compared, compared_text
+from spanax.commands.requests import CompareCommand
+from spanax.errors import SpanaxError
+from spanax.plan.candidate import Search
+
+ASKED = CompareCommand("mlp", mesh="fsdp=8", steps=2)
+
+MINE = """
+import jax, spanax
+from flax import nnx
+mine = spanax.Workload(
+    build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+    batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+    loss=lambda model, x: (model(x) ** 2).mean(),
+)
+"""
+
+
+def mlp(**sizes: int) -> spanax.Workload:
+    case = zoo.ZOO["mlp"]
+    return spanax.Workload(build=case.build, batch=case.batch(16), loss=case.loss, optimizer=case.optimizer)
+
+
+def found(mesh: str = "fsdp=8") -> Search:
+    return layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of(mesh))
+
+
+@pytest.fixture(scope="module")
+def answered() -> tuple[str, dict[str, Any]]:
+    return compared(mlp, ASKED, jax.devices())
+
+
+def test_all_legal_layouts_of_a_mesh_are_run() -> None:
+    everything = layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), every=True)
+    assert all(one.num_stages == one.microbatches == 1 for one in everything.candidates)
+    assert {one.layout for one in found().candidates} == {"fsdp", "zero1", "zero2"}
+    assert {one.mesh for one in everything.candidates} > {one.mesh for one in found().candidates}
+    assert len({(one.layout, one.mesh) for one in everything.candidates}) == len(everything.candidates)
+    assert len(layouts(zoo_program("mlp"), spanax.cluster("cpu:8"), top=3).candidates) == 3
+
+
+def test_by_default_the_cheapest_and_each_single_strategy_are_run() -> None:
+    program, here = zoo_program("gpt"), spanax.cluster("cpu:8")
+    everything, few = layouts(program, here, every=True), layouts(program, here)
+    assert PRUNED not in everything.rejected
+    assert few.rejected[PRUNED] == len(everything.candidates) - len(few.candidates) > len(few.candidates)
+    assert few.candidates == pruned(everything.candidates)
+    assert few.candidates[: module.CHEAPEST] == everything.candidates[: module.CHEAPEST]
+    first = {one.layout: one for one in reversed(everything.candidates)}
+    singles = {"data", "zero1", "zero2", "fsdp", "hsdp", "tensor", "context"}
+    assert singles == {name for name in first if "+" not in name}
+    chosen = [*everything.candidates[: module.CHEAPEST], *(first[name] for name in singles)]
+    assert {(one.layout, one.mesh) for one in few.candidates} == {(one.layout, one.mesh) for one in chosen}
+    with pytest.raises(SpanaxError, match="--all compares all"):
+        layouts(program, here, top=3, every=True)
+
+
+def test_a_layout_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
+    program = spanax.trace(
+        build=zoo.ZOO["mlp"].build, optimizer=optax.sgd(0.1), batch=zoo.VECTORS(16), loss=zoo.squared_error
+    )
+    here = layouts(program, spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of("fsdp=8"))
+    assert "zero1" not in {one.layout for one in here.candidates} and here.candidates
+    assert here.rejected["nothing could be stored split"] > 0
+
+
+def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
+    data = json.loads(json.dumps(answered[1]))
+    planned = {"layout", "mesh", "remat", "microbatches", "step_seconds", "seconds", "memory", "collectives", "mfu"}
+    measured = {"step_seconds", "seconds", "core_seconds", "state_bytes", "peak_bytes", "collectives"}
+    assert len(data["rows"]) == 3 and {row["layout"] for row in data["rows"]} == {"fsdp", "zero1", "zero2"}
+    for row in data["rows"]:
+        assert planned <= row.keys() and measured == row["measured"].keys()
+        assert len(row["measured"]["seconds"]) == 2 and row["measured"]["collectives"]["fsdp"]["all-gather"] > 0
+        # All that goes in lies on the device: the state and the batch, exactly.
+        assert row["measured"]["state_bytes"] == row["state_bytes"] + row["memory"]["batch"]
+        assert row["measured"]["peak_bytes"] > row["measured"]["state_bytes"]
+    ratios = [row["ratio"] for row in data["rows"]]
+    assert ratios == sorted(ratios) and min(ratios) <= 1.0
+    assert data["choice_ratio"] in ratios and data["best"]["layout"] == data["rows"][0]["layout"]
+
+
+def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
+    text = answered[0]
+    assert "the planner's choice (*)" in text and "fsdp=8" in text and "moved" in text
+    lines = text.splitlines()
+    assert lines[0] == "3 layouts on cpu:8: batch 16, float32, remat none"
+    assert lines[2].startswith("layout") and sum(" * " in line for line in lines) == 1
+    assert re.search(r"rank correlation of the predicted and the measured order: -?\d\.\d\d, over 3 layouts\n", text)
+    assert (answered[1]["layouts_compared"], answered[1]["layouts_left_out"]) == (3, 0)
+    assert (answered[1]["sequence_lengths"], answered[1]["dtypes"], answered[1]["attention"]) == ([], ["float32"], [])
+
+
+def test_the_rank_correlation_counts_the_layouts_that_were_left_out() -> None:
+    searched = dataclasses.replace(found(), rejected={PRUNED: 49})
+    assert ", over 1 of 50 layouts (--all compares all)\n" in compared_text(searched, [row(1, 1)])
+
+
+def test_the_remaining_time_is_the_mean_so_far_times_what_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock on which each compilation takes 10 s and each step 1 s."""
+    clock, seen, compiling = [0.0], list[Progress](), spanax.Run.compile
+
+    def compiled(run: spanax.Run) -> Any:
+        clock[0] += 10
+        return compiling(run)
+
+    def took(run: spanax.Run, batch: Any) -> float:
+        run.step(batch)
+        clock[0] += 1
+        return 1.0
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(spanax.Run, "compile", compiled)
+    monkeypatch.setattr(module, "_step_seconds", took)
+    compare(found(), steps=4, tell=seen.append)
+    assert [(one.phase, one.done, one.total) for one in seen] == [
+        ("compiled", 1, 3), ("compiled", 2, 3), ("compiled", 3, 3),
+        ("step", 1, 4), ("step", 2, 4), ("step", 3, 4), ("step", 4, 4),
+    ]  # fmt: skip
+    assert [one.seconds_left for one in seen] == pytest.approx([2 * 11 + 12, 11 + 12, 12, 9, 6, 3, 0])
+
+
+def test_a_layout_that_is_slow_comes_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time is the run's own: a step that waits is seen to wait, in every round."""
+    slow, times = "zero1", iter(range(10**6))
+
+    def took(run: spanax.Run, batch: Any) -> float:
+        run.step(batch)
+        return 10.0 + next(times) % 2 if run.plan.layout.name == slow else 1.0 + next(times) % 2 / 10
+
+    monkeypatch.setattr(module, "_step_seconds", took)
+    rows = compare(found(), steps=3)
+    assert rows[-1].candidate.layout == slow and rows[-1].ratio > 8
+    assert all(len(row.seconds) == 3 for row in rows)
+
+
+def test_every_layout_takes_every_step_from_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses: dict[str, list[float]] = {}
+
+    def took(run: spanax.Run, batch: Any) -> float:
+        losses.setdefault(run.plan.layout.name, []).append(float(run.step(batch)["loss"]))
+        return 1.0
+
+    monkeypatch.setattr(module, "_step_seconds", took)
+    compare(found(), steps=2)
+    assert {name: len(values) for name, values in losses.items()} == dict.fromkeys(losses, 2 + module.WARM_UP)
+    first, *others = losses.values()
+    assert all(other == pytest.approx(first, rel=1e-5) for other in others) and first[0] > first[-1]
+
+
+def row(priced: float, ratio: float) -> Compared:
+    candidate = dataclasses.replace(found().candidates[0], step_seconds=priced)
+    return Compared(candidate, 0, (ratio,), (2 * ratio,), ratio, 0, 0, {})
+
+
+def test_the_choice_and_the_order_are_judged() -> None:
+    assert distance([row(1, 1.2), row(2, 1.0)]) == core_distance([row(1, 1.2), row(2, 1.0)]) == 1.2
+    assert rank_correlation([row(1, 1), row(2, 2), row(3, 5)]) == pytest.approx(1)
+    assert rank_correlation([row(1, 9), row(2, 2), row(3, 1)]) == pytest.approx(-1)
+    assert rank_correlation([row(1, 9)]) is None
+
+
+def test_too_much_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched = found()
+    monkeypatch.setattr(module.os, "sysconf", lambda name: 200)
+    with pytest.raises(SpanaxError, match=r"3 layouts hold .* at once(.|\n)*--top 1"):
+        compare(searched, steps=1)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    cli.main(["compare", f"{tmp_path}/mine.py:mine", "--mesh", "data=8", "--steps", "1"])
+    out, err = capsys.readouterr()
+    assert "data=8" in out
+    first, second, third = err.splitlines()
+    assert (first, third) == ("compiling 1 layout on cpu:8: batch 8, float32", "step 1 of 1")
+    assert re.fullmatch(r"compiled 1 of 1, about \d+ (s|min) remaining \(data on data=8\)", second)

@@ -1,0 +1,182 @@
+"""Parity: the same numbers pass, others are named, and what is too big is made smaller and laid out alike."""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+import zoo
+from programs import zoo_program
+from spanax.check.parity.example_batches import index_bounds, made_up
+from spanax.check.parity.parity import GROUPS, Parity, coarsest_dtype, parity
+from spanax.check.parity.parity import parity as module
+from spanax.check.parity.shrink import fitted, step_flops
+from spanax.errors import SpanaxError
+from spanax.models.workloads import load
+from spanax.show.parity import parity_text
+from spanax.trace.program import Program
+
+
+def planned(program: Program, layout: str, mesh: str) -> spanax.Plan:
+    cluster = spanax.cluster("cpu", spanax.MeshShape.of(mesh).size)
+    return spanax.plan(program, cluster, layout=layout, mesh=mesh)
+
+
+@functools.cache
+def held(name: str, layout: str, mesh: str) -> Parity:
+    return parity(zoo_program(name), planned(zoo_program(name), layout, mesh), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "mesh"), [("mlp", "fsdp+tensor", "fsdp=4,model=2"), ("gpt", "fsdp", "fsdp=8")]
+)
+def test_a_layout_that_is_right_passes(name: str, layout: str, mesh: str) -> None:
+    found = held(name, layout, mesh)
+    params = {leaf.path for leaf in zoo_program(name).leaves if leaf.kind == "param"}
+    paths = {group: {one.path for one in found.differences if one.group == group} for group in GROUPS}
+    assert found.passes and paths == {"loss": {"loss", "grad_norm"}, "gradients": params, "parameters": params}
+    assert all(np.isfinite([one.value, one.noise, one.bound]).all() for one in found.differences)
+
+
+def test_the_contract() -> None:
+    found = json.loads(json.dumps(held("mlp", "fsdp+tensor", "fsdp=4,model=2").to_json()))
+    assert {"loss", "gradients", "parameters", "by_path"} <= found.keys()
+    for group in GROUPS:
+        assert found[group] == found["by_path"][group][found["worst"][group]]
+
+
+def test_the_text_says_how_far_and_what_is_let_pass() -> None:
+    text = parity_text(held("mlp", "fsdp+tensor", "fsdp=4,model=2"))
+    assert "the same numbers" in text and "one device's noise" in text and "parameters" in text
+
+
+@pytest.mark.parametrize("broken", ["example", "weight", "nan"])
+def test_other_numbers_are_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One example left out, one weight off by a thousandth, one number that is none: on eight devices only."""
+    program, taken, placed = zoo_program("mlp"), module._taken, module._placed
+
+    def take(run: Any, batches: Any) -> Any:
+        if run.mesh.size > 1 and broken == "example":
+            batches = [{name: np.array(rows) for name, rows in batch.items()} for batch in batches]
+            batches[0]["x"][0] = 0
+        return taken(run, batches)
+
+    def place(run: Any, plan: Any, state: Any) -> Any:
+        state = list(state)
+        at = next(i for i, leaf in enumerate(run.program.leaves) if leaf.path == "mid.kernel")
+        if run.mesh.size > 1 and broken != "example":
+            state[at] = state[at] * np.float32(1.001 if broken == "weight" else np.nan)
+        return placed(run, plan, state)
+
+    monkeypatch.setattr(module, "_taken", take)
+    monkeypatch.setattr(module, "_placed", place)
+    found = parity(program, planned(program, "fsdp", "fsdp=8"), steps=2)
+    assert not found.passes and not found.worst("gradients").passes
+    assert "OTHER NUMBERS" in parity_text(found) and "gradients of" in parity_text(found)
+
+
+def test_a_train_step_of_ones_own_has_its_gradients_too() -> None:
+    def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: dict) -> dict:
+        loss, grads = nnx.value_and_grad(zoo.squared_error)(model, batch)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    case = zoo.ZOO["mlp"]
+    program = spanax.trace(build=case.build, optimizer=optax.sgd(0.1), batch=case.batch(16), train_step=step)
+    found = parity(program, planned(program, "tensor", "model=8"), steps=1)
+    assert found.passes and found.worst("gradients").path in {leaf.path for leaf in program.leaves}
+
+
+def test_keys_keep_their_implementation() -> None:
+    class Noisy(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(1, impl="rbg")))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.dropout(self.linear(x))
+
+    program = spanax.trace(
+        build=Noisy, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((8, 8), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    assert parity(program, planned(program, "fsdp", "fsdp=8"), steps=2).passes
+
+
+def test_the_coarsest_dtype_decides_what_is_let_pass() -> None:
+    assert coarsest_dtype(zoo_program("mlp")) == "float32"
+    program = zoo_program("mixed-dtype")
+    found = parity(program, planned(program, "data", "data=8"), steps=1)
+    assert found.dtype == "bfloat16" and found.passes and found.worst("loss").bound > 1e-3
+
+
+def test_no_steps_and_another_plan_are_told() -> None:
+    plan = planned(zoo_program("mlp"), "fsdp", "fsdp=8")
+    with pytest.raises(SpanaxError, match="0 steps"):
+        parity(zoo_program("mlp"), plan, steps=0)
+    with pytest.raises(SpanaxError, match="another program"):
+        parity(zoo_program("cnn"), plan)
+
+
+# Batches that are made up
+
+
+@pytest.mark.parametrize("name", ["gpt", "cnn", "multitask", "llama", "seq2seq"])
+def test_indices_stay_below_what_they_select_from(name: str) -> None:
+    case, program = zoo.ZOO[name], zoo_program(name)
+    real = case.batch(256)
+    for path, bound in index_bounds(program).items():
+        assert bound == int(real[path].max()) + 1, path
+    batch = made_up(program, 0)
+    assert {key: (rows.shape, rows.dtype) for key, rows in batch.items()} == {
+        key: (rows.shape, rows.dtype) for key, rows in case.batch(16).items()
+    }
+    again = made_up(program, 1)
+    assert any((batch[key] != again[key]).any() for key in batch)
+
+
+# What is too big
+
+
+def trace(workload: spanax.Workload) -> Program:
+    return workload.trace(learning_rate=1e-3, num_steps=10)
+
+
+def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
+    name = functools.partial(load, "gpt2")
+    program = trace(name(batch_size=16))
+    plan = planned(program, "fsdp+tensor", "fsdp=8,model=2")
+    found = fitted(name, trace, program, plan, num_devices=8)
+    assert step_flops(found.program) < 5e11 < step_flops(program)
+    assert found.plan.mesh == spanax.MeshShape.of("fsdp=4,model=2") and found.shrunk["fsdp"] == (8, 4)
+    assert {"num_layers", "batch_size"} <= found.shrunk.keys()
+    assert all(before > after for before, after in found.shrunk.values())
+    specs = {leaf.path: leaf.spec for leaf in plan.leaves}
+    assert {leaf.path: leaf.spec for leaf in found.plan.leaves} == specs
+
+
+def test_what_fits_is_left_as_it_is() -> None:
+    program = zoo_program("mlp")
+    plan = planned(program, "fsdp", "fsdp=8")
+    found = fitted(lambda: 1 / 0, trace, program, plan, num_devices=8)
+    assert found.program is program and found.plan is plan and found.shrunk == {}
+
+
+def test_what_cannot_be_made_smaller_is_told() -> None:
+    def as_it_is(**sizes: int) -> spanax.Workload:
+        raise SpanaxError("it has no sizes")
+
+    program = zoo_program("mlp")
+    plan = planned(program, "data", "data=8")
+    with pytest.raises(SpanaxError, match="operations, and 10 are the limit"):
+        fitted(as_it_is, trace, program, plan, num_devices=8, flops=10)
+    with pytest.raises(SpanaxError, match="1 KiB are free for it"):
+        fitted(as_it_is, trace, program, plan, num_devices=8, memory_bytes=1024)
+    with pytest.raises(SpanaxError, match="takes more than the 1 devices"):
+        fitted(as_it_is, trace, program, plan, num_devices=1)

@@ -1,0 +1,195 @@
+"""`spanax check`: the contract of its answer, its words, and what it refuses."""
+
+import dataclasses
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import spanax
+from spanax import cli
+from spanax.check.report import Buffer, Figures, Report
+from spanax.commands import check as checking
+from spanax.commands.check import answer, collectives_text, explained, report_text
+from spanax.commands.requests import CheckCommand
+from spanax.errors import SpanaxError
+from spanax.models.workloads import load
+
+SMALL = CheckCommand("gpt-nano", "cpu:8", batch=16, layout="fsdp", level=2)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPANAX_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "checks"))
+
+
+def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
+    asked = dataclasses.replace(SMALL, **changes)
+    return answer(partial(load, asked.workload), asked)
+
+
+def test_the_contract() -> None:
+    found = json.loads(json.dumps(ask()[1]))
+    figures = {"state_bytes", "peak_bytes", "flops", "collectives"}
+    assert {"level", "fits", "predicted", "compiled", "errors", "versions", "seconds"} <= found.keys()
+    assert figures == found["predicted"].keys() == found["compiled"].keys()
+    assert found["errors"].keys() <= figures and found["level"] == 2 and found["by"].startswith("partitioner")
+    for side in ("predicted", "compiled"):
+        assert found[side]["collectives"]["fsdp"]["all-gather"] > 0
+    told = sum(one["bytes"] for one in found["collectives"] if one["axes"] == "fsdp")
+    assert told == sum(found["compiled"]["collectives"]["fsdp"].values())
+
+
+def test_the_answer_in_words() -> None:
+    text, _ = ask(collectives=True, explain_collective=1)
+    for part in (
+        "predicted (plan)",
+        "compiled (partitioner, simulated devices)",
+        "all-gather over fsdp",
+        "nothing has",
+    ):
+        assert part in text
+    assert "models/gpt.py:" in text and "blocks.up.kernel" in text
+    assert "1. all-gather over fsdp: 8 devices" in text and "line    " in text and ".py:" in text
+    assert max(map(len, text.splitlines())) < 200
+
+
+def test_what_the_compiler_says_is_never_called_a_proof() -> None:
+    told = Report(3, "v5e:2x4", "fsdp", "fsdp=8", True, "the compiler", Figures(4, 8, 2.0, {}), Figures(4, 8, 2.0, {}))
+    assert "the compiler accepts it and predicts" in report_text(told)
+    assert "will run" not in report_text(told)
+
+
+def test_what_does_not_fit_names_its_largest_arrays() -> None:
+    large = Buffer(2**30, "f32[48,1600]", ("up.kernel", "mu.up.kernel"))
+    told = Report(
+        3, "v5e:2x4", "data", "data=8", False, "the compiler", Figures(4, 8), Figures(peak_bytes=20 * 2**30),
+        limit_bytes=16 * 2**30, buffers=(large, large),
+    )  # fmt: skip
+    text = report_text(told)
+    assert "does NOT fit: the compiler wants 20 GiB a device of 16 GiB" in text
+    assert "2 x 1 GiB" in text and "shaped like up.kernel, mu.up.kernel" in text
+
+
+def test_a_collective_that_is_not_there_is_refused() -> None:
+    with pytest.raises(SpanaxError, match="no collective 3"):
+        explained((), 3)
+    assert "--level 2" in collectives_text(())
+
+
+def test_the_certificate_is_written(tmp_path: Path) -> None:
+    text, _ = ask(out=tmp_path / "c.json")
+    found = Report.from_json((tmp_path / "c.json").read_text())
+    assert found.layout == "fsdp" and str(tmp_path / "c.json") in text
+
+
+def test_a_plan_file_is_checked(tmp_path: Path) -> None:
+    from spanax.commands.plan import answer as plan_answer
+    from spanax.commands.requests import PlanCommand
+
+    planned = PlanCommand("gpt-nano", "cpu:8", batch=16, out=tmp_path / "p.json", remat="full")
+    plan_answer(partial(load, "gpt-nano"), planned)
+    text, data = ask(layout=None, plan=tmp_path / "p.json", level=0)
+    assert data["layout"] in text and data["predicted"]["state_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "args, code, said",
+    [
+        ([], 2, "needs a workload"),
+        (["gpt-nano"], 2, "needs to know the devices"),
+        (["gpt-nano", "--on", "v5e:3x3x3"], 2, "a slice of v5e has 2 dims"),
+        (["gpt-nano", "--on", "cpu:8", "--batch", "16", "--level", "2", "--timeout", "0.01", "--no-cache"], 70, "log"),
+    ],
+)
+def test_a_wrong_request_is_told(
+    args: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["check", *args])
+    assert stop.value.code == code and said in capsys.readouterr().err
+
+
+def test_the_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["check", "gpt-nano", "--on", "cpu:8", "--batch", "16", "--layout", "fsdp", "--level", "0", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["compiled"]["state_bytes"] == found["predicted"]["state_bytes"]
+
+
+def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from spanax.models.workloads import load\nworkload = load('gpt-nano')\n")
+    ask_mine = partial(ask, workload=f"{file}:workload", on="h100:8", level=0, dtype="float32", layout="data")
+    text, data = ask_mine()
+    (found,) = [one for one in data["findings"] if one["code"] == "SPX017"]
+    assert set(found) == {"code", "severity", "path", "message", "fix", "bytes"} and "SPX017 warning:" in text
+    file.write_text(file.read_text() + "# spanax: allow SPX017\n")
+    assert "SPX017" not in [one["code"] for one in ask_mine()[1]["findings"]]
+    file.write_text(file.read_text() + "# spanax: allow SPX999\n")
+    with pytest.raises(SpanaxError, match="SPX999, and there is no such rule"):
+        ask_mine()
+
+
+def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
+    plan = spanax.plan(
+        load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=100, compute_dtype="float32"),
+        spanax.cluster("h100:8"),
+        layout="data",
+    )
+    ask_planned = partial(ask, on="h100:8", level=0, layout=None, plan=tmp_path / "p.json")
+    for allow, is_said in ((), True), (("SPX017",), False), (("SPX017 embed",), True):
+        dataclasses.replace(plan, allow=allow).save(tmp_path / "p.json")
+        assert ("SPX017" in [one["code"] for one in ask_planned()[1]["findings"]]) == is_said
+    dataclasses.replace(plan, allow=("SPX999",)).save(tmp_path / "p.json")
+    with pytest.raises(SpanaxError, match="the plan allows SPX999, and there is no such rule"):
+        ask_planned()
+
+
+def test_a_step_with_its_inputs_sharded_alone_is_told_apart() -> None:
+    text, data = ask(inputs_only=True)
+    assert text.startswith("fsdp, inputs only on cpu:8") and data["inputs_only"]
+    assert {"SPX012", "SPX016"} & {one["code"] for one in data["findings"]}
+    assert not {"SPX012", "SPX016"} & {one["code"] for one in ask()[1]["findings"]}
+
+
+def test_a_grave_finding_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "check",
+        "gpt-nano",
+        "--on",
+        "h100:8",
+        "--layout",
+        "data",
+        "--level",
+        "0",
+        "--dtype",
+        "float32",
+        "--json",
+    ]
+    cli.main(command)
+    cli.main([*command, "--fail-on", "error"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command, "--fail-on", "warning"])
+    assert stopped.value.code == 1
+    assert "SPX017" in capsys.readouterr().out
+
+
+def test_parity_is_in_the_answer(devices: list[jax.Device]) -> None:
+    text, data = ask(parity=True, steps=1, level=0, layers=1)
+    assert data["parity"]["passes"] and data["parity"]["loss"] < 1e-5 and "the same numbers" in text
+
+
+def test_devices_are_simulated_before_a_workloads_file_may_start_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def loaded(**sizes: Any) -> Any:
+        done.append("workload")
+        raise SpanaxError("enough")
+
+    monkeypatch.setattr(checking, "simulate", lambda number: done.append("devices"))
+    with pytest.raises(SpanaxError, match="enough"):
+        answer(loaded, dataclasses.replace(SMALL, parity=True))
+    assert done == ["devices", "workload"]

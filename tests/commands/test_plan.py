@@ -1,0 +1,199 @@
+"""`spanax plan`: the contract of its answer, what-ifs, and a plan that trains."""
+
+import dataclasses
+import functools
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import spanax
+from programs import zoo_program
+from spanax import cli
+from spanax.commands.plan import answer
+from spanax.commands.requests import PlanCommand
+from spanax.errors import SpanaxError
+from spanax.models.workloads import load
+from spanax.plan.candidate import Candidate, Search
+from spanax.plan.plan import Plan
+from spanax.show.search import search_json, search_text
+from spanax.units import bytes_text
+
+SMALL = PlanCommand("gpt-nano", "cpu:8", batch=16)
+
+
+def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
+    asked = dataclasses.replace(SMALL, **changes)
+    return answer(partial(load, asked.workload), asked)
+
+
+@pytest.fixture(scope="module")
+def answered() -> tuple[str, dict[str, Any]]:
+    return ask()
+
+
+def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:
+    found = json.loads(json.dumps(answered[1]))
+    top = {"best", "candidates", "rejected", "layouts_priced", "search_seconds", "trace_seconds"}
+    best = {
+        "layout", "mesh", "stored_axes", "computed_axes", "remat", "microbatches", "schedule", "memory", "collectives",
+        "step_seconds", "seconds", "mfu", "hfu", "bottleneck", "rule",
+    }  # fmt: skip
+    assert top <= found.keys() and best <= found["best"].keys()
+    assert found["candidates"][0]["step_seconds"] == found["best"]["step_seconds"]
+    times = [one["step_seconds"] for one in found["candidates"]]
+    assert times == sorted(times) and len(times) == 10
+    for one in found["candidates"]:
+        assert sum(one["seconds"].values()) == pytest.approx(one["step_seconds"])
+        assert sum(size for name, size in one["memory"].items() if name != "peak") == one["memory"]["peak"]
+        assert 0 < one["mfu"] <= one["hfu"] < 1
+        assert one["tokens_per_second"] == pytest.approx(16 * 64 / one["step_seconds"])
+    plan = spanax.plan(load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=9), spanax.cluster("cpu:1"))
+    assert found["best"]["checkpoint_bytes"] == plan.state_bytes()
+    assert found["best"]["restore_bytes"] < plan.state_bytes()
+
+
+def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
+    text, data = answered
+    for part in ("step ", "memory ", "moved ", "rule ", "ranked:", "layouts priced in"):
+        assert part in text
+    assert data["best"]["layout"] in text and max(map(len, text.splitlines())) < 400
+
+
+def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, dict[str, Any]]) -> None:
+    text, data = answered
+    first = "(fsdp=8): batch 16, sequence 64, float32, attention plain, remat none, 1 microbatch"
+    assert text.splitlines()[0].endswith(first)
+    assert (data["batch"], data["sequence_lengths"], data["dtypes"]) == (16, [64], ["float32"])
+    assert data["attention"] == ["plain"]
+    assert ": batch 1,024, sequence 64, bfloat16, attention cudnn, remat" in ask(on="h100:8", batch=1024)[0]
+    text, data = ask(workload="resnet-nano", on="h100:8", batch=None)
+    assert re.search(r"\): batch \d+, bfloat16, remat", text.splitlines()[0]) and data["sequence_lengths"] == []
+    assert "attention" not in text.splitlines()[0]
+
+
+@pytest.mark.parametrize("name, on", [("mlp", "cpu:8"), ("vit", "cpu:4"), ("vit-scan", "a100:2x2")])
+def test_rows_of_the_table_are_distinct(name: str, on: str) -> None:
+    """Also those of sequence parallelism in a model without sequences: it would be the same layout under two names."""
+    searched = search(name, on)
+    text = search_text(searched, search_json(searched, 1000), 1000)
+    rows = text.partition("ranked:\n")[2].partition("\n\n")[0].splitlines()[1:]
+    assert len(set(rows)) == len(rows) == len(searched.candidates) > 50
+    priced = {dataclasses.replace(one, layout="", sequence=False) for one in map(hashable, searched.candidates)}
+    assert len(priced) == len(rows)
+
+
+@functools.cache
+def search(name: str, on: str) -> Search:
+    return spanax.search(zoo_program(name), on, top=1000)
+
+
+def hashable(one: Candidate) -> Candidate:
+    changes: Any = {"seconds": tuple(one.seconds.items()), "memory": tuple(one.memory.items())}
+    return dataclasses.replace(one, **changes)
+
+
+def test_rows_that_differ_in_chunks_alone_are_distinct() -> None:
+    searched = search("gpt", "a100:2x2")
+    staged = next(one for one in searched.candidates if one.num_stages == 2)
+    two = dataclasses.replace(staged, schedule="interleaved", num_chunks=2)
+    rows = dataclasses.replace(searched, candidates=(two, dataclasses.replace(two, num_chunks=3)))
+    text = search_text(rows, search_json(searched, 2), 2)
+    assert text.count(f"{two.num_stages} interleaved, 2 chunks  ") == 1
+    assert text.count(f"{two.num_stages} interleaved, 3 chunks  ") == 1
+    assert f"; stages: {two.stages_text}): batch 16" in text.splitlines()[0]
+
+
+def test_memory_is_in_binary_units(answered: tuple[str, dict[str, Any]]) -> None:
+    moved = next(line for line in answered[0].splitlines() if line.startswith("  moved"))
+    size = answered[1]["best"]["collectives"]["fsdp"]["all-gather"]
+    assert f"all-gather over fsdp {bytes_text(size)}" in moved and not re.search(r"\d [kMGT]B\b", answered[0])
+
+
+def test_simulated_devices_have_no_stages_and_rented_ones_may() -> None:
+    assert all(one["stages"] == 1 for one in ask(top=50, remat="none")[1]["candidates"])
+    staged = ask(on="a100:2x2", top=200, remat="none", pipeline=True)[1]["candidates"]
+    assert any(one["stages"] > 1 for one in staged)
+    assert all(one["stages"] == 1 for one in ask(on="a100:2x2", top=200, remat="none")[1]["candidates"])
+
+
+def test_what_fits_nowhere_is_said_with_what_comes_nearest() -> None:
+    text, data = ask(workload="gpt3-175b", on="a100-40gb:8", batch=8)
+    assert data["best"] is None and data["nearest"][0]["memory"]["peak"] > data["usable_bytes"]
+    assert text.startswith("nothing fits") and "needs" in text and "left out" in text
+
+
+def test_nothing_fits_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["plan", "gpt3-175b", "--on", "l4:8", "--batch", "8", "--json"])
+    assert stopped.value.code == 2 and json.loads(capsys.readouterr().out)["best"] is None
+
+
+def test_a_layout_of_ones_own_is_held_against_the_best() -> None:
+    text, data = ask(layout="tensor", mesh="model=8", remat="none")
+    assert data["best"]["mesh"] == {"model": 8} and any("longer than" in line for line in data["warnings"])
+    assert "note: tensor" in text
+
+
+def test_a_whole_training() -> None:
+    _, data = ask(tokens=1e9, budget_hours=1e9, remat="none")
+    steps = 1e9 / (16 * 64)
+    assert data["budget"]["hours"] == pytest.approx(steps * data["best"]["step_seconds"] / 3600)
+    assert data["budget"]["device_hours"] == pytest.approx(8 * data["budget"]["hours"]) and data["budget"]["within"]
+    assert ask(tokens=1e9, budget_hours=1e-9, remat="none")[1]["budget"]["within"] is False
+
+
+def test_the_largest_batch_fits_and_twice_as_much_does_not() -> None:
+    _, data = ask(on="l4:8", batch=131072, max="batch", remat="full", layout="data")
+    assert data["answer"] % 8 == 0 and data["best"]["microbatches"] == 1
+    room = 0.95 * data["usable_bytes"]
+    assert room / 2 < data["best"]["memory"]["peak"] <= room
+
+
+def test_the_fewest_devices() -> None:
+    _, data = ask(workload="gpt2-xl", on="l4:8", batch=64, min="devices", remat="full")
+    assert data["of"] == "devices" and data["answer"] == data["devices"]
+    with pytest.raises(SpanaxError, match="needs --tokens"):
+        ask(budget_hours=1.0)
+
+
+def test_one_array_explained() -> None:
+    text, data = ask(explain="blocks.up.kernel", layout="fsdp", remat="none")
+    assert data["explained"]["path"] == "blocks.up.kernel" and "fsdp" in str(data["explained"]["spec"])
+    assert "blocks.up.kernel float32[4, 128, 512]" in text
+    (moved,) = data["explained"]["collectives"].values()
+    assert set(moved) == {"all-gather", "reduce-scatter"} and "all-gather over fsdp" in text
+    with pytest.raises(SpanaxError, match="did you mean 'blocks.up.kernel'"):
+        ask(explain="blocks.up.kernl", remat="none")
+
+
+def test_a_plan_searched_for_simulated_devices_trains(
+    devices: list[jax.Device], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    cli.main(["plan", "gpt-nano", "--on", "cpu:8", "--batch", "16", "--remat", "full", "--out", str(file)])
+    plan = Plan.load(file)
+    assert plan.schedule.remat == "full" and plan.why
+    cli.main(["train", "gpt-nano", "--batch", "16", "--steps", "2", "--plan", str(file), "--out", str(tmp_path / "run"),
+              "--eval-batches", "1"])  # fmt: skip
+    assert plan.layout.name in capsys.readouterr().out
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert events[-1]["event"] == "done" and events[0]["layout"] == plan.layout.name
+
+
+def test_a_plan_in_stages_that_was_searched_for_can_be_run() -> None:
+    import spanax
+    from spanax.plan.candidate import plan_of
+    from spanax.plan.sharding.place import as_planned
+
+    program = load("gpt-nano", batch_size=16).trace(learning_rate=1e-3, num_steps=10)
+    found = spanax.search(program, spanax.cluster("a100:2x2"), remat=("full",), top=500)
+    staged = next(one for one in found.candidates if one.num_stages > 1 and one.num_chunks == 1)
+    plan = plan_of(found, staged)
+    assert plan.mesh.ways(["pipe"]) == staged.num_stages and plan.mesh.size == 4
+    assert plan.layout.splits("pipe") == ("layers",)
+    assert as_planned(program, plan).microbatches == staged.microbatches

@@ -1,0 +1,127 @@
+"""`spanax doctor` as a whole: everything is looked at, in words and as JSON, with an exit code."""
+
+import io
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spanax import cli
+from spanax.doctor import diagnosis as examine
+from spanax.doctor import jax_probe
+from spanax.doctor.jax_probe import Outcome
+from spanax.doctor.verdict import Verdict
+from spanax.show.doctor import is_well, verdicts_text
+from spanax.usage import wants_colours
+
+NAMES = {
+    "python", "packages", "plugins", "settings", "devices", "simulated", "disk", "shared memory", "limits", "loopback",
+    "coordinator", "clock",
+}  # fmt: skip
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX starts, without starting it."""
+    outcome = Outcome({"platform": "cpu", "kind": "cpu", "devices": 1}, seconds=0.5)
+    monkeypatch.setattr(jax_probe, "tried", lambda *args: outcome)
+
+
+def test_all_is_looked_at(started: None, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        found = examine.examined(out=tmp_path / "runs", hosts=f"{address},{address}", environ={})
+    assert {one.name for one in found} == NAMES | {"hosts"}
+    assert [one.what.split(":")[0] for one in found if one.name == "disk"] == [
+        "run folder",
+        "temporary",
+        "compile cache",
+    ]
+    assert all(one.fix for one in found if one.state != "ok")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_cache_in_a_bucket_is_not_looked_at(started: None, tmp_path: Path) -> None:
+    found = examine.examined(out=tmp_path, environ={"JAX_COMPILATION_CACHE_DIR": "gs" + "://bucket/cache"})
+    assert [one.what.split(":")[0] for one in found if one.name == "disk"] == ["run folder", "temporary"]
+
+
+def test_a_group_is_met(started: None, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    environ = {"SPANAX_COORDINATOR": address, "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "0", "http_proxy": "x"}
+    found = {one.name: one for one in examine.examined(out=tmp_path, timeout=0.2, environ=environ)}
+    assert found["group"].state == "problem" and "host 1 did not come" in found["group"].what
+    assert found["settings"].state == "warning"
+
+
+def test_a_problem_is_exit_code_1(tmp_path: Path) -> None:
+    """For real, with JAX: the folder cannot be written to."""
+    (tmp_path / "file").touch()
+    code = "import sys; from spanax.cli import main; main(sys.argv[1:])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", "--out", str(tmp_path / "file" / "runs"), "--json", "--timeout", "240"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert done.returncode == 1 and found["is_well"] is False, done.stderr
+    states = {one["name"]: one["state"] for one in found["findings"] if one["name"] != "disk"}
+    assert states["devices"] == states["simulated"] == "ok", found
+    (bad,) = (one for one in found["findings"] if one["state"] == "problem")
+    assert bad["name"] == "disk" and "Not a directory" in bad["what"] and bad["fix"]
+
+
+def test_no_problem_is_exit_code_0(started: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["doctor", "--out", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("0 problems, ") and "\x1b" not in out
+
+
+def test_a_clock_that_is_set_meanwhile(started: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = iter([0.0])
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + next(ahead, 3600.0))
+    found = {one.name: one for one in examine.examined(out=tmp_path, environ={})}
+    assert found["clock"].state == "warning" and "set by +3600" in found["clock"].what
+
+
+FOUND = [
+    Verdict("python", "ok", "3.11.7", "hidden"),
+    Verdict("devices", "problem", "JAX does not start: \x1b[2Jbad.\nworse", "JAX_PLATFORMS=tpu", "JAX_PLATFORMS=cpu"),
+    Verdict("clock", "warning", "set by +3600.0 s", "", "chronyd"),
+]
+
+SAID = """\
+ok       python         3.11.7
+problem  devices        JAX does not start: \\x1b[2Jbad.\\nworse
+                        where: JAX_PLATFORMS=tpu
+                        fix: JAX_PLATFORMS=cpu
+warning  clock          set by +3600.0 s
+                        fix: chronyd
+1 problem, 1 warning in 3 findings"""
+
+
+def test_the_words() -> None:
+    assert verdicts_text(FOUND) == SAID
+    coloured = verdicts_text(FOUND, in_colours=True)
+    assert "\x1b[31mproblem\x1b[0m" in coloured and "\x1b[2J" not in coloured
+    assert not is_well(FOUND) and is_well([FOUND[0], FOUND[2]])
+
+
+def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert wants_colours(Terminal()) and not wants_colours(io.StringIO())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not wants_colours(Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not wants_colours(Terminal())

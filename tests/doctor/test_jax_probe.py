@@ -1,0 +1,131 @@
+"""JAX tried in a process of its own: one that works, and ones that hang, abort, fail or say nothing."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import spanax
+from spanax.check.compilers.compile import _run
+from spanax.check.compilers.target import target_of
+from spanax.doctor.jax_probe import MARK, devices, simulated
+from spanax.errors import CompilerError
+from spanax.hardware.cluster import cluster
+
+HANG_SECONDS = 240
+PACKAGE = Path(spanax.__file__).parent
+ENVIRON = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+
+
+def fake(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_jax_starts_and_splits_the_cpu() -> None:
+    one, eight = devices(ENVIRON, HANG_SECONDS), simulated(ENVIRON, HANG_SECONDS)
+    assert one.state == "ok" and one.what.startswith("1 x cpu, JAX starts in"), one
+    assert eight.state == "ok" and eight.what.startswith("8 devices on the CPU add up"), eight
+
+
+@pytest.mark.parametrize(
+    ("code", "what", "fix"),
+    [
+        ("import os; os.abort()", "the process died of SIGABRT", "JAX_PLATFORMS=cpu"),
+        ("import sys; sys.exit('no TPU is here')", "the process ended with code 1", "JAX_PLATFORMS=cpu"),
+        (f"print('{MARK}{{}}'); raise SystemExit(3)", "ended with code 3", "JAX_PLATFORMS=cpu"),
+        ("print('hello')", "it says nothing", "JAX_PLATFORMS=cpu"),
+        ("raise SystemExit('Unknown flags in XLA_FLAGS: --xla_no')", "ended with code 1", "take the flag out"),
+    ],
+)
+def test_a_backend_that_does_not_start(code: str, what: str, fix: str) -> None:
+    found = devices(ENVIRON, HANG_SECONDS, command=fake(code))
+    assert found.state == "problem" and what in found.what and fix in found.fix, found
+    assert "JAX_PLATFORMS=cpu" in found.where
+    assert simulated(ENVIRON, HANG_SECONDS, command=fake(code)).state == "problem"
+
+
+def test_files_of_the_folder_it_is_started_in_are_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jax.py").write_text("import pathlib; pathlib.Path('executed').touch()")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), *sys.path])
+    assert devices(ENVIRON, 120).state == "ok"
+    words = ("launch", "local", "--", "train", "no-such-workload", "--out", "run")
+    done = subprocess.run([sys.executable, "-P", "-m", "spanax", *words], capture_output=True, text=True, env=ENVIRON)
+    assert done.returncode == 2 and "no-such-workload" in done.stderr, done.stderr
+    (tmp_path / "job").mkdir()
+    with pytest.raises(CompilerError, match="request.json"):  # its child has got so far
+        _run(tmp_path / "job", target_of(cluster("h100:8")), 120)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_every_python_that_is_started_leaves_its_folder_out() -> None:
+    words = re.compile(r"""(.{6})(["' ]-m["', ]+spanax)""")
+    files = [path for path in PACKAGE.rglob("*.py") if path.name != "__main__.py"]
+    starts = [(path.name, *found) for path in files for found in words.findall(path.read_text())]
+    assert len(starts) >= 9 and all("-P" in before for _, before, _ in starts), starts
+
+
+def test_the_last_line_of_a_backend_is_told() -> None:
+    found = devices(ENVIRON, HANG_SECONDS, command=fake("import sys; sys.exit('no TPU is here')"))
+    assert found.where.endswith("no TPU is here")
+
+
+def test_a_backend_that_hangs_is_gone_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ignores SIGTERM, and its own child holds its standard output."""
+    new, pid = tmp_path / "new", tmp_path / "pid"
+    code = (
+        "import os, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3000)']);"
+        f"open({str(new)!r}, 'w').write(str(other.pid)); os.replace({str(new)!r}, {str(pid)!r}); time.sleep(3000)"
+    )
+
+    class Started(subprocess.Popen[str]):
+        """A process whose timeout begins once it hangs."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            while not pid.exists() and self.poll() is None:
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    found = devices({**os.environ, "JAX_PLATFORMS": "tpu"}, 1.0, command=fake(code))
+    assert found.state == "problem" and "no answer within 1 s" in found.what and "JAX_PLATFORMS=tpu" in found.where
+    stat = Path(f"/proc/{pid.read_text()}/stat")
+    deadline = time.monotonic() + HANG_SECONDS
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z", "what it started lives on"
+
+
+def test_what_libraries_print_is_no_answer() -> None:
+    answer = '{"platform": "gpu", "kind": "H200", "devices": 4}'
+    code = f"print('[Gloo] hello'); print({MARK + answer!r}); print('goodbye')"
+    found = devices({**os.environ, "JAX_PLATFORMS": ""}, HANG_SECONDS, command=fake(code))
+    assert found.state == "ok" and found.what.startswith("4 x H200 (gpu), JAX starts in"), found
+
+
+def test_an_accelerator_that_jax_does_not_use(tmp_path: Path) -> None:
+    command = fake(f"""print('{MARK}{{"platform": "cpu", "kind": "cpu", "devices": 1}}')""")
+    for name, kind in (("nvidia0", "GPU"), ("accel3", "TPU"), ("kfd", "GPU")):
+        dev = tmp_path / name
+        dev.mkdir()
+        assert devices({}, HANG_SECONDS, command=command, dev=dev).state == "ok"
+        (dev / name).touch()
+        found = devices({}, HANG_SECONDS, command=command, dev=dev)
+        assert found.state == "warning" and f"there is a {kind}, and JAX uses the CPU" in found.what and found.fix
+        assert devices({"JAX_PLATFORMS": "cpu"}, HANG_SECONDS, command=command, dev=dev).state == "ok"
+
+
+def test_a_flag_that_xla_does_not_know_ends_the_trial_and_not_us() -> None:
+    found = devices({**ENVIRON, "XLA_FLAGS": "--xla_no_such_flag=1"}, HANG_SECONDS)
+    assert found.state == "problem" and "take the flag out of XLA_FLAGS" in found.fix, found
+
+
+def test_the_parent_has_no_jax() -> None:
+    code = "import sys, spanax.doctor.diagnosis; print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,298 @@
+"""The account of a run over its attempts: exact on a run written by hand, and true of processes that were killed."""
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from spanax.errors import DataError
+from spanax.run.record.events import Events, read
+from spanax.run.record.heartbeat import Pulse
+from spanax.run.record.time_account import Account, account, keep_beat, reached
+from spanax.run.record.time_ledger import BUCKETS
+
+FAULTY = [
+    # when, attempt, by, event
+    (1004.0, 0, "rank 0", {"event": "begin", "step": 0, "devices": 8, "mesh": {"fsdp": 8}}),
+    (1020.0, 0, "rank 0", {"event": "ledger", "step": 4, "seconds": {"start": 4, "compile": 6, "step": 10}}),
+    (1030.0, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": {"start": 4, "compile": 6, "step": 18, "save": 2}}),
+    (1042.0, 0, "supervisor", {"event": "died", "rank": 1, "signal": "SIGKILL"}),
+    (1043.0, 0, "supervisor", {"event": "restart", "after_seconds": 1.0}),
+    (1055.0, 1, "rank 0", {"event": "begin", "step": 6, "devices": 4, "mesh": {"fsdp": 4}}),
+    (1070.0, 1, "rank 0", {"event": "ledger", "step": 12, "seconds": {"restart": 8, "recomputed": 6, "step": 11}}),
+    (1071.0, 1, "rank 0", {"event": "end", "step": 12}),
+]
+
+
+def write(folder: Path, told: list[tuple[float, int, str, dict]]) -> Path:  # type: ignore[type-arg]
+    for when, attempt, by, event in told:
+        values = {"time": when} | event
+        if "seconds" in event:
+            values["wall_seconds"] = sum(event["seconds"].values())
+        if "silent" in event:
+            values["seconds"] = event["silent"]
+        Events(folder, by, attempt).tell(**values)
+    return folder
+
+
+def spent(found: Account) -> dict[str, float]:
+    return {name: seconds for name, seconds in found.seconds.items() if seconds}
+
+
+def test_two_attempts_make_one_account(tmp_path: Path) -> None:
+    found = account(write(tmp_path, FAULTY))
+    assert spent(found) == {
+        "start": 4, "compile": 6, "save": 2, "step": 29, "recomputed": 6, "restart": 8 + (1045 - 1030)
+    }  # fmt: skip
+    assert found.wall_seconds == 1070 - 1000 and found.goodput == 29 / 70
+    first, second = found.attempts
+    assert (first.began, first.ended, first.outcome, first.first_step, first.last_step) == (1000, 1030, "died", 0, 9)
+    assert (second.outcome, second.first_step, second.last_step) == ("finished", 6, 12)
+    assert first.place == {"devices": 8, "mesh": {"fsdp": 8}}
+    assert [event["event"] for event in found.faults] == ["died", "restart"]
+    assert json.loads(json.dumps(found.to_json()))["reached"] == found.reached == 12
+
+
+def test_what_is_told_of_another_attempt_or_by_the_supervisor_is_not_its_own(tmp_path: Path) -> None:
+    """The second attempt gets stuck before it can say that it begins."""
+    around = [
+        (999.0, 0, "supervisor", {"event": "begin"}),
+        *FAULTY[:5],
+        (1050.0, 1, "supervisor", {"event": "stuck", "rank": 0}),
+        *((when, 2, by, event) for when, _, by, event in FAULTY[5:]),
+    ]
+    found = account(write(tmp_path, around))
+    assert [one.outcome for one in found.attempts] == ["died", "finished"] and found.wall_seconds == 1070 - 1000
+    assert [event["event"] for event in found.faults] == ["died", "restart", "stuck"]
+
+
+def test_a_run_that_ended_well_and_goes_on_was_not_down(tmp_path: Path) -> None:
+    later = [
+        (9000.0, 0, "rank 0", {"event": "begin", "step": 12}),
+        (9010.0, 0, "rank 0", {"event": "ledger", "step": 15, "seconds": {"start": 3, "step": 7}}),
+    ]
+    found = account(write(tmp_path, FAULTY + later))
+    assert found.paused_seconds == 9000 - 1070 and found.wall_seconds == 70 + 10
+    assert found.seconds["start"] == 4 + 3
+
+
+@pytest.mark.parametrize(
+    ("phase", "last", "lost"), [("step", 1030.0, 0), ("step", 1043.0, 10), ("save", 1043.0, 10), ("step", 1035.0, 3)]
+)
+def test_what_a_process_hung_is_no_step_though_it_was_woken(
+    phase: str, last: float, lost: float, tmp_path: Path
+) -> None:
+    """Silent from 1032 to 1042, and then woken to write its stacks down; usually it is never heard of again."""
+    seconds = {"start": 4, "compile": 6, "step": 18, "save": 2}
+    seconds[phase] += last - 1030
+    told = [
+        *FAULTY[:2],
+        (last, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": seconds}),
+        (1042.0, 0, "supervisor", {"event": "stuck", "rank": 0, "phase": phase, "silent": 10}),
+        *FAULTY[4:],
+    ]
+    found = account(write(tmp_path, told))
+    assert found.attempts[0].seconds[phase] == seconds[phase] - lost and found.attempts[0].outcome == "stuck"
+    assert found.attempts[0].seconds.get("restart", 0) == lost
+    assert found.wall_seconds == 1070 - 1000
+
+
+def test_an_attempt_that_did_not_come_to_its_beginning_counts(tmp_path: Path) -> None:
+    """Two died while JAX started: one before the first beginning, one after it."""
+    told = [
+        (990.0, 0, "rank 0", {"event": "ledger", "step": 0, "seconds": {"start": 10}}),
+        (991.0, 0, "supervisor", {"event": "restart"}),
+        *((when, attempt + 1, by, event) for when, attempt, by, event in FAULTY[:5]),
+        (1044.0, 2, "rank 0", {"event": "ledger", "step": 0, "seconds": {"restart": 5}}),
+        *((when, 3, by, event) for when, _, by, event in FAULTY[5:]),
+    ]
+    found = account(write(tmp_path, told))
+    assert [one.outcome for one in found.attempts] == ["killed", "died", "killed", "finished"]
+    assert found.wall_seconds == 1070 - 980 and found.seconds["step"] == 29 and found.reached == 12
+    assert found.seconds["start"] == 10 and found.seconds["restart"] == (1000 - 990) + 4 + (1045 - 1030) + 8
+
+
+def test_a_clock_set_back_between_attempts_makes_no_time_negative(tmp_path: Path) -> None:
+    early = [(when - 500 * attempt, attempt, by, event) for when, attempt, by, event in FAULTY]
+    found = account(write(tmp_path, early))
+    assert found.seconds["restart"] == 8 and found.wall_seconds == 30 + 25
+
+
+def test_the_time_away_after_a_preemption_is_the_price_of_it(tmp_path: Path) -> None:
+    """The supervisor ends with the run; both say so, and a later one begins anew."""
+    told = [
+        *FAULTY[:3],
+        (1031.0, 0, "rank 0", {"event": "end", "how": "preempted", "step": 9}),
+        (1032.0, 0, "supervisor", {"event": "end", "how": "asked to stop", "code": 75}),
+        (1090.0, 0, "rank 0", {"event": "begin", "step": 9}),
+        (1095.0, 0, "rank 0", {"event": "ledger", "step": 12, "seconds": {"start": 5, "step": 10}}),
+        (1096.0, 0, "rank 0", {"event": "end", "how": "done", "step": 12}),
+    ]
+    found = account(write(tmp_path, told))
+    assert [one.outcome for one in found.attempts] == ["preempted", "finished"]
+    assert found.seconds["restart"] == (1080 - 1030) + 5 and not found.paused_seconds
+
+
+def test_started_again_by_hand_after_a_kill_is_a_restart(tmp_path: Path) -> None:
+    """Nobody counts attempts then: both are number 0, and the second takes its beginning for the first."""
+    again = [
+        (1090.0, 0, "rank 0", {"event": "begin", "step": 6}),
+        (1095.0, 0, "rank 0", {"event": "ledger", "step": 9, "seconds": {"start": 5, "recomputed": 10}}),
+    ]
+    found = account(write(tmp_path, FAULTY[:3] + again))
+    assert [one.outcome for one in found.attempts] == ["killed", "killed"]
+    assert found.seconds["restart"] == (1080 - 1030) + 5 and found.seconds["start"] == 4
+    assert found.wall_seconds == 1095 - 1000
+
+
+def test_half_lines_missing_ends_and_nonsense_are_borne(tmp_path: Path) -> None:
+    write(tmp_path, FAULTY[:6])
+    with open(tmp_path / "events.jsonl", "a") as file:
+        for seconds in ('{"step": NaN}', '{"step": "9"}', '{"step": 1e300}', "{}", "[]", "7", "null"):
+            file.write('{"event": "ledger", "attempt": 1, "time": 1060, "step": 7, "wall_seconds": 9, ')
+            file.write(f'"seconds": {seconds}}}\n')
+        file.write(
+            '{"event": "ledger", "attempt": 1, "time": "soon"}\n{"event": "begin", "time": null}\n[1]\n'
+            '{"event": [], "time": 1060}\n{"event": "died", "time": 1e999}\n'
+        )
+        file.write('{"event": "ledger", "attempt": 1, "time": 1061.0, "st')
+    found = account(tmp_path)
+    assert len(found.attempts) == 2 and found.attempts[1].last_step == 6
+    assert found.wall_seconds == (1030 - 1000) + (1055 - 1030)
+
+
+def test_the_last_heartbeat_counts_where_events_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, FAULTY[:2])
+    monkeypatch.setattr(time, "time", lambda: 1032.5)
+    Pulse(tmp_path, rank=0, attempt=0).beat("step", 10, seconds={"start": 4, "compile": 6, "step": 22.5})
+    assert spent(account(tmp_path)) == {"start": 4, "compile": 6, "step": 22.5} and reached(tmp_path) == 10
+    assert account(tmp_path).attempts[0].outcome == "running"
+    # A worker that beats later is not the leader.
+    Pulse(tmp_path, rank=1, attempt=0).beat("step", 11, seconds={"start": 40})
+    assert reached(tmp_path) == 10
+
+
+def test_a_heartbeat_is_kept_before_the_next_attempt_writes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, FAULTY[:2])
+    monkeypatch.setattr(time, "time", lambda: 1032.5)
+    Pulse(tmp_path, rank=0, attempt=0).beat("step", 10, seconds={"start": 4, "compile": 6, "step": 22.5})
+    for _ in range(2):
+        keep_beat(Events(tmp_path, "supervisor", attempt=1))
+    kept = [event for event in read(tmp_path).records if event["event"] == "ledger"]
+    assert len(kept) == 2 and kept[1]["attempt"] == 0 and kept[1]["wall_seconds"] == 32.5
+    write(tmp_path, FAULTY[5:])
+    Pulse(tmp_path, rank=0, attempt=1).beat("start", 6)
+    found = account(tmp_path)
+    assert found.attempts[0].last_step == 10 and found.seconds["step"] == 22.5 + 11
+    assert found.wall_seconds == 1070 - 1000
+
+
+def test_a_leader_that_is_gone_was_killed(tmp_path: Path) -> None:
+    write(tmp_path, FAULTY[:3])
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    beat = {"rank": 0, "pid": gone.pid, "host": socket.gethostname(), "attempt": 0, "phase": "step", "step": 9}
+    (tmp_path / "heartbeats").mkdir()
+    path = tmp_path / "heartbeats" / "0.json"
+    for changes, outcome in (
+        ({}, "killed"),
+        ({"pid": os.getpid()}, "running"),
+        ({"pid": os.getpid(), "host": "elsewhere"}, "killed"),
+        ({"host": "elsewhere", "time": time.time()}, "running"),
+        ({"seconds": "many", "time": []}, "killed"),
+    ):
+        path.write_text(json.dumps(beat | {"step_seconds": 1, "time": 1030.5, "seconds": {}} | changes))
+        assert account(tmp_path).attempts[-1].outcome == outcome, changes
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    Events(tmp_path, "supervisor").tell("died", rank=0)
+    with pytest.raises(DataError, match="is not a run folder") as caught:
+        account(tmp_path)
+    assert caught.value.exit_code == 65 and len(str(caught.value).splitlines()) <= 4
+    assert reached(tmp_path) == 0 == reached(tmp_path / "nowhere")
+
+
+CHILD = """
+import json, os, signal, struct, sys, time
+from pathlib import Path
+
+folder, attempt, fatal, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), 24
+clock = os.open(folder / "clock", os.O_RDWR)  # outlives this process; moves in sleep() alone
+sleeps = 0
+
+def now_ns():
+    return struct.unpack("q", os.pread(clock, 8, 0))[0]
+
+def sleep(seconds):
+    global sleeps
+    sleeps += 1
+    if sleeps == fatal:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.pwrite(clock, struct.pack("q", now_ns() + round(seconds * 1e9)), 0)
+
+time.time = time.monotonic = lambda: now_ns() / 1e9
+time.monotonic_ns = now_ns
+
+from spanax.run.record.time_account import keep_beat, reached
+from spanax.run.record.events import Events
+from spanax.run.record.heartbeat import Pulse
+from spanax.run.record.time_ledger import Ledger
+
+sleep(1)
+events, pulse = Events(folder, attempt=attempt), Pulse(folder, 0, attempt)
+keep_beat(events)
+ledger = Ledger(attempt, reached(folder), age_seconds=1)
+saved = folder / "saved"
+first = int(saved.read_text()) if saved.exists() else 0
+events.tell("begin", step=first)
+log = open(folder / "steps.jsonl", "a", buffering=1)
+for step in range(first + 1, last + 1):
+    ledger.enter("data")
+    sleep(0.01)
+    is_again = step <= ledger.reached
+    ledger.take(step)
+    spent = 0.06 + 0.002 * step
+    sleep(spent)
+    if step % 4 == 0:
+        with ledger.within("save"):
+            sleep(0.02)
+            saved.write_text(str(step))
+        events.tell("ledger", **ledger.record(step))
+    ledger.enter("idle")
+    log.write(json.dumps([attempt, step, is_again, spent]) + "\\n")
+    pulse._beaten = 0
+    pulse.beat("step", step, seconds=ledger.seconds())
+events.tell("ledger", **ledger.record(last))
+events.tell("end", step=last)
+"""
+
+
+def test_the_account_of_killed_processes_is_exact(tmp_path: Path) -> None:
+    """Three kill -9: the buckets add up to the wall time, and `recomputed` are the steps that were taken again."""
+    clock, began, gap = tmp_path / "clock", 1000, 5
+    clock.write_bytes(struct.pack("q", began * 10**9))
+    for attempt, fatal in enumerate((15, 19, 16, 0)):  # waiting for data, in a save, in a step
+        argv = [sys.executable, "-c", CHILD, str(tmp_path), str(attempt), str(fatal)]
+        assert subprocess.run(argv).returncode == (-signal.SIGKILL if fatal else 0)
+        (ended,) = struct.unpack("q", clock.read_bytes())
+        clock.write_bytes(struct.pack("q", ended + gap * 10**9))
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    again = [spent for _, _, is_again, spent in steps if is_again]
+    assert len(again) == 7
+    found = account(tmp_path)
+    assert found.wall_seconds == pytest.approx(ended / 1e9 - began, abs=1e-6)
+    assert sum(found.seconds.values()) == found.wall_seconds and set(found.seconds) == set(BUCKETS)
+    assert found.seconds["recomputed"] == pytest.approx(sum(again), abs=1e-6)
+    assert found.seconds["step"] == pytest.approx(sum(0.06 + 0.002 * step for step in range(1, 25)), abs=1e-6)
+    assert [one.outcome for one in found.attempts] == ["killed", "killed", "killed", "finished"]
+    assert found.reached == 24
