@@ -1,7 +1,8 @@
 """Checks that files differ from a commit only in docstrings, comments, and names of local variables and parameters.
 
-`python renames/same_program.py [COMMIT] [PATH...]` prints each other difference and exits with 1 if there are any.
-Within each function the old and the new local names must correspond one to one.
+`python renames/same_program.py [--strings] [--names] [COMMIT] [PATH...]` prints each other difference and exits with 1
+if there are any. Within each function the old and the new local names must correspond one to one. With `--strings`,
+texts may differ as well, and with `--names`, names of modules, classes and attributes; both are printed for review.
 """
 
 import ast
@@ -29,22 +30,22 @@ def without_docstrings(tree: ast.Module) -> ast.Module:
 
 def bound(scope: ast.AST) -> set[str]:
     """The names that a scope binds, without those of scopes inside."""
-    names: set[str] = set()
+    bound_names: set[str] = set()
     outer: set[str] = set()
 
     def visit(node: ast.AST) -> None:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-            names.add(node.id)
+            bound_names.add(node.id)
         elif isinstance(node, ast.arg):
-            names.add(node.arg)
+            bound_names.add(node.arg)
         elif isinstance(node, ast.Global | ast.Nonlocal):
             outer.update(node.names)
         elif isinstance(node, ast.ExceptHandler) and node.name:
-            names.add(node.name)
+            bound_names.add(node.name)
         elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
-            names.add(node.name)
+            bound_names.add(node.name)
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
+            bound_names.add(node.name)
         for child in ast.iter_child_nodes(node):
             if isinstance(node, SCOPES) and node is not scope:
                 continue
@@ -52,16 +53,32 @@ def bound(scope: ast.AST) -> set[str]:
 
     visit(scope)
     if isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-        names.discard(scope.name)
-    return names - outer
+        bound_names.discard(scope.name)
+    return bound_names - outer
 
 
 class Difference(Exception):
     pass
 
 
+STRINGS, NAMES = "--strings" in sys.argv, "--names" in sys.argv
+texts: list[tuple[str, str]] = []
+names: dict[str, str] = {}
+IDENTIFIERS = {
+    (ast.Name, "id"), (ast.Attribute, "attr"), (ast.keyword, "arg"), (ast.arg, "arg"), (ast.FunctionDef, "name"),
+    (ast.ClassDef, "name"), (ast.alias, "name"), (ast.ImportFrom, "module"),
+}  # fmt: skip
+
+
+def is_str(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
 def compare(old: ast.AST, new: ast.AST, scopes: list[tuple[set[str], set[str], dict[str, str]]]) -> None:
     """Raises Difference at the first place where the trees are not the same program."""
+    if STRINGS and is_str(old) and is_str(new):
+        texts.append((ast.unparse(old), ast.unparse(new)))
+        return
     if type(old) is not type(new):
         raise Difference(f"line {getattr(new, 'lineno', '?')}: {type(old).__name__} became {type(new).__name__}")
     if isinstance(old, SCOPES):
@@ -70,7 +87,10 @@ def compare(old: ast.AST, new: ast.AST, scopes: list[tuple[set[str], set[str], d
         is_name = (isinstance(old, ast.Name) and field == "id") or (isinstance(old, ast.arg) and field == "arg")
         is_name |= isinstance(old, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and field == "name"
         is_name |= isinstance(old, ast.FunctionDef) and field == "name" and len(scopes) > 1
-        if is_name and before is not None:
+        if NAMES and (type(old), field) in IDENTIFIERS:
+            if before != after:
+                names[str(before)] = str(after)
+        elif is_name and before is not None:
             same_name(before, after, scopes[:-1] if isinstance(old, ast.FunctionDef) else scopes, new)
         elif field in ("type_comment", "kind", "type_ignores"):
             continue
@@ -108,9 +128,10 @@ def same_name(before: str, after: str, scopes: list[tuple[set[str], set[str], di
 
 
 def main() -> int:
-    commit = sys.argv[1] if len(sys.argv) > 1 else "HEAD"
+    args = [arg for arg in sys.argv[1:] if not arg.startswith("--")]
+    commit = args[0] if args else "HEAD"
     changed = subprocess.run(
-        ["git", "diff", "--name-only", commit, "--", *(sys.argv[2:] or ["src"])],
+        ["git", "diff", "--name-only", commit, "--", *(args[1:] or ["src"])],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -129,6 +150,11 @@ def main() -> int:
         except Difference as difference:
             bad += 1
             print(f"{file}: {difference}")
+    for before, after in texts:
+        if before != after:
+            print(f"- {before}\n+ {after}")
+    for before, after in names.items():
+        print(f"{before} -> {after}")
     print(f"{len(changed)} files changed, {bad} are not the same program")
     return bool(bad)
 
