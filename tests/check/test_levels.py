@@ -21,7 +21,7 @@ from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
 from spanax.check.compilers.target import missing, simulated, target_of
 from spanax.check.hlo.tpu_tiles import padded_bytes
-from spanax.check.predictions import predicted
+from spanax.check.predictions import predictions
 from spanax.check.report import Report
 from spanax.errors import CompilerError, DataError, SpanaxError
 from spanax.plan.candidate import plan_of
@@ -277,7 +277,7 @@ def test_the_plans_figures_are_the_searchs() -> None:
     program = programs.workload("gpt-nano", batch_size=32)
     found = spanax.search(program, MACHINE, layout="fsdp", mesh=spanax.MeshShape.of("fsdp=8"), microbatches=1)
     for one in found.candidates:
-        told = predicted(program, plan_of(found, one), MACHINE)
+        told = predictions(program, plan_of(found, one), MACHINE)
         assert told.flops == pytest.approx(one.flops)
         # The search resolves a layout once for a family of meshes, and may take another moment for the fullest.
         assert told.peak_bytes == pytest.approx(one.peak_bytes, rel=0.05)

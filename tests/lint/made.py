@@ -15,7 +15,7 @@ import spanax
 from spanax.check.finding import Finding
 from spanax.check.hlo.collectives import Collective, totals
 from spanax.check.lint.lint import lint, lint_profile
-from spanax.check.measure.profile import Profiled
+from spanax.check.measure.profile import StepProfile
 from spanax.check.report import Figures, Report
 from spanax.models import gpt
 from spanax.models.workloads import load
@@ -233,7 +233,7 @@ def compiled(make: Callable[..., Program], *args: Any, on: str = "cpu:8", level:
 def watched(*, host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Make:
     """The profile of a step of half a second."""
     busy = 0.5 - host - idle - input_wait
-    return lambda: lint_profile(Profiled(11, 8, 0.5, busy, 0.0, {}, input_wait, host, idle, {"fusion.1": busy}))
+    return lambda: lint_profile(StepProfile(11, 8, 0.5, busy, 0.0, {}, input_wait, host, idle, {"fusion.1": busy}))
 
 
 def own_layout(computed: tuple[str, ...] = ("batch",), **stored: tuple[str, ...]) -> Layout:

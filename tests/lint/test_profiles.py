@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spanax.check.lint.lint import lint_profile
-from spanax.check.measure.profile import Profiled, read_profile
+from spanax.check.measure.profile import StepProfile, read_profile
 from spanax.commands.check import answer
 from spanax.commands.requests import CheckCommand
 from spanax.errors import DataError
@@ -15,8 +15,8 @@ from spanax.models.workloads import load
 from spanax.show.profile import profile_text
 
 
-def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Profiled:
-    return Profiled(11, 8, 0.5, 0.5 - host - idle - input_wait, 0.0, {}, input_wait, host, idle, {"fusion.1": 0.2})
+def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> StepProfile:
+    return StepProfile(11, 8, 0.5, 0.5 - host - idle - input_wait, 0.0, {}, input_wait, host, idle, {"fusion.1": 0.2})
 
 
 @pytest.mark.parametrize(
@@ -32,14 +32,14 @@ def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Pr
     ],
     ids=["host", "host and idle", "a sixth", "data", "a little data", "both", "busy"],
 )
-def test_what_waits_is_found(seen: Profiled, codes: list[str]) -> None:
+def test_what_waits_is_found(seen: StepProfile, codes: list[str]) -> None:
     found = lint_profile(seen)
     assert [one.code for one in found] == codes
     for one in found:
         assert "0.5 s" in one.message and one.fix and len(str(one).splitlines()) == 2
 
 
-def kept(folder: Path, seen: Profiled) -> Path:
+def kept(folder: Path, seen: StepProfile) -> Path:
     (folder / "profile").mkdir(parents=True)
     (folder / "profile" / "summary.json").write_text(json.dumps(seen.to_json()))
     return folder

@@ -32,7 +32,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Placed:
+class ArrayPlacement:
     """All arrays of a plan or run.
 
     Attributes:
@@ -46,25 +46,25 @@ class Placed:
     elsewhere: tuple[tuple[str, Spec, Spec], ...] = ()
 
 
-def placed(path: Path) -> Placed:
+def array_placement(path: Path) -> ArrayPlacement:
     """What a plan file says, or how the newest finished checkpoint of a run folder was saved. No device is touched.
 
     Raises:
       DataError: it is neither.
     """
     if path.is_file():
-        return Placed(Plan.load(path), "plan")
+        return ArrayPlacement(Plan.load(path), "plan")
     if not path.is_dir():
         raise DataError(f"there is no plan or run '{path}'.", fix="a plan file, or a run folder")
     saved = view.newest(manifest.steps_of_run(path), _saved)
     if saved is not None:
         return saved
     if Folder.of(path).kind(PLAN) is not None:
-        return Placed(Plan.of_run(path), "plan")
+        return ArrayPlacement(Plan.of_run(path), "plan")
     raise DataError(f"'{path}' is no run: it has neither plan nor checkpoint.", fix="a plan file, or a run folder")
 
 
-def _saved(step: int, folder: Folder) -> Placed:
+def _saved(step: int, folder: Folder) -> ArrayPlacement:
     """How a checkpoint was saved."""
     plan, specs = Plan.of_run(folder), _saved_specs(folder)
     leaves, elsewhere = [], []
@@ -82,7 +82,7 @@ def _saved(step: int, folder: Folder) -> Placed:
         if spec != leaf.spec:
             elsewhere.append((leaf.path, leaf.spec, spec))
         leaves.append(_moved(leaf, spec, plan.mesh))
-    return Placed(replace(plan, leaves=tuple(leaves)), f"checkpoint {step}", tuple(elsewhere))
+    return ArrayPlacement(replace(plan, leaves=tuple(leaves)), f"checkpoint {step}", tuple(elsewhere))
 
 
 def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:

@@ -13,13 +13,13 @@ from spanax.check.compilers.abstract_mesh import abstract_collectives, is_possib
 from spanax.check.compilers.compile import TIMEOUT_SECONDS, Compiled, compile_for
 from spanax.check.compilers.lowered_step import lower
 from spanax.check.compilers.target import Target, missing, platform_of, simulated, target_of
-from spanax.check.hlo.array_matching import with_tensors
+from spanax.check.hlo.array_matching import with_arrays
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import Module, read_module
-from spanax.check.hlo.replicated_tensors import replicated
+from spanax.check.hlo.replicated_tensors import replicated_tensors
 from spanax.check.hlo.tpu_tiles import padded_bytes
-from spanax.check.predictions import predicted
+from spanax.check.predictions import predictions
 from spanax.check.report import Figures, Report
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster, cluster_of
@@ -129,7 +129,7 @@ def highest_level(cluster: Cluster) -> int:
 def _static(program: Program, plan: Plan, cluster: Cluster, level: int) -> Report:
     """What shapes alone tell: exact bytes of the state, as they lie in this chip's memory."""
     # Levels 1 and 2 read the program right after the partitioner, where nothing has been joined yet.
-    told = predicted(program, plan, cluster, adds_first=cluster.adds_first and level in (0, 3))
+    told = predictions(program, plan, cluster, adds_first=cluster.adds_first and level in (0, 3))
     platform = platform_of(cluster)
     state = sum(_padded(leaf, platform) for leaf in plan.leaves)
     limit = cluster.memory_bytes
@@ -160,7 +160,7 @@ def _by_passes(program: Program, plan: Plan, cluster: Cluster, report: Report) -
     if not is_possible():
         raise SpanaxError("this jaxlib does not have the partitioner's passes.", where="level 1", fix="level 2 or 3")
     lowered = lower(program, plan, "cpu", devices=cluster.platform, inputs_only=report.inputs_only)
-    found = with_tensors(abstract_collectives(lowered.module, plan.mesh), plan)
+    found = with_arrays(abstract_collectives(lowered.module, plan.mesh), plan)
     figures = replace(report.compiled, collectives=totals(found))
     return replace(report, program_hash=lowered.digest, compiled=figures, collectives=found)
 
@@ -207,12 +207,12 @@ def _with_answer(report: Report, plan: Plan, target: Target, answer: Compiled) -
             compiled=Figures(peak_bytes=answer.needed_bytes),
             limit_bytes=answer.limit_bytes,
             buffers=tuple(replace(one, paths=_paths(one.shapes, plan)) for one in answer.buffers),
-            replicated=replicated(answer.log),
+            replicated=replicated_tensors(answer.log),
         )
     module = read_module(answer.module)
-    found = with_tensors(collectives(module, plan.mesh), plan)
+    found = with_arrays(collectives(module, plan.mesh), plan)
     figures = Figures(flops=program_flops(module), collectives=totals(found))
-    report = replace(report, replicated=replicated(answer.log, module))
+    report = replace(report, replicated=replicated_tensors(answer.log, module))
     if report.level == 2:
         return replace(report, compiled=replace(figures, state_bytes=_state_bytes(module, plan)), collectives=found)
     memory = answer.memory

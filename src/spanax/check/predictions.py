@@ -14,7 +14,7 @@ from spanax.plan.spmd.deferred_reductions import unreduced
 from spanax.trace.program import Program
 
 
-def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
+def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
     """State, peak, FLOPs and collectives of one device in one step, as the plan has them. No layout is padded.
 
     `adds_first`: sums over devices that are added to each other are one, as in a final program for chips that have such

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo.collectives import Collective
-from spanax.check.hlo.replicated_tensors import Replicated
+from spanax.check.hlo.replicated_tensors import ReplicatedTensor
 from spanax.displays import display
 from spanax.documents import parse_json
 from spanax.errors import DataError, WriteError
@@ -90,7 +90,7 @@ class Report:
     limit_bytes: int | None = None
     collectives: tuple[Collective, ...] = ()
     buffers: tuple[Buffer, ...] = ()
-    replicated: tuple[Replicated, ...] = ()
+    replicated: tuple[ReplicatedTensor, ...] = ()
     inputs_only: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from spanax.doctor import jax_probe, machine, network, software
 from spanax.doctor.verdict import Verdict
 
 
-def examined(
+def diagnose(
     *, out: Path, hosts: str = "", timeout: float = 60.0, environ: Mapping[str, str] = os.environ
 ) -> list[Verdict]:
     """What would stop or hinder a run on this machine; takes about as long as JAX takes to start twice.

@@ -47,7 +47,7 @@ def devices(
     """Whether JAX starts, computes on every device, and uses the accelerators that are there."""
     platforms = environ.get("JAX_PLATFORMS", "")
     # Several processes of a host may ask at once, and each would take most of a GPU's memory.
-    outcome = tried(command, {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, timeout)
+    outcome = probe_jax(command, {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, timeout)
     if outcome.reason:
         fix = "JAX_PLATFORMS=cpu starts without accelerators; end other processes that hold them"
         if "XLA_FLAGS" in outcome.last_line:
@@ -68,14 +68,14 @@ def devices(
 def simulated(environ: Mapping[str, str], timeout: float, *, command: Sequence[str] = COMMAND) -> Verdict:
     """Whether a CPU can be split into devices that add up numbers among each other."""
     changed = {"JAX_PLATFORMS": "cpu", "NPROC": str(THREADS), "XLA_FLAGS": ""}
-    outcome = tried([*command, str(SIMULATED)], {**environ, **changed}, timeout)
+    outcome = probe_jax([*command, str(SIMULATED)], {**environ, **changed}, timeout)
     if outcome.reason:
         what = f"{SIMULATED} simulated devices do not work: {outcome.reason}."
         return Verdict("simulated", "problem", what, outcome.last_line, "more threads (ulimit -u), or a newer jaxlib")
     return Verdict("simulated", "ok", f"{SIMULATED} devices on the CPU add up in {outcome.seconds:.1f} s")
 
 
-def tried(command: Sequence[str], environ: Mapping[str, str], timeout: float) -> Outcome:
+def probe_jax(command: Sequence[str], environ: Mapping[str, str], timeout: float) -> Outcome:
     """Run a trial; it and all that it started are gone when this returns, or cannot be killed."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as out:

@@ -5,7 +5,7 @@ from typing import Any
 
 from spanax.check.hlo.collectives import collectives
 from spanax.check.lint.lint import lint_profile, waived
-from spanax.check.measure.profile import profiled
+from spanax.check.measure.profile import step_profile
 from spanax.commands.source_text import source_text
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROGRAM
@@ -24,7 +24,7 @@ def profile_event(run: Path) -> dict[str, Any]:
     if place.kind(PROGRAM) is not None:
         found = collectives(place.read(PROGRAM), made.mesh)
         known = {one.name: one.axes for one in found}
-    summary = profiled(run, axes=known)
+    summary = step_profile(run, axes=known)
     text = source_text(str(recorded(run).get("workload", "")))
     findings = waived(lint_profile(summary), text, made.allow)
     told = [one.to_json() for one in findings]

@@ -26,7 +26,7 @@ from spanax.check.measure.compare import (
     pruned,
     rank_correlation,
 )
-from spanax.commands.compare import compared, compared_text
+from spanax.commands.compare import answer, compared_text
 from spanax.commands.requests import CompareCommand
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Search
@@ -55,7 +55,7 @@ def found(mesh: str = "fsdp=8") -> Search:
 
 @pytest.fixture(scope="module")
 def answered() -> tuple[str, dict[str, Any]]:
-    return compared(mlp, ASKED, jax.devices())
+    return answer(mlp, ASKED, jax.devices())
 
 
 def test_all_legal_layouts_of_a_mesh_are_run() -> None:

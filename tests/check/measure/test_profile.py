@@ -17,7 +17,7 @@ from spanax.check.measure.profile import (
     _Trace,
     length,
     overlap,
-    profiled,
+    step_profile,
     union,
     without,
 )
@@ -166,7 +166,7 @@ def test_spans_are_joined_cut_and_measured() -> None:
 
 def test_nothing_traced_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no trace"):
-        profiled(tmp_path)
+        step_profile(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["10", "10:", "0:3", "9:3", "a:b", "1:2:3"])

@@ -13,10 +13,10 @@ from flax import nnx
 import spanax
 import zoo
 from programs import zoo_program
-from spanax.check.parity.example_batches import index_bounds, made_up
+from spanax.check.parity.example_batches import example_batch, index_bounds
 from spanax.check.parity.parity import GROUPS, Parity, coarsest_dtype, parity
 from spanax.check.parity.parity import parity as module
-from spanax.check.parity.shrink import fitted, step_flops
+from spanax.check.parity.shrink import shrink_to_fit, step_flops
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.show.parity import parity_text
@@ -133,11 +133,11 @@ def test_indices_stay_below_what_they_select_from(name: str) -> None:
     real = case.batch(256)
     for path, bound in index_bounds(program).items():
         assert bound == int(real[path].max()) + 1, path
-    batch = made_up(program, 0)
+    batch = example_batch(program, 0)
     assert {key: (rows.shape, rows.dtype) for key, rows in batch.items()} == {
         key: (rows.shape, rows.dtype) for key, rows in case.batch(16).items()
     }
-    again = made_up(program, 1)
+    again = example_batch(program, 1)
     assert any((batch[key] != again[key]).any() for key in batch)
 
 
@@ -152,7 +152,7 @@ def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
     name = functools.partial(load, "gpt2")
     program = trace(name(batch_size=16))
     plan = planned(program, "fsdp+tensor", "fsdp=8,model=2")
-    found = fitted(name, trace, program, plan, num_devices=8)
+    found = shrink_to_fit(name, trace, program, plan, num_devices=8)
     assert step_flops(found.program) < 5e11 < step_flops(program)
     assert found.plan.mesh == spanax.MeshShape.of("fsdp=4,model=2") and found.shrunk["fsdp"] == (8, 4)
     assert {"num_layers", "batch_size"} <= found.shrunk.keys()
@@ -164,7 +164,7 @@ def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
 def test_what_fits_is_left_as_it_is() -> None:
     program = zoo_program("mlp")
     plan = planned(program, "fsdp", "fsdp=8")
-    found = fitted(lambda: 1 / 0, trace, program, plan, num_devices=8)
+    found = shrink_to_fit(lambda: 1 / 0, trace, program, plan, num_devices=8)
     assert found.program is program and found.plan is plan and found.shrunk == {}
 
 
@@ -175,8 +175,8 @@ def test_what_cannot_be_made_smaller_is_told() -> None:
     program = zoo_program("mlp")
     plan = planned(program, "data", "data=8")
     with pytest.raises(SpanaxError, match="operations, and 10 are the limit"):
-        fitted(as_it_is, trace, program, plan, num_devices=8, flops=10)
+        shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, flops=10)
     with pytest.raises(SpanaxError, match="1 KiB are free for it"):
-        fitted(as_it_is, trace, program, plan, num_devices=8, memory_bytes=1024)
+        shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, memory_bytes=1024)
     with pytest.raises(SpanaxError, match="takes more than the 1 devices"):
-        fitted(as_it_is, trace, program, plan, num_devices=1)
+        shrink_to_fit(as_it_is, trace, program, plan, num_devices=1)

@@ -39,7 +39,7 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Schedule
 from spanax.run.run import Run
 from spanax.run.step.pipeline import pipeline
-from spanax.run.step.pipeline.layer_order import PADDING, rows_of, stage_by_stage
+from spanax.run.step.pipeline.layer_order import PADDING, layer_order, stage_by_stage
 from spanax.trace.program import Program
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "uneven_errors.txt"
@@ -154,7 +154,7 @@ def test_a_state_is_born_with_the_numbers_of_one_device() -> None:
     alone = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3)
     for path, array in alone.arrays().items():
         np.testing.assert_array_equal(numbers(array), numbers(run.arrays()[path]), path)
-    rows = rows_of(made, plan)
+    rows = layer_order(made, plan)
     assert rows is not None and rows.layers == (0, 1, 3, PADDING, 2, PADDING, 4, PADDING)
     for leaf, array, shape in zip(plan.leaves, run.state, rows.shapes, strict=True):
         assert array.shape == shape and array.sharding.shard_shape(shape) == leaf.local_shape

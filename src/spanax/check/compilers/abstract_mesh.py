@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from spanax.check.hlo.collectives import Collective
-from spanax.check.hlo.replica_groups import Groups, axes_of
+from spanax.check.hlo.replica_groups import ReplicaGroups, axes_of
 from spanax.check.lint.source_lines import user_line
 from spanax.hardware.mesh import MeshShape
 
@@ -156,7 +156,7 @@ class _Walk:
             )
 
 
-def _groups(op: Any, mesh: MeshShape) -> Groups:
+def _groups(op: Any, mesh: MeshShape) -> ReplicaGroups:
     """Places in the mesh that communicate: listed, or (from jax 0.11 on) as mesh axes; of a permute pairs."""
     permuted = "source_target_pairs" in op.attributes
     groups = op.attributes["source_target_pairs" if permuted else "replica_groups"]

@@ -13,7 +13,7 @@ from spanax.plan.sharding.place import as_planned
 from spanax.run.config import TrainConfig, with_settings
 from spanax.run.record.folder import recorded
 from spanax.run.run import Run
-from spanax.run.workload_tracing import traced
+from spanax.run.workload_tracing import trace_workload
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -73,7 +73,7 @@ def program_for(path: Path, plan: Plan, load: Callable[..., Workload], workload:
     """
     if Folder.of(path).kind(CONFIG) is not None:
         settings = with_settings(TrainConfig(), recorded(path), str(path / CONFIG))
-        return traced(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
+        return trace_workload(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
     if workload is None:
         raise SpanaxError("a plan file does not say what it was made for.", fix="--workload NAME, beside --hlo")
     dtype, program = plan.schedule.compute_dtype, None

@@ -8,7 +8,7 @@ from spanax.check.hlo.collectives import Collective
 from spanax.plan.plan import Placement, Plan
 
 
-def with_tensors(found: Sequence[Collective], plan: Plan) -> tuple[Collective, ...]:
+def with_arrays(found: Sequence[Collective], plan: Plan) -> tuple[Collective, ...]:
     """The collectives with the paths of the parameters that they gather, or whose gradients they add up.
 
     A result counts for a parameter if it has its dims, in any order, without those stacked by layer; of a

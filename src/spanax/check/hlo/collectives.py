@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module
-from spanax.check.hlo.permute_chains import unrolled
+from spanax.check.hlo.permute_chains import permute_chains
 from spanax.check.hlo.protobuf import fields, messages, raw, text
-from spanax.check.hlo.reduce_scatter import scattered
-from spanax.check.hlo.replica_groups import Groups, across_slices, axes_of, groups_of
-from spanax.check.hlo.trip_counts import Value, Values, trips
+from spanax.check.hlo.reduce_scatter import reduce_scatters
+from spanax.check.hlo.replica_groups import ReplicaGroups, across_slices, axes_of, groups_of
+from spanax.check.hlo.trip_counts import Value, Values, trip_counts
 from spanax.check.lint.source_lines import user_line
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import share_of
@@ -130,7 +130,7 @@ class _Walk:
 
     def _visit(self, computation: Computation, runs: int, is_counted: bool, parameters: list[Value]) -> None:
         values = Values(self.module, computation, parameters, None)
-        chained = unrolled(computation)
+        chained = permute_chains(computation)
         for one in computation.instructions.values():
             opcode = one.opcode.removesuffix("-start")
             if one.opcode.endswith(("-done", "-update")):
@@ -153,7 +153,7 @@ class _Walk:
         body = self.module.computations[loop.called[0]]
         initial = values.of(loop.operands[0])
         windowed = WINDOWED.search(body.name)
-        known = trips(self.module, loop, initial)
+        known = trip_counts(self.module, loop, initial)
         if windowed:
             self._windowed(body, windowed[1], runs, is_counted)
         count, _ = known or (1, None)
@@ -167,7 +167,7 @@ class _Walk:
 
     def _windowed(self, body: Computation, how: str, runs: int, is_counted: bool) -> None:
         """A loop of permutes around a matmul, as the gather or reduce-scatter that it was."""
-        rings: dict[tuple[str, Groups], Instruction] = {}
+        rings: dict[tuple[str, ReplicaGroups], Instruction] = {}
         for one in body.instructions.values():
             if one.opcode in ("collective-permute", "collective-permute-start"):
                 pairs = _connected(groups_of(one))
@@ -188,7 +188,7 @@ class _Walk:
                 return
             groups = _connected(groups)
         if kind == "all-reduce":
-            whole, parts = scattered(self.module, computation, one, groups or self._everyone())
+            whole, parts = reduce_scatters(self.module, computation, one, groups or self._everyone())
             for part, size in parts:
                 self._append(one, "reduce-scatter", size, part, groups, runs, is_counted, "all-reduce and a slice")
             if not whole:
@@ -225,7 +225,7 @@ class _Walk:
         kind: str,
         num_bytes: int,
         shape: Shape,
-        groups: Groups,
+        groups: ReplicaGroups,
         runs: int,
         is_counted: bool,
         written: str,
@@ -255,7 +255,7 @@ class _Walk:
             )
         )
 
-    def _everyone(self) -> Groups:
+    def _everyone(self) -> ReplicaGroups:
         return (tuple(range(self.mesh.size)),)
 
     def _is_end_of_window(self, computation: Computation, one: Instruction) -> bool:
@@ -280,7 +280,7 @@ def _result(one: Instruction) -> Shape:
     return shape.parts[1]
 
 
-def _connected(pairs: Groups) -> Groups:
+def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
     """The devices that a permute's pairs join, each ring or chain one group."""
     group_of: dict[int, set[int]] = {}
     for pair in pairs:

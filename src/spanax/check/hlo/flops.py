@@ -10,7 +10,7 @@ import numpy as np
 
 from spanax.check.hlo.module import Computation, Instruction, Module
 from spanax.check.hlo.protobuf import Fields, fields, messages, number, numbers, raw, signed
-from spanax.check.hlo.trip_counts import Value, Values, trips
+from spanax.check.hlo.trip_counts import Value, Values, trip_counts
 from spanax.plan.pipeline.ticks import share_of
 
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
@@ -39,7 +39,7 @@ def _flops(module: Module, computation: Computation, parameters: list[Value], kn
     for one in computation.instructions.values():
         if one.opcode == "while":
             initial = values.of(one.operands[0])
-            count, _ = trips(module, one, initial) or (1, None)
+            count, _ = trip_counts(module, one, initial) or (1, None)
             first = [list(initial)] if isinstance(initial, list) else []
             total += count * _flops(module, module.computations[one.called[0]], first, known)
         elif one.opcode in ("fusion", "call", "async-start", "conditional"):

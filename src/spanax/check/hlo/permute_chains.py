@@ -15,7 +15,7 @@ VIEWS = frozenset({"get-tuple-element", "bitcast", "copy", "reshape", "copy-star
 ADDS = frozenset({"add", "fusion"})
 
 
-def unrolled(computation: Computation) -> dict[int, int]:
+def permute_chains(computation: Computation) -> dict[int, int]:
     """Permutes that are parts of a reduce-scatter -> how many of these each stands for: the first of them for all."""
     chains: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
     for one in computation.instructions.values():

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape
 from spanax.check.hlo.protobuf import number
-from spanax.check.hlo.replica_groups import Groups
+from spanax.check.hlo.replica_groups import ReplicaGroups
 from spanax.check.hlo.trip_counts import Values
 
 CARRIES = frozenset({"copy", "bitcast", "reshape", "convert", "transpose"})
 
 
-def scattered(
-    module: Module, computation: Computation, one: Instruction, groups: Groups
+def reduce_scatters(
+    module: Module, computation: Computation, one: Instruction, groups: ReplicaGroups
 ) -> tuple[list[Shape], list[tuple[Shape, int]]]:
     """The results of an all-reduce that stay whole, and the parts (shape, bytes) that devices keep of the others."""
     results = one.shape.parts or (one.shape,)
@@ -48,7 +48,9 @@ def _ends(computation: Computation, one: Instruction, part: int | None) -> Itera
             yield user if user.opcode in ("dynamic-slice", "fusion") else None
 
 
-def _is_own_part(module: Module, computation: Computation, end: Instruction, shape: Shape, groups: Groups) -> bool:
+def _is_own_part(
+    module: Module, computation: Computation, end: Instruction, shape: Shape, groups: ReplicaGroups
+) -> bool:
     """Whether a slice gives every device of a group another part, and devices of the same place in it the same."""
     if end.opcode == "fusion" or math.prod(end.shape.dims) * len(groups[0]) != math.prod(shape.dims):
         return False

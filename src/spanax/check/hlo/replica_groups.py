@@ -15,10 +15,10 @@ from spanax.check.hlo.module import Instruction
 from spanax.check.hlo.protobuf import Fields, fields, messages, number, numbers, raw
 from spanax.hardware.mesh import MeshShape
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 
 
-def groups_of(instruction: Instruction) -> Groups:
+def groups_of(instruction: Instruction) -> ReplicaGroups:
     """Partitions that talk to each other; none at all: all in one group. Of a permute, pairs of sender and receiver."""
     message = instruction.fields
     if 52 in message:
@@ -34,7 +34,7 @@ def groups_of(instruction: Instruction) -> Groups:
     return tuple(numbers(fields(group), 1) for group in found)
 
 
-def _counted(message: Fields) -> Groups:
+def _counted(message: Fields) -> ReplicaGroups:
     """`[groups,size]<=[dims]T(order)`: partitions counted through a transposed box."""
     ids = _iota(numbers(message, 3), numbers(message, 4))
     rows = ids.reshape(number(message, 1), number(message, 2)).tolist()
@@ -46,7 +46,7 @@ def _iota(dims: Sequence[int], order: Sequence[int]) -> np.ndarray:
     return ids.transpose(order) if order else ids
 
 
-def _named(message: Fields) -> Groups:
+def _named(message: Fields) -> ReplicaGroups:
     """Partitions that differ only along some axes of a mesh of XLA's own, or along a part (outer, size) of one."""
     mesh = fields(raw(message, 1))
     sizes = [number(fields(axis), 2) for axis in messages(mesh, 1)]
@@ -71,7 +71,7 @@ def _named(message: Fields) -> Groups:
     return tuple(map(tuple, groups.values()))
 
 
-def axes_of(groups: Groups, sizes: Mapping[str, int]) -> str:
+def axes_of(groups: ReplicaGroups, sizes: Mapping[str, int]) -> str:
     """The mesh axes along which partitions talk; `~` before them: not to all along these axes.
 
     Example:
@@ -91,7 +91,7 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> str:
     return "~" * partly + "+".join(names)
 
 
-def across_slices(mesh: MeshShape, num_slices: int) -> Groups:
+def across_slices(mesh: MeshShape, num_slices: int) -> ReplicaGroups:
     """Partitions at the same place in each slice, where the slowest axes of the mesh lie between slices.
 
     Example:

@@ -25,7 +25,7 @@ _USED = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")
 
 
 @dataclass(frozen=True)
-class Replicated:
+class ReplicatedTensor:
     """A tensor that every device got whole, for its sharding could not be changed otherwise.
 
     Attributes:
@@ -47,7 +47,7 @@ class Replicated:
     source: str = ""
 
 
-def replicated(log: str, module: Module | None = None) -> tuple[Replicated, ...]:
+def replicated_tensors(log: str, module: Module | None = None) -> tuple[ReplicatedTensor, ...]:
     """What a compiler's log says of tensors made whole, each once, the largest first.
 
     Args:
@@ -69,11 +69,11 @@ def replicated(log: str, module: Module | None = None) -> tuple[Replicated, ...]
     return tuple(sorted(found, key=lambda one: (-one.num_bytes, one.name)))
 
 
-def _one(told: re.Match[str], module: Module | None) -> Replicated:
+def _one(told: re.Match[str], module: Module | None) -> ReplicatedTensor:
     dims = [int(size) for size in told["dims"].split(",") if size]
     sizes = [dim * ways for dim, ways in zip(dims, _ways(told["before"], len(dims)), strict=True)]
     op_name = _OP_NAME.search(told[0])
-    return Replicated(
+    return ReplicatedTensor(
         name=told["name"],
         shape=f"{told['dtype']}[{','.join(map(str, sizes))}]",
         before=told["before"],

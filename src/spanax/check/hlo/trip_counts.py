@@ -100,7 +100,7 @@ class Values:
         return _arithmetic(one, ins) if len(ins) == len(one.operands) else None
 
 
-def trips(module: Module, loop: Instruction, initial: Value) -> tuple[int, Value] | None:
+def trip_counts(module: Module, loop: Instruction, initial: Value) -> tuple[int, Value] | None:
     """How often a loop runs and what it returns, from what it starts with; None where that cannot be told."""
     config = raw(loop.fields, 43)
     count, final = _run(module, loop, initial, None)

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
 from spanax.hardware.mesh import CANONICAL_AXES
 from spanax.plan.plan import Placement
 from spanax.plan.sharding.assign import Uneven
@@ -20,13 +20,13 @@ MISSED = 0.05
 """The share of them from which on it counts that a size does not divide; all arrays with that dim together."""
 
 
-def left_whole(checked: Checked) -> Iterator[Said]:
+def large_replicated(checked: LintSubject) -> Iterator[Message]:
     """An array is whole on every device, and the layout stores its kind split."""
     for leaf in checked.plan.leaves:
         asked = checked.plan.layout.stored(leaf.kind)
         is_whole = leaf.local_shape == leaf.shape and checked.ways(asked) > 1
         if is_whole and leaf.local_bytes >= _large(checked, leaf.kind):
-            yield Said(
+            yield Message(
                 leaf.path,
                 f"`{leaf.path}` {list(leaf.shape)} lies whole on all {checked.plan.mesh.size} devices: "
                 f"{leaf.reason or 'nothing splits it'}.",
@@ -35,7 +35,7 @@ def left_whole(checked: Checked) -> Iterator[Said]:
             )
 
 
-def does_not_divide(checked: Checked) -> Iterator[Said]:
+def does_not_divide(checked: LintSubject) -> Iterator[Message]:
     """A mesh axis does not split a dim that it was meant to split, in arrays that count; a size near it would do."""
     by_reason: dict[tuple[str, Uneven], list[Placement]] = {}
     for leaf, reason in _uneven(checked):
@@ -47,10 +47,10 @@ def does_not_divide(checked: Checked) -> Iterator[Said]:
             seen.add(reason)
             leaf = max(leaves, key=lambda one: one.local_bytes)
             if fix := _dividing(reason):
-                yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
+                yield Message(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
 
 
-def _uneven(checked: Checked) -> Iterator[tuple[Placement, Uneven]]:
+def _uneven(checked: LintSubject) -> Iterator[tuple[Placement, Uneven]]:
     """Yields every placement with each of its dims that is not sharded because its size does not divide."""
     program = checked.program
     rows = zip(program.leaves, program.step.graph.body.inputs, checked.plan.leaves, strict=False)
@@ -69,7 +69,7 @@ def _dividing(reason: Uneven) -> str:
     return ", or ".join(near)
 
 
-def _is_served(checked: Checked, leaf: Placement, name: str) -> bool:
+def _is_served(checked: LintSubject, leaf: Placement, name: str) -> bool:
     """Whether every mesh axis that was to split a dim of a name splits another dim of the same array."""
     wanted = {
         axis for axis, _ in checked.plan.mesh.axes if name in checked.names_for(axis) and checked.ways((axis,)) > 1
@@ -77,7 +77,7 @@ def _is_served(checked: Checked, leaf: Placement, name: str) -> bool:
     return bool(wanted) and wanted <= {axis for by in leaf.spec for axis in by}
 
 
-def optimizer_unlike_parameter(checked: Checked) -> Iterator[Said]:
+def optimizer_unlike_parameter(checked: LintSubject) -> Iterator[Message]:
     """The optimizer's copy of a parameter takes more of a device than the parameter's own share would."""
     params = {leaf.path: leaf for leaf in checked.plan.leaves if leaf.kind == "param"}
     for leaf in checked.plan.leaves:
@@ -86,7 +86,7 @@ def optimizer_unlike_parameter(checked: Checked) -> Iterator[Said]:
             continue
         share = leaf.local_bytes / max(1, _whole_bytes(leaf))
         if share > param.local_bytes / max(1, _whole_bytes(param)) and leaf.local_bytes >= _large(checked, leaf.kind):
-            yield Said(
+            yield Message(
                 leaf.path,
                 f"`{leaf.path}` is stored {leaf.partition_spec}, and its parameter {param.partition_spec}.",
                 f"stored_optimizer={checked.plan.layout.stored_params!r} in the layout",
@@ -94,30 +94,30 @@ def optimizer_unlike_parameter(checked: Checked) -> Iterator[Said]:
             )
 
 
-def never_matched(checked: Checked) -> Iterator[Said]:
+def never_matched(checked: LintSubject) -> Iterator[Message]:
     """A pin, the wish to split the sequence, or a name that the model's author wrote, splits nothing."""
     everything = (*checked.plan.leaves, *checked.plan.batch)
     for name, wanted in checked.plan.pins:
         dims = [by for leaf in everything for axis, by in zip(leaf.axes, leaf.spec, strict=True) if axis == name]
         for axis in wanted:
             if checked.ways((axis,)) > 1 and dims and not any(axis in by for by in dims):
-                yield Said(
+                yield Message(
                     name, f"'{name}' is pinned to '{axis}', and no array is split so.",
                     f"another axis than '{axis}', or no pin",
                 )  # fmt: skip
     over = checked.plan.layout.sequence_axis
     if over is not None and checked.ways((over,)) > 1 and not checked.splits_sequence(over):
-        yield Said(
+        yield Message(
             over, f"'{over}' ({checked.ways((over,))}) is to split the sequence too, and no sequence here divides so.",
             "a sequence that divides, or a layout without +seq",
         )  # fmt: skip
     known = {*checked.plan.mesh.names, *(name for leaf in everything for name in leaf.axes if name in STRENGTH)}
     for name, path in _unknown_names(checked).items():
-        yield Said(path, f"`{path}` is annotated with '{name}': no axis of the mesh, and nothing that is split.",
+        yield Message(path, f"`{path}` is annotated with '{name}': no axis of the mesh, and nothing that is split.",
                    f"a name of {', '.join(sorted(map(str, known)))}")  # fmt: skip
 
 
-def _unknown_names(checked: Checked) -> dict[str, str]:
+def _unknown_names(checked: LintSubject) -> dict[str, str]:
     """Names in annotations that mean nothing here, each with an array that has it.
 
     Somebody who names one axis of a mesh means axes of a mesh by the others. A name for a dim may be anybody's own; but
@@ -140,7 +140,7 @@ def _unknown_names(checked: Checked) -> dict[str, str]:
     return odd
 
 
-def _large(checked: Checked, kind: str) -> float:
+def _large(checked: LintSubject, kind: str) -> float:
     return LARGE * checked.plan.state_bytes(kind)
 
 

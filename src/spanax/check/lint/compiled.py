@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from spanax.check.hlo.collectives import Collective
-from spanax.check.hlo.replicated_tensors import Replicated
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
+from spanax.check.hlo.replicated_tensors import ReplicatedTensor
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
 from spanax.check.predictions import gathered_bytes
 from spanax.check.report import Report
 from spanax.units import bytes_text
@@ -23,38 +23,38 @@ ADMITTED = 0.05
 """The same where the compiler says itself that it did badly: what a plan's own bytes may be off by."""
 
 
-def repeated_work(checked: Checked) -> Iterator[Said]:
+def repeated_work(checked: LintSubject) -> Iterator[Message]:
     """The compiled program does more arithmetic on each device than its share."""
     report = checked.report
     if report is None or not report.compiled.flops or not report.predicted.flops:
         return
     ratio = report.compiled.flops / report.predicted.flops
     if ratio > REPEATED:
-        yield Said("", f"each device does {ratio:.2f} times its share of the arithmetic.",
+        yield Message("", f"each device does {ratio:.2f} times its share of the arithmetic.",
                    "a layout whose axes split what is computed; see the axes that split nothing")  # fmt: skip
 
 
-def made_whole(checked: Checked) -> Iterator[Said]:
+def replicated_by_xla(checked: LintSubject) -> Iterator[Message]:
     """The compiler gathers a parameter that is to stay split, or says that it replicates a tensor to split it anew."""
     report = checked.report
     if report is None or report.compiled.collectives is None or report.predicted.collectives is None:
         return
     for found, moved, meant in _weights(checked, report):
-        yield Said(
+        yield Message(
             found[0].tensors[0],
             f"`{found[0].tensors[0]}` is gathered over {found[0].axes}: {bytes_text(moved)} a step, "
             f"{bytes_text(meant)} planned; as {found[0].shapes}{_at(found[0].source)}.",
             f"a constraint on what {found[0].op_name or found[0].name} takes, or the plan's own step",
             moved - meant,
         )
-    by_line: dict[str, Replicated] = {}
+    by_line: dict[str, ReplicatedTensor] = {}
     for one in report.replicated:
         by_line.setdefault(one.source or one.op_name or one.name, one)
     for one in by_line.values():
         over = [found.axes for found in report.collectives if one.op_name and found.op_name == one.op_name]
         beyond = [axes for axes in over or report.compiled.collectives if _exceeds(report, axes, ADMITTED)]
         if beyond:
-            yield Said(
+            yield Message(
                 one.op_name or one.name,
                 f"the partitioner replicates {one.shape}{_at(one.source)}: it cannot go from {one.before} to "
                 f"{one.after}.",
@@ -63,7 +63,7 @@ def made_whole(checked: Checked) -> Iterator[Said]:
             )
 
 
-def unplanned_activations(checked: Checked) -> Iterator[Said]:
+def unplanned_activations(checked: LintSubject) -> Iterator[Message]:
     """Activations are gathered or exchanged that the plan does not move."""
     report = checked.report
     if report is None or report.compiled.collectives is None or report.predicted.collectives is None:
@@ -81,7 +81,7 @@ def unplanned_activations(checked: Checked) -> Iterator[Said]:
         found = [one for one in report.collectives if one.kind in more and one.axes == axes and not one.tensors]
         if found:
             largest = max(found, key=lambda one: one.num_bytes)
-            yield Said(
+            yield Message(
                 axes,
                 f"collectives over {axes} move {bytes_text(moved)} a step, {bytes_text(meant)} planned; the largest "
                 f"beyond is {largest.kind} of {largest.shapes}{_at(largest.source)}.",
@@ -90,7 +90,7 @@ def unplanned_activations(checked: Checked) -> Iterator[Said]:
             )
 
 
-def _weights(checked: Checked, report: Report) -> Iterator[tuple[list[Collective], int, int]]:
+def _weights(checked: LintSubject, report: Report) -> Iterator[tuple[list[Collective], int, int]]:
     """Gathers of the same parameters over the same axes that exceed the plan: they, their bytes and the plan's."""
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
     for one in report.collectives:

@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 
 from spanax.check.finding import Finding, Severity, gravest_first
 from spanax.check.lint import arrays, compiled, costs, mesh_axes, profiles, programs, training
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
-from spanax.check.measure.profile import Profiled
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
+from spanax.check.measure.profile import StepProfile
 from spanax.check.report import Report
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
@@ -36,18 +36,18 @@ T = TypeVar("T")
 class Rule(Generic[T]):
     """One thing that can be wrong: its code, how much it weighs, and the function that looks for it.
 
-    It looks at a plan (`Checked`) or a profile (`Profiled`). The function's docstring says when it speaks; `why` what
-    it costs.
+    It inspects a plan (`LintSubject`) or a profile (`StepProfile`). The docstring of the function says when it reports;
+    `why` is the cost.
     """
 
     code: str
     severity: Severity
-    find: Callable[[T], Iterable[Said]]
+    find: Callable[[T], Iterable[Message]]
     why: str
 
 
-RULES: tuple[Rule[Checked], ...] = (
-    Rule("SPX001", Severity.WARNING, arrays.left_whole, "Every device holds all of it, and updates all of it."),
+RULES: tuple[Rule[LintSubject], ...] = (
+    Rule("SPX001", Severity.WARNING, arrays.large_replicated, "Every device holds all of it, and updates all of it."),
     Rule("SPX002", Severity.ERROR, mesh_axes.idle_axis, "Devices are paid for and add nothing."),
     Rule("SPX003", Severity.WARNING, compiled.repeated_work, "Arithmetic that others do as well."),
     Rule("SPX004", Severity.WARNING, arrays.optimizer_unlike_parameter,
@@ -59,7 +59,7 @@ RULES: tuple[Rule[Checked], ...] = (
     Rule("SPX009", Severity.INFO, costs.data_parallel_faster, "Splitting a state that fits moves bytes for nothing."),
     Rule("SPX010", Severity.INFO, costs.hsdp_missed, "Weights cross slow links that need not."),
     Rule("SPX011", Severity.INFO, costs.pipeline_not_needed, "A bubble, where splitting the state is enough."),
-    Rule("SPX012", Severity.WARNING, compiled.made_whole, "Every device receives and holds all of it."),
+    Rule("SPX012", Severity.WARNING, compiled.replicated_by_xla, "Every device receives and holds all of it."),
     Rule("SPX013", Severity.INFO, programs.written_out, "Compile time grows with every layer."),
     Rule("SPX014", Severity.WARNING, costs.short_of_memory, "It may stop at the first step, or after hours."),
     Rule("SPX015", Severity.WARNING, costs.state_forgotten, "Adam holds two more numbers for each parameter."),
@@ -76,7 +76,7 @@ RULES: tuple[Rule[Checked], ...] = (
 )  # fmt: skip
 """Every rule on a plan, by code."""
 
-PROFILE_RULES: tuple[Rule[Profiled], ...] = (
+PROFILE_RULES: tuple[Rule[StepProfile], ...] = (
     Rule("SPX018", Severity.WARNING, profiles.host_bound, "Faster devices would change nothing."),
     Rule("SPX019", Severity.WARNING, profiles.input_bound, "The devices are paid for while they wait."),
 )
@@ -109,11 +109,11 @@ def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None =
       >>> [one.code for one in lint(program, spanax.plan(program, machine, layout="data"), machine)]
       ['SPX017']
     """
-    checked = Checked(in_forms(program, plan), plan, cluster, report)
+    checked = LintSubject(in_forms(program, plan), plan, cluster, report)
     return gravest_first(_finding(rule, said) for rule in RULES for said in rule.find(checked))
 
 
-def lint_profile(found: Profiled) -> list[Finding]:
+def lint_profile(found: StepProfile) -> list[Finding]:
     """What every rule says of a profile, the gravest first.
 
     Example:
@@ -124,7 +124,7 @@ def lint_profile(found: Profiled) -> list[Finding]:
     return gravest_first(_finding(rule, said) for rule in PROFILE_RULES for said in rule.find(found))
 
 
-def _finding(rule: Rule[Checked] | Rule[Profiled], said: Said) -> Finding:
+def _finding(rule: Rule[LintSubject] | Rule[StepProfile], said: Message) -> Finding:
     severity = Severity.ERROR if said.is_error else rule.severity
     return Finding(rule.code, severity, said.path, said.message, said.fix, said.num_bytes)
 
@@ -171,5 +171,5 @@ def rules_page() -> str:
     return "\n".join(parts)
 
 
-def _all_rules() -> list[Rule[Checked] | Rule[Profiled]]:
+def _all_rules() -> list[Rule[LintSubject] | Rule[StepProfile]]:
     return sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code)

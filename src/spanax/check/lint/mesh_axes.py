@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
 from spanax.plan.pipeline.bubble import bubble_over_ideal
 
 MOST_BUBBLE = 0.10
@@ -16,30 +16,30 @@ WAITED = 0.5
 """How long activations may travel, over the computation: it waits for them. Weights travel beside it."""
 
 
-def idle_axis(checked: Checked) -> Iterator[Said]:
+def idle_axis(checked: LintSubject) -> Iterator[Message]:
     """A mesh axis splits no array and no part of the batch: all along it do the same."""
     everything = (*checked.plan.leaves, *checked.plan.batch)
     split = {axis for leaf in everything for by in leaf.spec for axis in by}
     for axis, size in checked.plan.mesh.axes:
         if size > 1 and axis not in split and axis != checked.plan.layout.sequence_axis:
-            yield Said(axis, f"mesh axis '{axis}' ({size}) splits nothing: {size} devices do the same work.",
+            yield Message(axis, f"mesh axis '{axis}' ({size}) splits nothing: {size} devices do the same work.",
                        f"{axis}=1 and a larger other axis, or a layout that uses '{axis}'")  # fmt: skip
 
 
-def batch_and_weights(checked: Checked) -> Iterator[Said]:
+def batch_and_weights(checked: LintSubject) -> Iterator[Message]:
     """One mesh axis is to split the batch and the weights while computing: one of them is always gathered."""
     for axis in checked.plan.mesh.names:
         names = checked.names_for(axis)
         both = [name for name in names if name not in BESIDE_BATCH]
         if "batch" in names and both and checked.ways((axis,)) > 1:
-            yield Said(
+            yield Message(
                 axis,
                 f"mesh axis '{axis}' splits the batch and {', '.join(both)}: no value can have both.",
                 f"a mesh axis of its own for {both[0]}, or '{axis}' as a stored axis (fsdp)",
             )
 
 
-def few_microbatches(checked: Checked) -> Iterator[Said]:
+def few_microbatches(checked: LintSubject) -> Iterator[Message]:
     """A pipeline of many stages and few microbatches waits."""
     schedule = checked.plan.schedule
     if schedule.num_stages == 1:
@@ -51,14 +51,14 @@ def few_microbatches(checked: Checked) -> Iterator[Said]:
         enough = count
         while bubble_over_ideal(schedule.pipeline, stages, enough, chunks) > MOST_BUBBLE / (1 - MOST_BUBBLE):
             enough += stages
-        yield Said(
+        yield Message(
             "pipe",
             f"{count} microbatches on {stages} stages: {100 * share:.0f} % of the step is waiting.",
             f"{enough} microbatches, or fewer stages",
         )
 
 
-def slow_links(checked: Checked) -> Iterator[Said]:
+def slow_links(checked: LintSubject) -> Iterator[Message]:
     """An axis reaches across nodes, and its weights take longer than the computation, or its activations half of it."""
     seconds = checked.own.seconds
     computing = seconds["matmuls"] + seconds["memory"]
@@ -69,7 +69,7 @@ def slow_links(checked: Checked) -> Iterator[Said]:
         names = [one for one in checked.plan.mesh.names if _plays(checked, one) == axis]
         for one in names:
             if checked.ways((one,)) > 1 and checked.spans_nodes(one) and seconds[name] > share * computing:
-                yield Said(
+                yield Message(
                     one,
                     f"'{one}' ({checked.ways((one,))}) spans nodes of {checked.cluster.devices_per_node}: "
                     f"{name} take {seconds[name]:.3g} s, and the computation {computing:.3g} s.",
@@ -77,7 +77,7 @@ def slow_links(checked: Checked) -> Iterator[Said]:
                 )
 
 
-def _plays(checked: Checked, axis: str) -> str:
+def _plays(checked: LintSubject, axis: str) -> str:
     layout = checked.plan.layout
     if axis in layout.stored_params:
         return "fsdp"

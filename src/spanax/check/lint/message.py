@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Said:
+class Message:
     """The array or axis, one line on it with its values, the nearest thing that works, and bytes of one device.
 
     `is_error` says that it is worse than its rule in general.

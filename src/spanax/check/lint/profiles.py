@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Said
-from spanax.check.measure.profile import Profiled
+from spanax.check.lint.message import Message
+from spanax.check.measure.profile import StepProfile
 
 HOST_SHARE = 0.20
 """The share of a step in which a device may run nothing and wait for no batch. `gpt-nano`, simulated devices: 0.09."""
@@ -12,11 +12,11 @@ INPUT_SHARE = 0.05
 """The share of a step that may be waiting for a batch: batches are read ahead, so it is nothing where data is fast."""
 
 
-def host_bound(found: Profiled) -> Iterator[Said]:
+def host_bound(found: StepProfile) -> Iterator[Message]:
     """Devices run nothing for a fifth of a profiled step, and no batch is waited for: the host is slower than they."""
     waited = found.host + found.idle
     if waited > HOST_SHARE * found.step_seconds:
-        yield Said(
+        yield Message(
             "",
             f"{_share(waited, found)} of a step of {found.step_seconds:.3g} s no operation runs: host "
             f"{found.host:.3g} s, one device while another works {found.idle:.3g} s.",
@@ -24,10 +24,10 @@ def host_bound(found: Profiled) -> Iterator[Said]:
         )
 
 
-def input_bound(found: Profiled) -> Iterator[Said]:
+def input_bound(found: StepProfile) -> Iterator[Message]:
     """A profiled step waits for its batch for a twentieth of its time or more."""
     if found.input_wait > INPUT_SHARE * found.step_seconds:
-        yield Said(
+        yield Message(
             "",
             f"{_share(found.input_wait, found)} of a step of {found.step_seconds:.3g} s is waiting for a batch: "
             f"{found.input_wait:.3g} s.",
@@ -36,5 +36,5 @@ def input_bound(found: Profiled) -> Iterator[Said]:
         )
 
 
-def _share(seconds: float, found: Profiled) -> str:
+def _share(seconds: float, found: StepProfile) -> str:
     return f"{100 * seconds / found.step_seconds:.0f} %"

@@ -19,7 +19,7 @@ from spanax.trace.program import Program
 
 
 @dataclass(frozen=True, eq=False)
-class Checked:
+class LintSubject:
     """A plan, the program it is for, and the devices; with what XLA made of it, where that is known."""
 
     program: Program

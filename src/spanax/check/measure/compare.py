@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from spanax.check.hlo.collectives import collectives, totals
-from spanax.check.parity.example_batches import made_up
+from spanax.check.parity.example_batches import example_batch
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
@@ -195,7 +195,7 @@ def compare(
     program = next(iter(found.programs.values()))
     plans = [plan_of(found, one) for one in found.candidates]
     _check_held(plans)
-    batch = made_up(program, seed)
+    batch = example_batch(program, seed)
     runs, compiled = _brought_up(program, plans, devices, seed, batch, steps, tell)
     taken, cores = ([list[float]() for _ in runs] for _ in range(2))
     order, started = list(range(len(runs))), time.monotonic()

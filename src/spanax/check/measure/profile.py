@@ -38,7 +38,7 @@ Spans = np.ndarray
 
 
 @dataclass(frozen=True)
-class Profiled:
+class StepProfile:
     """Seconds of one step of one device, the mean over devices and traced steps; the parts add up to `step_seconds`.
 
     Attributes:
@@ -84,7 +84,7 @@ class Profiled:
         }
 
     @staticmethod
-    def from_json(data: Any) -> "Profiled":
+    def from_json(data: Any) -> "StepProfile":
         """The summary that `to_json` gave.
 
         Raises:
@@ -98,7 +98,7 @@ class Profiled:
         try:
             summary = parsed(_Summary, data)
             seconds = {name.replace(" ", "_"): value for name, value in summary.seconds.items()}
-            found = Profiled(
+            found = StepProfile(
                 summary.steps, summary.devices, summary.step_seconds, by_axis=summary.communication,
                 operations=summary.operations, **seconds,
             )  # fmt: skip
@@ -121,7 +121,7 @@ class _Summary:
     operations: Mapping[str, Seconds]
 
 
-def read_profile(run: Path) -> Profiled:
+def read_profile(run: Path) -> StepProfile:
     """The summary that `spanax train --profile` left in a run folder.
 
     Raises:
@@ -129,7 +129,7 @@ def read_profile(run: Path) -> Profiled:
     """
     path = run / PROFILE_SUMMARY
     try:
-        return Profiled.from_json(parse_json(Folder.of(run).read(PROFILE_SUMMARY)))
+        return StepProfile.from_json(parse_json(Folder.of(run).read(PROFILE_SUMMARY)))
     except OSError:
         known = sorted(str(one.parents[1]) for one in run.parent.glob(f"*/{PROFILE_SUMMARY}"))
         fix = nearest(str(run), known) if known else f"spanax train ... --profile 10:20 --out {run}"
@@ -142,7 +142,7 @@ def read_profile(run: Path) -> Profiled:
         raise DataError("this is no summary of a profile.", where=f"{path}: {error}", fix="profile it again") from None
 
 
-def profiled(run: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> Profiled:
+def step_profile(run: Path, *, axes: Mapping[str, str] | None = None, module: str = "jit_step") -> StepProfile:
     """Summarise the profile of a run, and write the summary next to its trace, as summary.json.
 
     Args:
@@ -214,7 +214,7 @@ def _operation(event: Any, line: str, on_device: re.Match[str] | None, module: s
     return int(on_device[1] if on_device is not None else stats.get("device_ordinal", 0)), name
 
 
-def _summary(trace: _Trace, axes: Mapping[str, str]) -> Profiled:
+def _summary(trace: _Trace, axes: Mapping[str, str]) -> StepProfile:
     window = union(trace.marks[WINDOW][:1])
     num_steps = max(1, len(trace.marks[STEP]))
     leaves = {at: [op for op in ops if not CONTAINERS.match(op[0])] for at, ops in trace.operations.items()}
@@ -238,7 +238,7 @@ def _summary(trace: _Trace, axes: Mapping[str, str]) -> Profiled:
         for axis, spans in moving.items():
             by_axis[axis] += overlap(union(spans), window)
     share = 1e-9 / len(trace.operations) / num_steps
-    return Profiled(
+    return StepProfile(
         num_steps=num_steps,
         num_devices=len(trace.operations),
         step_seconds=length(window) * 1e-9 / num_steps,

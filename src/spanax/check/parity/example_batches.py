@@ -15,7 +15,7 @@ FOLLOWED = ELEMENTWISE | MOVEMENT | {"concatenate", "convert_element_type", "sli
 """Operations through which an index goes on to what it is looked up in."""
 
 
-def made_up(program: Program, seed: int) -> Any:
+def example_batch(program: Program, seed: int) -> Any:
     """A batch of made-up numbers; the same ones for the same seed.
 
     Floats are normal. Integers lie below the size of the smallest table they are looked up in, and below that of the

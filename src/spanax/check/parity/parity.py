@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spanax.check.parity.example_batches import made_up
+from spanax.check.parity.example_batches import example_batch
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import cluster
 from spanax.plan.choose import plan as make_plan
@@ -16,7 +16,7 @@ from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run, start
 from spanax.run.state.sharded_init import placed
-from spanax.run.step.pipeline.layer_order import rows_of
+from spanax.run.step.pipeline.layer_order import layer_order
 from spanax.trace.optimizers.gradient_recording import PREFIX
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import GATHERED
@@ -37,7 +37,7 @@ MARGIN = {"float32": 20.0, "bfloat16": 2.0}
 JITTERS = 2
 """How often one device's own noise is looked at: more often, and it is seldom missed."""
 
-NOUGHT = 1e-3
+ZERO = 1e-3
 """Arrays below this share of the largest of their group are rounding about zero, and are held against it instead."""
 
 OPTIMIZER, KEPT_OPTIMIZER = "optimizer.opt_state.", "optimizer.opt_state.1."
@@ -145,7 +145,7 @@ def parity(
     """
     if steps < 1:
         raise SpanaxError(f"{steps} steps compare nothing.", fix="steps=3")
-    batches = [made_up(program, seed + at) if batch is None else batch(at) for at in range(steps)]
+    batches = [example_batch(program, seed + at) if batch is None else batch(at) for at in range(steps)]
     planned, recorded, alike = _recorded(as_planned(program, plan), plan)
     alone = start(recorded, _alone(recorded, plan), seed=seed, devices=devices and devices[:1])
     born = [on_host(array) for array in alone.state]
@@ -230,7 +230,7 @@ def _differences(
     kind = dtype if dtype in TOLERANCE else "bfloat16"
     differences = []
     for (group, path), value in expected.items():
-        scale = max(largest[group, path], NOUGHT * tops[group]) or 1.0
+        scale = max(largest[group, path], ZERO * tops[group]) or 1.0
         off, *noises = (_largest(value - other[group, path]) / scale for other in (found, *noisy))
         noise = max(noises)
         differences.append(Difference(group, path, off, noise, max(TOLERANCE[kind][group], MARGIN[kind] * noise)))
@@ -255,7 +255,7 @@ def _jittered(program: Program, born: Sequence[Any], eps: float, seed: int) -> l
 
 
 def _placed(run: Run, plan: Plan, state: Sequence[Any]) -> list[jax.Array]:
-    rows = rows_of(run.program, plan)
+    rows = layer_order(run.program, plan)
     places = plan.leaves if rows is None else rows.shown_as
     arrays = [placed(array, place.sharding(run.mesh)) for array, place in zip(state, places, strict=True)]
     return arrays if rows is None else rows.kept(arrays)

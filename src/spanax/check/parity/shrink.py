@@ -31,7 +31,7 @@ Trace = Callable[[Workload], Program]
 
 
 @dataclass(frozen=True)
-class Fitted:
+class ShrunkProgram:
     """A program that fits, its plan, and which sizes are smaller than asked for: from and to."""
 
     program: Program
@@ -55,11 +55,11 @@ def parity_of(
     Raises:
       SpanaxError: the workload cannot be made small enough; or as `parity`.
     """
-    found = fitted(load, trace, program, plan, num_devices=len(devices))
+    found = shrink_to_fit(load, trace, program, plan, num_devices=len(devices))
     return replace(parity(found.program, found.plan, steps=steps, devices=devices), shrunk=found.shrunk)
 
 
-def fitted(
+def shrink_to_fit(
     load: Callable[..., Workload],
     trace: Trace,
     program: Program,
@@ -68,7 +68,7 @@ def fitted(
     num_devices: int,
     memory_bytes: float | None = None,
     flops: float = MAX_FLOPS,
-) -> Fitted:
+) -> ShrunkProgram:
     """The program itself where it can be run here, else the largest smaller one that is laid out alike.
 
     Mesh axes are halved down to the devices there are, none below 2. Then layers, batch, sequence and width are made
@@ -80,9 +80,9 @@ def fitted(
     """
     limit = _free_bytes() / 2 if memory_bytes is None else memory_bytes
     mesh = _smaller_mesh(plan.mesh, num_devices)
-    now = Fitted(program, _on(program, plan, mesh), _changed(dict(plan.mesh.axes), dict(mesh.axes)))
+    now = ShrunkProgram(program, _on(program, plan, mesh), _changed(dict(plan.mesh.axes), dict(mesh.axes)))
     full, sizes = _sizes(program), dict[str, int]()
-    reason = too_big(now.program, now.plan, limit, flops)
+    reason = exceeds_budget(now.program, now.plan, limit, flops)
     for name in LEAST:
         for smaller in _order(now.program, name, flops):
             if not reason:
@@ -97,8 +97,8 @@ def fitted(
                 continue  # a size that the workload or the layout does not take: the next one is tried
             if _splits(there) == _splits(plan):
                 sizes = tried
-                now = Fitted(made, there, now.shrunk | _changed(full, _sizes(made)))
-                reason = too_big(made, there, limit, flops)
+                now = ShrunkProgram(made, there, now.shrunk | _changed(full, _sizes(made)))
+                reason = exceeds_budget(made, there, limit, flops)
     if reason:
         raise SpanaxError(
             f"the workload cannot be made small enough to be run here: {reason}.",
@@ -108,7 +108,7 @@ def fitted(
     return now
 
 
-def too_big(program: Program, plan: Plan, memory_bytes: float, flops: float) -> str:
+def exceeds_budget(program: Program, plan: Plan, memory_bytes: float, flops: float) -> str:
     """Why a program cannot be run here, on one device and as planned one after the other; empty if it can."""
     needed = step_flops(program)
     if needed > flops:

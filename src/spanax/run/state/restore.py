@@ -16,7 +16,7 @@ from spanax.run.run import Run
 from spanax.run.state.placement import assert_placed, build_mesh
 from spanax.run.state.program_digest import compared
 from spanax.run.step.guard import Guard, History
-from spanax.run.step.pipeline.layer_order import rows_of
+from spanax.run.step.pipeline.layer_order import layer_order
 from spanax.run.store import checkpoint
 from spanax.schema import Count, SchemaError, Within, parsed
 from spanax.trace.program import Program
@@ -81,7 +81,7 @@ def restore(
     """
     program = as_planned(program, plan)
     mesh = build_mesh(plan, devices)
-    rows = rows_of(program, plan)
+    rows = layer_order(program, plan)
     places = plan.leaves if rows is None else rows.shown_as
     targets = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(mesh))

@@ -26,7 +26,7 @@ FILLED_BYTES = 4 << 20
 """An array that size is copied to a device in a millisecond or two; to read its program takes ten, to make it more."""
 
 
-def born(
+def init_sharded_state(
     program: Program,
     placements: Sequence[Placement],
     mesh: jax.sharding.Mesh,

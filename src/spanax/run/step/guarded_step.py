@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from spanax.run.step.guard import SKIP, WATCHED, Guard
-from spanax.run.step.pipeline.layer_order import Rows
+from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program
 
 
 @dataclass(frozen=True, eq=False)
-class Guarded:
+class GuardedStep:
     """A step that says whether its numbers are good and, with `skip`, changes nothing where they are not.
 
     Attributes:
@@ -26,16 +26,16 @@ class Guarded:
     guard: Guard
     watched: dict[str, int]
     params: tuple[int, ...]
-    rows: Rows | None
+    rows: LayerOrder | None
 
     @staticmethod
-    def of(guard: Guard | None, program: Program, rows: Rows | None) -> "Guarded | None":
+    def of(guard: Guard | None, program: Program, rows: LayerOrder | None) -> "GuardedStep | None":
         """What is to be added; None where what the step returns says all, and whoever takes it decides."""
         if guard is None:
             return None
         watched = _watched(program)
         looked_at = () if "grad_norm" in watched else _of_kind(program, "param")
-        return Guarded(guard, watched, looked_at, rows) if guard.policy == SKIP or looked_at else None
+        return GuardedStep(guard, watched, looked_at, rows) if guard.policy == SKIP or looked_at else None
 
     def finish(
         self, before: Sequence[Any], after: Sequence[Any], metrics: Sequence[Any], limits: Any
@@ -68,7 +68,7 @@ class Guarded:
         return self.rows.in_order_along(by_row, 0).all()
 
 
-def unsound(program: Program, rows: Rows | None, state: Sequence[Any]) -> Any:
+def unsound(program: Program, rows: LayerOrder | None, state: Sequence[Any]) -> Any:
     """For each leaf whether it must not be kept, under a trace: parameters that are not finite, a NaN in other state.
 
     An infinity is a mask, or the best value so far, as often as a number that went wrong.

@@ -11,7 +11,7 @@ Step = Callable[..., tuple[list[Any], list[Any]]]
 """State, batch and limits to the state after it, and what it returned."""
 
 
-def several(step: Step, state: Sequence[NamedSharding], batch: Sequence[NamedSharding]) -> Step:
+def multi_step(step: Step, state: Sequence[NamedSharding], batch: Sequence[NamedSharding]) -> Step:
     """One step, as a function of a list of batches: what each step returned comes stacked, of shape [steps, ...].
 
     Args:

@@ -11,7 +11,7 @@ from spanax.trace.program import Program
 from spanax.trace.user_mesh import is_typed
 
 
-def given(program: Program, shardings: Sequence[jax.sharding.NamedSharding], batch: Any) -> list[Any]:
+def validate_batch(program: Program, shardings: Sequence[jax.sharding.NamedSharding], batch: Any) -> list[Any]:
     """The arrays of a batch in the program's order, each where it is to lie.
 
     Raises:

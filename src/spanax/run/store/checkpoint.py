@@ -29,12 +29,12 @@ from spanax.run.distributed.processes import everywhere, from_first, is_first
 from spanax.run.store import manifest, view
 from spanax.run.store.manifest import ARRAYS, discard, read_meta
 from spanax.run.store.stacked_layers import Regrouped, told
-from spanax.run.store.view import Saved, describe, verify
+from spanax.run.store.view import SavedStep, describe, verify
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Pending", "Restored", "Saved", "describe", "restore", "save", "verify"]
+__all__ = ["Pending", "Restored", "SavedStep", "describe", "restore", "save", "verify"]
 
 FULL = "no space left on the device"
 WEIGHTS_ALONE = "it holds weights alone: spanax.start(program, plan, init=...), or spanax train --init"

@@ -30,7 +30,7 @@ Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStep:
     """One step on disk: `when` is UTC in ISO 8601, bytes are on disk.
 
     `state` is `good`, `bad`, `saving`, or `unfinished` where the save was cut short, or goes on where its lock is not
@@ -73,7 +73,7 @@ def end(staging: Folder) -> None:
         os.close(_LOCKS.pop(staging.path))
 
 
-def describe(directory: Place) -> list[Saved]:
+def describe(directory: Place) -> list[SavedStep]:
     """Every step on disk, newest last, each checked byte by byte.
 
     Example:
@@ -93,7 +93,7 @@ def verify(directory: Place) -> list[str]:
     return differences(directory, look(directory))
 
 
-def differences(directory: Place, steps: list[Saved]) -> list[str]:
+def differences(directory: Place, steps: list[SavedStep]) -> list[str]:
     """What `verify` returns for the steps that `look` returned."""
     lines = [f"step {saved.folder}: {problem}" for saved in steps for problem in saved.problems]
     return lines if steps else [f"{directory}: no checkpoint here"]
@@ -144,10 +144,10 @@ def unreadable(step: int, folder: Folder, error: Exception) -> DataError:
     return DataError(what, where=str(folder))
 
 
-def look(directory: Place) -> list[Saved]:
+def look(directory: Place) -> list[SavedStep]:
     """Every entry with the name of a step or of a temporary, as it is now, newest last."""
     for _ in range(MOST_ROUNDS):
-        by_folder: dict[str, Saved] = {}
+        by_folder: dict[str, SavedStep] = {}
         num_gone = 0
         for path in _listed(directory):
             # A save that has ended since it was listed has its plain number now.
@@ -167,7 +167,7 @@ def _listed(directory: Place) -> list[Folder]:
     return [path for path in paths if manifest.step_of(path) is not None or manifest.ORBAX_TEMPORARY in path.name]
 
 
-def _seen(folder: Folder) -> Saved | None:
+def _seen(folder: Folder) -> SavedStep | None:
     """A step as it is now; None where it is gone, or took another name before all of it was read."""
     before = _identity(folder)
     if before is None:
@@ -188,7 +188,7 @@ def _seen(folder: Folder) -> Saved | None:
         return None
     state = SAVING if is_saving else "bad" if found and is_finished else "good" if is_finished else "unfinished"
     step = manifest.step_of(folder) or 0
-    return Saved(step, state, _num_bytes(folder), len(leaves), when, tuple(found), meta, folder.name)
+    return SavedStep(step, state, _num_bytes(folder), len(leaves), when, tuple(found), meta, folder.name)
 
 
 def _num_bytes(folder: Folder) -> int:

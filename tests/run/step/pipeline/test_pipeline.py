@@ -27,7 +27,7 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Schedule
 from spanax.plan.presets import PRESETS
-from spanax.run.state.sharded_init import born
+from spanax.run.state.sharded_init import init_sharded_state
 from spanax.run.step.pipeline import pipeline
 from spanax.trace.program import Program
 
@@ -156,7 +156,7 @@ def test_a_state_is_born_in_stages() -> None:
     place = plan["blocks.up.kernel"]
     assert place.spec == ((AXIS,), (), ("model",)) and place.local_shape == (1, 16, 32)
     mesh = plan.mesh.build()
-    for leaf, array in zip(plan.leaves, born(made, plan.leaves, mesh, 0), strict=True):
+    for leaf, array in zip(plan.leaves, init_sharded_state(made, plan.leaves, mesh, 0), strict=True):
         assert array.sharding.shard_shape(array.shape) == leaf.local_shape
 
 

@@ -28,19 +28,21 @@ def shared(cut: PipelinePartition, by_stage: dict[int, Any], num_stages: int, in
             array = found[one.index]
             if "head" in one.parts:
                 array = array + lax.ppermute(array, AXIS, [(last, 0)])
-            found[one.index] = told(array, 0, num_stages, index)
+            found[one.index] = broadcast_from_stage(array, 0, num_stages, index)
     for at, state in enumerate(cut.states):
-        found[state.index] = told(found[state.index], 0 if at < cut.num_front_states else last, num_stages, index)
+        found[state.index] = broadcast_from_stage(
+            found[state.index], 0 if at < cut.num_front_states else last, num_stages, index
+        )
     return found
 
 
 def results(cut: PipelinePartition, arrays: Sequence[Any], num_stages: int, index: Any) -> list[Any]:
     """What is left of every microbatch, as all stages know it in the end."""
     places = [num_stages - 1 if where == "head" else 0 for _, where in cut.results]
-    return [told(array, place, num_stages, index) for array, place in zip(arrays, places, strict=True)]
+    return [broadcast_from_stage(array, place, num_stages, index) for array, place in zip(arrays, places, strict=True)]
 
 
-def told(array: Any, source: int, num_stages: int, index: Any) -> Any:
+def broadcast_from_stage(array: Any, source: int, num_stages: int, index: Any) -> Any:
     """What one stage has, on all stages: those that know it tell as many others at a time."""
     reach = 1
     while reach < num_stages:

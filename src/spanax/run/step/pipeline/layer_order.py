@@ -38,7 +38,7 @@ PADDING = -1
 
 
 @dataclass(frozen=True)
-class Rows:
+class LayerOrder:
     """How stacked arrays are kept.
 
     Attributes:
@@ -103,7 +103,7 @@ class Rows:
         return found
 
 
-def rows_of(program: Program, plan: Plan) -> Rows | None:
+def layer_order(program: Program, plan: Plan) -> LayerOrder | None:
     """How the rows of a program lie under a plan; None where that is the layers' order and no more."""
     schedule = plan.schedule
     if schedule.num_stages == 1:
@@ -122,7 +122,7 @@ def rows_of(program: Program, plan: Plan) -> Rows | None:
     shown = plan.leaves
     if parts.num_short:
         shown = tuple(_shown(leaf, dim, plan.mesh) for leaf, dim in zip(plan.leaves, dims, strict=True))
-    return Rows(label, parts, stage_by_stage(parts), dims, shapes, plan.leaves, shown)
+    return LayerOrder(label, parts, stage_by_stage(parts), dims, shapes, plan.leaves, shown)
 
 
 def stage_by_stage(parts: Parts) -> tuple[int, ...]:

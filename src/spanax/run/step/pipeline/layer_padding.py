@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spanax.errors import SpanaxError
-from spanax.run.step.pipeline.layer_order import Rows
+from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import BODIES, Op
@@ -38,7 +38,7 @@ SIZES = frozenset({"shape", "new_sizes"})
 
 
 @dataclass(frozen=True, eq=False)
-class Padded:
+class PaddedStep:
     """A step whose stacked arrays have rows of padding.
 
     Attributes:
@@ -49,7 +49,7 @@ class Padded:
 
     written: Traced
     step: Traced
-    rows: Rows
+    rows: LayerOrder
 
     def dim(self, value: int) -> int | None:
         """The dim of a value that has padding, if one has.

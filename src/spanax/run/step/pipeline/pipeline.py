@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import Ticks, ticks_of
 from spanax.plan.plan import Schedule
-from spanax.run.step.pipeline.layer_order import Rows, check_alike
-from spanax.run.step.pipeline.layer_padding import Padded
+from spanax.run.step.pipeline.layer_order import LayerOrder, check_alike
+from spanax.run.step.pipeline.layer_padding import PaddedStep
 from spanax.run.step.pipeline.stage import Stage, Values, converted
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.replay import Replay
@@ -43,7 +43,7 @@ class Outside:
     replay: Replay
     loop: Op
     prepared_ops: Sequence[Op]
-    rows: Rows | None
+    rows: LayerOrder | None
     dim: Callable[[int], int | None]
 
     def in_order(self, value: int, array: Any) -> Any:
@@ -59,8 +59,8 @@ def in_stages(
     replay: Replay,
     traced: Traced,
     schedule: Schedule,
-    rows: Rows | None = None,
-    padded: tuple[Replay, Padded] | None = None,
+    rows: LayerOrder | None = None,
+    padded: tuple[Replay, PaddedStep] | None = None,
 ) -> Replay:
     """A replay whose loop over microbatches is a pipeline, where the schedule has one.
 

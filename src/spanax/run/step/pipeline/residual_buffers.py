@@ -13,7 +13,7 @@ from spanax.run.step.replay.replay import Replay
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.split_backward import SplitBackward
 
-Held = dict[str, Any]
+Residual = dict[str, Any]
 """What a stage holds, by what it is:
 
 `forward`, `backward`: slots for what has arrived; `sends_forward`, `sends_backward`: what goes on after this tick;
@@ -74,7 +74,7 @@ class Storage:
         aval = self.replay.graph.avals[value]
         return jnp.zeros((*leading, *aval.shape[num_scanned:]), aval.dtype)
 
-    def blank(self) -> Held:
+    def blank(self) -> Residual:
         """Everything but sums and states, before the first tick."""
         ticks = self.ticks
         kept = [self.zeros(value, ticks.num_kept, self.num_rows, num_scanned=1) for value in self.residuals]
@@ -89,7 +89,7 @@ class Storage:
             "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.cut.results],
         }
 
-    def placed(self, held: Held) -> Held:
+    def placed(self, held: Residual) -> Residual:
         """All that is held, split over the other mesh axes as its values are.
 
         What a task gives and what is there without it must be split alike: XLA refuses a condition of two minds.

@@ -13,7 +13,7 @@ from spanax.plan.pipeline.schedules import KINDS
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import COLUMNS, Ticks, share_name
 from spanax.run.step.pipeline.broadcast_from_stage import results, shared
-from spanax.run.step.pipeline.residual_buffers import Held, Storage
+from spanax.run.step.pipeline.residual_buffers import Residual, Storage
 from spanax.run.step.replay.partial_sums import in_front, lifted
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.jaxpr.loops import Loop
@@ -82,7 +82,7 @@ class Stage:
             array, self.replay.constraints[self.cut.loop.body.outputs[index]], self.storage.deferred_axes(index)
         )
 
-    def _tick(self, held: Held, row: tuple[Any, Any]) -> tuple[Held, None]:
+    def _tick(self, held: Residual, row: tuple[Any, Any]) -> tuple[Residual, None]:
         table, taken = row
         placed, mine = self.storage.placed, dict(zip(COLUMNS, table[self.index], strict=True))
         tasks = (self._forward, self._backward, self._weights)[: 3 if self.halves else 2]
@@ -90,7 +90,7 @@ class Stage:
         for kind, task in enumerate(tasks):
             own = mine["kind"] == kind
 
-            def do(held: Held, task: Callable[..., Held] = task, own: Any = own) -> Held:
+            def do(held: Residual, task: Callable[..., Residual] = task, own: Any = own) -> Residual:
                 return placed(task(held, mine | {"own": own}))
 
             with jax.named_scope(share_name(num_own, num_ticks)):
@@ -98,7 +98,7 @@ class Stage:
         for kind, name, step in ((0, "forward", 1), (1, "backward", -1)):
             ring = [(at, (at + step) % self.ticks.num_stages) for at in range(self.ticks.num_stages)]
 
-            def send(held: Held, name: str = name, ring: list[tuple[int, int]] = ring) -> Held:
+            def send(held: Residual, name: str = name, ring: list[tuple[int, int]] = ring) -> Residual:
                 slot = mine[f"arrives_{name}"]
                 got = [lax.ppermute(array, AXIS, ring) for array in held[f"sends_{name}"]]
                 return placed(held | {name: _put_all(held[name], slot, got, slot >= 0)})
@@ -107,7 +107,7 @@ class Stage:
                 held = lax.cond(taken[kind], send, placed, held)
         return held, None
 
-    def _forward(self, held: Held, mine: Mine) -> Held:
+    def _forward(self, held: Residual, mine: Mine) -> Residual:
         """One microbatch through one chunk's layers, the front before the first and the head behind the last."""
         cut, loop = self.cut, self.cut.forward
         part, micro = self._part(mine), self._micro(mine)
@@ -160,7 +160,7 @@ class Stage:
         received, by_stage, results = self._choose(is_last, head, lambda: (held["backward"], by_stage, results))
         return self._if_own(mine, held | {"backward": received}, by_stage, results)
 
-    def _backward(self, held: Held, mine: Mine) -> Held:
+    def _backward(self, held: Residual, mine: Mine) -> Residual:
         """The gradient of one microbatch back through one chunk's layers, and behind the first of them the end."""
         cut, loop = self.cut, self.cut.backward
         payload = [_at(array, mine["received"]) for array in held["backward"]]
@@ -187,7 +187,7 @@ class Stage:
         by_stage, results = self._choose(part == 0, end, lambda: (held["by_stage"], held["results"]))
         return self._if_own(mine, held, by_stage, results)
 
-    def _weights(self, held: Held, mine: Mine) -> Held:
+    def _weights(self, held: Residual, mine: Mine) -> Residual:
         """The gradients of one chunk's weights, of one microbatch."""
         assert self.halves is not None, "only a table that takes the way back apart has such tasks"
         loop, two = self.cut.backward, self.halves
@@ -300,7 +300,7 @@ class Stage:
         pairs = zip(self.cut.loop.body_scanned, self.microbatches, strict=True)
         return {value: _at(array, mine["microbatch"]) for value, array in pairs}
 
-    def _kept(self, held: Held, mine: Mine) -> tuple[Values, Values]:
+    def _kept(self, held: Residual, mine: Mine) -> tuple[Values, Values]:
         """What was kept of a microbatch: of the layers, and of what rode along."""
         kept, residuals = [_at(array, mine["kept"]) for array in held["kept"]], self.storage.residuals
         return dict(zip(residuals, kept, strict=False)), dict(zip(self.cut.ridden, kept[len(residuals) :], strict=True))
@@ -362,7 +362,7 @@ class Stage:
     def _wanted(self, mine: Mine) -> Any:
         return mine["own"] if self.meets else True
 
-    def _if_own(self, mine: Mine, held: Held, by_stage: Values, results: list[Any]) -> Held:
+    def _if_own(self, mine: Mine, held: Residual, by_stage: Values, results: list[Any]) -> Residual:
         """What is held, with new sums, states and results if the task was this stage's own."""
         if self.meets:
             old = held["by_stage"], held["results"]

@@ -13,7 +13,7 @@ from spanax.plan.sharding.resolve import Constraint
 from spanax.trace.jaxpr.graph import Op
 
 
-def as_one_sum(
+def single_contraction(
     op: Op, ins: Sequence[Any], constraints: Sequence[Constraint | None], manual: frozenset[str] = frozenset()
 ) -> list[Any] | None:
     """The product with its summed dims as one; None where they do not lie side by side, or one but the first is split.

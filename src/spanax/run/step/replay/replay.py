@@ -22,9 +22,9 @@ from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.run.step.attention import kernels  # noqa: F401  (what a platform's kernel computes is lowered to it)
 from spanax.run.step.attention.ring import attended_part
 from spanax.run.step.platform import platform_of
-from spanax.run.step.replay.cpu_matmuls import as_one_sum
+from spanax.run.step.replay.cpu_matmuls import single_contraction
 from spanax.run.step.replay.partial_sums import behind, in_front, in_parts, lifted, together
-from spanax.run.step.replay.sharded_lookup import look_up, split_lookup
+from spanax.run.step.replay.sharded_lookup import look_up, match_sharded_lookup
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import BODIES, Body, Graph, Op, retraced, scan_counts
 
@@ -106,7 +106,9 @@ class Replay:
         if op.bodies:
             return self._with_bodies(op, ins)
         use, late = self.uses.get(op), self.unreduced.of(op.outputs[0]) if op.outputs else ()
-        split = split_lookup(self.graph, op, self.constraints, self.manual) if self.manual and not late else None
+        split = (
+            match_sharded_lookup(self.graph, op, self.constraints, self.manual) if self.manual and not late else None
+        )
         if split is not None:
             return look_up(self.graph, op, split, ins, self.mesh, self.manual)
         if use is not None:
@@ -150,7 +152,7 @@ class Replay:
             known = [Constraint(((),) * array.ndim) for array in ins]
         else:
             known = [self.constraints[value] for value in op.inputs] if use is None else use.inputs
-        return as_one_sum(op, ins, known, self.manual)
+        return single_contraction(op, ins, known, self.manual)
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         """A loop, a branch or a remat, its bodies under the constraints."""

@@ -10,8 +10,8 @@ from spanax.plan.sharding.operands import OperandSharding, uses
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.run.step.pipeline.layer_order import Rows
-from spanax.run.step.pipeline.layer_padding import Padded
+from spanax.run.step.pipeline.layer_order import LayerOrder
+from spanax.run.step.pipeline.layer_padding import PaddedStep
 from spanax.run.step.pipeline.pipeline import in_stages
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.jaxpr.graph import Op
@@ -19,13 +19,13 @@ from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 
 
-def replayed(
+def sharded_function(
     program: Program,
     plan: Plan,
     mesh: Mesh,
-    rows: Rows | None,
+    rows: LayerOrder | None,
     traced: Traced,
-    padded: Padded | None,
+    padded: PaddedStep | None,
     *,
     is_step: bool,
     inputs_only: bool,

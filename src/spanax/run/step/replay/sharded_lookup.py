@@ -21,7 +21,7 @@ ADDING = LOOKUPS - {"gather"}
 
 
 @dataclass(frozen=True)
-class SplitLookup:
+class ShardedLookup:
     """A lookup in a table of which one looked-up dim is split.
 
     `table`, `indices` and `rows` are the specs of the three; `dim` is the split one, `axes` split it.
@@ -34,9 +34,9 @@ class SplitLookup:
     rows: Spec
 
 
-def split_lookup(
+def match_sharded_lookup(
     graph: Graph, op: Op, constraints: Sequence[Constraint | None], manual: frozenset[str]
-) -> SplitLookup | None:
+) -> ShardedLookup | None:
     """How a lookup goes over a split table; None of any other operation."""
     if op.name not in LOOKUPS:
         return None
@@ -66,11 +66,11 @@ def split_lookup(
     for dim, asked in zip(batching, asking, strict=True):
         spec[dim] = indices[asked]
     spec[split[0]] = axes
-    return SplitLookup(split[0], axes, tuple(spec), indices, of_rows)
+    return ShardedLookup(split[0], axes, tuple(spec), indices, of_rows)
 
 
 def look_up(
-    graph: Graph, op: Op, how: SplitLookup, ins: Sequence[Any], mesh: Mesh, manual: frozenset[str]
+    graph: Graph, op: Op, how: ShardedLookup, ins: Sequence[Any], mesh: Mesh, manual: frozenset[str]
 ) -> list[Any]:
     """The results of a lookup over a split table."""
     is_adding = op.name in ADDING
