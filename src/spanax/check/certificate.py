@@ -27,8 +27,8 @@ class Certificate:
     Example:
       >>> from spanax.check.report import Figures
       >>> report = Report(3, "v5e:4x4", "fsdp", "fsdp=16", True, "the compiler", Figures(98, 75), Figures(98, 150))
-      >>> told = Certificate(report, (Finding("SPX001", Severity.INFO, "embed", "`embed` lies whole."),))
-      >>> Certificate.from_json(told.to_json()) == told
+      >>> certificate = Certificate(report, (Finding("SPX001", Severity.INFO, "embed", "`embed` is replicated."),))
+      >>> Certificate.from_json(certificate.to_json()) == certificate
       True
     """
 
