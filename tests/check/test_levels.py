@@ -16,7 +16,7 @@ import programs
 import spanax
 from spanax.check import check as checking
 from spanax.check.compilers import report_cache, target
-from spanax.check.compilers.abstract_mesh import is_possible
+from spanax.check.compilers.abstract_mesh import is_available
 from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
 from spanax.check.compilers.target import missing, simulated, target_of
@@ -69,7 +69,7 @@ def test_the_partitioner_agrees_with_the_plan(layout: str, mesh: str) -> None:
     assert found.compiled.peak_bytes is None, "a CPU's temporaries are no chip's memory"
 
 
-@pytest.mark.skipif(not is_possible(), reason="this jaxlib does not have the partitioner's passes")
+@pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
 def test_the_passes_read_the_collectives_of_a_shard_map() -> None:
     """On more devices than level 2 simulates, too."""
     program = spanax.trace(
@@ -87,7 +87,7 @@ def test_the_passes_read_the_collectives_of_a_shard_map() -> None:
     assert large.compiled.collectives["data"]["all-reduce"] == sizes[0] // 2
 
 
-@pytest.mark.skipif(not is_possible(), reason="this jaxlib does not have the partitioner's passes")
+@pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
 @pytest.mark.parametrize("layout, mesh", LAYOUTS)
 def test_the_passes_alone_see_the_same_axes(layout: str, mesh: str) -> None:
     passes, simulated_devices = report(layout, mesh, 1), report(layout, mesh, 2)
@@ -153,7 +153,7 @@ def test_a_certificate_reads_back_equal(tmp_path: Path) -> None:
     assert Report.from_json((tmp_path / "c.json").read_text()) == found
     written = json.loads((tmp_path / "c.json").read_text())
     assert len(written["program_hash"]) == 64 and written["versions"]["jax"] == jax.__version__
-    with pytest.raises(DataError, match="no certificate"):
+    with pytest.raises(DataError, match="not a certificate"):
         Report.from_json("{}")
 
 

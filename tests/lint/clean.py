@@ -70,7 +70,7 @@ NEAR: dict[str, Near] = {
     "1,024 columns": Near("SPX001", planned(wide, 1024, 1024, on="a100:8", layout="fsdp")),
     "replicated, as in data parallelism": Near("SPX001", planned(wide, 1024, 1021, on="a100:8", layout="data")),
     "an axis of one device": Near("SPX002", planned(model, "gpt2", on="v5e:2x4", mesh="x=8,y=1", layout=own_layout())),
-    "an axis that shards only the sequence": Near("SPX002", planned(model, "gpt2", on="h100:8", mesh="data=2,context=4")),
+    "an axis that shards the sequence": Near("SPX002", planned(model, "gpt2", on="h100:8", mesh="data=2,context=4")),
     "3 % more FLOPs": Near("SPX003", reported(wide, on="a100:8", layout="data", flops=1.03)),
     "ZeRO-1": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="zero1")),
     "a fully replicated state": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="data")),
@@ -113,7 +113,7 @@ NEAR: dict[str, Near] = {
         "SPX013", planned(model, "gpt-nano", on="v5p:2x2x2", layout="data", sizes={"num_layers": 8})
     ),
     "90 % of the memory": Near("SPX014", tight(wide, 0.9, on="a100:8", layout="data")),
-    "90 % of the memory, according to the compiler": Near("SPX014", reported(wide, on="h100:8", layout="data", peak=0.9)),
+    "90 % of the memory, as compiled": Near("SPX014", reported(wide, on="h100:8", layout="data", peak=0.9)),
     "a sharded optimizer state": Near("SPX015", planned(model, "gpt2-xl", on="v5e:2x4", layout="zero1")),
     "an MLP that XLA partitions well": Near("SPX016", zoo_compiled("mlp", layout="fsdp", inputs_only=True)),
     "an unplanned gather of a parameter, not an activation": Near(

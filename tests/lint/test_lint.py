@@ -55,8 +55,8 @@ def test_recall_and_false_alarms(capsys: pytest.CaptureFixture[str]) -> None:
     alarms += [name for name in NEAR if NEAR[name].code in [finding.code for finding in findings_of(name)]]
     recall = len(reported) / len(MISTAKES)
     with capsys.disabled():
-        print(f"\nlint: {len(reported)} of {len(MISTAKES)} mistakes reported ({100 * recall:.1f} %), {len(alarms)} false "
-              f"alarms of {len(CLEAN)} clean layouts and {len(NEAR)} near misses")  # fmt: skip
+        print(f"\nlint: {len(reported)} of {len(MISTAKES)} mistakes reported ({100 * recall:.1f} %), {len(alarms)} "
+              f"false alarms of {len(CLEAN)} clean layouts and {len(NEAR)} near misses")  # fmt: skip
     assert len(MISTAKES) >= 40 and len(CLEAN) >= 15
     assert recall >= LEAST_RECALL and not alarms, (set(MISTAKES) - set(reported), alarms)
 

@@ -245,7 +245,7 @@ def test_the_kind_of_a_file_is_told_by_what_is_in_it(tmp_path: Path, capsys: pyt
         ('{"best": null}', "it has 'best'"),
         ("[1]", "it is no object"),
         ("<html>", "cannot read"),
-        ('{"predicted": {}, "compiled": 3}', "this is no certificate"),
+        ('{"predicted": {}, "compiled": 3}', "this is not a certificate"),
         ('{"predicted": {}, "compiled": {}, "version": 99}', "another version"),
         ('{"fingerprint": 1, "leaves": []}', "this is not a plan file"),
     ],

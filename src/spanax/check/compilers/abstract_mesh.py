@@ -49,7 +49,7 @@ _BITS = re.compile(r"\d+")
 
 
 @functools.cache
-def is_possible() -> bool:
+def is_available() -> bool:
     """Whether this jaxlib has the passes."""
     try:
         from jax._src.interpreters import mlir

@@ -25,7 +25,7 @@ def key_of(**parts: Any) -> str:
 def find(key: str) -> Report | None:
     """The report kept under a key, if there is one that can be read."""
     try:
-        return Report.from_json(read_bytes(_path(key)).decode()).kept()
+        return Report.from_json(read_bytes(_path(key)).decode()).as_cached()
     except (OSError, ValueError):  # not there, or damaged
         return None
 
