@@ -9,13 +9,13 @@ import spanax
 import stored
 from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
-from spanax.check.compilers.target import TPUS, missing, target_of
+from spanax.check.compilers.target import TPUS, install_command, target_of
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.hlo.module import read_module
 from spanax.check.report import Report
 
-TPU = pytest.mark.skipif(bool(missing("tpu")), reason=f"libtpu is not installed: {missing('tpu')}")
-CUDA = pytest.mark.skipif(bool(missing("cuda")), reason=f"no CUDA plugin: {missing('cuda')}")
+TPU = pytest.mark.skipif(bool(install_command("tpu")), reason=f"libtpu is not installed: {install_command('tpu')}")
+CUDA = pytest.mark.skipif(bool(install_command("cuda")), reason=f"no CUDA plugin: {install_command('cuda')}")
 
 
 @pytest.fixture(autouse=True)

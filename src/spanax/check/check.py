@@ -12,7 +12,7 @@ from spanax.check.compilers import report_cache
 from spanax.check.compilers.abstract_mesh import abstract_collectives, is_available
 from spanax.check.compilers.compile import TIMEOUT_SECONDS, Compiled, compile_for
 from spanax.check.compilers.lowered_step import lower
-from spanax.check.compilers.target import Target, missing, platform_of, simulated, target_of
+from spanax.check.compilers.target import Target, install_command, platform_of, simulated_target, target_of
 from spanax.check.hlo.array_matching import with_arrays
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.hlo.flops import program_flops
@@ -120,7 +120,7 @@ def check(
 def highest_level(cluster: Cluster) -> int:
     """Returns the highest level of `check` that is available on this machine for a cluster."""
     platform = platform_of(cluster)
-    if platform in ("tpu", "cuda") and not missing(platform):
+    if platform in ("tpu", "cuda") and not install_command(platform):
         return 3
     if cluster.num_devices <= MAX_SIMULATED:
         return 2
@@ -171,7 +171,7 @@ def _by_compiler(
 ) -> Report:
     """Returns the report of level 2 or 3, from a compiler in a child process."""
     target = _target(cluster, report.level)
-    if command := missing(target.platform):
+    if command := install_command(target.platform):
         raise SpanaxError(f"level 3 on {cluster} needs its compiler, which is not installed.", fix=command)
     lowered = lower(program, plan, target.platform, devices=cluster.platform, inputs_only=report.inputs_only)
     report = replace(report, program_hash=lowered.digest)
@@ -194,7 +194,7 @@ def _target(cluster: Cluster, level: int) -> Target:
             f"level 2 simulates at most {MAX_SIMULATED} devices, but {cluster} has {cluster.num_devices}.",
             fix="level 1 or 3",
         )
-    return simulated(cluster.num_devices)
+    return simulated_target(cluster.num_devices)
 
 
 def _with_answer(report: Report, plan: Plan, target: Target, compiled: Compiled) -> Report:

@@ -43,7 +43,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
 
     Raises:
       SpanaxError: the request cannot be carried out.
-      CompilerError: the compiler died, refused the program or took too long.
+      CompilerError: the compiler crashed, rejected the program or exceeded the time limit.
     """
     if not asked.workload:
         raise SpanaxError("spanax check needs a workload.", fix="spanax check gpt2 --on v5e:4x4 --layout fsdp")
