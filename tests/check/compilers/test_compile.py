@@ -9,7 +9,7 @@ from jaxlib import _hlo
 
 import hlo_programs
 from spanax.check.compilers.child import POLL_SECONDS, Answer, first_result
-from spanax.check.compilers.compile import _assigned, _buffers, _result
+from spanax.check.compilers.compile import _assigned_bytes, _buffers, _result
 from spanax.check.compilers.target import simulated_target
 from spanax.check.hlo.module import read_module, read_text
 from spanax.errors import CompilerError
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, **answer: object) -> Path:
 def test_main_memory_is_counted_by_what_it_is_for(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(ASSIGNED)
     wanted = {"arguments": 4096, "temporaries": 8192, "other": 96, "assigned": 12384}
-    assert _assigned(tmp_path / "a.txt") == wanted
+    assert _assigned_bytes(tmp_path / "a.txt") == wanted
     assert _result(folder(tmp_path), simulated_target(8)).memory == wanted
 
 
