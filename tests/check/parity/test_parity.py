@@ -174,9 +174,9 @@ def test_what_cannot_be_made_smaller_is_told() -> None:
 
     program = zoo_program("mlp")
     plan = planned(program, "data", "data=8")
-    with pytest.raises(SpanaxError, match="operations, and 10 are the limit"):
+    with pytest.raises(SpanaxError, match="operations, and the limit is 10"):
         shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, flops=10)
-    with pytest.raises(SpanaxError, match="1 KiB are free for it"):
+    with pytest.raises(SpanaxError, match="1 KiB are available"):
         shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, memory_bytes=1024)
     with pytest.raises(SpanaxError, match="takes more than the 1 devices"):
         shrink_to_fit(as_it_is, trace, program, plan, num_devices=1)
