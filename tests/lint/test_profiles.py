@@ -68,11 +68,11 @@ def test_the_profile_text_ends_with_findings() -> None:
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("{", "no summary of a profile"),
-        ("[]", "no summary of a profile"),
-        ('{"steps": 1}', "no summary of a profile"),
-        (json.dumps(profile().to_json() | {"step_seconds": 0}), "a step takes no time"),
-        (json.dumps(profile().to_json() | {"seconds": {"sleep": 1}}), "no summary of a profile"),
+        ("{", "not a profile summary"),
+        ("[]", "not a profile summary"),
+        ('{"steps": 1}', "not a profile summary"),
+        (json.dumps(profile().to_json() | {"step_seconds": 0}), "step time is not positive"),
+        (json.dumps(profile().to_json() | {"seconds": {"sleep": 1}}), "not a profile summary"),
     ],
 )
 def test_a_broken_summary_raises(tmp_path: Path, text: str, message: str) -> None:

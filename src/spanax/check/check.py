@@ -103,7 +103,7 @@ def check(
             where=f"mesh {plan.mesh}",
         )
     if not timeout > 0:
-        raise SpanaxError(f"--timeout is {timeout}; it must be positive.", fix=f"--timeout {TIMEOUT_SECONDS:g}")
+        raise SpanaxError(f"--timeout is {timeout}; it takes seconds above 0.", fix=f"--timeout {TIMEOUT_SECONDS:g}")
     chosen = highest_level(cluster) if level is None else level
     start = time.perf_counter()
     report = _static(program, plan, cluster, chosen)

@@ -191,7 +191,7 @@ def test_the_choice_and_the_order_are_judged() -> None:
 def test_too_much_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = found()
     monkeypatch.setattr(module.os, "sysconf", lambda name: 200)
-    with pytest.raises(SpanaxError, match=r"3 layouts hold .* at once(.|\n)*--top 1"):
+    with pytest.raises(SpanaxError, match=r"3 layouts need .* at once(.|\n)*--top 1"):
         compare(searched, steps=1)
 
 

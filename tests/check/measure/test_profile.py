@@ -15,11 +15,11 @@ from spanax.check.measure.profile import (
     _operation,
     _summary,
     _Trace,
+    difference,
     length,
     overlap,
     step_profile,
     union,
-    without,
 )
 from spanax.errors import DataError, SpanaxError
 from spanax.run.config import TrainConfig, profiled_steps
@@ -159,9 +159,9 @@ def test_spans_are_joined_cut_and_measured() -> None:
         marked = [{at for start, end in spans for at in range(start, end)} for spans in sets]
         first, second = (union(spans) for spans in sets)
         assert length(first) == len(marked[0])
-        assert length(without(first, second)) == len(marked[0] - marked[1])
+        assert length(difference(first, second)) == len(marked[0] - marked[1])
         assert overlap(first, second) == len(marked[0] & marked[1])
-    assert length(without(union([]), union([(0, 1)]))) == 0 and length(without(union([(0, 1)]), union([]))) == 1
+    assert length(difference(union([]), union([(0, 1)]))) == 0 and length(difference(union([(0, 1)]), union([]))) == 1
 
 
 def test_nothing_traced_is_told(tmp_path: Path) -> None:
