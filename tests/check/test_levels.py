@@ -157,12 +157,12 @@ def test_a_certificate_reads_back_equal(tmp_path: Path) -> None:
         Report.from_json("{}")
 
 
-def test_a_report_is_kept_by_what_went_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_cached_by_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     program, plan = planned("data", "data=8")
     first = spanax.check(program, plan, MACHINE, level=2)
     assert not first.is_kept
-    monkeypatch.setattr(checking, "compile_for", lambda *_, **__: pytest.fail("this is known already"))
-    assert spanax.check(program, plan, MACHINE, level=2) == first.kept()
+    monkeypatch.setattr(checking, "compile_for", lambda *_, **__: pytest.fail("the report is cached"))
+    assert spanax.check(program, plan, MACHINE, level=2) == first.as_cached()
     other, another = planned("fsdp", "fsdp=8")
     for changed in ({"flags": {"a": "b"}}, {"codegen": True}, {"cache": False}):
         with pytest.raises(pytest.fail.Exception):
@@ -171,7 +171,7 @@ def test_a_report_is_kept_by_what_went_into_it(monkeypatch: pytest.MonkeyPatch) 
         spanax.check(other, another, MACHINE, level=2)
 
 
-def test_a_broken_report_in_the_cache_is_made_anew(tmp_path: Path) -> None:
+def test_a_broken_report_in_the_cache_is_ignored(tmp_path: Path) -> None:
     key = report_cache.key_of(a=1)
     report_cache.put(key, report("fsdp", "fsdp=8", 2))
     assert report_cache.find(key) is not None
@@ -242,7 +242,7 @@ def test_a_plugin_of_another_version_is_named_with_the_right_one(monkeypatch: py
     assert install_command("cuda") == "pip install jax-cuda12-plugin==0.12.0 jax-cuda12-pjrt==0.12.0"
 
 
-def test_a_chip_without_a_known_compiler_is_refused() -> None:
+def test_a_chip_without_a_known_compiler_raises() -> None:
     with pytest.raises(SpanaxError, match="no known compiler targets"):
         target_of(spanax.cluster("mi300x:8"))
 
@@ -252,28 +252,28 @@ def folder_of(error: CompilerError) -> Path:
     return Path(line.split("compiler log: ")[1]).parent
 
 
-def test_a_compiler_that_takes_too_long_leaves_its_log() -> None:
+def test_a_compiler_over_the_time_limit_leaves_its_log() -> None:
     program, plan = planned("fsdp", "fsdp=8")
     with pytest.raises(CompilerError, match=r"exceeded the time limit of 0\.05 s") as error:
         compile_for(simulated_target(8), lower(program, plan, "cpu"), plan.mesh, timeout=0.05)
     assert error.value.exit_code == 70 and (folder_of(error.value) / "log.txt").exists()
 
 
-def test_a_compiler_that_dies_leaves_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_crashes_leaves_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     program, plan = planned("fsdp", "fsdp=8")
     broken = dataclasses.replace(lower(program, plan, "cpu"), code=b"no program at all")
-    with pytest.raises(CompilerError, match="died") as error:
+    with pytest.raises(CompilerError, match="crashed") as error:
         compile_for(simulated_target(8), broken, plan.mesh)
     assert "Traceback" in (folder_of(error.value) / "log.txt").read_text()
 
 
-def test_what_a_compiler_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_compiler_flag_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     program, plan = planned("fsdp", "fsdp=8")
     with pytest.raises(CompilerError, match="xla_no_such_flag"):
         compile_for(simulated_target(8), lower(program, plan, "cpu"), plan.mesh, flags={"xla_no_such_flag": "1"})
 
 
-def test_the_plans_figures_are_the_searchs() -> None:
+def test_the_predictions_equal_those_of_the_search() -> None:
     program = programs.workload("gpt-nano", batch_size=32)
     found = spanax.search(program, MACHINE, layout="fsdp", mesh=spanax.MeshShape.of("fsdp=8"), microbatches=1)
     for one in found.candidates:

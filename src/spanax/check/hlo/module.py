@@ -13,8 +13,8 @@ from spanax.check.hlo.protobuf import Fields, fields, messages, number, numbers,
 # PrimitiveType -> (name, bits of one element); tuples, tokens and opaque values have none.
 TYPES = {
     1: ("pred", 8),
-    **{at: (f"s{bits}", bits) for at, bits in ((30, 1), (26, 2), (21, 4), (2, 8), (3, 16), (4, 32), (5, 64))},
-    **{at: (f"u{bits}", bits) for at, bits in ((31, 1), (27, 2), (22, 4), (6, 8), (7, 16), (8, 32), (9, 64))},
+    **{code: (f"s{bits}", bits) for code, bits in ((30, 1), (26, 2), (21, 4), (2, 8), (3, 16), (4, 32), (5, 64))},
+    **{code: (f"u{bits}", bits) for code, bits in ((31, 1), (27, 2), (22, 4), (6, 8), (7, 16), (8, 32), (9, 64))},
     **{10: ("f16", 16), 11: ("f32", 32), 12: ("f64", 64), 16: ("bf16", 16), 15: ("c64", 64), 18: ("c128", 128)},
     **{19: ("f8e5m2", 8), 28: ("f8e4m3", 8), 20: ("f8e4m3fn", 8), 23: ("f8e4m3b11fnuz", 8), 29: ("f8e3m4", 8)},
     **{24: ("f8e5m2fnuz", 8), 25: ("f8e4m3fnuz", 8), 32: ("f4e2m1fn", 4), 33: ("f8e8m0fnu", 8)},
