@@ -192,7 +192,7 @@ def products(text: str) -> list[str]:
     return re.findall(r"dot_general .* : (.*)$", text, flags=re.MULTILINE)
 
 
-def test_what_is_checked_for_a_cpu_is_what_runs_on_it() -> None:
+def test_the_checked_cpu_program_equals_the_running_one() -> None:
     program, plan = planned("fsdp", "fsdp=8")
     running = spanax.start(program, plan).lower().compiler_ir().operation.get_asm(enable_debug_info=False)
     checked = {on: lower(program, plan, "cpu", devices=on).module.operation.get_asm() for on in ("cpu", "tpu", "gpu")}
@@ -202,7 +202,7 @@ def test_what_is_checked_for_a_cpu_is_what_runs_on_it() -> None:
 
 
 @pytest.mark.parametrize("level", [-1, 4])
-def test_an_unknown_level_is_refused(level: int) -> None:
+def test_an_unknown_level_raises(level: int) -> None:
     with pytest.raises(SpanaxError, match=f"unknown level {level}"):
         spanax.check(*planned("fsdp", "fsdp=8"), MACHINE, level=level)
 
