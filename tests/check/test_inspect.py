@@ -1,4 +1,4 @@
-"""Inspect: what is drawn is what lies there: of a plan without a device, and of a run as it was saved."""
+"""`spanax inspect` shows the placement of a plan without devices, and of a run as it was saved."""
 
 import json
 import xml.etree.ElementTree as xml
@@ -63,7 +63,7 @@ def test_the_parts_are_those_of_real_arrays(layout: str, mesh: str) -> None:
         assert {len(devices) for devices in wanted.values()} == {copies(leaf, plan.mesh)}
 
 
-def test_a_grid_shows_every_part_once_or_says_what_it_leaves_out() -> None:
+def test_a_grid_shows_every_shard_once_or_reports_omissions() -> None:
     for layout, mesh in LAYOUTS:
         plan = planned(layout, mesh)
         for leaf in plan.leaves:
@@ -105,7 +105,7 @@ def test_a_run_with_random_keys_is_inspected(tmp_path: Path, capsys: pytest.Capt
     assert "fsdp on 8 devices" in capsys.readouterr().out
 
 
-def test_what_was_saved_otherwise_than_planned_is_said(
+def test_saved_specs_that_differ_from_the_plan_are_reported(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from shutil import copytree
@@ -182,7 +182,7 @@ def test_the_program_of_a_plan_file_and_of_a_run(tmp_path: Path, monkeypatch: py
     assert "tensor<16x16xf32>" in Path("b.mlir").read_text()
 
 
-def test_what_is_neither_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_neither_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no plan or run"):
         array_placement(tmp_path / "nowhere")
     with pytest.raises(DataError, match="neither plan nor checkpoint"):

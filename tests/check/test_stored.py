@@ -49,7 +49,7 @@ def test_flops_are_those_of_the_plan_to_the_last(on: str) -> None:
 
 
 @pytest.mark.parametrize("on", BY_NAME)
-def test_the_state_takes_what_level_0_says(on: str) -> None:
+def test_the_bytes_of_the_state_equal_level_0(on: str) -> None:
     case = BY_NAME[on]
     leaves = case.plan(program()).leaves
     arguments = module(on).entry.parameters

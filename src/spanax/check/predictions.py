@@ -1,4 +1,4 @@
-"""Predicted: what the plan says of a step, in the numbers that a compiled program has as well."""
+"""A plan's predictions for a step, in the same figures that are read from a compiled program."""
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from spanax.trace.program import Program
 
 
 def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
-    """State, peak, FLOPs and collectives of one device in one step, as the plan has them. No layout is padded.
+    """Returns the predicted state, peak memory, FLOPs and collectives per device and step, without layout padding.
 
-    `adds_first`: sums over devices that are added to each other are one, as in a final program for chips that have such
-    a compiler (`Cluster.adds_first`).
+    With `adds_first`, all-reduces whose results are added to each other count as one, as in the final programs of
+    compilers that combine them (`Cluster.adds_first`).
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
@@ -33,25 +33,25 @@ def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: b
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
       >>> machine = spanax.cluster("cpu:8")
-      >>> told = predicted(program, spanax.plan(program, machine, layout="data"), machine)
-      >>> told.state_bytes == 16 * 32 * 4 + 4, told.flops == 2 * 2 * 1 * 16 * 32
+      >>> figures = predictions(program, spanax.plan(program, machine, layout="data"), machine)
+      >>> figures.state_bytes == 16 * 32 * 4 + 4, figures.flops == 2 * 2 * 1 * 16 * 32
       (True, True)
-      >>> told.collectives["data"]["all-reduce"] >= 16 * 32 * 4
+      >>> figures.collectives["data"]["all-reduce"] >= 16 * 32 * 4
       True
     """
-    laid = laid_as_planned(program, plan)
-    terms = count_terms(laid, adds_first=adds_first, late=unreduced(laid, plan.schedule))
+    sharded = laid_as_planned(program, plan)
+    terms = count_terms(sharded, adds_first=adds_first, late=unreduced(sharded, plan.schedule))
     sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes], float)
-    works = terms.matmuls
-    stages = np.where(works.in_layers, num_shares(laid, plan), 1)
-    flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0] / stages).sum())
-    collectives = moved_bytes(laid, plan, terms)
+    matmuls = terms.matmuls
+    stages = np.where(matmuls.in_layers, num_shares(sharded, plan), 1)
+    flops = float((matmuls.flops * matmuls.runs / ways_table(sizes)[matmuls.work, 0] / stages).sum())
+    collectives = moved_bytes(sharded, plan, terms)
     peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
     return Figures(plan.state_bytes(), peak_bytes, flops, collectives)
 
 
 def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
-    """Bytes of one device and step that the plan gathers of one parameter, by mesh axes.
+    """Returns the bytes per device and step of the planned all-gathers of one parameter, by mesh axes.
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
@@ -68,5 +68,5 @@ def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
       >>> gathered_bytes(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), "kernel")
       {'fsdp': 2048}
     """
-    of_one = moved_of(laid_as_planned(program, plan), plan, path)
-    return {axes: kinds["all-gather"] for axes, kinds in of_one.items() if "all-gather" in kinds}
+    moved = moved_of(laid_as_planned(program, plan), plan, path)
+    return {axes: kinds["all-gather"] for axes, kinds in moved.items() if "all-gather" in kinds}

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo.collectives import collectives
-from spanax.check.lint.lint import lint_profile, waived
+from spanax.check.lint.lint import lint_profile, without_allowed
 from spanax.check.measure.profile import step_profile
 from spanax.commands.source_text import source_text
 from spanax.entries.folder import Folder
@@ -26,6 +26,6 @@ def profile_event(run: Path) -> dict[str, Any]:
         known = {one.name: one.axes for one in found}
     summary = step_profile(run, axes=known)
     text = source_text(str(recorded(run).get("workload", "")))
-    findings = waived(lint_profile(summary), text, made.allow)
+    findings = without_allowed(lint_profile(summary), text, made.allow)
     told = [one.to_json() for one in findings]
     return {"event": "profile", **summary.to_json(), "out": str(run / PROFILE), "findings": told}

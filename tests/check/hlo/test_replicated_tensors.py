@@ -1,4 +1,4 @@
-"""What the partitioner makes whole: read from its log, held against the plan, and kept."""
+"""Replicated tensors are read from the partitioner's log, compared with the plan, and stored in reports."""
 
 import dataclasses
 import functools
@@ -66,7 +66,7 @@ def test_both_wordings_of_the_log_are_read() -> None:
     assert replicated_tensors("") == ()
 
 
-def test_what_the_partitioner_says_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_the_replicated_tensors_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # whoever wants to see nothing is told all the same
     _, _, report = checked("fsdp+tensor+seq", True)
     assert report.inputs_only and report.replicated
@@ -75,13 +75,13 @@ def test_what_the_partitioner_says_is_in_the_report(monkeypatch: pytest.MonkeyPa
     assert Report.from_json(report.to_json()) == report
 
 
-def test_a_replicated_tensor_is_found_with_its_line() -> None:
+def test_a_replicated_tensor_is_reported_with_its_line() -> None:
     said = [one for one in found("fsdp+tensor+seq", True) if one.code == "SPX012"]
     assert said and "models/gpt.py:" in said[0].message and said[0].num_bytes >= 1 << 19
     assert len(str(said[0]).splitlines()) == 2
 
 
-def test_what_costs_no_more_than_planned_is_no_finding() -> None:
+def test_planned_replication_is_not_a_finding() -> None:
     """Newer compilers say it of exchanges that the plan means, too."""
     told = tuple(ReplicatedTensor(f"copy.{i}", "f32[16,32,64]", "{a}", "{b}", 131072) for i in range(3))
     for layout in ("fsdp", "fsdp+tensor", "fsdp+tensor+seq"):
@@ -89,7 +89,7 @@ def test_what_costs_no_more_than_planned_is_no_finding() -> None:
         assert not {"SPX012", "SPX016"} & set(codes), codes
 
 
-def test_a_parameter_that_is_gathered_over_its_own_axis_is_found() -> None:
+def test_an_unplanned_gather_of_a_parameter_is_reported() -> None:
     program, plan, report = checked("fsdp+tensor", False)
     gather = Collective("all-gather", "model", "f32", "f32[64,256]", 1 << 20, 4, 2, "all-gather.1",
                         "jit(step)/dot_general", "/home/me/model.py:7", tensors=("blocks.up.kernel",))  # fmt: skip
@@ -105,7 +105,7 @@ def test_a_parameter_that_is_gathered_over_its_own_axis_is_found() -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp+tensor"])
-def test_activations_left_to_the_compiler_are_found_and_priced(layout: str) -> None:
+def test_unplanned_activation_transfers_are_reported_with_their_bytes(layout: str) -> None:
     """The usual mistake: inputs sharded, the rest left alone. What the plan says it saves is what it saves."""
     _, _, theirs = checked(layout, True)
     _, _, ours = checked(layout, False)
@@ -126,7 +126,7 @@ def test_inputs_only_is_another_program_for_the_cache(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("case", stored.CASES, ids=lambda case: case.on)
-def test_what_compilers_for_chips_make_of_a_plan_is_no_finding(case: stored.Case) -> None:
+def test_programs_compiled_for_chips_have_no_findings(case: stored.Case) -> None:
     program = stored.program()
     plan, module = case.plan(program), read_module(gzip.decompress(case.path.read_bytes()))
     moves = with_arrays(collectives(module, plan.mesh), plan)

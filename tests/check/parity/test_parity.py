@@ -51,7 +51,7 @@ def test_the_contract() -> None:
         assert found[group] == found["by_path"][group][found["worst"][group]]
 
 
-def test_the_text_says_how_far_and_what_is_let_pass() -> None:
+def test_the_text_shows_differences_and_tolerances() -> None:
     text = parity_text(held("mlp", "fsdp+tensor", "fsdp=4,model=2"))
     assert "the same numbers" in text and "one device's noise" in text and "parameters" in text
 
@@ -81,7 +81,7 @@ def test_other_numbers_are_named(broken: str, monkeypatch: pytest.MonkeyPatch) -
     assert "OTHER NUMBERS" in parity_text(found) and "gradients of" in parity_text(found)
 
 
-def test_a_train_step_of_ones_own_has_its_gradients_too() -> None:
+def test_a_custom_train_step_records_its_gradients() -> None:
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: dict) -> dict:
         loss, grads = nnx.value_and_grad(zoo.squared_error)(model, batch)
         optimizer.update(model, grads)
@@ -109,16 +109,16 @@ def test_keys_keep_their_implementation() -> None:
     assert parity(program, planned(program, "fsdp", "fsdp=8"), steps=2).passes
 
 
-def test_the_coarsest_dtype_decides_what_is_let_pass() -> None:
+def test_the_lowest_precision_determines_the_tolerance() -> None:
     assert coarsest_dtype(zoo_program("mlp")) == "float32"
     program = zoo_program("mixed-dtype")
     found = parity(program, planned(program, "data", "data=8"), steps=1)
     assert found.dtype == "bfloat16" and found.passes and found.worst("loss").bound > 1e-3
 
 
-def test_no_steps_and_another_plan_are_told() -> None:
+def test_no_steps_and_another_plan_raise() -> None:
     plan = planned(zoo_program("mlp"), "fsdp", "fsdp=8")
-    with pytest.raises(SpanaxError, match="0 steps"):
+    with pytest.raises(SpanaxError, match="steps is 0"):
         parity(zoo_program("mlp"), plan, steps=0)
     with pytest.raises(SpanaxError, match="another program"):
         parity(zoo_program("cnn"), plan)
@@ -128,7 +128,7 @@ def test_no_steps_and_another_plan_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "multitask", "llama", "seq2seq"])
-def test_indices_stay_below_what_they_select_from(name: str) -> None:
+def test_indices_stay_within_bounds(name: str) -> None:
     case, program = zoo.ZOO[name], zoo_program(name)
     real = case.batch(256)
     for path, bound in index_bounds(program).items():
@@ -161,22 +161,22 @@ def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
     assert {leaf.path: leaf.spec for leaf in found.plan.leaves} == specs
 
 
-def test_what_fits_is_left_as_it_is() -> None:
+def test_a_workload_that_fits_is_unchanged() -> None:
     program = zoo_program("mlp")
     plan = planned(program, "fsdp", "fsdp=8")
     found = shrink_to_fit(lambda: 1 / 0, trace, program, plan, num_devices=8)
     assert found.program is program and found.plan is plan and found.shrunk == {}
 
 
-def test_what_cannot_be_made_smaller_is_told() -> None:
+def test_a_workload_that_cannot_be_reduced_raises() -> None:
     def as_it_is(**sizes: int) -> spanax.Workload:
         raise SpanaxError("it has no sizes")
 
     program = zoo_program("mlp")
     plan = planned(program, "data", "data=8")
-    with pytest.raises(SpanaxError, match="operations, and 10 are the limit"):
+    with pytest.raises(SpanaxError, match="operations, and the limit is 10"):
         shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, flops=10)
-    with pytest.raises(SpanaxError, match="1 KiB are free for it"):
+    with pytest.raises(SpanaxError, match="1 KiB are available"):
         shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, memory_bytes=1024)
-    with pytest.raises(SpanaxError, match="takes more than the 1 devices"):
+    with pytest.raises(SpanaxError, match="cannot be halved to fit the 1 available"):
         shrink_to_fit(as_it_is, trace, program, plan, num_devices=1)
