@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spanax.trace.jaxpr.interpret import Values
 from spanax.trace.rewrites.chunked_loss.chunked import apart
 from spanax.trace.rewrites.microbatches.decomposition import Decomposition, decomposed
 from spanax.trace.rewrites.microbatches.dependence import Kind
-from spanax.trace.rewrites.microbatches.microbatch import Place, Values
+from spanax.trace.rewrites.microbatches.microbatch import Place
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Rewrites a loss before differentiation: remat, chunked logits, fused attention."""
