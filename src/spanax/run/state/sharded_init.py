@@ -107,7 +107,7 @@ def placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
 
 def _single_numbers(graph: Graph, inputs: Sequence[Any]) -> dict[int, Any]:
     """The inputs, and every value of one element that follows from them, computed at once: keys, counts, scalars."""
-    values: Values = dict(zip(graph.inputs, inputs, strict=True))
+    values: Values = dict(zip(graph.body.inputs, inputs, strict=True))
     ops, known = list[Op](), values.keys() | graph.constants.keys()
     for op in graph.body.ops:
         is_small = all(graph.shape(value) == () for value in (*op.inputs, *op.outputs))

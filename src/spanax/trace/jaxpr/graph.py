@@ -93,16 +93,6 @@ class Graph:
     constants: dict[int, Any]
     marks: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """The inputs of the program."""
-        return self.body.inputs
-
-    @property
-    def outputs(self) -> tuple[int, ...]:
-        """The outputs of the program."""
-        return self.body.outputs
-
     @cached_property
     def producers(self) -> dict[int, Op]:
         """The operation that produces each value; inputs and constants have none."""
@@ -145,7 +135,7 @@ class Graph:
 
         Example:
           >>> graph = from_jaxpr(jax.make_jaxpr(lambda x: (jax.numpy.sin(x) + 1, jax.numpy.cos(x)))(1.0))
-          >>> [[op.name for op in graph.slice([value])] for value in graph.outputs]
+          >>> [[op.name for op in graph.slice([value])] for value in graph.body.outputs]
           [['sin', 'add'], ['cos']]
         """
         needed = set(roots)
@@ -193,24 +183,20 @@ def scan_counts(graph: Graph, op: Op) -> tuple[int, int]:
     """Returns the number of consts and the number of carried values of a scan.
 
     Derived from ranks: the parameters that count them differ by JAX version.
-    """
-    (body,) = op.bodies
-    ranks = lambda values: [len(graph.shape(value)) for value in values]  # noqa: E731
-    return counts_by_rank(ranks(op.inputs), ranks(body.inputs), ranks(op.outputs), ranks(body.outputs))
-
-
-def counts_by_rank(
-    ins: Sequence[int], body_ins: Sequence[int], outs: Sequence[int], body_outs: Sequence[int]
-) -> tuple[int, int]:
-    """Returns the same as `scan_counts`, given the rank of every value outside and inside the body.
 
     Example:
-      >>> counts_by_rank([2, 1, 2], [2, 1, 1], [1, 1], [1, 0])
-      (1, 1)
+      >>> import jax.numpy as jnp
+      >>> loop = lambda w, x: jax.lax.scan(lambda total, row: (total + row @ w, row.sum()), jnp.zeros(2), x)
+      >>> graph = from_jaxpr(jax.make_jaxpr(loop)(jnp.ones((3, 2)), jnp.ones((4, 3))))
+      >>> [scan_counts(graph, op) for op in graph.ops() if op.name == "scan"]
+      [(1, 1)]
     """
-    num_scanned = sum(outer > inner for outer, inner in zip(ins, body_ins, strict=True))
-    num_carried = sum(outer == inner for outer, inner in zip(outs, body_outs, strict=True))
-    return len(ins) - num_scanned - num_carried, num_carried
+    (body,) = op.bodies
+    differs = lambda pair: len(graph.shape(pair[0])) != len(graph.shape(pair[1]))  # noqa: E731
+    num_scanned = sum(map(differs, zip(op.inputs, body.inputs, strict=True)))
+    num_stacked = sum(map(differs, zip(op.outputs, body.outputs, strict=True)))
+    num_carried = len(op.outputs) - num_stacked
+    return len(op.inputs) - num_scanned - num_carried, num_carried
 
 
 def _scan_wires(graph: Graph, op: Op) -> Wires:

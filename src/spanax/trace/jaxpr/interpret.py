@@ -44,9 +44,9 @@ def evaluate(
       >>> evaluate(graph, [3.0], lambda op, ins: [ins[0] - ins[1]] if op.name == "add" else None)
       [Array(5., dtype=float32, weak_type=True)]
     """
-    values = dict(zip(graph.inputs, args, strict=True))
+    values = dict(zip(graph.body.inputs, args, strict=True))
     run(graph, graph.body.ops if ops is None else ops, values, override, source)
-    return read(graph, values, graph.outputs)
+    return read(graph, values, graph.body.outputs)
 
 
 def run(

@@ -131,7 +131,7 @@ def _evaluate(
             return None
         return with_bodies(op, ins, lambda body, args: _evaluate(graph.within(body), args, matches, context))
 
-    needed = graph.slice(graph.outputs, roots=[op for op in graph.body.ops if op.eqn.effects])
+    needed = graph.slice(graph.body.outputs, roots=[op for op in graph.body.ops if op.eqn.effects])
     return evaluate(graph, args, override, needed)
 
 

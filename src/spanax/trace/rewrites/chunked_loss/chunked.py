@@ -67,7 +67,7 @@ def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]
 
 def _candidates(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Graph, list[Region] | Mismatch | None]:
     graph = from_jaxpr(closed, CALLS, as_traced=True)
-    candidates = regions(graph, frozenset(graph.inputs[len(args) - num_batch :]))
+    candidates = regions(graph, frozenset(graph.body.inputs[len(args) - num_batch :]))
     is_sum = isinstance(candidates, Mismatch) and candidates.op.name == "reduce_sum"
     if not isinstance(candidates, Mismatch) or not is_sum or len(candidates.op.params["axes"]) < 2:
         return graph, candidates
@@ -106,19 +106,19 @@ def _checked(graph: Graph, candidates: list[Region] | Mismatch | None, count: in
 
 
 def _evaluate(graph: Graph, logit_regions: Sequence[Region], args: Sequence[Any], count: int) -> list[Any]:
-    values = dict(zip(graph.inputs, args, strict=True))
+    values = dict(zip(graph.body.inputs, args, strict=True))
     members = {op for region in logit_regions for op in region.ops}
     outs = [value for region in logit_regions for value in region.outs]
     after = dependents(graph, outs)
     others = [op for op in graph.body.ops if op not in members]
     late = [op for op in others if not after.isdisjoint(op.inputs)]
     run(graph, [op for op in others if after.isdisjoint(op.inputs)], values)
-    (loss, *_) = graph.outputs
+    (loss, *_) = graph.body.outputs
     if loss not in after or graph.shape(loss) or not is_linear(late, after, loss):
         for region in logit_regions:
             values |= _recomputed(graph, region, values, count)
         run(graph, late, values)
-        return read(graph, values, graph.outputs)
+        return read(graph, values, graph.body.outputs)
     floats = [value for value in outs if jnp.issubdtype(graph.avals[value].dtype, jnp.floating)]
     weights = _weights(graph, values, floats, loss)
     slope = jnp.zeros((), graph.avals[loss].dtype)
@@ -127,7 +127,7 @@ def _evaluate(graph: Graph, logit_regions: Sequence[Region], args: Sequence[Any]
         values, slope = values | results, slope + term
     run(graph, late, values)
     values[loss] = _sloped(values[loss], slope)
-    return read(graph, values, graph.outputs)
+    return read(graph, values, graph.body.outputs)
 
 
 def is_linear(ops: Sequence[Op], after: set[int], loss: int) -> bool:

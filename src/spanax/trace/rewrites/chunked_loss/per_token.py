@@ -197,7 +197,7 @@ class _Growing:
         )
 
     def _outs(self) -> tuple[int, ...]:
-        members, outputs = set(self.members), set(self.graph.outputs)
+        members, outputs = set(self.members), set(self.graph.body.outputs)
         is_read = lambda value: not members.issuperset(self.graph.readers[value])  # noqa: E731
         return tuple(value for value in self.made if value in outputs or is_read(value))
 

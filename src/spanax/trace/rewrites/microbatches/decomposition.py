@@ -14,7 +14,7 @@ from spanax.trace.jaxpr.interpret import Values, read, run
 from spanax.trace.rewrites.chunked_loss.chunked import apart, is_linear
 from spanax.trace.rewrites.microbatches.dependence import SAME, Dependence, Kind, mixed, rows
 from spanax.trace.rewrites.microbatches.flow import Flow, Misaligned, check_aligned
-from spanax.trace.rewrites.microbatches.microbatch import Microbatch, Place
+from spanax.trace.rewrites.microbatches.microbatch import Microbatch
 from spanax.trace.rewrites.microbatches.rules import EXTREMA
 
 
@@ -48,7 +48,7 @@ class Decomposition:
     @property
     def loss(self) -> int:
         """The value of the loss."""
-        return self.full.outputs[0]
+        return self.full.body.outputs[0]
 
     @cached_property
     def weighted(self) -> tuple[int, ...]:
@@ -75,15 +75,17 @@ class Decomposition:
         operands = read - {value for op in self.loss_ops for value in op.outputs} - {*self.sums}
         return any(self.flow.dependence[value].is_trained for value in operands)
 
-    def microbatch(self, values: Values, place: Place) -> Values:
+    def microbatch(self, values: Values, index: Any) -> Values:
         """Evaluates one microbatch; returns the terms of the sums, and rows and repeated results.
 
         Args:
           values: the inputs for the microbatch, and the values computed ahead.
-          place: which microbatch it is.
+          index: which microbatch it is.
         """
         results = (*self.sums, *self.stacked, *self.repeated)
-        computed = Microbatch(self.full, self.small, place).evaluate(results, values, self.ahead)
+        flow = self.flow
+        microbatch = Microbatch(self.full, self.small, index, self.count, flow.batch_size, flow.is_tiled)
+        computed = microbatch.evaluate(results, values, {*self.ahead})
         return dict(zip(results, computed, strict=True))
 
     def evaluated(self, outputs: Sequence[int], values: Values) -> list[Any]:
@@ -186,8 +188,8 @@ def _results_of(full: Graph, flow: Flow) -> dict[str, tuple[int, ...]]:
     """Returns the values of a decomposition by attribute name."""
     kind = lambda value: flow.dependence[value].kind  # noqa: E731
     sums: dict[int, None] = {}
-    stacked = {value for value in full.outputs if kind(value) is Kind.ROWS and value not in flow.ahead}
-    stack, seen = [value for value in full.outputs if value not in stacked], set[int]()
+    stacked = {value for value in full.body.outputs if kind(value) is Kind.ROWS and value not in flow.ahead}
+    stack, seen = [value for value in full.body.outputs if value not in stacked], set[int]()
     while stack:
         value = stack.pop()
         if value in seen:
@@ -204,7 +206,7 @@ def _results_of(full: Graph, flow: Flow) -> dict[str, tuple[int, ...]]:
 
     repeated = {
         operand
-        for operand in full.outputs
+        for operand in full.body.outputs
         if kind(operand) is Kind.SAME and operand not in flow.ahead and has_rows(operand)
     }
     ordered = {"sums": sums, "stacked": stacked, "repeated": repeated}

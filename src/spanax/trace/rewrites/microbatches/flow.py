@@ -48,13 +48,13 @@ class Flow:
 
     def run(self, inputs: Sequence[Dependence]) -> list[Dependence]:
         """Returns the dependence of the results, given that of the inputs."""
-        self.dependence = dict(zip(self.full.inputs, inputs, strict=True))
+        self.dependence = dict(zip(self.full.body.inputs, inputs, strict=True))
         for op, small_op in zip(self.full.body.ops, self.small.body.ops, strict=True):
             operands = tuple(map(self._of, op.inputs))
             equation = Equation(self.full, self.small, op, operands, self.batch_size, self.is_tiled)
             outs = self._results(equation, small_op)
             self.dependence |= zip(op.outputs, map(self._ahead, op.outputs, outs), strict=True)
-        return [self._of(value) for value in self.full.outputs]
+        return [self._of(value) for value in self.full.body.outputs]
 
     def _of(self, value: int) -> Dependence:
         if value not in self.dependence:

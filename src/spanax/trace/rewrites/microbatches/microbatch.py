@@ -1,6 +1,6 @@
 """Evaluates a loss on a subset of the examples, with the constants and the noise of the full batch."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -13,31 +13,23 @@ from spanax.trace.rewrites.microbatches.flow import draws, is_changed
 from spanax.trace.rewrites.microbatches.noise import drawn
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which microbatch is evaluated: the `index`-th of `count`, of a batch of `batch_size` examples.
-
-    `is_tiled` has the same meaning as in `Equation`.
-    """
-
-    index: Any
-    count: int
-    batch_size: int
-    is_tiled: bool
-
-
 @dataclass(frozen=True, eq=False)
 class Microbatch:
     """A loss that is evaluated on one microbatch: shapes are those of the microbatch, constants those of the batch.
 
     Attributes:
       full, small: the loss for the batch and for a microbatch, with the same value numbers.
-      place: which microbatch it is.
+      index, count: which microbatch it is, of how many.
+      batch_size: the number of examples in the batch.
+      is_tiled: the layout of noise, as in `Equation`.
     """
 
     full: Graph
     small: Graph
-    place: Place
+    index: Any
+    count: int
+    batch_size: int
+    is_tiled: bool
 
     @cached_property
     def _graph(self) -> Graph:
@@ -48,7 +40,7 @@ class Microbatch:
     def _full_ops(self) -> dict[Op, Op]:
         return dict(zip(self.small.ops(), self.full.ops(), strict=True))
 
-    def evaluate(self, results: Sequence[int], values: Values, ahead: Sequence[int]) -> list[Any]:
+    def evaluate(self, results: Sequence[int], values: Values, ahead: Container[int]) -> list[Any]:
         """Returns results, given the inputs and the values that are computed ahead for the full batch."""
         graph = self._graph
         values = dict(values)
@@ -56,9 +48,9 @@ class Microbatch:
         return read(graph, values, results)
 
     def _override(self, op: Op, ins: Sequence[Any]) -> list[Any] | None:
-        full_op, place = self._full_ops[op], self.place
+        full_op = self._full_ops[op]
         if draws(self.full, self.small, full_op):
-            return drawn(full_op, ins, [self._rows(value) for value in op.outputs], place.index, place.count)
+            return drawn(full_op, ins, [self._rows(value) for value in op.outputs], self.index, self.count)
         bodies = zip(full_op.bodies, op.bodies, strict=True)
         if not any(is_changed(self.full, self.small, *pair) for pair in bodies):
             return None
@@ -79,4 +71,4 @@ class Microbatch:
         """Returns the example dim of a draw, and the elements per example along it."""
         pairs = enumerate(zip(self.full.shape(value), self.small.shape(value), strict=True))
         dim = next(((dim, size) for dim, (size, small_size) in pairs if size != small_size), None)
-        return None if dim is None else (dim[0], 1 if self.place.is_tiled else dim[1] // self.place.batch_size)
+        return None if dim is None else (dim[0], 1 if self.is_tiled else dim[1] // self.batch_size)
