@@ -1,6 +1,5 @@
 """Finds the dims that scans iterate along, also through transposes and elementwise operations."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
@@ -23,11 +22,6 @@ def scanned_dims(graph: Graph) -> set[Dim]:
       >>> scanned_dims(graph) == {(reshapes[0], 0)}
       True
     """
-    makers = {value: op for op in graph.ops() for value in op.outputs}
-    readers = defaultdict[int, list[Op]](list)
-    for op in graph.ops():
-        for value in op.inputs:
-            readers[value].append(op)
     operands, results = list[Dim](), list[Dim]()
     for op in graph.ops():
         if op.name == "scan":
@@ -38,13 +32,13 @@ def scanned_dims(graph: Graph) -> set[Dim]:
         value, dim = entry = operands.pop()
         if entry not in operand_dims:
             operand_dims.add(entry)
-            operands += _operands(graph, makers[value], dim) if value in makers else ()
+            operands += _operands(graph, graph.producers[value], dim) if value in graph.producers else ()
     result_dims = set[Dim]()
     while results:
         value, dim = entry = results.pop()
         if entry not in result_dims:
             result_dims.add(entry)
-            results += [result for op in readers[value] for result in _results(graph, op, value, dim)]
+            results += [result for op in graph.readers[value] for result in _results(graph, op, value, dim)]
     return operand_dims | result_dims
 
 
