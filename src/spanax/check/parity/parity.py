@@ -256,9 +256,9 @@ def _jittered(program: Program, born: Sequence[Any], eps: float, seed: int) -> l
 
 def _placed(run: Run, plan: Plan, state: Sequence[Any]) -> list[jax.Array]:
     rows = layer_order(run.program, plan)
-    places = plan.leaves if rows is None else rows.shown_as
+    places = plan.leaves if rows is None else rows.layer_placements
     arrays = [placed(array, place.sharding(run.mesh)) for array, place in zip(state, places, strict=True)]
-    return arrays if rows is None else rows.kept(arrays)
+    return arrays if rows is None else rows.to_rows(arrays)
 
 
 def _numbers(array: Any) -> np.ndarray:
