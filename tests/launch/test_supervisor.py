@@ -301,7 +301,7 @@ def test_a_process_does_not_begin_without_its_supervisor() -> None:
     code = "from spanax.run.distributed.processes import obey_supervisor; obey_supervisor(); print('began')"
     environ = os.environ | {"SPANAX_SUPERVISOR": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == "" and "the supervisor is gone" in done.stderr
+    assert done.returncode == 1 and done.stdout == "" and "the supervisor has exited" in done.stderr
 
 
 def test_one_signal_to_one_process_is_a_preemption_too(tmp_path: Path) -> None:
