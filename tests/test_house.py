@@ -366,7 +366,7 @@ OPENS_ELSEWHERE = {
     "launch/local.py": {"Path('/dev/nvidiactl').exists()"},
     "launch/ray.py": {"shutil.which('ray')"},
     "launch/slurm.py": {"shutil.which(name)", "tempfile.TemporaryFile()"},
-    "launch/supervisor.py": {"Path(f'/proc/{one.pid}/stat').read_text()"},
+    "launch/supervisor.py": {"Path(f'/proc/{silence.pid}/stat').read_text()"},
     "run/record/run_lock.py": {"Path('/proc/self').exists()", "Path('/proc', match[1]).exists()"},
     "run/distributed/ports.py": {"Path('/proc/net', table).read_text()", "os.listdir('/proc/self/fd')"},
     "run/record/folder.py": {"read_toml(path)"},
@@ -418,7 +418,7 @@ BANNED_NAMES = frozenset("found one told said wanted kept given made own way".sp
 """Pronouns and participles: a name is a noun of the field."""
 MAX_BANNED_IN = {
     ".": 9, "check": 21, "check/compilers": 26, "check/hlo": 75, "check/lint": 38, "check/measure": 10,
-    "check/parity": 17, "commands": 56, "doctor": 21, "hardware": 23, "interop": 46, "launch": 18, "models": 8,
+    "check/parity": 17, "commands": 56, "hardware": 23, "interop": 46, "models": 8,
     "plan": 12, "plan/advice": 8, "plan/cost": 8, "plan/sharding": 3, "plan/spmd": 1, "run": 14, "run/data": 25,
     "run/data/formats": 31, "run/data/text": 7, "run/record": 11, "run/state": 18,
     "run/step/replay": 7, "run/store": 1, "show": 41,
