@@ -55,7 +55,7 @@ def test_a_group_is_met(started: None, tmp_path: Path) -> None:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environ = {"SPANAX_COORDINATOR": address, "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "0", "http_proxy": "x"}
     found = {one.name: one for one in examine.diagnose(out=tmp_path, timeout=0.2, environ=environ)}
-    assert found["group"].state == "problem" and "host 1 did not come" in found["group"].what
+    assert found["group"].state == "problem" and "host 1 did not connect" in found["group"].what
     assert found["settings"].state == "warning"
 
 

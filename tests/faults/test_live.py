@@ -178,7 +178,7 @@ def test_inspect_reads_the_newest_step_where_one_goes_meanwhile(
 
 def test_a_run_that_removes_each_step_that_is_read_ends_the_reading(tmp_path: Path) -> None:
     finished(tmp_path, *map(str, range(20)))
-    with pytest.raises(DataError, match="every step in '.*' was removed while it was read"):
+    with pytest.raises(DataError, match="every step in '.*' was removed while it was being read"):
         view.newest(tmp_path, lambda step, folder: manifest.discard(folder))
     assert len(manifest.steps(tmp_path)) == 20 - view.MOST_ROUNDS
 

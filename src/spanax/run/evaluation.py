@@ -79,7 +79,7 @@ def smaller_evaluation(
     batch = [placement.sharding(mesh) if is_sharded else replicated for placement in plan.batch]
 
     def evaluate(values: Sequence[Any], batch: Sequence[Any]) -> Any:
-        values = list(values) if rows is None else rows.in_order(values)
+        values = list(values) if rows is None else rows.to_layers(values)
         with nnx.use_eager_sharding(False):
             return run_loss(values, jax.tree.unflatten(program.batch_treedef, batch))[1]
 

@@ -225,7 +225,7 @@ class Run:
 
     def _in_order(self) -> list[Any]:
         """The state with the layers of stacked arrays in their order; a pipeline may keep them in another."""
-        return self.state if self._rows is None else self._rows.in_order(self.state)
+        return self.state if self._rows is None else self._rows.to_layers(self.state)
 
     @cached_property
     def _rows(self) -> LayerOrder | None:
@@ -320,12 +320,12 @@ class Run:
             outputs = function([*state, *batch])
             if rows is not None:
                 results = zip(outputs[num_leaves:], traced.graph.body.outputs[num_leaves:], strict=True)
-                outputs[num_leaves:] = [rows.in_order_along(array, dim_of(value)) for array, value in results]
+                outputs[num_leaves:] = [rows.to_layers_along(array, dim_of(value)) for array, value in results]
             after, metrics = outputs[:num_leaves], outputs[num_leaves:]
             return (after, metrics) if guarded is None else guarded.finish(state, after, metrics, *limits)
 
         def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            state = state if rows is None else rows.in_order(state)
+            state = state if rows is None else rows.to_layers(state)
             return function([*state, *batch])
 
         state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
@@ -392,9 +392,9 @@ def start(
     program = as_planned(program, plan).with_seed(seed)
     mesh = build_mesh(plan, devices)
     rows = layer_order(program, plan)
-    places = plan.leaves if rows is None else rows.shown_as
+    places = plan.leaves if rows is None else rows.layer_placements
     given, loaded = ({}, None) if init is None else load(program, places, mesh, init, partial=partial)
     state = init_sharded_state(program, places, mesh, seed, given)
-    state = state if rows is None else rows.kept(state)
+    state = state if rows is None else rows.to_rows(state)
     assert_placed(plan, state, mesh)
     return Run(program, plan, mesh, state, guard=guard, loaded=loaded)

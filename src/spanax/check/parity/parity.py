@@ -262,9 +262,9 @@ def _perturbed(program: Program, initial: Sequence[Any], eps: float, seed: int) 
 
 def _placed(run: Run, plan: Plan, state: Sequence[Any]) -> list[jax.Array]:
     rows = layer_order(run.program, plan)
-    placements = plan.leaves if rows is None else rows.shown_as
+    placements = plan.leaves if rows is None else rows.layer_placements
     arrays = [placed(array, placement.sharding(run.mesh)) for array, placement in zip(state, placements, strict=True)]
-    return arrays if rows is None else rows.kept(arrays)
+    return arrays if rows is None else rows.to_rows(arrays)
 
 
 def _numbers(array: Any) -> np.ndarray:
