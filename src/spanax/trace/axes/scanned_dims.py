@@ -1,13 +1,11 @@
 """Finds the dims that scans iterate along, also through transposes and elementwise operations."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.dim_maps.relations import Dim, Family, Kind
 from spanax.trace.jaxpr.graph import Graph, Op, scan_counts
-
-Dim = tuple[int, int]
-"""A value and one of its dims."""
 
 
 def scanned_dims(graph: Graph) -> set[Dim]:
@@ -38,7 +36,7 @@ def scanned_dims(graph: Graph) -> set[Dim]:
         value, dim = entry = operands.pop()
         if entry not in operand_dims:
             operand_dims.add(entry)
-            operands += _operands(graph, makers[value], dim) if value in makers else ()
+            operands += _operands(graph, makers[value], value, dim) if value in makers else ()
     result_dims = set[Dim]()
     while results:
         value, dim = entry = results.pop()
@@ -48,15 +46,19 @@ def scanned_dims(graph: Graph) -> set[Dim]:
     return operand_dims | result_dims
 
 
-def _operands(graph: Graph, op: Op, dim: int) -> Iterator[Dim]:
-    if op.name == "transpose":
-        yield op.inputs[0], op.params["permutation"][dim]
-    elif op.name in ELEMENTWISE:
-        yield from ((value, dim) for value in op.inputs if graph.shape(value) == graph.shape(op.outputs[0]))
+def _operands(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:
+    return (entry for entry in _same_dims(graph, op, value, dim) if entry[0] in op.inputs)
 
 
 def _results(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:
-    if op.name == "transpose":
-        yield op.outputs[0], op.params["permutation"].index(dim)
-    elif op.name in ELEMENTWISE and graph.shape(value) == graph.shape(op.outputs[0]):
-        yield op.outputs[0], dim
+    return (entry for entry in _same_dims(graph, op, value, dim) if entry[0] in op.outputs)
+
+
+def _same_dims(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:
+    """Yields the dims of other values whose rows are those of a value, transposed or computed elementwise."""
+    values = (*op.inputs, *op.outputs)
+    if op.is_elementwise or op.family is Family.VIEW:
+        for relation in op.dim_map.of_kind(Kind.SAME):
+            dims = [(values[array], dim) for array, dim in relation.dims]
+            same_size = ((v, d) for v, d in dims if math.prod(graph.shape(v)) == math.prod(graph.shape(value)))
+            yield from same_size if (value, dim) in dims else ()

@@ -21,16 +21,13 @@ from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.sharding.assign import divided_layers
-from spanax.trace.analysis.fusion import REDUCTIONS
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.graph import Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 
-ALIKE = frozenset(
-    {*ELEMENTWISE, *REDUCTIONS, *CONTRACTIONS, "broadcast_in_dim", "reshape", "transpose", "squeeze", "copy"}
-)
+ALIKE = frozenset({Family.ELEMENTWISE, Family.REDUCTION, Family.CONTRACTION, Family.VIEW})
 """Operations that treat the places along a dim alike, whatever the order they come in."""
 
 PADDING = -1
@@ -155,7 +152,7 @@ def check_alike(traced: Traced, pieces: PipelinePartition) -> None:
         if op is pieces.loop.op or not _along(traced, op, labels):
             continue
         known = [v for v in op.inputs if v in traced.graph.constants and labels.intersection(traced.axes.classes[v])]
-        if op.name not in ALIKE or known:
+        if op.family not in ALIKE or known:
             raise SpanaxError(
                 f"`{op.name}` outside of the layers depends on the order in which they come.",
                 where="schedule 'interleaved', whose stages have layers from several places",

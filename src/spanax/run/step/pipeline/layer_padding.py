@@ -7,7 +7,6 @@ is refused. What the pipeline itself runs is the step as it was written.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ import numpy as np
 from spanax.errors import SpanaxError
 from spanax.run.step.pipeline.layer_order import Rows
 from spanax.run.step.replay.replay import Replay
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import BODIES, Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.retrace import dividing, longer_dim
@@ -124,22 +122,11 @@ class Padded:
         return {}
 
     def _is_by_row(self, op: Op, dims: Sequence[int | None], outs: Sequence[int | None]) -> bool:
-        """Whether an operation does the same to each row, whatever the others are, or adds rows up."""
-        shape = self.step.graph.shape
+        """Returns whether an operation computes each row from the same row of its operands, or sums rows."""
         if op.name in NEUTRAL or op.name == "dot_general":
             return True
-        if op.name in ELEMENTWISE:
-            return all(dim in (None, outs[0]) for dim in dims)
-        if op.name == "broadcast_in_dim":
-            return dims[0] is None or op.params["broadcast_dimensions"][dims[0]] == outs[0]
-        if op.name in ("reshape", "squeeze", "transpose"):
-            (before,), (after,) = dims, outs
-            if before is None or after is None:
-                return False
-            if op.name == "transpose":
-                return op.params["permutation"][after] == before
-            return prod(shape(op.inputs[0])[:before]) == prod(shape(op.outputs[0])[:after])
-        return False
+        rows = [(None,) * len(dims) if out is None else op.dim_map.operand_dims(out, i) for i, out in enumerate(outs)]
+        return all(row is not None and all(d in (None, r) for d, r in zip(dims, row, strict=True)) for row in rows)
 
     def _is_known_alike(self, before: Op, op: Op) -> bool:
         """Whether an operation is the same with more layers, but for how much it makes."""

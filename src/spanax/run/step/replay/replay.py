@@ -25,7 +25,6 @@ from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.cpu_matmuls import as_one_sum
 from spanax.run.step.replay.partial_sums import behind, in_front, in_parts, lifted, together
 from spanax.run.step.replay.sharded_lookup import look_up, split_lookup
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import BODIES, Body, Graph, Op, retraced, scan_counts
 
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
@@ -129,7 +128,7 @@ class Replay:
         # Elementwise, with an operand of the result's shape and split: the compiler carries that over. Not over another
         # dtype: it would move the wider.
         graph, constraints = self.graph, self.constraints
-        is_plain = op.name in ELEMENTWISE - {"convert_element_type"} and use is None
+        is_plain = op.is_elementwise and op.name != "convert_element_type" and use is None
         carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         found = []
         placed = use.outputs if use is not None else (None,) * len(outs)
