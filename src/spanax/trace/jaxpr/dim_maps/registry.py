@@ -40,8 +40,10 @@ def same(*dims: Dim) -> Relation:
 
 @lru_cache(maxsize=4096)
 def aligned(shapes: tuple[Shape, ...], arrays: tuple[int, ...]) -> tuple[Relation, ...]:
-    """Returns the relations of arrays that correspond dim by dim; scalars and dims of size 1 broadcast."""
+    """Returns the relations of arrays that correspond dim by dim; scalars and dims of size 1 are broadcast."""
     rank = max((len(shapes[array]) for array in arrays), default=0)
     full = [array for array in arrays if len(shapes[array]) == rank]
-    wide = ([array for array in full if shapes[array][dim] > 1] for dim in range(rank))
-    return tuple(same(*((array, dim) for array in each)) for dim, each in enumerate(wide) if each)
+    sizes = [max(shapes[array][dim] for array in full) for dim in range(rank)]
+    return tuple(
+        same(*((array, dim) for array in full if shapes[array][dim] == size)) for dim, size in enumerate(sizes)
+    )

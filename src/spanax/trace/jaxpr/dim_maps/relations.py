@@ -124,11 +124,16 @@ class Equation:
 
 @dataclass(frozen=True)
 class DimMap:
-    """The relations of one equation between the dims of its operands and results."""
+    """The relations of one equation between the dims of its operands, whose ranks are `ranks`, and results."""
 
     family: Family
     relations: tuple[Relation, ...]
-    num_inputs: int
+    ranks: tuple[int, ...]
+
+    @property
+    def num_inputs(self) -> int:
+        """The number of operands."""
+        return len(self.ranks)
 
     def of_kind(self, *kinds: Kind) -> Iterator[Relation]:
         """Yields the relations of some kinds."""
@@ -166,6 +171,25 @@ class DimMap:
                 dims = dict(relation.dims)
                 return tuple(dims.get(operand) for operand in range(self.num_inputs))
         return None
+
+    def operand_labels(self, labels: tuple[int, ...], none: int) -> list[tuple[int, ...]] | None:
+        """Returns the labels of the operands' dims, given those of the result's dims.
+
+        Args:
+          labels: a label for each dim of the result.
+          none: the label of a dim without one.
+
+        Returns:
+          None if a label would be divided among several dims, or if rows do not correspond.
+        """
+        by_dim = {(array, dim): none for array, rank in enumerate(self.ranks) for dim in range(rank)}
+        for relation in self.relations:
+            of_result = [labels[dim] for array, dim in (*relation.dims, *relation.other) if array >= self.num_inputs]
+            if relation.kind is Kind.SAME and of_result:
+                by_dim.update((dim, of_result[0]) for dim in relation.dims if dim in by_dim)
+            elif relation.kind is not Kind.REPEATED and any(label != none for label in of_result):
+                return None
+        return [tuple(by_dim[array, dim] for dim in range(rank)) for array, rank in enumerate(self.ranks)]
 
     @cached_property
     def contraction(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from spanax.trace.jaxpr.dim_maps import table  # noqa: F401  (a user's row replaces one of the table)
-from spanax.trace.jaxpr.dim_maps.registry import TABLE, Row
+from spanax.trace.jaxpr.dim_maps.registry import TABLE, Row, aligned
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Equation, Kind, Relation, Shape
 
 Rule = Callable[[Equation, "Recorder"], None]
@@ -27,20 +27,16 @@ class Recorder:
 
     def same(self, *values: int) -> None:
         """Relates the values of an elementwise operation, dim by dim; scalars and dims of size 1 broadcast."""
-        rank = max(len(self.shape(value)) for value in values)
-        full = [value for value in values if len(self.shape(value)) == rank]
-        for dim in range(rank):
-            first, *others = sorted(full, key=lambda value: self.size(value, dim) <= 1)
-            for value in others:
-                self.join(first, dim, value, dim)
+        for relation in aligned(self._equation.shapes, values):
+            for dim in relation.dims[1:]:
+                self.join(*relation.dims[0], *dim)
 
     def join(self, a: int, dim_a: int, b: int, dim_b: int, *, factor: int | None = None) -> None:
         """Relates two dims of equal size whose rows correspond; with `factor`, only that many major groups of rows."""
         dims = {(a, dim_a), (b, dim_b)}
-        sizes = {self.size(*dim) for dim in dims}
         if factor is not None:
             self._others.append(Relation(Kind.GROUPS, ((a, dim_a), (b, dim_b)), factor=factor))
-        elif len(sizes) == 1 and sizes != {1}:
+        elif len({self.size(*dim) for dim in dims}) == 1:
             touched = [each for each in self._classes if each & dims]
             self._classes = [each for each in self._classes if not each & dims] + [dims.union(*touched)]
 

@@ -19,7 +19,7 @@ def dim_map(eqn: core.JaxprEqn) -> DimMap:
     relations, family = tuple(row.relations(equation)), row.family
     if family is None:
         family = Family.ELEMENTWISE if set(relations) == set(_elementwise(equation)) else Family.OTHER
-    return DimMap(family, relations, len(eqn.invars))
+    return DimMap(family, relations, tuple(map(len, equation.shapes[: len(eqn.invars)])))
 
 
 def names(*families: Family) -> frozenset[str]:
@@ -254,8 +254,11 @@ def _stacked(equation: Equation, stacked: int, arrays: Sequence[int]) -> Iterato
 def _reorder(equation: Equation) -> Iterator[Relation]:
     (out,), moved = equation.outputs, equation.params.get("dimensions", ())
     for dim, sizes in enumerate(zip(equation.shapes[0], equation.shapes[out], strict=False)):
-        is_same = dim not in moved and sizes[0] == sizes[1]
-        yield Relation(Kind.SAME if is_same else Kind.REORDERED, ((0, dim), (out, dim)))
+        if sizes[0] == 1 < sizes[1]:
+            yield Relation(Kind.REPEATED, ((out, dim),))
+        else:
+            is_same = dim not in moved and sizes[0] == sizes[1]
+            yield Relation(Kind.SAME if is_same else Kind.REORDERED, ((0, dim), (out, dim)))
 
 
 @row(Family.RESIZE, "slice")
