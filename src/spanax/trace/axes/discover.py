@@ -45,9 +45,10 @@ class Dims:
             return
         values = (*op.inputs, *op.outputs)
         for relation in op.dim_map.relations:
-            self._relate(op.name, relation, *([(values[array], dim) for array, dim in dims] for dims in relation.runs))
+            self._relate(op.name, relation, values)
 
-    def _relate(self, name: str, relation: Relation, dims: Sequence[Dim], other: Sequence[Dim]) -> None:
+    def _relate(self, name: str, relation: Relation, values: Sequence[int]) -> None:
+        dims, other = ([(values[array], dim) for array, dim in run] for run in relation.runs)
         match relation.kind:
             case Kind.SAME | Kind.REORDERED | Kind.CONTRACTED | Kind.GROUPS:
                 for dim in dims[1:]:
