@@ -14,7 +14,7 @@ from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
 from spanax.trace.axes.batch_sized_dims import batch_sized_dims
 from spanax.trace.batch import abstract_batch
 from spanax.trace.initial_state import Eager, Initial, initial
-from spanax.trace.jaxpr.graph import Graph, from_jaxpr, has_remat
+from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
 from spanax.trace.optimizers.gradient_recording import recording
 from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
 from spanax.trace.optimizers.validation import of_loss
@@ -293,4 +293,4 @@ def _traced(
         axes = discover(graph, variables.leaves, batch_leaves, batch_dims)
     num_state = len(jaxpr.out_avals) - len(jax.tree.leaves(result))
     graph, structure = with_logged(graph, num_state, jax.tree.structure(result))
-    return Traced(graph, axes, structure, has_remat(jaxpr.jaxpr))
+    return Traced(graph, axes, structure, any(remat_of(eqn) or contains(eqn, remat_of) for eqn in jaxpr.eqns))

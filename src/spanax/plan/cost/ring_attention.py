@@ -141,8 +141,7 @@ def worked_bytes(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShap
     Keys as stored, as sent and as received; 32-bit accumulators with their next terms; a block of scores, its weights,
     and in the backward pass their gradients. For a kernel, one 32-bit accumulator in the backward pass.
     """
-    form = around.form
-    size = lambda value: math.prod(graph.shape(value)) * graph.avals[value].dtype.itemsize  # noqa: E731
+    form, size = around.form, graph.num_bytes
     numbers = lambda value: 4.0 * math.prod(graph.shape(value))  # noqa: E731
     if op.params["kernel"]:
         return [(around.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []

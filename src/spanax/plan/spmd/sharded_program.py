@@ -1,6 +1,5 @@
 """A traced function under one layout: shardings of values, resharding of operands, collectives."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,8 +74,7 @@ class ShardedProgram:
 
     def num_bytes(self, value: int) -> int:
         """Returns the global bytes of a value."""
-        aval = self.traced.graph.avals[value]
-        return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+        return self.traced.graph.num_bytes(value)
 
     def division(self, op: Op) -> Division:
         """Returns how an operation is executed; its reshards name the values of its group's representative."""

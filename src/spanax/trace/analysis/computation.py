@@ -11,7 +11,7 @@ import functools
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -292,17 +292,6 @@ def _primitives(value: Any) -> list[str]:
 
 def _operations(graph: Graph, roots: Sequence[int]) -> Counter[str]:
     """Returns the number of operations per primitive that `roots` depend on, including those of bodies."""
-    needed, counts = set(roots), Counter[str]()
-
-    def count(op: Op, add: Callable[[str], None]) -> None:
-        if op.name not in IDENTITIES:
-            add(op.name)
-        for body in op.bodies:
-            for inner in body.ops:
-                count(inner, add)
-
-    for op in reversed(graph.body.ops):
-        if needed.intersection(op.outputs):
-            needed.update(op.inputs)
-            count(op, lambda name: counts.update([name]))
-    return counts
+    bodies = lambda op: (inner for body in op.bodies for inner in graph.within(body).ops())  # noqa: E731
+    names = (inner.name for op in graph.slice(roots) for inner in (op, *bodies(op)))
+    return Counter(name for name in names if name not in IDENTITIES)

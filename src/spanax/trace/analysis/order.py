@@ -4,7 +4,6 @@ An operation runs just before its first consumer. Sums over the batch (gradients
 would wait for the optimizer's update and keep its activations alive until then.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -30,24 +29,24 @@ def order(traced: "Traced") -> dict[Body, tuple[Op, ...]]:
 
 
 def _ordered(traced: "Traced", body: Body) -> tuple[Op, ...]:
-    makers = {value: op for op in body.ops for value in op.outputs}
+    producers = traced.graph.producers
     position = {op: index for index, op in enumerate(body.ops)}
-    first_ops = {makers[value] for value in (*_gradients(traced, body), *body.outputs) if value in makers}
+    first_ops = {producers[value] for value in (*_gradients(traced, body), *body.outputs) if value in producers}
     result: dict[Op, None] = {}
     for op in (*sorted(first_ops, key=lambda op: position[op]), *body.ops):
         if op not in result:
-            result |= dict.fromkeys(_needed(op, makers, result))
+            result |= dict.fromkeys(_needed(op, producers, result))
     return tuple(result)
 
 
-def _needed(op: Op, makers: dict[int, Op], done: dict[Op, None]) -> Iterator[Op]:
+def _needed(op: Op, producers: dict[int, Op], done: dict[Op, None]) -> Iterator[Op]:
     """Yields the pending producers that an operation depends on in topological order, and then the operation."""
     seen = {op}
     stack = [(op, iter(op.inputs))]
     while stack:
         top, operands = stack[-1]
         for value in operands:
-            producer = makers.get(value)
+            producer = producers.get(value)
             if producer is not None and producer not in seen and producer not in done:
                 seen.add(producer)
                 stack.append((producer, iter(producer.inputs)))
@@ -62,21 +61,18 @@ def _gradients(traced: "Traced", body: Body) -> Iterator[int]:
     is_batched = {
         value: not traced.batch_labels.isdisjoint(traced.sharding_keys[value].labels) for value in _values(body)
     }
-    readers: dict[int, list[Op]] = defaultdict(list)
     summed: dict[int, Op] = {}
     for op in body.ops:
-        for value in op.inputs:
-            readers[value].append(op)
         if any(is_batched[value] for value in op.inputs) or (
             op.name in PASSING and any(value in summed for value in op.inputs)
         ):
             summed |= {value: op for value in op.outputs if not is_batched[value]}
     added = set[int]()
-    for value, maker in reversed(summed.items()):
-        after = [op for op in readers[value] if op.name in PASSING]
+    for value, producer in reversed(summed.items()):
+        after = [op for op in traced.graph.readers[value] if op.name in PASSING]
         if any(op.name == SUM or added.intersection(op.outputs) for op in after):
             added.add(value)
-        elif maker.name == SUM or maker.name not in PASSING:
+        elif producer.name == SUM or producer.name not in PASSING:
             yield value
 
 

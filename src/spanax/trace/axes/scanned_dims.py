@@ -1,7 +1,6 @@
 """Finds the dims that scans iterate along, also through transposes and elementwise operations."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Family, Kind
@@ -21,11 +20,6 @@ def scanned_dims(graph: Graph) -> set[Dim]:
       >>> scanned_dims(graph) == {(reshapes[0], 0)}
       True
     """
-    makers = {value: op for op in graph.ops() for value in op.outputs}
-    readers = defaultdict[int, list[Op]](list)
-    for op in graph.ops():
-        for value in op.inputs:
-            readers[value].append(op)
     operands, results = list[Dim](), list[Dim]()
     for op in graph.ops():
         if op.name == "scan":
@@ -36,13 +30,13 @@ def scanned_dims(graph: Graph) -> set[Dim]:
         value, dim = entry = operands.pop()
         if entry not in operand_dims:
             operand_dims.add(entry)
-            operands += _operands(graph, makers[value], value, dim) if value in makers else ()
+            operands += _operands(graph, graph.producers[value], value, dim) if value in graph.producers else ()
     result_dims = set[Dim]()
     while results:
         value, dim = entry = results.pop()
         if entry not in result_dims:
             result_dims.add(entry)
-            results += [result for op in readers[value] for result in _results(graph, op, value, dim)]
+            results += [result for op in graph.readers[value] for result in _results(graph, op, value, dim)]
     return operand_dims | result_dims
 
 

@@ -57,8 +57,7 @@ class Padded:
         """
         dim = longer_dim(self.written.graph, self.step.graph, value)
         if dim is not None and self.step.graph.shape(value)[dim] != self.rows.parts.num_kept:
-            maker = next(op for op in self.step.graph.ops() if value in op.outputs)
-            raise self._refused(maker)
+            raise self._refused(self.step.graph.producers[value])
         return dim
 
     def masked(
