@@ -1,4 +1,4 @@
-"""A primitive that Spanax does not know, made known by one row: discovered, priced, run, chunked and fused like others."""
+"""A primitive unknown to Spanax becomes known by one row: discovered, priced, run, chunked and fused like others."""
 
 import math
 from collections.abc import Iterator

@@ -221,6 +221,7 @@ def _same_dim(
     if any(op.dim_map.of_kind(Kind.REPEATED)):
         related = op.dim_map.result_dims(operand, operand_dim).get(len(op.inputs))
         return related if related in dims else None
+    # Of a transpose between two dims of one class, the position: prices count an exchange for it.
     if operand_dim in dims and len(labels) == len(op.eqn.invars[0].aval.shape):
         return operand_dim
     return next((dim for dim in dims if requested[dim] & mask), dims[-1] if dims else None)

@@ -1,7 +1,7 @@
 """Finds the dims that scans iterate along, also through transposes and elementwise operations."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Family, Kind
 from spanax.trace.jaxpr.graph import Graph, Op, scan_counts
@@ -25,27 +25,21 @@ def scanned_dims(graph: Graph) -> set[Dim]:
         if op.name == "scan":
             operands += [(value, 0) for value in op.inputs[sum(scan_counts(graph, op)) :]]
             results += [(value, 0) for value in op.outputs[scan_counts(graph, op)[1] :]]
-    operand_dims = set[Dim]()
-    while operands:
-        value, dim = entry = operands.pop()
-        if entry not in operand_dims:
-            operand_dims.add(entry)
-            operands += _operands(graph, graph.producers[value], value, dim) if value in graph.producers else ()
-    result_dims = set[Dim]()
-    while results:
-        value, dim = entry = results.pop()
-        if entry not in result_dims:
-            result_dims.add(entry)
-            results += [result for op in graph.readers[value] for result in _results(graph, op, value, dim)]
-    return operand_dims | result_dims
+    producers = {value: [op] for value, op in graph.producers.items()}
+    return _followed(graph, operands, producers, is_back=True) | _followed(graph, results, graph.readers, is_back=False)
 
 
-def _operands(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:
-    return (entry for entry in _same_dims(graph, op, value, dim) if entry[0] in op.inputs)
-
-
-def _results(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:
-    return (entry for entry in _same_dims(graph, op, value, dim) if entry[0] in op.outputs)
+def _followed(graph: Graph, stack: list[Dim], ops: Mapping[int, Sequence[Op]], *, is_back: bool) -> set[Dim]:
+    """Returns dims, and those of other values whose rows are the same, transposed or computed elementwise."""
+    followed = set[Dim]()
+    while stack:
+        value, dim = entry = stack.pop()
+        if entry not in followed:
+            followed.add(entry)
+            for op in ops.get(value, ()):
+                related = _same_dims(graph, op, value, dim)
+                stack += [entry for entry in related if entry[0] in (op.inputs if is_back else op.outputs)]
+    return followed
 
 
 def _same_dims(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:

@@ -11,11 +11,15 @@ from itertools import dropwhile
 
 import jax.numpy as jnp
 
-from spanax.trace.jaxpr.dim_maps.relations import Kind
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import Graph, Op
 
 SIZES = ("shape", "new_sizes", "limit_indices")
 """Parameters that hold the sizes of a result's dims; `slice_sizes` are of the first operand's dims."""
+
+CHUNKED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.RESIZE, Family.REDUCTION, Family.CUMULATIVE})
+CHUNKED |= {Family.GATHER, Family.IOTA, Family.OTHER}
+"""Operations that are chunked where their rows are independent; others end a region."""
 
 HALF = 2
 """A value with at least 1 / HALF as many elements as the logits must be chunked."""
@@ -213,7 +217,8 @@ def across(graph: Graph, op: Op, dim: int) -> Dims | None:
 
     A reshape has the same chunks along the last dims of two runs with the same elements.
     """
-    if graph.shape(op.outputs[0])[dim] <= 1 or len(op.outputs) > max(1, len(op.inputs)):
+    is_chunked = op.name == "dot_general" or (op.family in CHUNKED and len(op.outputs) <= max(1, len(op.inputs)))
+    if graph.shape(op.outputs[0])[dim] <= 1 or not is_chunked:
         return None
     for relation in op.dim_map.of_kind(Kind.FACTORS):
         if relation.other[-1][1] == dim:
