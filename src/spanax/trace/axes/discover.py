@@ -7,6 +7,9 @@ from collections.abc import Collection, Sequence
 from spanax.trace.jaxpr.dim_maps.relations import Dim, Kind, Relation
 from spanax.trace.jaxpr.graph import Graph, Op
 
+JOINED = frozenset({Kind.SAME, Kind.REORDERED, Kind.CONTRACTED, Kind.GROUPS})
+"""Relations of dims that are sharded together."""
+
 
 class Dims:
     """Classes of dims that are sharded together, joined by the dim maps of the operations.
@@ -45,16 +48,17 @@ class Dims:
             return
         values = (*op.inputs, *op.outputs)
         for relation in op.dim_map.relations:
-            self._relate(op.name, relation, values)
-
-    def _relate(self, name: str, relation: Relation, values: Sequence[int]) -> None:
-        dims, other = ([(values[array], dim) for array, dim in run] for run in relation.runs)
-        match relation.kind:
-            case Kind.SAME | Kind.REORDERED | Kind.CONTRACTED | Kind.GROUPS:
+            dims = [(values[array], dim) for array, dim in relation.dims]
+            if relation.kind in JOINED:
                 for dim in dims[1:]:
                     self.join(*dims[0], *dim, factor=relation.factor)
+            else:
+                self._record(op.name, relation, dims, values)
+
+    def _record(self, name: str, relation: Relation, dims: Sequence[Dim], values: Sequence[int]) -> None:
+        match relation.kind:
             case Kind.FACTORS:
-                self.merged(dims, other)
+                self.merged(dims, [(values[array], dim) for array, dim in relation.other])
             case Kind.PARTS:
                 self._pieces.append((dims[0], dims[1:]))
             case Kind.SELECTED:
