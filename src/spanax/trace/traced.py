@@ -23,11 +23,11 @@ from spanax.trace.analysis.op_groups import (
 from spanax.trace.analysis.order import order
 from spanax.trace.analysis.sharding_keys import MOVEMENT, ShardingKey, sharding_keys
 from spanax.trace.axes.axes import Axes
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.jaxpr.provenance import Origin
 
-SPREADING = ELEMENTWISE | MOVEMENT
+SPREADING = MOVEMENT | {Family.ELEMENTWISE}
 """Operations whose result is uniform if all operands are uniform."""
 
 
@@ -129,7 +129,7 @@ class Traced:
         values = set[int]()
         for op in self.graph.ops():
             if (
-                op.name in SPREADING
+                op.family in SPREADING
                 and op.inputs
                 and all(value in values or not self.graph.shape(value) for value in op.inputs)
             ):
@@ -182,7 +182,7 @@ class Traced:
         return frozenset(
             self.axes.classes[op.inputs[0]][dim]
             for op in self.graph.ops()
-            if op.name == "gather" and not self.axes.origins[op.inputs[0]] & Origin.BATCH
+            if op.family is Family.GATHER and not self.axes.origins[op.inputs[0]] & Origin.BATCH
             for dim in op.params["dimension_numbers"].start_index_map
         )
 

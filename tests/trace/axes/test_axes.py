@@ -18,7 +18,7 @@ import spanax
 import zoo
 from spanax.models import gpt, llama
 from spanax.trace.axes.axes import discover
-from spanax.trace.jaxpr import dim_rules
+from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 
@@ -91,7 +91,7 @@ def test_other_axes_by_a_prime_size(field: str, name: str) -> None:
 
 
 def test_a_rule_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(dim_rules.RULES, "dot_general")
+    monkeypatch.delitem(TABLE, "dot_general")
     case = zoo.ZOO["mlp"]
     with pytest.warns(UserWarning, match="no rule for the primitives 'dot_general'"):
         traced = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(11), loss=case.loss)

@@ -6,13 +6,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.trace.analysis.sharding_keys import MOVEMENT
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 from spanax.trace.program import Program
 
-FOLLOWED = ELEMENTWISE | MOVEMENT | {"concatenate", "convert_element_type", "slice", "dynamic_slice"}
-"""Operations whose result is still an index if an operand is one."""
+FOLLOWED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.REORDER, Family.RESIZE, Family.DYNAMIC_SLICE})
+"""Operations whose results are indices if an operand is."""
+
+INDEXED = frozenset({Family.GATHER, Family.SCATTER, Family.SCATTER_ADD})
 
 
 def example_batch(program: Program, seed: int) -> Any:
@@ -79,7 +80,7 @@ def _follow(graph: Graph, body: Body, indices: set[int], ranges: dict[int, int],
                 _follow(graph, inner_body, indices, ranges, sizes)
             continue
         is_integer = all(jax.dtypes.issubdtype(graph.avals[value].dtype, np.integer) for value in op.outputs)
-        if op.name in FOLLOWED and is_integer:
+        if op.family in FOLLOWED and is_integer:
             indices.update(op.outputs if indices.intersection(op.inputs) else ())
             operand_ranges = [ranges[value] for value in op.inputs if value in ranges]
             ranges.update(
@@ -90,11 +91,9 @@ def _follow(graph: Graph, body: Body, indices: set[int], ranges: dict[int, int],
 
 
 def _sizes(graph: Graph, op: Op, indices: set[int], ranges: Mapping[int, int]) -> list[int]:
-    if op.name in ("gather", "scatter-add", "scatter_add", "scatter") and op.inputs[1] in indices:
-        dimension_numbers = op.params["dimension_numbers"]
-        dims = (
-            dimension_numbers.start_index_map if op.name == "gather" else dimension_numbers.scatter_dims_to_operand_dims
-        )
+    if op.family in INDEXED and op.inputs[1] in indices:
+        numbers = op.params["dimension_numbers"]
+        dims = numbers.start_index_map if op.family is Family.GATHER else numbers.scatter_dims_to_operand_dims
         # Batching dims are indexed implicitly, so only the dims in the start index map have bounds.
         return [graph.shape(op.inputs[0])[dim] for dim in dims]
     if op.name in ("eq", "ne") and indices.intersection(op.inputs):

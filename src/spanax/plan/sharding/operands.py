@@ -13,18 +13,12 @@ from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec
 from spanax.plan.sharding.xla_workarounds import SCATTERS, resized, writes_shards
 from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
-from spanax.trace.jaxpr.dim_rules import independent_dims, reshape_groups
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.traced import Traced
 
-LOCAL = frozenset(
-    "top_k approx_top_k fft cholesky eig eigh lu qr householder_product geqrf svd schur triangular_solve "
-    "tridiagonal tridiagonal_solve".split()
-)
-"""Operations that XLA runs as kernels it cannot partition, and whose leading dims are independent of each other."""
-
-
-LOOKUPS = frozenset({"gather", "scatter-add", "scatter_add"})
+LOOKUPS = names(Family.GATHER, Family.SCATTER_ADD)
 """Operations that read rows of a table, or add to them; their sharding also depends on the sizes of the mesh."""
 
 REDUCING = frozenset({"conv_general_dilated"})
@@ -72,9 +66,8 @@ def operand_sharding(
         return OperandSharding(inputs, outputs, is_local=True, around=attention)
     if op.name in CONTRACTIONS:
         return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
-    if op.name == "reshape":
-        return _turned(resolver, traced, op, constraints) or _gathered(op, constraints)
-    sharding = _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints) or _spread(op, constraints)
+    sharding = _turned(resolver, traced, op, constraints) or _lookup(resolver, traced, op, constraints)
+    sharding = sharding or _local(traced, op, constraints) or _spread(op, constraints)
     sharding = sharding or _resized(traced, op, constraints) or _gathered(op, constraints)
     return _isolated(traced, op, constraints, sharding)
 
@@ -120,12 +113,15 @@ def _turned(
 
     By default, XLA may gather the operand on every device.
     """
+    if op.family is not Family.VIEW:
+        return None
     values, shape = (op.inputs[0], op.outputs[0]), traced.graph.shape
     before, after = (constraints[value] for value in values)
     if before is None or after is None or before.used or after.used:
         return None
     results: list[Constraint | None] = [None, None]
-    for groups in reshape_groups(shape(values[0]), shape(values[1])):
+    for relation in op.dim_map.of_kind(Kind.FACTORS):
+        groups = [[dim for _, dim in run] for run in relation.runs]
         for position, dims in enumerate(groups):
             spec, opposite = ((before, after)[side].spec for side in (position, 1 - position))
             by = spec[dims[1]] if len(dims) > 1 else ()
@@ -142,16 +138,14 @@ def _shared(specs: Sequence[Spec], dims: Sequence[int]) -> tuple[str, ...]:
     return tuple(axis for axis in split[0] if all(axis in by for by in split))
 
 
-def _group_dims(op: Op) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+def _group_dims(op: Op) -> tuple[list[int], list[int], int] | None:
     """Returns the dims of batch (-1: none) and grouped channels, of operands and result, and the number of groups."""
-    if op.name != "conv_general_dilated":
+    groups = next(op.dim_map.of_kind(Kind.GROUPS), None)
+    if groups is None or groups.factor is None:
         return None
-    (lhs_n, lhs_c, *_), (rhs_o, rhs_i, *_), (out_n, out_c, *_) = op.params["dimension_numbers"]
-    if op.params["feature_group_count"] > 1:
-        return (lhs_n, -1, out_n), (lhs_c, rhs_o, out_c), op.params["feature_group_count"]
-    if op.params["batch_group_count"] > 1:
-        return (lhs_c, rhs_i, -1), (lhs_n, rhs_o, out_c), op.params["batch_group_count"]
-    return None
+    batch = next(op.dim_map.of_kind(Kind.SAME, Kind.CONTRACTED))
+    batch_dims, channel_dims = ([dict(each.dims).get(array, -1) for array in range(3)] for each in (batch, groups))
+    return batch_dims, channel_dims, groups.factor
 
 
 def _contracted(
@@ -224,12 +218,16 @@ def _as_used(constraint: Constraint | None) -> Constraint | None:
 
 
 def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
-    """Shards the leading dims as the result has them and replicates all other dims."""
+    """Shards independent dims as the result has them and replicates all other dims.
+
+    XLA runs these operations as kernels that it cannot partition.
+    """
     known = [constraints[value] for value in (*op.inputs, *op.outputs)]
-    if op.name not in LOCAL or not any(c and any(c.spec) for c in known):
+    if op.family is not Family.KERNEL or not any(c and any(c.spec) for c in known):
         return None
     classes, axes = traced.axes.classes, dict[int | None, tuple[str, ...]]()
-    free = [(value, dim) for value in op.inputs + op.outputs for dim in independent_dims(traced.graph, op, value)]
+    values = op.inputs + op.outputs
+    free = sorted((values[array], dim) for array, dim in op.dim_map.dims(Kind.SAME))
     for value, dim in free:
         constraint = constraints[value]
         if value in op.outputs and constraint:
@@ -274,7 +272,7 @@ def _isolated(
     traced: Traced, op: Op, constraints: Sequence[Constraint | None], sharding: OperandSharding | None
 ) -> OperandSharding | None:
     """Adds an optimization barrier to an operation whose first operand needs one."""
-    if op.name not in SCATTERS or op.inputs[0] in traced.uniform:
+    if op.family not in SCATTERS or op.inputs[0] in traced.uniform:
         return sharding
     sharding = sharding or OperandSharding((None,) * len(op.inputs), (None,) * len(op.outputs))
     return (
@@ -301,7 +299,7 @@ class _Lookup:
 
 def _lookup_of(op: Op) -> _Lookup | None:
     numbers: Any = op.params.get("dimension_numbers")
-    if op.name == "gather":
+    if op.family is Family.GATHER:
         return _Lookup(op.inputs[0], op.inputs[1], op.outputs[0], numbers.offset_dims, numbers.start_index_map)
     if op.name in LOOKUPS:
         dims = numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
@@ -335,7 +333,7 @@ def _lookup(
     rank = len(traced.graph.shape(lookup.indices))
     indices = Constraint((*index_dims, *((),) * (rank - len(index_dims))))
     table, rows = Constraint(table_spec), Constraint(rows_spec)
-    if op.name == "gather":
+    if op.family is Family.GATHER:
         return OperandSharding((table, indices, *(None,) * (len(op.inputs) - 2)), (rows,))
     return OperandSharding((table, indices, rows), (table,))
 

@@ -8,7 +8,6 @@ from spanax.plan.cost.ring_attention import ring_split
 from spanax.plan.sharding.operands import LOOKUPS, OperandSharding, operand_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.rewrites.attention.operation import RING
 from spanax.trace.traced import Traced
@@ -98,7 +97,7 @@ class ShardedProgram:
 
     def _divide(self, op: Op) -> Division:
         ins, outs = [self.masks(value) for value in op.inputs], [self.masks(value) for value in op.outputs]
-        if op.name in ELEMENTWISE and all(masks == outs[0] or not any(masks) for masks in ins):
+        if op.is_elementwise and all(masks == outs[0] or not any(masks) for masks in ins):
             return Division(None, None)
         use = operand_sharding(self.resolver, self.traced, op, self.constraints)
         requested, shifts = list(outs), list[Reshard]()

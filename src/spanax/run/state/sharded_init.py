@@ -18,7 +18,7 @@ import numpy as np
 
 from spanax.plan.plan import Placement
 from spanax.run.step.platform import platform_of
-from spanax.trace.analysis.sharding_keys import MOVEMENT
+from spanax.trace.analysis.sharding_keys import only_moves
 from spanax.trace.jaxpr.graph import Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, run
 from spanax.trace.program import Program
@@ -81,7 +81,7 @@ def _options(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
 def _is_filled(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], value: int) -> bool:
     """Whether an array is small and one number all over: to copy it is faster than to have a program for it."""
     aval = graph.avals[value]
-    is_one = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(op.name in MOVEMENT for op in ops)
+    is_one = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(only_moves(op) for op in ops)
     if not is_one or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return False
     return bool(aval.size * aval.dtype.itemsize <= FILLED_BYTES)

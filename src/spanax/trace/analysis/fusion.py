@@ -8,19 +8,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 
-ALIASES = frozenset("reshape transpose squeeze broadcast_in_dim expand_dims copy sharding_constraint".split())
+ALIASES = names(Family.VIEW) | {"copy", "sharding_constraint"}
 """Operations whose result is a view of their operand."""
 
-FUSED = ELEMENTWISE | ALIASES | {"slice", "pad", "concatenate", "iota", "rev", "tile", "split", "squeeze", "clamp"}
-"""Operations that are fused instead of running as a separate kernel."""
+FUSED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.REORDER, Family.RESIZE, Family.IOTA, Family.REDUCTION})
+"""Operations that are fused instead of running as a separate kernel.
 
-REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin".split()
-)
-"""Fused with the producer of their operand; along the last dims, also with their consumers (softmax, norms)."""
+Reductions are fused with the producer of their operand; along the last dims, also with their consumers (softmax).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,10 @@ class Kept:
             if op.name in ALIASES:
                 self.root[op.outputs[0]] = ins[0]
                 continue
-            if op.name in FUSED or op.name in REDUCTIONS:
+            if op.family in FUSED:
                 for value in ins:
                     readers[value].add(level)
-                ends_level = op.name in REDUCTIONS and not _is_along_last(graph, op)
+                ends_level = op.family is Family.REDUCTION and not _is_along_last(graph, op)
                 for value in op.outputs:
                     self.level[value], self.made_at[value] = level + ends_level, level
                     self._fused.add(value)

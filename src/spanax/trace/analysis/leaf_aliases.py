@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from spanax.trace.analysis.fusion import FUSED, REDUCTIONS
-from spanax.trace.analysis.sharding_keys import MOVEMENT
+from spanax.trace.analysis.fusion import FUSED
+from spanax.trace.jaxpr.dim_maps.relations import Family
 
 if TYPE_CHECKING:
     from spanax.trace.traced import Traced
 
-PASSING = FUSED | MOVEMENT | REDUCTIONS | {"dynamic_slice", "dynamic_update_slice"}
+PASSING = FUSED | {Family.DYNAMIC_SLICE, Family.DYNAMIC_UPDATE}
 """Operations whose result is an alias of an operand with the same classes: no dim was reduced."""
 
 
@@ -61,7 +61,7 @@ def _pairs(traced: "Traced") -> Iterator[tuple[int, int]]:
         if op.bodies:
             wires = traced.graph.wires(op)
             yield from (*wires.inputs, *wires.outputs, *wires.carried)
-        elif op.name in PASSING:
+        elif op.family in PASSING:
             yield from ((value, result) for value in op.inputs for result in op.outputs)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spanax.trace.analysis.op_groups import contraction_dims, label_key
+from spanax.trace.analysis.op_groups import label_key
 from spanax.trace.jaxpr.provenance import Origin
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
         tokens = [value for value in batched if label not in keys[value]]
         # Only a dispatch mask is contracted with both; a product of tokens and expert values is a weight gradient.
         if expert_values and tokens and any(label in keys[value] and value not in expert_values for value in batched):
-            triples, classes = contraction_dims(op)[1], axes.classes[op.inputs[0]]
+            triples, classes = op.dim_map.contraction[1], axes.classes[op.inputs[0]]
             by_example = any(lhs >= 0 and rhs >= 0 and classes[lhs] in batch for lhs, rhs, _ in triples)
             for value in (*tokens, *expert_values):
                 counts[0 if value in tokens else 1 if by_example else 2] += math.prod(graph.shape(value))
@@ -105,7 +105,7 @@ def _own_dims(op: "Op", weight: int, labels: Labels) -> tuple[list[int | None], 
 
     Counted by dim: experts that map an axis to itself (a residual stream) have its class twice and are not scores.
     """
-    contracted, triples = contraction_dims(op)
+    contracted, triples = op.dim_map.contraction
     side = 0 if op.inputs[0] == weight else 1
     free = [dims[side] for dims in triples if dims[1 - side] < 0]
     return [labels[dim] for dim in free], [labels[dims[side]] for dims in contracted]

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from spanax.trace.analysis.fusion import FUSED, REDUCTIONS, accesses
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.analysis.fusion import FUSED, accesses
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 from spanax.trace.jaxpr.loops import loop_of
 from spanax.trace.jaxpr.provenance import Origin, feeds
@@ -115,7 +114,7 @@ def traffic(traced: "Traced") -> Traffic:
 
     visit(graph.body, 1, False)
     for group in traced.op_groups:
-        if not group.op.bodies and group.op.name not in FUSED and group.op.name not in REDUCTIONS:
+        if not group.op.bodies and group.op.family not in FUSED:
             kernels[group.phase][group.in_layers] += group.runs
     return Traffic([tuple(row) for row in rows.values()], kernels)
 
@@ -149,37 +148,6 @@ def trips(op: Op) -> int:
     return int(op.params["length"]) if op.name == "scan" else 1
 
 
-def contraction_dims(op: Op) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
-    """Returns the dims of a matmul or convolution: contracted pairs (lhs, rhs), and result triples (lhs, rhs, out).
-
-    In a triple, -1 stands for an operand without that dim. The window dims of a convolution are in neither.
-    """
-    if op.name == "conv_general_dilated":
-        return _convolution_dims(op)
-    if op.name == "ragged_dot_general":
-        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = op.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        groups = set(op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
-    else:
-        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = op.params["dimension_numbers"]
-        groups = set()
-    triples = [(a, b, index) for index, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True))]
-    ranks = [len(var.aval.shape) for var in op.eqn.invars[:2]]
-    free = [dim for dim in range(ranks[0]) if dim not in (*lhs_sum, *lhs_batch)]
-    triples += [(dim, -1, len(triples) + index) for index, dim in enumerate(free)]
-    free = [dim for dim in range(ranks[1]) if dim not in {*rhs_sum, *rhs_batch, *groups}]
-    triples += [(-1, dim, len(triples) + index) for index, dim in enumerate(free)]
-    return tuple(zip(lhs_sum, rhs_sum, strict=True)), tuple(triples)
-
-
-def _convolution_dims(op: Op) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
-    (lhs_n, lhs_c, *_), (rhs_o, rhs_i, *_), (out_n, out_c, *_) = op.params["dimension_numbers"]
-    if op.params["feature_group_count"] > 1:  # each group of output channels reads only one group of input channels
-        return (), ((lhs_n, -1, out_n), (lhs_c, rhs_o, out_c))
-    if op.params["batch_group_count"] > 1:
-        return ((lhs_c, rhs_i),), ((lhs_n, rhs_o, out_c),)
-    return ((lhs_c, rhs_i),), ((lhs_n, -1, out_n), (-1, rhs_o, out_c))
-
-
 def contraction_flops(graph: Graph, op: Op) -> int:
     """Returns the FLOPs of a matmul or convolution: two per product.
 
@@ -191,7 +159,7 @@ def contraction_flops(graph: Graph, op: Op) -> int:
         numbers = op.params["dimension_numbers"]
         out_batch, out_channels, *_ = numbers.out_spec
         return 2 * out[out_batch] * out[out_channels] * rhs[numbers.rhs_spec[1]] * _window_products(op, lhs, rhs, out)
-    summed, _ = contraction_dims(op)
+    summed, _ = op.dim_map.contraction
     if op.name == "ragged_dot_general" and len(out) > len(lhs):
         return 2 * math.prod(lhs) * out[-1]
     return 2 * math.prod(out) * math.prod(lhs[dim] for dim, _ in summed)
@@ -235,7 +203,7 @@ def inert_ops(traced: "Traced") -> frozenset[Op]:
     keys, ops = traced.sharding_keys, set()
     storage_origin = int(Origin.OPTIMIZER | Origin.BATCH)
     for op in traced.graph.ops():
-        if op.name in ELEMENTWISE:
+        if op.is_elementwise:
             distinct = {
                 (key.labels, key.shape, key.origin & storage_origin, key.is_computed, key.whole)
                 for key in (keys[value] for value in (*op.inputs, *op.outputs))

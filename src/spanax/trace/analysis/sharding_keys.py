@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spanax.trace.analysis.moe_routing import Labels
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.provenance import Origin, feeds
 from spanax.trace.rewrites.chunked_loss.chunked import CHUNKS
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from spanax.trace.axes.axes import Axes
     from spanax.trace.jaxpr.graph import Graph, Op
 
-MOVEMENT = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy"})
-"""Operations that only move data: a weight consumed by activations is all-gathered before them, once."""
+MOVEMENT = frozenset({Family.VIEW, Family.REORDER})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +80,17 @@ def _moved(graph: "Graph") -> set[int]:
     """Returns the results before which weights are gathered: moved or widened values, and elementwise uses of these."""
     moved, widened = set[int](), set[int]()
     for op in graph.ops():
-        if op.name in MOVEMENT:
+        if only_moves(op):
             moved.update(op.outputs)
         same_shape = [value for value in op.inputs if op.outputs and graph.shape(value) == graph.shape(op.outputs[0])]
-        if _widens(graph, op) or (op.name in ELEMENTWISE and not widened.isdisjoint(same_shape)):
+        if _widens(graph, op) or (op.is_elementwise and not widened.isdisjoint(same_shape)):
             widened.update(op.outputs)
     return moved | widened
+
+
+def only_moves(op: "Op") -> bool:
+    """Returns whether an operation only moves data: a weight consumed by activations is all-gathered before, once."""
+    return op.family in MOVEMENT or op.name == "copy"
 
 
 def _widens(graph: "Graph", op: "Op") -> bool:

@@ -15,6 +15,8 @@ import jax
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
+from spanax.trace.jaxpr.dim_maps.relations import DimMap, Family
+from spanax.trace.jaxpr.dim_maps.table import dim_map, names
 from spanax.trace.jaxpr.marks import mark_of
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
@@ -26,7 +28,7 @@ INLINED = CALLS | {
 }
 """Calls that only wrap a jaxpr once the train step, including its gradient, has been traced."""
 
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+CONTRACTIONS = names(Family.CONTRACTION)
 """Operations that sum over contracted dims: matmuls and convolutions."""
 
 REMAT = frozenset({"remat2", "checkpoint"})
@@ -54,7 +56,7 @@ class Body:
     ops: tuple["Op", ...]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Op:
     """One operation: its primitive with parameters, operands, results and bodies; `callers` has the innermost first."""
 
@@ -69,6 +71,21 @@ class Op:
     def params(self) -> dict[str, Any]:
         """The primitive's parameters, as JAX stores them."""
         return self.eqn.params
+
+    @cached_property
+    def dim_map(self) -> DimMap:
+        """How the dims of its operands and results are related."""
+        return dim_map(self.eqn)
+
+    @property
+    def family(self) -> Family:
+        """The family of its primitive."""
+        return self.dim_map.family
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether element i of a result depends on element i of the operands alone, which may be broadcast."""
+        return self.family is Family.ELEMENTWISE
 
     @property
     def where(self) -> str:

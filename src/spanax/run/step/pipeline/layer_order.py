@@ -20,16 +20,13 @@ from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.sharding.assign import divided_layers
-from spanax.trace.analysis.fusion import REDUCTIONS
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
-from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.graph import Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.program import Program
 from spanax.trace.traced import Traced
 
-ORDER_INVARIANT = frozenset(
-    {*ELEMENTWISE, *REDUCTIONS, *CONTRACTIONS, "broadcast_in_dim", "reshape", "transpose", "squeeze", "copy"}
-)
+ORDER_INVARIANT = frozenset({Family.ELEMENTWISE, Family.REDUCTION, Family.CONTRACTION, Family.VIEW})
 """Operations that treat all indices of a dim alike, whatever their order."""
 
 PADDING = -1
@@ -160,7 +157,7 @@ def check_order_invariant(traced: Traced, partition: PipelinePartition) -> None:
         constants = [
             v for v in op.inputs if v in traced.graph.constants and labels.intersection(traced.axes.classes[v])
         ]
-        if op.name not in ORDER_INVARIANT or constants:
+        if op.family not in ORDER_INVARIANT or constants:
             raise SpanaxError(
                 f"`{op.name}` outside of the layer loop depends on the order of the layers.",
                 where="schedule 'interleaved', whose stages have non-contiguous layers",

@@ -7,7 +7,6 @@ pipeline itself runs the original step.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ import numpy as np
 from spanax.errors import SpanaxError
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.run.step.replay.replay import Replay
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import BODIES, Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.retrace import dividing, longer_dim
@@ -129,22 +127,11 @@ class PaddedStep:
         return {}
 
     def _is_by_row(self, op: Op, dims: Sequence[int | None], outs: Sequence[int | None]) -> bool:
-        """Returns whether an operation is independent for each row, or reduces over rows."""
-        shape = self.step.graph.shape
+        """Returns whether an operation computes each row from the same row of its operands, or sums rows."""
         if op.name in NEUTRAL or op.name == "dot_general":
             return True
-        if op.name in ELEMENTWISE:
-            return all(dim in (None, outs[0]) for dim in dims)
-        if op.name == "broadcast_in_dim":
-            return dims[0] is None or op.params["broadcast_dimensions"][dims[0]] == outs[0]
-        if op.name in ("reshape", "squeeze", "transpose"):
-            (in_dim,), (out_dim,) = dims, outs
-            if in_dim is None or out_dim is None:
-                return False
-            if op.name == "transpose":
-                return op.params["permutation"][out_dim] == in_dim
-            return prod(shape(op.inputs[0])[:in_dim]) == prod(shape(op.outputs[0])[:out_dim])
-        return False
+        rows = [(None,) * len(dims) if out is None else op.dim_map.operand_dims(out, i) for i, out in enumerate(outs)]
+        return all(row is not None and all(d in (None, r) for d, r in zip(dims, row, strict=True)) for row in rows)
 
     def _is_same_op(self, original: Op, op: Op) -> bool:
         """Returns whether an operation equals the original up to sizes."""

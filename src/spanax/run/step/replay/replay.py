@@ -24,7 +24,6 @@ from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.cpu_matmuls import single_contraction
 from spanax.run.step.replay.partial_sums import behind, in_front, in_parts, lifted, together
 from spanax.run.step.replay.sharded_lookup import look_up, match_sharded_lookup
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 
@@ -127,7 +126,7 @@ class Replay:
         # Elementwise, with an operand of the result's shape and split: the compiler carries that over. Not over another
         # dtype: it would move the wider.
         graph, constraints = self.graph, self.constraints
-        is_plain = op.name in ELEMENTWISE - {"convert_element_type"} and use is None
+        is_plain = op.is_elementwise and op.name != "convert_element_type" and use is None
         carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         found = []
         placed = use.outputs if use is not None else (None,) * len(outs)

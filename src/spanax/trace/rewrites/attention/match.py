@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE, reshape_groups
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import NONE, Form, Step
 
 SAME = frozenset({"convert_element_type", "stop_gradient", "copy", "optimization_barrier"})
-VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+VIEWS = names(Family.VIEW)
 
 Labels = tuple[int, ...]
 """For every dim of a value, the label of the dim that it corresponds to."""
@@ -101,7 +102,7 @@ def _softmax(graph: Graph, weights: int, tags: Labels, keys: int) -> tuple[int, 
     numerator, denominator = op.inputs
     exp = graph.origin(numerator, SAME)
     exp_op = graph.producers.get(exp)
-    operand_tags = back(graph, op, tags)
+    operand_tags = _operand_labels(op, tags)
     if exp_op is None or exp_op.name != "exp" or operand_tags is None:
         return None
     total = _views(graph, denominator, operand_tags[1])
@@ -115,7 +116,7 @@ def _softmax(graph: Graph, weights: int, tags: Labels, keys: int) -> tuple[int, 
     logits = exp_op.inputs[0]
     # Softmax is invariant to a shift that is constant along keys, such as the largest logit.
     while (shift := graph.producers.get(graph.origin(logits, SAME))) is not None and shift.name == "sub":
-        operand_tags = back(graph, shift, tags)
+        operand_tags = _operand_labels(shift, tags)
         if operand_tags is None or not _is_of_row(graph, shift.inputs[1], operand_tags[1], keys):
             break
         logits = shift.inputs[0]
@@ -125,7 +126,7 @@ def _softmax(graph: Graph, weights: int, tags: Labels, keys: int) -> tuple[int, 
 def _views(graph: Graph, value: int, tags: Labels) -> tuple[Op | None, Labels] | None:
     """Skips views; returns the operation that produces the underlying value, and its tags."""
     while (op := graph.producers.get(value)) is not None and op.name in SAME | VIEWS:
-        operand_tags = back(graph, op, tags)
+        operand_tags = _operand_labels(op, tags)
         if operand_tags is None:
             return None
         value, tags = op.inputs[0], operand_tags[0]
@@ -138,7 +139,7 @@ def _is_of_row(graph: Graph, value: int, tags: Labels, keys: int) -> bool:
         op = graph.producers.get(value)
         if op is None or op.name not in SAME | VIEWS:
             return False
-        operand_tags = back(graph, op, tags)
+        operand_tags = _operand_labels(op, tags)
         if operand_tags is None:
             return False
         value, tags = op.inputs[0], operand_tags[0]
@@ -164,7 +165,7 @@ def _ancestors(graph: Graph, value: int) -> Iterator[Op]:
     queue, seen = [value], set[int]()
     while queue and len(seen) < 64:
         op = graph.producers.get(queue.pop(0))
-        if op is not None and op.outputs[0] not in seen and op.name in ELEMENTWISE | VIEWS:
+        if op is not None and op.outputs[0] not in seen and _is_followed(op):
             seen.add(op.outputs[0])
             queue += op.inputs
             yield op
@@ -208,8 +209,8 @@ class _Steps:
             return Step("score", None, (), (), *rest)
         if op is not None and op.name == "iota":
             return Step("iota", None, (("dimension", int(op.params["dimension"])),), (), *rest)
-        if op is not None and op.name in (ELEMENTWISE | VIEWS) - {"sharding_constraint"}:
-            operand_tags = back(graph, op, tags)
+        if op is not None and _is_followed(op) and op.name != "sharding_constraint":
+            operand_tags = _operand_labels(op, tags)
             args = (
                 [self.grow(*pair) for pair in zip(op.inputs, operand_tags, strict=True)]
                 if operand_tags is not None
@@ -305,34 +306,14 @@ class _Steps:
         return tuple([label(dim) for dim in batched[side]] + dims[0] + dims[1])
 
 
-def back(graph: Graph, op: Op, labels: Labels) -> list[Labels] | None:
+def _is_followed(op: Op) -> bool:
+    """Returns whether an operation computes its result elementwise, or is a view of its operand."""
+    return op.is_elementwise or op.family is Family.VIEW
+
+
+def _operand_labels(op: Op, labels: Labels) -> list[Labels] | None:
     """Returns the labels of an operation's operands, given those of its result; None if they cannot be propagated."""
-    out = graph.shape(op.outputs[0])
-    if op.name in ELEMENTWISE:
-        operand_labels = []
-        for value in op.inputs:
-            shape = graph.shape(value)
-            if shape and len(shape) != len(out):
-                return None
-            sizes = zip(labels, shape, out, strict=True) if shape else ()
-            operand_labels.append(tuple(label if size == out_size else NONE for label, size, out_size in sizes))
-        return operand_labels
-    (shape, *_) = [graph.shape(value) for value in op.inputs]
-    if op.name == "broadcast_in_dim":
-        pairs = zip(op.params["broadcast_dimensions"], shape, strict=True)
-        return [tuple(labels[dim] if out[dim] == size else NONE for dim, size in pairs)]
-    if op.name == "transpose":
-        order = op.params["permutation"]
-        return [tuple(labels[order.index(dim)] for dim in range(len(shape)))]
-    if op.name in ("reshape", "squeeze", "expand_dims"):
-        in_labels = [NONE] * len(shape)
-        for ins, outs in reshape_groups(shape, out):
-            if len(ins) == len(outs) == 1:
-                in_labels[ins[0]] = labels[outs[0]]
-            elif any(labels[dim] != NONE for dim in outs):
-                return None
-        return [tuple(in_labels)]
-    return None
+    return op.dim_map.operand_labels(labels, NONE) if _is_followed(op) else None
 
 
 def _sides(graph: Graph, dot: Op) -> tuple[dict[int, int], dict[int, int]]:

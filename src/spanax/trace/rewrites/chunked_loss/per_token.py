@@ -11,12 +11,15 @@ from itertools import dropwhile
 
 import jax.numpy as jnp
 
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE, reshape_groups
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import Graph, Op
 
-REDUCING = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
-ALONG = {"cumsum": "axis", "cummax": "axis", "cumlogsumexp": "axis", "sort": "dimension", "concatenate": "dimension"}
-"""Operations along one dim, and the parameter that names the dim."""
+SIZES = ("shape", "new_sizes", "limit_indices")
+"""Parameters that hold the sizes of a result's dims; `slice_sizes` are of the first operand's dims."""
+
+CHUNKED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.RESIZE, Family.REDUCTION, Family.CUMULATIVE})
+CHUNKED |= {Family.GATHER, Family.IOTA, Family.OTHER}
+"""Operations that are chunked where their rows are independent; others end a region."""
 
 HALF = 2
 """A value with at least 1 / HALF as many elements as the logits must be chunked."""
@@ -210,70 +213,24 @@ class _Growing:
 
 
 def across(graph: Graph, op: Op, dim: int) -> Dims | None:
-    """Returns the operands' dims for a dim of the result, if each row depends only on the same row of theirs."""
-    shapes, out, params = [graph.shape(value) for value in op.inputs], graph.shape(op.outputs[0]), op.params
-    if out[dim] <= 1:
+    """Returns the operands' dims for a dim of the results, if each row depends only on the same row of theirs.
+
+    A reshape has the same chunks along the last dims of two runs with the same elements.
+    """
+    is_chunked = op.name == "dot_general" or (op.family in CHUNKED and len(op.outputs) <= max(1, len(op.inputs)))
+    if graph.shape(op.outputs[0])[dim] <= 1 or not is_chunked:
         return None
-    if op.name in ELEMENTWISE:
-        return tuple(dim if shape and shape[dim] == out[dim] else None for shape in shapes)
-    if op.name == "iota":
-        return () if params["dimension"] != dim and not shapes else None
-    if op.name == "dot_general":
-        return _across_product(shapes, params["dimension_numbers"], dim)
-    if op.name == "broadcast_in_dim":
-        operand_dim = dict(zip(params["broadcast_dimensions"], range(len(shapes[0])), strict=True)).get(dim)
-        is_same = operand_dim is not None and shapes[0][operand_dim] == out[dim]
-        return (operand_dim if is_same else None, *[None] * (len(shapes) - 1))
-    if op.name == "transpose":
-        return (params["permutation"][dim],)
-    if op.name in ("reshape", "squeeze"):
-        groups = (group for group in reshape_groups(shapes[0], out) if group[1] and group[1][-1] == dim)
-        return next(((ins[-1],) for ins, _ in groups), None)
-    if op.name in REDUCING:
-        remaining = [operand_dim for operand_dim in range(len(shapes[0])) if operand_dim not in params["axes"]]
-        return tuple(remaining[dim] for _ in shapes)
-    if op.name in ALONG:
-        return None if params[ALONG[op.name]] == dim else (dim,) * len(shapes)
-    if op.name == "slice":
-        is_full = shapes[0][dim] == out[dim]
-        return (dim,) if is_full else None
-    if op.name == "pad":
-        return (dim, None) if params["padding_config"][dim] == (0, 0, 0) else None
-    return _across_gather(shapes, params, len(out), dim) if op.name == "gather" else None
+    for relation in op.dim_map.of_kind(Kind.FACTORS):
+        if relation.other[-1][1] == dim:
+            return (relation.dims[-1][1],)
+    dims = {op.dim_map.operand_dims(dim, result) for result in range(len(op.outputs))}
+    return dims.pop() if len(dims) == 1 else None
 
 
-def _across_product(shapes: list[tuple[int, ...]], numbers: tuple[tuple[tuple[int, ...], ...], ...], dim: int) -> Dims:
-    (contracted, batched), operand_dims = numbers, list[tuple[int | None, int | None]](zip(*numbers[1], strict=True))
-    for side in (0, 1):
-        free = [
-            free_dim for free_dim in range(len(shapes[side])) if free_dim not in (*contracted[side], *batched[side])
-        ]
-        operand_dims += [(free_dim, None) if side == 0 else (None, free_dim) for free_dim in free]
-    return operand_dims[dim]
-
-
-def _across_gather(shapes: list[tuple[int, ...]], params: dict[str, object], rank: int, dim: int) -> Dims | None:
-    """Token dims of a gather: full slices of the operand, batching dims, or rows of the indices."""
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    index_dims = [operand_dim for operand_dim in range(rank) if operand_dim not in numbers.offset_dims]  # type: ignore[attr-defined]
-    batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))  # type: ignore[attr-defined]
-    if dim in index_dims:
-        operand_dim = index_dims.index(dim)
-        return batching.get(operand_dim), operand_dim
-    left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}  # type: ignore[attr-defined]
-    operand_dim = [i for i in range(len(shapes[0])) if i not in left_out][numbers.offset_dims.index(dim)]  # type: ignore[attr-defined]
-    return (operand_dim, None) if sizes[operand_dim] == shapes[0][operand_dim] else None  # type: ignore[index]
-
-
-def narrowed(op: Op, dim: int, wanted: Dims, count: int) -> dict[str, object]:
+def narrowed(op: Op, dim: int, operand_dims: Dims, count: int) -> dict[str, object]:
     """Returns an operation's parameters for one of `count` equal chunks along a dim of its result."""
-    params = dict(op.params)
-    key = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}.get(op.name)
-    chunked_dim: int | None = dim
-    if op.name == "slice":
-        key = "limit_indices"
-    elif op.name == "gather" and wanted[1] is None:
-        key, chunked_dim = "slice_sizes", wanted[0]
-    if key is not None and chunked_dim is not None:
-        params[key] = tuple(size // count if i == chunked_dim else size for i, size in enumerate(params[key]))
+    params, chunked = dict(op.params), dict.fromkeys(SIZES, dim) | {"slice_sizes": next(iter(operand_dims), None)}
+    for key in chunked.keys() & params.keys():
+        sizes = enumerate(params[key])
+        params[key] = tuple(size // count if i == chunked[key] and size > 1 else size for i, size in sizes)
     return params

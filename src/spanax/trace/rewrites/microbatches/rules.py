@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 import numpy as np
 
-from spanax.trace.axes.discover import Dims
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE, FRESH, apply, reshape_groups
-from spanax.trace.jaxpr.graph import Body, Graph, Op
+from spanax.trace.jaxpr.dim_maps.relations import Family, Relation
+from spanax.trace.jaxpr.dim_maps.relations import Kind as DimKind
+from spanax.trace.jaxpr.dim_maps.table import names
+from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.chunked_loss.chunked import LINEAR, LINEAR_IN, PRODUCTS
 from spanax.trace.rewrites.microbatches.dependence import (
     SAME,
@@ -25,10 +26,7 @@ from spanax.trace.rewrites.microbatches.dependence import (
 RANDOM = frozenset({"random_bits", "random_split", "rng_bit_generator"})
 """Random equations; a microbatch uses its rows of the draws for the full batch."""
 
-REORDERS = frozenset({"rev", "tile"})
-"""Equations that move rows along dims that their rule joins."""
-
-VIEWS = frozenset({"broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "copy", "transpose"})
+VIEWS = names(Family.VIEW) | {"convert_element_type", "copy"}
 SUMS = frozenset({"reduce_sum", "dot_general", "conv_general_dilated"})
 EXTREMA = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_or": jnp.any, "reduce_and": jnp.all}
 """Reductions over microbatches other than sums, with the combining function; their gradients are not supported."""
@@ -138,19 +136,17 @@ def _fresh(equation: Equation, value: int) -> Dependence:
     sized = equation.sized_by_batch(value)
     if not sized:
         return SAME
-    (dim, *more), name, batch_size = sized, equation.name, equation.batch_size
+    (dim, *more), op, batch_size = sized, equation.op, equation.batch_size
     size = equation.shape(value)[dim]
     if more or size % batch_size:
-        return mixed(equation.op)
-    if name == "iota":
-        if equation.op.params["dimension"] != dim:
-            return rows(dim, None)
-        return Dependence(Kind.INDEX, dim, 1) if size == batch_size else mixed(equation.op)
-    if name in RANDOM:
+        return mixed(op)
+    repeated = op.dim_map.dims(DimKind.REPEATED)
+    if op.is_elementwise or op.family is Family.VIEW or (len(op.inputs) + op.outputs.index(value), dim) in repeated:
+        return rows(dim, None)
+    if op.name in RANDOM:
         return rows(dim, 1 if equation.is_tiled else size // batch_size)
-    is_repeated = name == "tile" and equation.shape(equation.op.inputs[0])[dim] == 1
-    is_constant = name in VIEWS or name in ELEMENTWISE or is_repeated
-    return rows(dim, None) if is_constant else mixed(equation.op)
+    is_index = op.family is Family.IOTA and size == batch_size
+    return Dependence(Kind.INDEX, dim, 1) if is_index else mixed(op)
 
 
 def _of_index(equation: Equation) -> Dependence:
@@ -206,16 +202,15 @@ def _of_rows(equation: Equation) -> list[Dependence]:
     sized = [
         (position, operand) for position, operand in enumerate(operands) if operand.kind in (Kind.ROWS, Kind.INDEX)
     ]
-    if op.name in ELEMENTWISE:
+    if op.is_elementwise:
         out = agreed(operand for _, operand in sized)
         return [mixed(op) if out is None else out]
-    if op.name in ("reshape", "squeeze"):
-        return [_reshaped(equation, operands[0])]
-    if op.name in ("concatenate", "slice", "split") and all(
-        operand.dim == op.params.get("dimension", op.params.get("axis", operand.dim)) for _, operand in sized
-    ):
+    for relation in op.dim_map.of_kind(DimKind.FACTORS):
+        if (0, operands[0].dim) in relation.dims:
+            return [_reshaped(equation, operands[0], relation)]
+    if op.dim_map.dims(DimKind.PARTS).issuperset((position, operand.dim) for position, operand in sized):
         return _along(equation)
-    if op.name in FRESH:
+    if op.family in (Family.FRESH, Family.IOTA):
         (position, operand), *more = sized
         return [
             rows(operand.dim, operand.inner) if not more else agreed(each for _, each in sized) or mixed(op)
@@ -223,50 +218,30 @@ def _of_rows(equation: Equation) -> list[Dependence]:
         ]
     if op.name == "gather" and operands[1].columns:
         return [_gathered(equation, operands[1].columns)]
-    if op.name in REORDERS and _reorders(equation, operands[0].dim):
+    return _by_relations(equation, sized)
+
+
+def _by_relations(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> list[Dependence]:
+    """Rows if the example dims of the operands correspond to a dim of the result; otherwise a sum."""
+    op, dims = equation.op, [(position, operand.dim) for position, operand in sized]
+    related = op.dim_map.of_kind(DimKind.SAME, DimKind.CONTRACTED, DimKind.GROUPS)
+    relation_of = {dim: relation for relation in related for dim in relation.dims}
+    relations = {relation_of.get(dim) for dim in dims}
+    inners = {operand.inner for _, operand in sized} - {None}
+    is_mixed = len(relations) > 1 or len(inners) > 1 or (None in relations and len(dims) > 1)
+    is_mixed = is_mixed or any(op.dim_map.of_kind(DimKind.UNKNOWN))
+    if is_mixed or not op.dim_map.dims(DimKind.REORDERED).isdisjoint(dims):
         return [mixed(op)] * len(op.outputs)
-    return _by_joins(equation, sized)
-
-
-def _reorders(equation: Equation, dim: int) -> bool:
-    """Whether a `rev` or a `tile` moves rows along a dim."""
-    (source,), params = equation.op.inputs, equation.op.params
-    if equation.name == "rev":
-        return dim in params["dimensions"]
-    return equation.shape(source)[dim] != equation.shape(equation.op.outputs[0])[dim]
-
-
-def _by_joins(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> list[Dependence]:
-    """Rows if the registered rule joins the example dims of the operands with a dim of the result; otherwise a sum."""
-    op, num_ins = equation.op, len(equation.op.inputs)
-    numbers = tuple(range(num_ins + len(op.outputs)))
-    alone = Op(op.name, op.eqn, numbers[:num_ins], numbers[num_ins:])
-    avals = [equation.full.avals[value] for value in (*op.inputs, *op.outputs)]
-    dims = Dims(Graph(Body(alone.inputs, alone.outputs, (alone,)), avals, {}))
-    apply(alone, dims)
-    if dims.unknown:
-        return [mixed(op)] * len(op.outputs)
+    (relation,) = relations
+    result_dims, along = dict(relation.dims if relation else ()), op.dim_map.dims(DimKind.ALONG)
     outs = []
-    for value in alone.outputs:
-        labels = {dims.find(position, operand.dim) for position, operand in sized}
-        into = [dim for dim, label in enumerate(dims.classes(value)) if label in labels]
-        inners = {operand.inner for _, operand in sized} - {None}
-        is_replicated = any((value, dim) in dims.kept_whole for dim in into)
-        if len(labels) > 1 or len(inners) > 1 or len(into) > 1 or is_replicated or _scatters(equation, sized):
-            outs.append(mixed(op))
-        elif into:
-            outs.append(rows(into[0], next(iter(inners), None)))
-        else:
+    for array in range(len(op.inputs), len(op.inputs) + len(op.outputs)):
+        dim = result_dims.get(array)
+        if dim is None:
             outs.append(_reduced(equation, sized))
+        else:
+            outs.append(mixed(op) if (array, dim) in along else rows(dim, next(iter(inners), None)))
     return outs
-
-
-def _scatters(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> bool:
-    """Whether a scatter writes along the example dim at positions given by its indices."""
-    if not equation.name.startswith("scatter"):
-        return False
-    scattered = equation.op.params["dimension_numbers"].scatter_dims_to_operand_dims
-    return any(position == 0 and operand.dim in scattered for position, operand in sized)
 
 
 def _reduced(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> Dependence:
@@ -276,30 +251,27 @@ def _reduced(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> Dep
         return Dependence(Kind.PARTIAL)
     if op.name in EXTREMA:
         return Dependence(Kind.EXTREME)
-    if op.name in ("scatter-add", "scatter_add") and equation.operands[0].is_zero and sized[0][0] > 0:
+    if op.family is Family.SCATTER_ADD and equation.operands[0].is_zero and sized[0][0] > 0:
         return Dependence(Kind.PARTIAL)
     return mixed(op)
 
 
-def _reshaped(equation: Equation, operand: Dependence) -> Dependence:
+def _reshaped(equation: Equation, operand: Dependence, relation: Relation) -> Dependence:
     """Returns the example dim of a reshaped array, with the elements per example along it."""
     old, new = equation.shape(equation.op.inputs[0]), equation.shape(equation.op.outputs[0])
-    for before, after in reshape_groups(old, new):
-        if operand.dim not in before:
-            continue
-        right = math.prod(old[dim] for dim in before if dim > operand.dim)
-        sized = equation.sized_by_batch(equation.op.outputs[0])
-        if len(sized) != 1 or sized[0] not in after:
-            return mixed(equation.op)
-        if operand.inner is None and right == 1:
-            return rows(sized[0], None)
-        num_elements = (operand.inner or 1) * right
-        stride = math.prod(new[dim] for dim in after if dim > sized[0])
-        block = equation.batch_size * num_elements // stride
-        if num_elements % stride or new[sized[0]] % block:
-            return mixed(equation.op)
-        return rows(sized[0], num_elements // stride)
-    return mixed(equation.op)
+    before, after = ([dim for _, dim in run] for run in relation.runs)
+    right = math.prod(old[dim] for dim in before if dim > operand.dim)
+    sized = equation.sized_by_batch(equation.op.outputs[0])
+    if len(sized) != 1 or sized[0] not in after:
+        return mixed(equation.op)
+    if operand.inner is None and right == 1:
+        return rows(sized[0], None)
+    num_elements = (operand.inner or 1) * right
+    stride = math.prod(new[dim] for dim in after if dim > sized[0])
+    block = equation.batch_size * num_elements // stride
+    if num_elements % stride or new[sized[0]] % block:
+        return mixed(equation.op)
+    return rows(sized[0], num_elements // stride)
 
 
 def _along(equation: Equation) -> list[Dependence]:
@@ -309,13 +281,9 @@ def _along(equation: Equation) -> list[Dependence]:
     if out is None or any(operand.kind is not Kind.ROWS for operand in equation.operands) or out.inner is None:
         return [mixed(op)] * len(op.outputs)
     block, params = equation.batch_size * out.inner, op.params
-    if op.name == "slice":
-        sizes = [params["start_indices"][out.dim], params["limit_indices"][out.dim]]
-        is_strided = bool(params["strides"]) and params["strides"][out.dim] > 1
-    else:
-        sizes, is_strided = [equation.shape(value)[out.dim] for value in (*op.inputs, *op.outputs)], False
-    is_aligned = not is_strided and all(size % block == 0 for size in sizes)
-    return [out if is_aligned else mixed(op)] * len(op.outputs)
+    sizes = [equation.shape(value)[out.dim] for value in (*op.inputs, *op.outputs)]
+    sizes += [params["start_indices"][out.dim]] if "start_indices" in params else []
+    return [out if all(size % block == 0 for size in sizes) else mixed(op)] * len(op.outputs)
 
 
 def is_zero(value: object) -> bool:
