@@ -33,7 +33,7 @@ class Checked:
     @cached_property
     def flaws(self) -> list[Problem]:
         """What keeps the program's parameters from learning."""
-        return flaws(self.program)
+        return flaws(self.program.step, self.program.leaves, has_loss=self.program.evaluation is not None)
 
     @cached_property
     def own(self) -> Candidate:

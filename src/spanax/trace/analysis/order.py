@@ -5,14 +5,11 @@ would wait for the optimizer's update and keep its activations alive until then.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from spanax.trace.analysis.fusion import ALIASES
+from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.jaxpr.graph import Body, Op
-
-if TYPE_CHECKING:
-    from spanax.trace.traced import Traced
 
 SUM = "add_any"
 """The primitive with which autodiff sums the gradients of one value."""
@@ -21,18 +18,25 @@ PASSING = ALIASES | {"convert_element_type", SUM}
 """Operations whose result is the gradient of the same value as their operand."""
 
 
-def order(traced: "Traced") -> dict[Body, tuple[Op, ...]]:
+def order(
+    bodies: Iterable[Body], keys: Sequence[ShardingKey], batch: Collection[int | None]
+) -> dict[Body, tuple[Op, ...]]:
     """Returns the operations of every body in execution order.
+
+    Args:
+      bodies: the bodies of a traced function.
+      keys: the sharding key of every value, by index.
+      batch: the classes of batch dims.
 
     Source: the schedules of steps compiled for TPUs and GPUs, docs/check.md.
     """
-    return {body: _ordered(traced, body) for body in traced.kept}
+    return {body: _ordered(body, _batched(body, keys, batch)) for body in bodies}
 
 
-def _ordered(traced: "Traced", body: Body) -> tuple[Op, ...]:
+def _ordered(body: Body, is_batched: Mapping[int, bool]) -> tuple[Op, ...]:
     makers = {value: op for op in body.ops for value in op.outputs}
     position = {op: index for index, op in enumerate(body.ops)}
-    first_ops = {makers[value] for value in (*_gradients(traced, body), *body.outputs) if value in makers}
+    first_ops = {makers[value] for value in (*_gradients(body, is_batched), *body.outputs) if value in makers}
     result: dict[Op, None] = {}
     for op in (*sorted(first_ops, key=lambda op: position[op]), *body.ops):
         if op not in result:
@@ -57,11 +61,8 @@ def _needed(op: Op, makers: dict[int, Op], done: dict[Op, None]) -> Iterator[Op]
             stack.pop()
 
 
-def _gradients(traced: "Traced", body: Body) -> Iterator[int]:
+def _gradients(body: Body, is_batched: Mapping[int, bool]) -> Iterator[int]:
     """Yields sums over the batch; of sums that are added to each other, only the last."""
-    is_batched = {
-        value: not traced.batch_labels.isdisjoint(traced.sharding_keys[value].labels) for value in _values(body)
-    }
     readers: dict[int, list[Op]] = defaultdict(list)
     summed: dict[int, Op] = {}
     for op in body.ops:
@@ -80,7 +81,8 @@ def _gradients(traced: "Traced", body: Body) -> Iterator[int]:
             yield value
 
 
-def _values(body: Body) -> Iterator[int]:
-    yield from body.inputs
-    for op in body.ops:
-        yield from (*op.inputs, *op.outputs)
+def _batched(body: Body, keys: Sequence[ShardingKey], batch: Collection[int | None]) -> dict[int, bool]:
+    """Returns, for every value of a body, whether it has a batch dim."""
+    labels = frozenset(batch)
+    values = (*body.inputs, *(value for op in body.ops for value in (*op.inputs, *op.outputs)))
+    return {value: not labels.isdisjoint(keys[value].labels) for value in values}

@@ -22,11 +22,11 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.sharding.assign import divided_layers
 from spanax.trace.analysis.fusion import REDUCTIONS
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 
 ALIKE = frozenset(
     {*ELEMENTWISE, *REDUCTIONS, *CONTRACTIONS, "broadcast_in_dim", "reshape", "transpose", "squeeze", "copy"}
@@ -80,7 +80,7 @@ class Rows:
         """The other way round."""
         return array if dim is None else _rows(array, self._order, dim)
 
-    def dim(self, traced: Traced, value: int) -> int | None:
+    def dim(self, traced: StepAnalysis, value: int) -> int | None:
         """The dim of layers of a value of a step without padding, by its class."""
         pairs = enumerate(zip(traced.axes.classes[value], traced.graph.shape(value), strict=True))
         wanted = self.label, self.parts.num_layers
@@ -144,7 +144,7 @@ def stage_by_stage(parts: Parts) -> tuple[int, ...]:
     )
 
 
-def check_alike(traced: Traced, pieces: PipelinePartition) -> None:
+def check_alike(traced: StepAnalysis, pieces: PipelinePartition) -> None:
     """Refuse a step in which something outside of the layers' loop depends on the order that layers come in.
 
     Raises:
@@ -163,7 +163,7 @@ def check_alike(traced: Traced, pieces: PipelinePartition) -> None:
             )
 
 
-def _along(traced: Traced, op: Op, labels: set[int | None]) -> bool:
+def _along(traced: StepAnalysis, op: Op, labels: set[int | None]) -> bool:
     return any(labels.intersection(traced.axes.classes[value]) for value in (*op.inputs, *op.outputs))
 
 

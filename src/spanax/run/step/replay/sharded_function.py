@@ -14,9 +14,9 @@ from spanax.run.step.pipeline.layer_order import Rows
 from spanax.run.step.pipeline.layer_padding import Padded
 from spanax.run.step.pipeline.pipeline import in_stages
 from spanax.run.step.replay.replay import Replay
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 
 
 def replayed(
@@ -24,7 +24,7 @@ def replayed(
     plan: Plan,
     mesh: Mesh,
     rows: Rows | None,
-    traced: Traced,
+    traced: StepAnalysis,
     padded: Padded | None,
     *,
     is_step: bool,
@@ -46,7 +46,7 @@ def replayed(
     is_whole = not is_step and rows is not None and rows.is_padded
     resolver = resolver_of(program, inside_stage(plan) if is_whole else plan)
 
-    def replay(traced: Traced) -> Replay:
+    def replay(traced: StepAnalysis) -> Replay:
         constraints = resolver.constraints(traced)
         if inputs_only:
             return Replay(traced.graph, [None] * len(constraints), {}, mesh)
@@ -62,7 +62,7 @@ def replayed(
     return in_stages(replay(traced), traced, plan.schedule, rows, around)
 
 
-def _free(traced: Traced, taken: Mapping[Op, OperandSharding]) -> set[int]:
+def _free(traced: StepAnalysis, taken: Mapping[Op, OperandSharding]) -> set[int]:
     """One number all over that an operation asks for in its own way, and what nothing but that is made of.
 
     It is made as it is asked for: said to lie otherwise before, it would be gathered.
