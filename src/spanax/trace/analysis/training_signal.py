@@ -52,7 +52,7 @@ def flaws(step: StepAnalysis, leaves: Sequence[Leaf], *, has_loss: bool) -> list
       has_loss: whether its result `loss` is what it differentiates; a user-defined `train_step` may return none.
 
     Example:
-      >>> import jax.numpy as jnp, optax, spanax
+      >>> import jax, optax, spanax
       >>> from flax import nnx
       >>> program = spanax.trace(
       ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
