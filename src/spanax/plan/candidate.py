@@ -23,7 +23,6 @@ from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import AXES, layout_on
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.leaf_aliases import leaf_aliases
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.remat_policies import POLICIES, RING
@@ -244,7 +243,7 @@ def collectives_of(found: Search, one: Candidate, path: str | None = None) -> di
     layout = layout_on(one.storing, one.sequence, one.mesh)
     only = None
     if path is not None:
-        only = leaf_aliases(program.step, [leaf.path for leaf in program.leaves].index(path))
+        only = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
     sharded = ShardedProgram(resolve(program, layout, mesh, found.pins), program.step)
     moved = count_terms(sharded, only, adds_first=found.cluster.adds_first).moved_bytes(
         mesh,

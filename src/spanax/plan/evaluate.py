@@ -1,5 +1,7 @@
 """Computes the cost of a user-supplied plan with the model of the search."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from spanax.hardware.cluster import Cluster
@@ -69,8 +71,8 @@ def _held(sharded: ShardedProgram, grid: Grid, cluster: Cluster, assumptions: As
 def _laid(program: Program, plan: Plan) -> ShardedProgram:
     """Returns one microbatch of the step of a plan, sharded."""
     variant, remat = in_forms(program, plan), plan.schedule.remat
-    variant = variant if remat in (None, variant.remat) else variant.with_remat(remat)
-    variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
+    policy = variant.form.remat if remat in (None, variant.remat) else remat
+    variant = variant.variant(replace(variant.form, remat=policy, microbatches=1))
     return ShardedProgram(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
 
 

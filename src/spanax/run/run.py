@@ -32,8 +32,8 @@ from spanax.run.step.replay.sharded_function import sharded_function
 from spanax.run.step.validate_batch import validate_batch
 from spanax.run.store import checkpoint
 from spanax.run.training_signal_warnings import FirstStep, warn_user
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 from spanax.trace.user_mesh import methods_outside_meshes, outside_meshes
 
 
@@ -298,7 +298,7 @@ class Run:
 
     def _jitted(
         self,
-        traced: Traced,
+        traced: StepAnalysis,
         *,
         is_step: bool,
         keep_unused: bool = False,

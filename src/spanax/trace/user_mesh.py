@@ -68,16 +68,6 @@ class UserMesh:
         """Returns a copy with the annotated shardings of the state's leaves."""
         return UserMesh(self.mesh, tuple(map(self._annotated, leaves)), self.batch)
 
-    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function wrapped to run under this mesh."""
-
-        @wraps(function)
-        def under(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if self.mesh.empty else jax.sharding.use_abstract_mesh(self.mesh):
-                return function(*args, **kwargs)
-
-        return under
-
     def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function traced under this mesh into operations that run under any mesh.
 

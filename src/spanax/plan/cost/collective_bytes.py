@@ -10,7 +10,6 @@ from spanax.plan.sharding.place import as_planned, resolver_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.leaf_aliases import leaf_aliases
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
 
@@ -39,7 +38,7 @@ def moved_bytes(laid: ShardedProgram, plan: Plan, terms: Terms) -> Moved:
 
 def moved_of(laid: ShardedProgram, plan: Plan, path: str) -> Moved:
     """Returns the bytes of the collectives of one leaf of the state, its gradient and its update."""
-    only = leaf_aliases(laid.traced, [leaf.path for leaf in laid.resolver.program.leaves].index(path))
+    only = laid.traced.leaf_aliases([leaf.path for leaf in laid.resolver.program.leaves].index(path))
     return _by_axes(laid, plan, count_terms(laid, only, late=unreduced(laid, plan.schedule)))
 
 

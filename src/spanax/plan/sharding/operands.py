@@ -13,10 +13,10 @@ from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec
 from spanax.plan.sharding.xla_workarounds import SCATTERS, resized, writes_shards
 from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
-from spanax.trace.traced import Traced
 
 LOOKUPS = names(Family.GATHER, Family.SCATTER_ADD)
 """Operations that read rows of a table, or add to them; their sharding also depends on the sizes of the mesh."""
@@ -50,14 +50,16 @@ class OperandSharding:
     is_isolated: bool = False
 
 
-def uses(resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | None]) -> dict[Op, OperandSharding]:
+def uses(
+    resolver: Resolver, traced: StepAnalysis, constraints: Sequence[Constraint | None]
+) -> dict[Op, OperandSharding]:
     """Returns the operations that reshard operands or results, each with its sharding."""
     shardings = {op: operand_sharding(resolver, traced, op, constraints) for op in traced.graph.ops() if not op.bodies}
     return {op: sharding for op, sharding in shardings.items() if sharding is not None}
 
 
 def operand_sharding(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Returns how one operation reshards its operands and results; None if it does not."""
     attention = attention_sharding(traced.graph, op, constraints)
@@ -73,7 +75,7 @@ def operand_sharding(
 
 
 def _in_groups(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Shards a convolution in groups: every device computes its shard of batch and groups, without communication.
 
@@ -107,7 +109,7 @@ def _in_groups(
 
 
 def _turned(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Reshards around a reshape of a scanned dim: an all-to-all before or after the local reshape.
 
@@ -149,7 +151,7 @@ def _group_dims(op: Op) -> tuple[list[int], list[int], int] | None:
 
 
 def _contracted(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Reshards a contraction's operands and result explicitly, as the cost model predicts.
 
@@ -217,7 +219,7 @@ def _as_used(constraint: Constraint | None) -> Constraint | None:
     return None if constraint is None or constraint.used is None else Constraint(constraint.used)
 
 
-def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
+def _local(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
     """Shards independent dims as the result has them and replicates all other dims.
 
     XLA runs these operations as kernels that it cannot partition.
@@ -259,7 +261,7 @@ def _spread(op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding
     return OperandSharding((replicated[0], None), (replicated[1],))
 
 
-def _resized(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
+def _resized(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
     """Replicates operands and results of a slice, a pad or a concatenation along dims that do not divide."""
     stored = _gathered(op, constraints) or OperandSharding((None,) * len(op.inputs), (None,) * len(op.outputs))
     values = (*op.inputs, *op.outputs)
@@ -269,7 +271,7 @@ def _resized(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -
 
 
 def _isolated(
-    traced: Traced, op: Op, constraints: Sequence[Constraint | None], sharding: OperandSharding | None
+    traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None], sharding: OperandSharding | None
 ) -> OperandSharding | None:
     """Adds an optimization barrier to an operation whose first operand needs one."""
     if op.family not in SCATTERS or op.inputs[0] in traced.uniform:
@@ -308,7 +310,7 @@ def _lookup_of(op: Op) -> _Lookup | None:
 
 
 def _lookup(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Shards a lookup in a table, or its gradient, by whichever of three strategies moves the fewest bytes.
 
@@ -339,10 +341,10 @@ def _lookup(
 
 
 def _ways_to_look_up(
-    resolver: Resolver, traced: Traced, lookup: _Lookup, sharding: Constraint, result: Constraint, summed: set[str]
+    resolver: Resolver, step: StepAnalysis, lookup: _Lookup, sharding: Constraint, result: Constraint, summed: set[str]
 ) -> list[tuple[Spec, Spec, float]]:
     """Returns the specs of the table and of the rows for each strategy, and how many numbers move per device."""
-    shape, classes, ways = traced.graph.shape, traced.axes.classes, resolver.mesh.ways
+    shape, classes, ways = step.graph.shape, step.axes.classes, resolver.mesh.ways
     used = sharding.computed
     row_size, table_size = math.prod(shape(lookup.rows)), math.prod(shape(lookup.table))
     is_split = ways([*summed]) > 1
@@ -350,13 +352,13 @@ def _ways_to_look_up(
     sums = is_split * (1 + (computed != result.spec)) * row_size / ways([*_axes(computed)])
     tables = 2 * table_size / ways([*_axes(used)]) if sharding.used is not None else 0
     candidates: list[tuple[Spec, Spec, float]] = [(used, computed, tables + sums)]
-    if not traced.batch_labels.intersection(classes[lookup.table]):
+    if not step.batch_labels.intersection(classes[lookup.table]):
         candidates.append((((),) * len(used), result.spec, 2 * table_size))
     else:  # a table per example: resharded as its rows are, or gathered
         free_spec = _without(used, _axes(result.spec) | summed)
         row_axes = dict(zip(classes[lookup.rows], result.spec, strict=True))
         local_spec = tuple(
-            () if dim in lookup.looked_up else row_axes[label] if label in traced.batch_labels & row_axes.keys() else by
+            () if dim in lookup.looked_up else row_axes[label] if label in step.batch_labels & row_axes.keys() else by
             for dim, (label, by) in enumerate(zip(classes[lookup.table], free_spec, strict=True))
         )
         candidates.append((local_spec, result.spec, table_size / ways([*_axes(local_spec)])))

@@ -8,9 +8,9 @@ from spanax.plan.cost.ring_attention import ring_split
 from spanax.plan.sharding.operands import LOOKUPS, OperandSharding, operand_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.rewrites.attention.operation import RING
-from spanax.trace.traced import Traced
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,7 +46,7 @@ class ShardedProgram:
       known: the cache of other layouts of the same function over the same mesh axes; new results are added.
     """
 
-    def __init__(self, resolver: Resolver, traced: Traced, known: Known | None = None):
+    def __init__(self, resolver: Resolver, traced: StepAnalysis, known: Known | None = None):
         self.resolver, self.traced = resolver, traced
         self.constraints = resolver.constraints(traced)
         self.known = known or Known()

@@ -23,8 +23,8 @@ from spanax.show.page.parts.schedule_grid import schedule_grid
 from spanax.show.page.parts.tables import table
 from spanax.show.page.placement import spec_text
 from spanax.show.page.search import HEADS, NUMBERS, search_rows
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 from spanax.units import bytes_text, count_text, quantity_text
 
 PRESS = "Press an array for its spec, its bytes, and why it lies so."
@@ -76,13 +76,13 @@ def _program(program: Program) -> list[Node]:
     return [figures(shown), section(Block("Axes", [table("axes", heads, rows, {2, 3})]))]
 
 
-def _step(step: Traced) -> list[Figure]:
+def _step(step: StepAnalysis) -> list[Figure]:
     ops = sum(1 for _ in step.graph.ops())
     split = Figure("split along the batch", f"{100 * step.axes.coverage:.0f} %", "of matmuls and convolutions")
     return [Figure("operations", f"{ops:,}", "of one step"), split]
 
 
-def _traced(step: Traced) -> list[Node]:
+def _traced(step: StepAnalysis) -> list[Node]:
     rows = [
         [name, ", ".join(str(step.axes.ways[label]) for label in labels)]
         for name, labels in step.labels_by_name.items()
@@ -123,7 +123,7 @@ SHOWN: dict[type, Callable[[Any], list[Node]]] = {
     Placement: _placement,
     MeshShape: lambda mesh: [mesh_grid(mesh)],
     Program: _program,
-    Traced: _traced,
+    StepAnalysis: _traced,
     Search: _search,
     Candidate: _candidate,
     Cluster: _cluster,

@@ -76,13 +76,12 @@ class Computation:
     @staticmethod
     def of(step: Traced, leaves: Sequence[Leaf]) -> "Computation":
         """Returns the computation of a traced step; `leaves` are the leaves of its state."""
-        graph, num_state = step.graph, len(leaves)
+        graph = step.graph
         values = _Values(graph).of_all()
         gradients = {mark: value for mark, value in graph.marks.items() if mark.startswith(GRADIENT)}
         after = zip(leaves, graph.body.outputs, strict=False)
         other_state = {leaf.path: value for leaf, value in after if not gradients or leaf.kind == "other"}
-        results = jax.tree.unflatten(step.result, graph.body.outputs[num_state:])
-        result_by_name = dict(results) if isinstance(results, Mapping) else {"": results}
+        result_by_name = dict(step.results) if isinstance(step.results, Mapping) else {"": step.results}
         rates = {LEARNING_RATE, *(mark.removeprefix(METRIC) for mark in graph.marks if mark.startswith(METRIC))}
         metrics = {
             name: value for name, value in result_by_name.items() if not gradients or name not in {GRAD_NORM, *rates}

@@ -4,16 +4,12 @@ Where both operands of such a sum are partial sums over devices, a compiler may 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from spanax.trace.analysis.fusion import ALIASES
 from spanax.trace.analysis.op_groups import OpGroup
 from spanax.trace.jaxpr.graph import Body, Graph, Op
-
-if TYPE_CHECKING:
-    from spanax.trace.traced import Traced
 
 ADDITIONS = frozenset({"add", "add_any"})
 PASSING = (ALIASES - {"broadcast_in_dim", "expand_dims"}) | {"convert_element_type"}
@@ -29,16 +25,16 @@ class GradientSum:
       met: for each occurrence of the sum, its operands in this order, and the number of runs.
     """
 
-    sums: tuple["OpGroup | None", ...]
+    sums: tuple[OpGroup | None, ...]
     met: tuple[tuple[tuple[int, ...], int], ...]
 
 
-def gradient_sums(traced: "Traced") -> list[GradientSum]:
+def gradient_sums(graph: Graph, bodies: Iterable[Body], op_groups: Iterable[OpGroup]) -> list[GradientSum]:
     """Returns the sums of results that have no other consumer, grouped by the op groups of their operands."""
-    groups = {op: (group, runs) for group in traced.op_groups for op, runs in group.ops}
+    groups = {op: (group, runs) for group in op_groups for op, runs in group.ops}
     occurrences: dict[tuple[OpGroup | None, ...], list[tuple[tuple[int, ...], int]]] = defaultdict(list)
-    for body in traced.kept:
-        for sums in _sums(traced.graph, body):
+    for body in bodies:
+        for sums in _sums(graph, body):
             leaves = [op for op in sums if op is not None]
             key = tuple(None if op is None else groups[op][0] for op in sums)
             occurrences[key].append((tuple(op.outputs[0] for op in leaves), groups[leaves[0]][1]))

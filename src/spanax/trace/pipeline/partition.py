@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 
 from spanax.errors import SpanaxError
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.jaxpr.loops import Loop, layer_loops, loop_of
-from spanax.trace.traced import Traced
 
 ADDING = frozenset({"add", "add_any"})
 
@@ -117,7 +117,7 @@ class PipelinePartition:
         return int(self.forward.op.params["length"])
 
 
-def pipeline_partition(traced: Traced, num_microbatches: int) -> PipelinePartition:
+def pipeline_partition(traced: StepAnalysis, num_microbatches: int) -> PipelinePartition:
     """Returns the pipeline partition of a step's loop over microbatches.
 
     Raises:
@@ -148,7 +148,7 @@ def _weight(graph: Graph, loop: Loop) -> int:
     return sum(map(size, loop.scanned))
 
 
-def _no_layers(traced: Traced, num_microbatches: int) -> SpanaxError:
+def _no_layers(traced: StepAnalysis, num_microbatches: int) -> SpanaxError:
     if num_microbatches == 1:
         return SpanaxError(
             "a pipeline needs microbatches, and the step has none.",
@@ -165,7 +165,7 @@ def _no_layers(traced: Traced, num_microbatches: int) -> SpanaxError:
 class _Cutter:
     """Computes a `PipelinePartition`: what each value depends on, and what each piece receives."""
 
-    traced: Traced
+    traced: StepAnalysis
     loop: Loop
     forward: Loop
     backward: Loop

@@ -20,11 +20,11 @@ from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Placement, Plan
 from spanax.plan.sharding.assign import divided_layers
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 
 ORDER_INVARIANT = frozenset({Family.ELEMENTWISE, Family.REDUCTION, Family.CONTRACTION, Family.VIEW})
 """Operations that treat all indices of a dim alike, whatever their order."""
@@ -76,7 +76,7 @@ class LayerOrder:
         """Reorders a traced array along its layer dim, if any, from row order to layer order."""
         return array if dim is None else _rows(array, self._order, dim)
 
-    def dim(self, traced: Traced, value: int) -> int | None:
+    def dim(self, traced: StepAnalysis, value: int) -> int | None:
         """Returns the layer dim of a value of a step without padding; None if it has none."""
         pairs = enumerate(zip(traced.axes.classes[value], traced.graph.shape(value), strict=True))
         layer_dim = self.label, self.parts.num_layers
@@ -144,7 +144,7 @@ def layers_by_stage(parts: Parts) -> tuple[int, ...]:
     )
 
 
-def check_order_invariant(traced: Traced, partition: PipelinePartition) -> None:
+def check_order_invariant(traced: StepAnalysis, partition: PipelinePartition) -> None:
     """Validates that no operation outside of the layer loop depends on the order of the layers.
 
     Raises:
@@ -165,7 +165,7 @@ def check_order_invariant(traced: Traced, partition: PipelinePartition) -> None:
             )
 
 
-def _has_label(traced: Traced, op: Op, labels: set[int | None]) -> bool:
+def _has_label(traced: StepAnalysis, op: Op, labels: set[int | None]) -> bool:
     return any(labels.intersection(traced.axes.classes[value]) for value in (*op.inputs, *op.outputs))
 
 

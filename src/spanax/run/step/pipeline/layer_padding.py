@@ -15,10 +15,10 @@ import numpy as np
 from spanax.errors import SpanaxError
 from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.run.step.replay.replay import Replay
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import BODIES, Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.retrace import dividing, longer_dim
-from spanax.trace.traced import Traced
 
 NEUTRAL: dict[str, Callable[[Any], Any]] = {
     "reduce_sum": lambda dtype: 0,
@@ -45,8 +45,8 @@ class PaddedStep:
       rows: the row order, with padding.
     """
 
-    written: Traced
-    step: Traced
+    written: StepAnalysis
+    step: StepAnalysis
     rows: LayerOrder
 
     def dim(self, value: int) -> int | None:

@@ -22,10 +22,10 @@ from spanax.run.step.pipeline.layer_padding import PaddedStep
 from spanax.run.step.pipeline.stage import Stage, Values, converted
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.replay import Replay
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.pipeline.partition import PipelinePartition, pipeline_partition
 from spanax.trace.pipeline.split_backward import SplitBackward, split_backward
-from spanax.trace.traced import Traced
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +57,7 @@ class OuterStep:
 
 def pipelined_replay(
     replay: Replay,
-    traced: Traced,
+    traced: StepAnalysis,
     schedule: Schedule,
     rows: LayerOrder | None = None,
     padded: tuple[Replay, PaddedStep] | None = None,

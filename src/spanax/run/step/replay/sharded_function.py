@@ -14,9 +14,9 @@ from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.run.step.pipeline.layer_padding import PaddedStep
 from spanax.run.step.pipeline.pipeline import pipelined_replay
 from spanax.run.step.replay.replay import Replay
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 
 
 def sharded_function(
@@ -24,7 +24,7 @@ def sharded_function(
     plan: Plan,
     mesh: Mesh,
     rows: LayerOrder | None,
-    traced: Traced,
+    traced: StepAnalysis,
     padded: PaddedStep | None,
     *,
     is_step: bool,
@@ -46,7 +46,7 @@ def sharded_function(
     is_unpadded = not is_step and rows is not None and rows.is_padded
     resolver = resolver_of(program, inside_stage(plan) if is_unpadded else plan)
 
-    def replay(traced: Traced) -> Replay:
+    def replay(traced: StepAnalysis) -> Replay:
         constraints = resolver.constraints(traced)
         if inputs_only:
             return Replay(traced.graph, [None] * len(constraints), {}, mesh)
@@ -62,7 +62,7 @@ def sharded_function(
     return pipelined_replay(replay(traced), traced, plan.schedule, rows, padded_replay)
 
 
-def _unconstrained(traced: Traced, op_shardings: Mapping[Op, OperandSharding]) -> set[int]:
+def _unconstrained(traced: StepAnalysis, op_shardings: Mapping[Op, OperandSharding]) -> set[int]:
     """Returns uniform values that an operation reshards for itself, and those that only such values depend on.
 
     They are computed where they are used: a constraint to another sharding would gather them.
