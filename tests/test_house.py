@@ -341,7 +341,7 @@ def asserted_times(root: Path) -> list[str]:
 
 
 OPENS_RUN_FOLDERS = (
-    "run/record/", "run/store/", "run/state/", "run/distributed/", "launch/", "show/", "commands/",
+    "run/record/", "run/store/", "run/state/", "run/training/", "run/distributed/", "launch/", "show/", "commands/",
     "check/array_placement.py", "check/measure/profile.py", "cli.py",
 )  # fmt: skip
 OPENS = {

@@ -21,9 +21,9 @@ class AppendLog:
     Example:
       >>> import tempfile
       >>> from spanax.entries.names import METRICS
-      >>> lines = Lines(Folder.of(tempfile.mkdtemp()), METRICS)
-      >>> lines.write("{}")
-      >>> lines.folder.read(METRICS)
+      >>> log = AppendLog(Folder.of(tempfile.mkdtemp()), METRICS)
+      >>> log.write("{}")
+      >>> log.folder.read(METRICS)
       b'{}\\n'
     """
 

@@ -63,7 +63,7 @@ class Trackers:
       warn: takes a line for each tracker that fails.
 
     Example:
-      >>> trackers = Trackers({"broken": None}, About(Path("runs/a"), {}, {}), print)
+      >>> trackers = Trackers({"broken": None}, RunInfo(Path("runs/a"), {}, {}), print)
       >>> trackers.begin(); trackers.take({"event": "step", "step": 1, "loss": 2.5})
       tracker 'broken' failed and is left out from here: 'NoneType' object has no attribute 'begin'
     """

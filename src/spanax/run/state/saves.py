@@ -12,6 +12,7 @@ from spanax.errors import DiskFullError, WriteError
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
 from spanax.run.distributed.processes import from_first
+from spanax.run.record.telemetry import Telemetry
 from spanax.run.run import Run
 from spanax.run.store import manifest
 from spanax.run.store.checkpoint import Pending
@@ -28,14 +29,14 @@ class Saves:
     Attributes:
       folder: the folder of all steps.
       config: how often is saved, and how many steps are kept.
-      tell: takes the events `save`, `save_failed` and `warning`.
+      telemetry: receives the events `save`, `save_failed` and `warning`.
       renew: called before a save; makes the run folder again where somebody removed it.
       saved: the step that was saved last, or that the run began with.
     """
 
     folder: Folder
     config: TrainConfig
-    tell: Callable[[dict[str, Any]], None]
+    telemetry: Telemetry
     renew: Callable[[], Any]
     saved: int = 0
     _going: Pending | None = None
@@ -85,7 +86,7 @@ class Saves:
         self._began = time.monotonic()
         self._going = run.save(self.folder, data=data, keep=self.config.keep)
         blocked = time.monotonic() - self._began
-        self.tell({"event": "save", "step": run.num_steps, "blocked_seconds": blocked})
+        self.telemetry.report({"event": "save", "step": run.num_steps, "blocked_seconds": blocked})
         return self._going
 
     def _settle(self, step: int) -> None:
@@ -102,11 +103,10 @@ class Saves:
             self._is_told = True
             step_seconds = (time.monotonic() - self._began) / max(1, step - going.step)
             fits = math.ceil(going.seconds / step_seconds)
-            self.tell({
-                "event": "warning",
-                "message": f"saving step {going.step} took {going.seconds:.1f} s, and what fell due meanwhile was not "
-                f"saved: step {', '.join(map(str, self._skipped))}. --save-every {fits} would fit",
-            })  # fmt: skip
+            self.telemetry.warn(
+                f"saving step {going.step} took {going.seconds:.1f} s, and what fell due meanwhile was not "
+                f"saved: step {', '.join(map(str, self._skipped))}. --save-every {fits} would fit"
+            )
         self._skipped.clear()
 
     def _failed(self, step: int, error: WriteError) -> bool:
@@ -114,7 +114,7 @@ class Saves:
         is_full = isinstance(error, DiskFullError)
         removed = from_first(lambda: str(make_room(self.folder) if is_full else None), WriteError)
         is_removed = removed != str(None)
-        self.tell({
+        self.telemetry.report({
             "event": "save_failed",
             "step": step,
             "reason": str(error).splitlines()[0],

@@ -1,4 +1,4 @@
-"""Remedy: what `spanax train` does about a step whose numbers are bad."""
+"""The policy of `spanax train` for steps whose loss, gradient norm or parameters are not finite, or a spike."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 from spanax.errors import NumbersError, WriteError
 from spanax.run.data.batches import Batches
+from spanax.run.record.telemetry import Telemetry
 from spanax.run.run import Run
 from spanax.run.step.guard import HALT, SKIP, WATCHED
 from spanax.run.store.checkpoint import Pending
@@ -16,38 +17,38 @@ CURE = "a lower --lr"
 
 @dataclass(eq=False)
 class BadStepPolicy:
-    """What follows on bad steps of a run.
+    """Halts, skips the step or rolls the run back after a bad step.
 
     Attributes:
-      begin: the run as a resume would have it: its newest good checkpoint, or the state it was born with.
-      tell: takes events for the metrics.
-      record: takes the same by name and values, for events.jsonl.
+      run: the run; its guard holds the policy and the patience.
+      data: the training batches.
+      restored: returns the run restored from its newest intact checkpoint, or its initial state if there is none.
+      telemetry: receives the events.
     """
 
     run: Run
     data: Batches
-    begin: Callable[[], Run]
-    tell: Callable[[dict[str, Any]], None]
-    record: Callable[..., None]
+    restored: Callable[[], Run]
+    telemetry: Telemetry
     _saving: Pending | None = None
     _num_rollbacks: int = 0
 
     def treat(self, step: int, batch: int, values: Mapping[str, Any], reason: str) -> bool:
-        """Do what the policy says about a bad step, and say whether the run went back.
+        """Applies the policy to a bad step, and returns whether the run was rolled back.
 
         Args:
-          step: its number.
+          step: the number of the step.
           batch: the index of its batch.
-          values: what it returned.
-          reason: why it is bad.
+          values: its metrics.
+          reason: why the step is bad.
 
         Raises:
-          NumbersError: the policy is to halt, or patience is at an end.
+          NumbersError: the policy is to halt, or there were more bad steps than `patience`.
         """
         assert self.run.guard is not None
         policy, patience = self.run.guard.policy, self.run.guard.patience
         numbers = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
-        self._say("bad_step", step=step, batch=batch, reason=reason, policy=policy, **numbers)
+        self._report("bad_step", step=step, batch=batch, reason=reason, policy=policy, **numbers)
         what = f"step {step} went wrong: {reason}."
         if policy == HALT:
             cures = f"--resume with --on-bad-step rollback or skip, which leave the batch out; or {CURE}"
@@ -57,7 +58,7 @@ class BadStepPolicy:
             if num_bad > patience:
                 where = f"{num_bad} bad steps in a row, the last one on batch {batch} of {self.data.source}"
                 raise self._end(what, where, f"{CURE}, --on-bad-step rollback, or a higher --patience")
-            self._say("skipped", step=step, batch=batch)
+            self._report("skipped", step=step, batch=batch)
             return False
         if self._num_rollbacks == patience:
             where = f"{patience} rollbacks and no checkpoint since; now batch {batch} of {self.data.source}"
@@ -66,10 +67,10 @@ class BadStepPolicy:
         return True
 
     def check_state(self) -> None:
-        """Hold the state itself against being finite, before it is saved.
+        """Checks before a save that the state is finite.
 
         Raises:
-          NumbersError: something in it is not.
+          NumbersError: an array is not.
         """
         bad = [] if self.run.guard is None else self.run.unsound()
         if bad:
@@ -79,7 +80,7 @@ class BadStepPolicy:
             raise self._end(what, where, f"{CURE}, or --on-bad-step ignore where an infinite parameter is meant")
 
     def check_good(self, num_good: int, num_bad: int) -> None:
-        """Check that at least one step of a finished run was good.
+        """Checks that at least one step of a finished run was good.
 
         Raises:
           NumbersError: every step was skipped.
@@ -89,11 +90,11 @@ class BadStepPolicy:
             raise self._end(what, f"the state is that of step {self.run.num_steps - num_bad}", CURE)
 
     def saved(self, saving: Pending) -> None:
-        """A checkpoint is being written: the run has got on."""
+        """Resets the number of rollbacks, because a new checkpoint is being written."""
         self._saving, self._num_rollbacks = saving, 0
 
     def _end(self, what: str, where: str, fix: str) -> NumbersError:
-        """The error to end with, once the good step that may still be on its way to the disk is there."""
+        """Returns the error to raise, after waiting for a save in progress."""
         if self._saving is not None:
             with contextlib.suppress(WriteError):
                 self._saving.wait()
@@ -101,16 +102,15 @@ class BadStepPolicy:
 
     def _go_back(self, step: int, batch: int) -> None:
         if self._saving is not None:
-            with contextlib.suppress(WriteError):  # told of where it was begun; then an older step is the newest
-                self._saving.wait()  # all processes must find the same step the newest
+            with contextlib.suppress(WriteError):  # `Saves` reports it; an older step is then the newest
+                self._saving.wait()  # all processes must restore the same step
         self._num_rollbacks += 1
-        left_out = {*self.data.skipped, batch}
+        skipped = {*self.data.skipped, batch}
         start = {**self.data.state(), "next_index": 0, "mark": None}
-        self.run.go_back(self.begin)
+        self.run.go_back(self.restored)
         self.data.restore(self.run.position or start)
-        self.data.skip(*left_out)
-        self._say("rolled_back", step=self.run.num_steps, from_step=step, batch=batch)
+        self.data.skip(*skipped)
+        self._report("rolled_back", step=self.run.num_steps, from_step=step, batch=batch)
 
-    def _say(self, event: str, **values: Any) -> None:
-        self.tell({"event": event, **values})
-        self.record(event, **values)
+    def _report(self, event: str, **values: Any) -> None:
+        self.telemetry.report({"event": event, **values})
