@@ -117,10 +117,10 @@ def test_a_run_computes_as_planned(devices: list[jax.Device]) -> None:
 )
 def test_a_plan_file_and_a_switch_that_it_contains_conflict(flags: dict[str, Any], tmp_path: Path) -> None:
     (name,) = flags
-    with pytest.raises(SpanaxError, match=f"--plan already says {name}"):
+    with pytest.raises(SpanaxError, match=f"--plan already determines {name}"):
         check(TrainConfig(plan="p.json", **flags))
     spanax.plan(linear(), "cpu:8", layout="data").save(tmp_path / "p.json")
-    with pytest.raises(SpanaxError, match=f"--plan already says {name}"):
+    with pytest.raises(SpanaxError, match=f"--plan already determines {name}"):
         checking.answer(partial(load, "gpt-nano"), CheckCommand("gpt-nano", "cpu:8", plan=tmp_path / "p.json", **flags))
 
 

@@ -26,7 +26,7 @@ from spanax.run.record.telemetry import Event, Telemetry, open_telemetry
 from spanax.run.record.trackers import RunInfo
 from spanax.run.run import Run
 from spanax.run.state.saves import Saves
-from spanax.run.tracking import made, summary
+from spanax.run.tracking import create_trackers, summary
 from spanax.run.training.bad_step_policy import BadStepPolicy
 from spanax.run.training.begin import begin, start_or_restore
 from spanax.run.training.job import build
@@ -105,7 +105,7 @@ def _report_start(run: Run, data: Batches, records: Records) -> None:
     """Writes the records of the run, opens its metrics and trackers, and reports the events before the first step."""
     telemetry, config = records.telemetry, records.job.config
     if is_first():
-        trackers = made(config.track)
+        trackers = create_trackers(config.track)
         records.write()
         reached = telemetry.ledger.reached
         telemetry.begin(RunInfo(telemetry.folder, config.record(), summary(run), run.num_steps, reached), trackers)

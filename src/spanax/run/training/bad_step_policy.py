@@ -49,20 +49,20 @@ class BadStepPolicy:
         policy, patience = self.run.guard.policy, self.run.guard.patience
         numbers = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
         self._report("bad_step", step=step, batch=batch, reason=reason, policy=policy, **numbers)
-        what = f"step {step} went wrong: {reason}."
+        message = f"step {step} went wrong: {reason}."
         if policy == HALT:
-            cures = f"--resume with --on-bad-step rollback or skip, which leave the batch out; or {CURE}"
-            raise self._end(what, f"batch {batch} of {self.data.source}", cures)
+            cures = f"--resume with --on-bad-step rollback or skip, which both skip the batch; or {CURE}"
+            raise self._error(message, f"batch {batch} of {self.data.source}", cures)
         if policy == SKIP:
             num_bad = step - self.run.history.last_good_step
             if num_bad > patience:
                 where = f"{num_bad} bad steps in a row, the last one on batch {batch} of {self.data.source}"
-                raise self._end(what, where, f"{CURE}, --on-bad-step rollback, or a higher --patience")
+                raise self._error(message, where, f"{CURE}, --on-bad-step rollback, or a higher --patience")
             self._report("skipped", step=step, batch=batch)
             return False
         if self._num_rollbacks == patience:
             where = f"{patience} rollbacks and no checkpoint since; now batch {batch} of {self.data.source}"
-            raise self._end(what, where, f"{CURE}, --on-bad-step skip, or a higher --patience")
+            raise self._error(message, where, f"{CURE}, --on-bad-step skip, or a higher --patience")
         self._go_back(step, batch)
         return True
 
@@ -75,9 +75,9 @@ class BadStepPolicy:
         bad = [] if self.run.guard is None else self.run.unsound()
         if bad:
             listed = ", ".join(f"`{path}`" for path in bad[:3]) + (", ..." if len(bad) > 3 else "")
-            what = f"the state after step {self.run.num_steps} is not finite, though all it returned was."
+            message = f"the state after step {self.run.num_steps} is not finite, although its metrics are."
             where = f"{len(bad)} of {len(self.run.program.leaves)} arrays: {listed}; it is not saved"
-            raise self._end(what, where, f"{CURE}, or --on-bad-step ignore where an infinite parameter is meant")
+            raise self._error(message, where, f"{CURE}, or --on-bad-step ignore if a parameter may be infinite")
 
     def check_good(self, num_good: int, num_bad: int) -> None:
         """Checks that at least one step of a finished run was good.
@@ -86,19 +86,19 @@ class BadStepPolicy:
           NumbersError: every step was skipped.
         """
         if num_bad and not num_good:
-            what = f"all {num_bad} steps went wrong and were skipped: nothing was trained."
-            raise self._end(what, f"the state is that of step {self.run.num_steps - num_bad}", CURE)
+            message = f"all {num_bad} steps went wrong and were skipped: nothing was trained."
+            raise self._error(message, f"the state is that of step {self.run.num_steps - num_bad}", CURE)
 
     def saved(self, saving: Pending) -> None:
         """Resets the number of rollbacks, because a new checkpoint is being written."""
         self._saving, self._num_rollbacks = saving, 0
 
-    def _end(self, what: str, where: str, fix: str) -> NumbersError:
+    def _error(self, message: str, where: str, fix: str) -> NumbersError:
         """Returns the error to raise, after waiting for a save in progress."""
         if self._saving is not None:
             with contextlib.suppress(WriteError):
                 self._saving.wait()
-        return NumbersError(what, where=where, fix=fix)
+        return NumbersError(message, where=where, fix=fix)
 
     def _go_back(self, step: int, batch: int) -> None:
         if self._saving is not None:

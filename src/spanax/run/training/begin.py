@@ -10,8 +10,9 @@ from spanax.entries.names import CHECKPOINTS
 from spanax.plan.sharding.place import as_planned
 from spanax.run.record import folder as run_folder
 from spanax.run.record.telemetry import Telemetry
-from spanax.run.run import Run, start
+from spanax.run.run import Run
 from spanax.run.state.restore import restore
+from spanax.run.state.start import start
 from spanax.run.store import checkpoint, manifest
 from spanax.run.training.job import Job
 
@@ -41,10 +42,10 @@ def start_or_restore(job: Job, telemetry: Telemetry, *, resume: bool) -> Run:
     config, plan = job.config, job.plan
     if resume:
         for change in run_folder.changed_versions(telemetry.folder):
-            telemetry.warn(f"the run was last in another environment: {change}")
+            telemetry.warn(f"the environment has changed since the run was last started: {change}")
         if unsealed := run_folder.check_records(telemetry.folder):
             names = f"{', '.join(unsealed)} of '{telemetry.folder}'"
-            telemetry.warn(f"{names} have no checksum: not every cut or change would show")
+            telemetry.warn(f"{names} have no checksum, so that damage may remain undetected")
         steps = Folder.of(telemetry.folder).inner(CHECKPOINTS)
         if manifest.steps(steps):
             return restore(job.program, plan, steps, devices=job.devices, warn=telemetry.warn, guard=config.guard)

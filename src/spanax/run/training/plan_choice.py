@@ -41,7 +41,7 @@ def choose_plan(program: Program, config: TrainConfig, devices: Sequence[Any], t
         plan = _replanned(place, devices)
         reason, num_idle = first_line(error), len(devices) - plan.mesh.size
         telemetry.warn(
-            f"{before.get('devices')} devices before, {len(devices)} now: {reason} Going on with "
+            f"{before.get('devices')} devices before, {len(devices)} now: {reason} Continuing with "
             f"{plan.layout.name} on {plan.mesh}" + (f"; {num_idle} devices idle" if num_idle else "")
         )
         replanned = {"event": "replanned", "reason": reason, "idle": num_idle, "before": before.get("devices")}

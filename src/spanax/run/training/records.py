@@ -55,10 +55,10 @@ class Records:
             self._plan = with_prediction(self.job.program, self._plan, cluster)
             run_folder.write_plan(self.telemetry.folder, self._plan.to_json())
         except Exception as error:
-            self.telemetry.warn(f"the plan has no price: {first_line(error)}")
+            self.telemetry.warn(f"cannot predict the step time of the plan: {first_line(error)}")
 
     def _renewed(self) -> str:
         if self.lock is not None and self.lock.renew():
             self.write()
-            self.telemetry.warn(f"the run folder '{self.lock.folder}' was removed, and is made again")
+            self.telemetry.warn(f"the run folder '{self.lock.folder}' was removed, and has been created again")
         return "locked"
