@@ -85,7 +85,7 @@ def test_axes_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown workload": (["train", "gpt-nan"], 2, "did you mean 'gpt-nano'"),
-    "a workload without data": (["train", "resnet50"], 2, "'resnet50' brings no data"),
+    "a workload without data": (["train", "resnet50"], 2, "'resnet50' has no data"),
     "a length that is none": (["axes", "resnet50", "--seq", "8"], 2, "no sequence length to change"),
     "unknown file": (["train", "nowhere.py:x"], 2, "there is no file 'nowhere.py'"),
     "unknown layout": (["train", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
@@ -114,16 +114,16 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
     "unknown attention": (["train", "--attention", "fast"], 2, "known: plain, auto, flash"),
     "loss chunks of no number": (["train", "--loss-chunks", "many"], 2, "it takes auto, or a number from 1"),
-    "a profile of no steps": (["train", "--profile", "20:10"], 2, "takes the first and the last step"),
+    "a profile of no steps": (["train", "--profile", "20:10"], 2, "it must be the first and the last step"),
     "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),
     "calls that skip spikes": (
         ["train", "--steps-per-call", "4", "--on-bad-step", "skip", "--spike", "5"],
         2,
         "cannot skip spikes",
     ),  # fmt: skip
-    "resume from nowhere": (["train", "--resume"], 2, "--resume needs the run folder"),
-    "resume to an earlier step": (["train", "--out", "ended", "--resume", "--steps", "5"], 2, "step 8 already"),
-    "resume without settings": (["train", "--out", "old", "--resume"], 65, "has no 'config.toml'"),
+    "resume from nowhere": (["train", "--resume"], 2, "--resume requires --out, the run folder"),
+    "resume to an earlier step": (["train", "--out", "ended", "--resume", "--steps", "5"], 2, "has reached step 8"),
+    "resume without settings": (["train", "--out", "old", "--resume"], 65, "contains a run but no 'config.toml'"),
     "resume with half of the settings": (["train", "--out", "cut", "--resume"], 65, "does not match its checksum"),
     "missing data": (["train", "--data", "nowhere.txt"], 65, "nowhere.txt"),
     "empty data": (["train", "--data", "empty.txt"], 65, "empty"),
@@ -137,7 +137,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown tracker": (["train", "--track", "tensorbord"], 2, "did you mean 'tensorboard'"),
     "missing plan": (["train", "--plan", "nowhere.json"], 65, "cannot read the plan"),
     "a plan that is none": (["train", "--plan", "bad.json"], 65, "this is not a plan file"),
-    "plan and mesh": (["train", "--plan", "bad.json", "--mesh", "data=8"], 2, "--plan already says"),
+    "plan and mesh": (["train", "--plan", "bad.json", "--mesh", "data=8"], 2, "--plan already determines"),
     "missing config": (["train", "--config", "nowhere.toml"], 65, "cannot read the configuration"),
     "unknown key": (["train", "--config", "bad.toml"], 2, "did you mean 'steps'"),
     "wrong type": (["train", "--config", "type.toml"], 2, "it must be an integer"),
@@ -147,7 +147,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "a FIFO in a run": (["report", "foreign"], 65, "'events.jsonl' is a FIFO"),
     "a hard link in a run": (["train", "--out", "twice"], 65, "'LOCK' has another name"),
     "a folder in a run": (["launch", "local", "--", "train", "--out", "nested"], 65, "'LOCK' is a folder"),
-    "out has a run": (["train", "--out", "old"], 73, "already holds a run"),
+    "out has a run": (["train", "--out", "old"], 73, "already contains a run"),
     "no devices named": (["plan", "gpt-nano"], 2, "needs to know the devices"),
     "unknown chip": (["plan", "gpt-nano", "--on", "h10:8"], 2, "did you mean 'h100'"),
     "no such torus": (["plan", "gpt-nano", "--on", "v5p:3x2x1"], 2, "v5p"),
@@ -266,7 +266,7 @@ def test_a_run_can_be_resumed_at_its_last_step(folder: Path) -> None:
 
     check_steps(folder / "ended", 8)
     check_steps(folder / "old", 1)
-    with pytest.raises(SpanaxError, match="step 8 already"):
+    with pytest.raises(SpanaxError, match="has reached step 8"):
         check_steps(folder / "ended", 7)
 
 

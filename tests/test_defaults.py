@@ -22,8 +22,8 @@ from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.plan import Plan, Schedule
-from spanax.run import trainer
 from spanax.run.config import TrainConfig, check
+from spanax.run.training import plan_choice
 from spanax.show.search import search_json, search_text
 from spanax.trace.program import Program
 
@@ -117,10 +117,10 @@ def test_a_run_computes_as_planned(devices: list[jax.Device]) -> None:
 )
 def test_a_plan_file_and_a_switch_that_it_contains_conflict(flags: dict[str, Any], tmp_path: Path) -> None:
     (name,) = flags
-    with pytest.raises(SpanaxError, match=f"--plan already says {name}"):
+    with pytest.raises(SpanaxError, match=f"--plan already determines {name}"):
         check(TrainConfig(plan="p.json", **flags))
     spanax.plan(linear(), "cpu:8", layout="data").save(tmp_path / "p.json")
-    with pytest.raises(SpanaxError, match=f"--plan already says {name}"):
+    with pytest.raises(SpanaxError, match=f"--plan already determines {name}"):
         checking.answer(partial(load, "gpt-nano"), CheckCommand("gpt-nano", "cpu:8", plan=tmp_path / "p.json", **flags))
 
 
@@ -177,11 +177,11 @@ def test_what_cannot_be_read_of_a_step_of_one_batch_size_is_a_warning() -> None:
 
 def test_a_run_that_is_resumed_elsewhere_keeps_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = linear()
-    monkeypatch.setattr(trainer, "local", lambda devices: spanax.cluster("h100:8"))
+    monkeypatch.setattr(plan_choice, "local", lambda devices: spanax.cluster("h100:8"))
     for recorded, resumed in ((None, "float32"), ("bfloat16", "bfloat16")):
         schedule = Schedule(compute_dtype=recorded)
         spanax.plan(program, "cpu:8", layout="data", schedule=schedule).save(tmp_path / "plan.json")
-        again = trainer._in_recorded_dtype(program, tmp_path, [])
+        again = plan_choice.in_recorded_dtype(program, tmp_path, [])
         assert spanax.plan(again, "h100:8", layout="data").schedule.compute_dtype == resumed
 
 

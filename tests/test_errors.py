@@ -34,7 +34,7 @@ from spanax.run.data.batches import batches
 from spanax.run.data.source import Loader
 from spanax.run.distributed.devices import simulate
 from spanax.run.distributed.processes import Hosts
-from spanax.run.run import start
+from spanax.run.state.start import start
 from spanax.trace.initial_state import Eager
 from spanax.trace.program import Program
 from spanax.trace.pure_loss import with_extra

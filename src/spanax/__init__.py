@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from spanax.run.data.batches import Batches, batches
     from spanax.run.data.mixture import Mixture, mixture
     from spanax.run.distributed.devices import simulate
-    from spanax.run.run import Run, start
+    from spanax.run.run import Run
     from spanax.run.state.restore import restore
+    from spanax.run.state.start import start
     from spanax.run.step.guard import Guard
     from spanax.run.tracking import track
     from spanax.stack.block_lists import stack
@@ -70,7 +71,7 @@ _HOME = {
     "search": "plan.search",
     "simulate": "run.distributed.devices",
     "stack": "stack.block_lists",
-    "start": "run.run",
+    "start": "run.state.start",
     "trace": "trace.tracing",
     "track": "run.tracking",
 }

@@ -171,7 +171,7 @@ def test_a_run_folder_whose_name_is_not_what_it_looks_like(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         cli.main([*before, "--out", path])
-    assert stop.value.code == 2 and "begins or ends with a blank" in capsys.readouterr().err
+    assert stop.value.code == 2 and "begins or ends with whitespace" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -183,7 +183,7 @@ def test_a_configuration_names_its_run_folder_as_it_is(
     Path("c.toml").write_text('out = "a "\n')
     with pytest.raises(SystemExit) as stop:
         cli.main([*before, "--config", "c.toml"])
-    assert stop.value.code == 2 and "begins or ends with a blank" in capsys.readouterr().err
+    assert stop.value.code == 2 and "begins or ends with whitespace" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["c.toml"]
 
 

@@ -107,7 +107,7 @@ def test_another_run_is_not_gone_on_with(place: Path, setting: dict[str, Any]) -
     begun = {"workload": "small.py:small", "data": "a.txt", "tokenizer": "bytes", "batch": 24, "seq": 16, "seed": 5}
     (place / "elastic" / "config.toml").write_text(sealed(config_text(begun)))
     config = TrainConfig(out="elastic", resume=True, steps=2, **begun | setting)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=f"is to go on with {next(iter(setting.values()))}") as told:
+    with pytest.raises(ConfigError, match=f"cannot be resumed with {next(iter(setting.values()))}") as told:
         train(lambda **sizes: load("small.py:small", **sizes), config, jax.devices(), lambda event: None)
     assert told.value.exit_code == 78 and len(str(told.value).splitlines()) <= 4
 

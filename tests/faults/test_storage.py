@@ -97,7 +97,7 @@ def test_a_full_disk_ends_no_run_and_leaves_nothing(small_disk: Path) -> None:
     assert [event["step"] for event in failed] == [4] and "no space left" in failed[0]["reason"]
     assert failed[0]["removed"] is None, "the only good step stays"
     assert names(out / "checkpoints") == ["2", "6", "8"] and checkpoint.verify(out / "checkpoints") == []
-    assert recorded(out) == list(range(1, 9)), "lines wait for room"
+    assert recorded(out) == list(range(1, 9)), "lines are buffered"
 
 
 def test_older_steps_make_room_on_a_disk_that_is_too_small(small_disk: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_disk_that_turns_read_only_ends_no_run(small_disk: Path, capfd: pytest
         small_disk / "run",
         {3: between_saves(turn_read_only), 5: lambda: subprocess.run(["umount", str(small_disk)], check=True)},
     )
-    assert capfd.readouterr().err.count("the run goes on, and its lines wait for room") == 1
+    assert capfd.readouterr().err.count("training continues, and its lines are buffered") == 1
     assert [event["step"] for event in kinds(told, "save_failed")] == [4]
     assert "Read-only" in kinds(told, "save_failed")[0]["reason"]
     assert names(small_disk / "run" / "checkpoints") == ["2", "6", "8"] and recorded(small_disk / "run") == list(
@@ -201,7 +201,7 @@ def test_a_disk_that_turns_read_only_ends_no_run(small_disk: Path, capfd: pytest
 def test_a_run_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     out = tmp_path / "run"
     told = run(out, {3: between_saves(lambda: shutil.rmtree(out))})
-    assert "was removed, and is made again" in kinds(told, "warning")[0]["message"]
+    assert "was removed, and has been created again" in kinds(told, "warning")[0]["message"]
     assert names(out / "checkpoints") == ["4", "6", "8"] and checkpoint.verify(out / "checkpoints") == []
     assert {"config.toml", "plan.json", "env.json", "LOCK"} <= set(names(out))
     assert recorded(out)[-5:] == list(range(4, 9))
@@ -215,7 +215,7 @@ def test_a_run_folder_that_became_anothers_is_left_alone(tmp_path: Path) -> None
         out.mkdir()
         (out / "metrics.jsonl").write_text('{"event": "step", "step": 1}\n')
 
-    with pytest.raises(WriteError, match="already holds a run"):
+    with pytest.raises(WriteError, match="already contains a run"):
         run(out, {3: between_saves(take)})
     assert not (out / "checkpoints").exists() and not (out / "plan.json").exists()
 
@@ -234,7 +234,7 @@ def test_a_slow_disk_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.Monkey
     assert kinds(told, "step")[6]["step"] == 7, "no step waited for the disk"
     assert at_once == [1] * len(at_once) and not kinds(told, "save_failed")
     (warning,) = kinds(told, "warning")
-    assert "was not saved: step 4, 6" in warning["message"] and "--save-every " in warning["message"]
+    assert "were skipped: step 4, 6" in warning["message"] and "--save-every " in warning["message"]
     assert names(tmp_path / "run" / "checkpoints") == ["2", "8"]
 
 

@@ -36,7 +36,7 @@ def test_a_place_and_a_threshold_that_are_said_stay(tmp_path: Path) -> None:
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "spanax").write_text("a file where the folder would be")
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
-    with pytest.warns(UserWarning, match="compiled programs are not kept in .*: it cannot be written"):
+    with pytest.warns(UserWarning, match="compiled programs are not cached in .*: it is not writable"):
         keep_programs(environ)
     assert environ == {"XDG_CACHE_HOME": str(tmp_path)}
 

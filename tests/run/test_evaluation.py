@@ -167,3 +167,29 @@ def test_a_remainder_needs_an_end() -> None:
             build=lambda rngs: nnx.Embed(300, 8, rngs=rngs), batch=FLAT, optimizer=optax.sgd(0.1),
             loss=lambda model, batch: model(batch["x"]).mean()), spanax.cluster("cpu:4"), layout="data"),
             epochs=None, drop_remainder=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("has_baseline", [True, False])
+def test_the_workload_chooses_the_baseline(has_baseline: bool, tmp_path: Path) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def baseline(train: np.ndarray, validation: np.ndarray, vocab_size: int) -> float:
+        shapes.append((*train.shape, *validation.shape, vocab_size))
+        return 1.5
+
+    def text_loss(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        return (model(batch["inputs"]) ** 2).mean()
+
+    (tmp_path / "text.txt").write_text("abcdefgh" * 100)
+    workload = spanax.Workload(
+        build=lambda rngs: nnx.Embed(256, 8, rngs=rngs), optimizer=optax.sgd(0.1), loss=text_loss, vocab_size=256,
+        batch=dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct((4, 8), "int32")),
+        source=str(tmp_path / "text.txt"), baseline=baseline if has_baseline else None,
+    )  # fmt: skip
+    events: list[Event] = []
+    config = TrainConfig(workload="mine", layout="data", steps=1, eval_batches=1, out=str(tmp_path / "run"))
+    train(lambda **_: workload, config, jax.devices()[:2], events.append)
+    evaluation = next(event for event in events if event["event"] == "eval")
+    assert evaluation.get("bigram_loss") == events[-1]["bigram_loss"] == (1.5 if has_baseline else None)
+    assert ("bigram_loss" in evaluation) == has_baseline
+    assert shapes == ([(760, 33, 256)] if has_baseline else [])

@@ -80,7 +80,7 @@ def test_arrays_that_lie_elsewhere_are_seen() -> None:
     at = next(i for i, leaf in enumerate(run.plan.leaves) if leaf.path == "up.kernel")
     run.state[at] = jax.device_put(np.asarray(run.state[at]), run.plan.leaves[0].sharding(run.mesh))
     assert misplaced(run) == ["up.kernel"]
-    text = refused("`up.kernel` is not where the plan puts it", lambda: assert_placed(run.plan, run.state, run.mesh))
+    text = refused("`up.kernel` is not sharded as planned", lambda: assert_placed(run.plan, run.state, run.mesh))
     assert "planned P" in text and "(None, 'fsdp')" in text
 
 

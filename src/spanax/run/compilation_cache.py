@@ -1,6 +1,6 @@
-"""Kept programs: what JAX compiled for one run, for the next one to begin with.
+"""JAX's persistent compilation cache, in the cache folder of the user.
 
-They are code: a run folder may come from a stranger, so they lie in the cache folder of who trains.
+Compiled programs are code, and a run folder may come from an untrusted source, so they are never stored in run folders.
 """
 
 import os
@@ -12,19 +12,23 @@ from pathlib import Path
 from spanax.run.data.cache import cache_folder, untrusted
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
-"""The variable with which JAX is told where, when it is imported."""
+"""The environment variable from which JAX reads the folder of its cache at import."""
 
 THRESHOLD = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-"""The variable that says what compiles too fast to be kept: JAX's own second leaves out most of what makes a state."""
+"""The environment variable for the minimal compile time of a cached program.
+
+Most programs that initialize a state compile in less than JAX's default of one second.
+"""
 
 MOST_BYTES = 2 << 30
+"""The size to which the cache is pruned."""
 
 
 def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have JAX keep what it compiles; to be called before it is imported.
+    """Enables JAX's compilation cache; call before importing JAX.
 
-    A place and a threshold that the environment names stay; nothing is kept where nothing can be written, and a warning
-    says so.
+    A folder and a threshold set in the environment are unchanged. If the folder is not writable or not trusted, the
+    cache stays disabled, with a warning.
 
     Example:
       >>> import tempfile
@@ -39,9 +43,9 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     folder = cache_folder(environ=environ) / "compiled"
     with suppress(OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    reason = untrusted(folder) if os.access(folder, os.W_OK | os.X_OK) else "it cannot be written"
+    reason = untrusted(folder) if os.access(folder, os.W_OK | os.X_OK) else "it is not writable"
     if reason:
-        warnings.warn(f"compiled programs are not kept in '{folder}': {reason}.", stacklevel=2)
+        warnings.warn(f"compiled programs are not cached in '{folder}': {reason}.", stacklevel=2)
         return
     prune(folder, MOST_BYTES)
     environ[FOLDER] = str(folder)
@@ -49,19 +53,19 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def prune(folder: Path, most_bytes: int) -> None:
-    """Remove the files of a folder that were read or written longest ago, until the others take so many bytes at most.
+    """Removes the least recently used files of a folder until the others take at most `most_bytes`.
 
-    JAX's own bound (jax_compilation_cache_max_size) ends, in 0.10.2, at the first file that was written without one.
+    JAX's own limit (jax_compilation_cache_max_size) fails in 0.10.2 at the first file written without a limit.
     """
-    found = []
+    files = []
     for path in folder.iterdir():
-        with suppress(OSError):  # another run may remove it at the same time
+        with suppress(OSError):  # another run may remove it concurrently
             stat = path.stat()
-            found.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
-    left = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if left <= most_bytes:
+            files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
+    num_bytes = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if num_bytes <= most_bytes:
             return
         with suppress(OSError):
             path.unlink()
-        left -= size
+        num_bytes -= size

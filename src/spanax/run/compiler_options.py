@@ -1,4 +1,4 @@
-"""Options: what a plan asks of XLA's compiler, tried before anything else is made."""
+"""XLA compiler options of a plan, and a check that the compiler accepts them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,23 +13,23 @@ from spanax.plan.plan import Plan
 from spanax.run.step.platform import platform_of
 
 
-def flagged(plan: Plan, asked: str | None, devices: Sequence[Any]) -> Plan:
-    """Returns the plan with the options for XLA that --xla-flags asks for; the plan itself if it is not set.
+def flagged(plan: Plan, requested: str | None, devices: Sequence[Any]) -> Plan:
+    """Returns the plan with the XLA options of --xla-flags; the plan itself if the flag is not set.
 
     Raises:
-      SpanaxError: one cannot be read.
+      SpanaxError: an option cannot be parsed.
     """
-    if asked is None:
+    if requested is None:
         return plan
     default = default_flags(local(devices[: plan.mesh.size]), plan.param_axes)
-    return replace(plan, xla_flags=flags_of(asked, default))
+    return replace(plan, xla_flags=flags_of(requested, default))
 
 
 def check_accepted(plan: Plan, mesh: jax.sharding.Mesh) -> None:
-    """Hold the options of a plan against the compiler for these devices.
+    """Checks that the compiler for these devices accepts the XLA options of a plan.
 
     Raises:
-      SpanaxError: it does not know one of them, or not that value of it.
+      SpanaxError: an option is unknown to it, or has an unknown value.
     """
     options = for_platform(plan.xla_flags, platform_of(mesh))
     if not options:
@@ -38,7 +38,7 @@ def check_accepted(plan: Plan, mesh: jax.sharding.Mesh) -> None:
         jax.jit(lambda x: x + 1, compiler_options=options).lower(jax.ShapeDtypeStruct((), "int32")).compile()
     except jax.errors.JaxRuntimeError as error:
         raise SpanaxError(
-            f"XLA does not take an option: {str(error).splitlines()[0].partition(': ')[2][:200]}",
+            f"XLA rejects an option: {str(error).splitlines()[0].partition(': ')[2][:200]}",
             where=", ".join(plan.xla_flags)[:200],
-            fix="--xla-flags none, or names that this version of XLA has",
+            fix="--xla-flags none, or options of this version of XLA",
         ) from None

@@ -1,4 +1,4 @@
-"""TrainConfig: every setting of `spanax train`; the command line, the TOML file and config.toml are made of it."""
+"""The settings of `spanax train`, as flags, in a TOML file and in the config.toml of a run."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -25,63 +25,65 @@ from spanax.trace.rewrites.remat_policies import (
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Train a workload on the devices that are there, or on simulated ones.
+    """Train a workload on the available devices, or on simulated ones.
 
     Attributes:
       workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), file.py:name,
-        or a folder that spanax import wrote.
+        or a folder written by spanax import.
       layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert,
-        pipeline, pipeline+tensor or 3d; `+seq` behind a tensor one splits the sequence too. By default it is inferred
-        from --mesh, or the fastest layout that fits.
+        pipeline, pipeline+tensor or 3d; `+seq` after a tensor layout also shards the sequence. Default: inferred from
+        --mesh, or the fastest layout that fits.
       mesh: axis sizes, slowest first, such as data=4,model=2.
-      plan: a plan file to obey, instead of layout and mesh.
-      devices: how many devices; simulated on a CPU where there is no accelerator (8 by default there).
-      steps: how many steps to train in all, those before a resume included; an error if the run has taken more.
-      steps_per_call: how many steps the devices are given at once, for models so small that the host is the slower one;
-        every step is told of, and a call ends where a save or an evaluation is due.
+      plan: a plan file to use instead of layout and mesh.
+      devices: number of devices; simulated on a CPU if there is no accelerator (then 8 by default).
+      steps: total number of steps, including those before a resume; an error if the run has taken more.
+      steps_per_call: steps dispatched to the devices at once, for models whose step is shorter than the overhead of
+        the host; every step is logged, and a call ends where a save or an evaluation is due.
       batch: examples in a global batch.
       seq: tokens in an example.
-      data: a text file, a folder of them, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record, a folder or a
-        pattern of them; a.jsonl=0.7,b.parquet=0.3 mixes; or `python`: its standard library, for a start.
-      field: the field of a table that holds the text or the tokens (of several the first that a table has), or
+      data: a text file, a folder of text files, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record file, a
+        folder or a pattern of them; a.jsonl=0.7,b.parquet=0.3 for a mixture; or `python`, its standard library.
+      field: the field of a table with the text or the tokens (of several, the first that a table has), or
         leaf=field,leaf=field.
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
-      lr: the peak learning rate.
-      seed: of the parameters and of the order of the data.
-      dtype: what is computed in, float32, bfloat16 or float16; parameters stay as the model makes them. Left out:
-        bfloat16 on accelerators, unless the model chooses dtypes itself.
-      optimizer_state: what the optimizer remembers is kept in, float32 or bfloat16.
-      microbatches: parts of the batch over which gradients are added up; a pipeline sends them through its stages.
-      accumulate: what microbatches compute: exact, the results of the batch, or mean, the mean of theirs.
-      schedule: in which order the stages of a mesh with `pipe` work: gpipe, 1f1b, interleaved or zero-bubble.
-      chunks: pieces of the model on each stage, for interleaved.
-      remat: what the backward pass keeps: none forgets nothing, dots keeps matmul results, full only what enters a
-        layer, offload is dots in host memory. Left out: the fastest that fits; on CPUs as the model has it, where a
-        layout or mesh is given.
-      attention: plain, as the model wrote it; flash, by the platform's kernel; auto, by it where it can be. Left out:
-        auto on accelerators, plain on CPUs.
-      loss_chunks: the logits in so many chunks of tokens, or auto: where that saves much memory. Left out: auto on
+      lr: peak learning rate.
+      seed: seed of the parameters and of the order of the data.
+      dtype: compute dtype, float32, bfloat16 or float16; parameters keep the dtype of the model. Default: bfloat16 on
+        accelerators, unless the model chooses dtypes itself.
+      optimizer_state: dtype of the optimizer state, float32 or bfloat16.
+      microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline.
+      accumulate: how microbatches are combined: exact, to the results of the full batch, or mean, to the mean of
+        their losses.
+      schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
+      chunks: model chunks per stage of the interleaved schedule.
+      remat: what the backward pass keeps: none keeps everything, dots the results of matmuls, full only the inputs of
+        each layer, offload is dots in host memory. Default: the fastest that fits; on CPUs, if a layout or mesh is
+        given, as written in the model.
+      attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel where it applies.
+        Default: auto on accelerators, plain on CPUs.
+      loss_chunks: number of chunks of tokens for the logits, or auto, where that saves much memory. Default: auto on
         accelerators, 1 on CPUs.
-      out: the run folder; runs/<workload>-<time> by default.
-      init: a run folder or checkpoint that the parameters begin from, such as spanax import writes; all else is new.
-      init_partial: with init, load the weights that match by path and shape, and list the others: for a model that has
-        more, such as LoRA adapters or a new head.
-      resume: go on from the newest good checkpoint in the run folder, on any mesh.
-      accept_changed_model: with resume, go on also where the model or the loss computes something else than before.
+      out: run folder; runs/<workload>-<time> by default.
+      init: a run folder or checkpoint to load the parameters from, such as one written by spanax import; the rest of
+        the state is new.
+      init_partial: with init, load the weights that match by path and shape and list the others, for a model with
+        additional weights, such as LoRA adapters or a new head.
+      resume: continue from the newest intact checkpoint in the run folder, on any mesh.
+      accept_changed_model: with resume, continue even if the model or the loss has changed.
       save_every: steps between checkpoints; 0 saves at the end only.
-      keep: how many checkpoints to keep.
+      keep: number of checkpoints to keep.
       eval_every: steps between evaluations on held-out data; 0 evaluates at the end only.
-      eval_batches: how many batches one evaluation takes.
-      log_every: steps between lines.
-      track: tensorboard, wandb or both with a comma: trackers that are told what metrics.jsonl is.
-      on_bad_step: what follows on a loss, gradient norm or parameter that is not finite, or a spike: halt, skip (the
-        step changes nothing), rollback (to the newest checkpoint, and the batch is left out) or ignore.
-      spike: a loss or gradient norm over so many times the median of the last 64 good steps is bad too; such as 10.
-      patience: how many bad steps in a row, or rollbacks to one checkpoint, are borne.
-      profile: trace the steps from A to B, as A:B, and say what their time goes to.
-      config: a TOML file with any of these settings; flags win over it.
-      xla_flags: options for XLA's compiler: none, default (those of the chips, as docs/training.md lists them), or
-        name=value with commas between them; left out: those of the plan.
+      eval_batches: batches per evaluation.
+      log_every: steps between log lines.
+      track: trackers that log the metrics: tensorboard, wandb, or tensorboard,wandb.
+      on_bad_step: action if a loss, gradient norm or parameter is not finite, or a spike: halt, skip (discard the
+        update), rollback (restore the newest checkpoint, and skip the batch) or ignore.
+      spike: a loss or gradient norm above this multiple of the median of the last 64 good steps is bad; such as 10.
+      patience: tolerated number of consecutive bad steps, or of rollbacks to one checkpoint.
+      profile: trace the steps from A to B, as A:B, and report where their time is spent.
+      config: a TOML file with any of these settings; flags override it.
+      xla_flags: XLA compiler options: none, default (those of the chips, see docs/training.md), or comma-separated
+        name=value pairs. Default: those of the plan.
       json: write JSON lines, and nothing else, to standard output.
       traceback: show the full traceback of an error.
     """
@@ -130,13 +132,13 @@ class TrainConfig:
     traceback: bool = False
 
     def record(self) -> dict[str, Any]:
-        """The settings that make up the run, without where it lies and how it was called."""
-        how = ("out", "resume", "accept_changed_model", "profile", "config", "json", "traceback")
-        return {key: value for key, value in asdict(self).items() if key not in how}
+        """Returns the settings to record in config.toml, without those of one invocation."""
+        invocation = ("out", "resume", "accept_changed_model", "profile", "config", "json", "traceback")
+        return {key: value for key, value in asdict(self).items() if key not in invocation}
 
     @property
     def guard(self) -> Guard | None:
-        """What watches the numbers, if anything does."""
+        """The policy for bad steps; None with --on-bad-step ignore."""
         return None if self.on_bad_step == "ignore" else Guard(self.on_bad_step, self.spike, self.patience)
 
 
@@ -144,7 +146,7 @@ STATE_DTYPES = ("float32", "bfloat16")
 ON_BAD_STEP = (*POLICIES, "ignore")
 
 OF_PLAN = ("layout", "mesh", "dtype", "microbatches", "schedule", "chunks", "remat", "attention", "loss_chunks")
-"""Settings that a plan file contains."""
+"""Settings that a plan file determines."""
 
 LEAST: dict[str, float] = {
     "devices": 1, "steps": 1, "steps_per_call": 1, "batch": 1, "seq": 1, "microbatches": 1, "chunks": 1, "lr": 0.0,
@@ -153,22 +155,22 @@ LEAST: dict[str, float] = {
 }  # fmt: skip
 
 MOST: dict[str, float] = {"steps_per_call": 1024, "seq": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
-"""What is beyond every use, and then fails somewhere inside; 10**12 of all others."""
+"""Upper limits beyond any use, which would fail later; 10**12 for all other settings."""
 
 
 MAX_RECORD_BYTES = MAX_TOML_BYTES - 256
-"""Of all settings as TOML: so much is read back, with a seal in front."""
+"""The maximal size of config.toml, without its checksum."""
 
 TYPES = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
 
 
 def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) -> TrainConfig:
-    """A configuration with the settings of a file.
+    """Returns the configuration with the settings of a file.
 
     Raises:
-      SpanaxError: a key that does not exist, or a value of another type.
+      SpanaxError: a key does not exist, or a value has another type.
     """
-    # An error may precede the reading of the file.
+    # `traceback` is needed before the file is read.
     known = [field.name for field in fields(TrainConfig) if field.name != "traceback"]
     for key in settings:
         if key not in known:
@@ -183,10 +185,10 @@ def with_settings(config: TrainConfig, settings: Mapping[str, Any], where: str) 
 
 
 def check(config: TrainConfig) -> TrainConfig:
-    """The configuration, if its values are possible and go together.
+    """Returns the configuration after validating its values and their combination.
 
     Raises:
-      SpanaxError: they are not, or do not.
+      SpanaxError: a value is invalid, or contradicts another.
     """
     for name, least in LEAST.items():
         value = getattr(config, name)
@@ -200,11 +202,11 @@ def check(config: TrainConfig) -> TrainConfig:
     if config.accumulate is not None:
         known_accumulation(config.accumulate)
     if config.optimizer_state not in STATE_DTYPES:
-        what = f"unknown optimizer state '{config.optimizer_state}'."
-        raise SpanaxError(what, fix=nearest(config.optimizer_state, STATE_DTYPES))
+        message = f"unknown optimizer state '{config.optimizer_state}'."
+        raise SpanaxError(message, fix=nearest(config.optimizer_state, STATE_DTYPES))
     if config.on_bad_step not in ON_BAD_STEP:
-        what = f"--on-bad-step is '{config.on_bad_step}'."
-        raise SpanaxError(what, fix=nearest(config.on_bad_step, ON_BAD_STEP))
+        message = f"unknown --on-bad-step '{config.on_bad_step}'."
+        raise SpanaxError(message, fix=nearest(config.on_bad_step, ON_BAD_STEP))
     known_policy(config.remat)
     known_attention(config.attention)
     flags_of(config.xla_flags or NONE, ())
@@ -215,62 +217,62 @@ def check(config: TrainConfig) -> TrainConfig:
     check_trackers(config.track)
     check_path("--out", config.out)
     if config.resume and config.out is None:
-        raise SpanaxError("--resume needs the run folder.", fix="--out runs/NAME --resume")
+        raise SpanaxError("--resume requires --out, the run folder.", fix="--out runs/NAME --resume")
     if config.plan is not None:
         check_alone({name: getattr(config, name) for name in OF_PLAN})
     return config
 
 
 def _check_texts(config: TrainConfig) -> None:
-    """Checks that the run can be resumed: that its record can be written and read back.
+    """Checks that the settings can be written to config.toml and read back.
 
     Raises:
-      SpanaxError: a setting is not UTF-8 (as an argument or file name may be), or all of them are too long.
+      SpanaxError: a setting is not UTF-8 (as an argument or file name may be), or the settings are too long.
     """
     texts = {name: value for name, value in asdict(config).items() if isinstance(value, str)}
     for name, text in texts.items():
-        if any("\ud800" <= letter <= "\udfff" for letter in text):
+        if any("\ud800" <= character <= "\udfff" for character in text):
             flag = f"--{name.replace('_', '-')}" if name != "workload" else "the workload"
             raise SpanaxError(f"{flag} is not UTF-8: {text[:200]!r}.", fix="a name in UTF-8")
     if len(config_text(config.record()).encode()) > MAX_RECORD_BYTES:
         name = max(texts, key=lambda name: len(texts[name]))
-        what = f"the settings have more than {MAX_RECORD_BYTES:,} bytes, {len(texts[name]):,} letters in --{name}."
-        raise SpanaxError(what, fix="a folder or a pattern in place of a list of files")
+        size = f"more than {MAX_RECORD_BYTES:,} bytes, {len(texts[name]):,} characters in --{name}"
+        raise SpanaxError(f"the settings have {size}.", fix="a folder or a pattern instead of a list of files")
 
 
 def check_path(flag: str, path: str | None) -> None:
-    """Checks that a path to write to reads as what it is, wherever it is printed, pasted or sent.
+    """Checks that a path to write to can be printed and copied unambiguously.
 
     Raises:
-      SpanaxError: it is empty, begins or ends with a blank, or has a control character.
+      SpanaxError: it is empty, begins or ends with whitespace, or has a control character.
     """
     if path is not None and (path != path.strip() or not path or not is_printable(path)):
         raise SpanaxError(
-            f"{flag} is {path!r}: it is empty, begins or ends with a blank, or has a control character.",
+            f"{flag} is {path!r}: it is empty, begins or ends with whitespace, or has a control character.",
             fix=f"{flag} runs/NAME",
         )
 
 
 def check_alone(settings: Mapping[str, Any]) -> None:
-    """Checks that nothing is requested that a plan file already contains.
+    """Checks that no setting is given that a plan file determines.
 
     Args:
-      settings: by the names in OF_PLAN; None where nothing is requested.
+      settings: the settings named in OF_PLAN; None for those not given.
 
     Raises:
-      SpanaxError: something is.
+      SpanaxError: a setting is given.
     """
     names = [name for name, value in settings.items() if value is not None]
     if names:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
-        raise SpanaxError(f"--plan already says {' and '.join(names)}.", fix=f"leave {flags} out")
+        raise SpanaxError(f"--plan already determines {' and '.join(names)}.", fix=f"omit {flags}")
 
 
 def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:
-    """The first and last step to be traced, if any.
+    """Returns the first and last step to profile; None if no step is profiled.
 
     Raises:
-      SpanaxError: they are no such steps, or not of this run.
+      SpanaxError: --profile is not of the form A:B, or goes beyond the last step.
     """
     if config.profile is None:
         return None
@@ -278,7 +280,7 @@ def profiled_steps(config: TrainConfig) -> tuple[int, int] | None:
     is_number = first.isdigit() and last.isdigit()
     if not is_number or not 1 <= int(first) <= int(last):
         raise SpanaxError(
-            f"--profile is '{config.profile}'; it takes the first and the last step.", fix="--profile 10:20"
+            f"--profile is '{config.profile}'; it must be the first and the last step.", fix="--profile 10:20"
         )
     if config.steps is not None and int(last) > config.steps:
         raise SpanaxError(

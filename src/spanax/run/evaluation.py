@@ -1,4 +1,4 @@
-"""Evaluation: the loss of a batch with fewer examples than a program was traced with, and means over batches."""
+"""Evaluation of batches with fewer examples than the traced batch, and means of metrics over batches."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,19 +29,19 @@ class Means:
         self._sums: dict[str, np.ndarray] = {}
 
     def add(self, metrics: Any, num_examples: int) -> None:
-        """Adds the metrics of a batch, nested as the loss returned them."""
+        """Adds the metrics of a batch, a pytree as returned by the loss."""
         for name, value in by_name(metrics).items():
             weighted = np.asarray(value, np.float64) * num_examples
             self._sums[name] = self._sums[name] + weighted if name in self._sums else weighted
         self.num_examples += num_examples
 
     def values(self) -> dict[str, Any]:
-        """The mean of each metric, by its dotted name."""
+        """Returns the mean of each metric by dotted name."""
         return {name: (total / self.num_examples).tolist() for name, total in self._sums.items()}
 
 
 def by_name(metrics: Any) -> dict[str, Any]:
-    """Metrics by dotted name, as JAX flattens them.
+    """Returns metrics by dotted name, in the order of `jax.tree.flatten`.
 
     Example:
       >>> by_name({"loss": 2.0, "error": {"mean": 1.0}})
@@ -52,7 +52,7 @@ def by_name(metrics: Any) -> dict[str, Any]:
 
 
 def num_fewer(program: Program, batch: Any) -> int:
-    """The number of examples of a batch that is as traced but smaller; 0 for every other batch."""
+    """Returns the number of examples of a batch that differs from the traced one only in being smaller; else 0."""
     leaves, treedef = jax.tree.flatten(batch)
     shapes = [np.shape(array) for array in leaves]
     if treedef != program.batch_treedef or not all(shapes) or not all(leaf.shape for leaf in program.batch):
@@ -66,9 +66,10 @@ def num_fewer(program: Program, batch: Any) -> int:
 def smaller_evaluation(
     program: Program, plan: Plan, mesh: jax.sharding.Mesh, rows: LayerOrder | None, count: int
 ) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
-    """A function from a state and a batch of `count` examples to the metrics of the loss.
+    """Returns a jitted function from a state and a batch of `count` examples to the metrics of the loss.
 
-    The examples are sharded as planned where the number divides, and replicated otherwise. XLA places what is between.
+    The examples are sharded as planned if `count` is divisible by the number of shards, and replicated otherwise. The
+    shardings of intermediate values are left to XLA.
     """
     run_loss = program.run_loss
     assert run_loss is not None
@@ -88,7 +89,7 @@ def smaller_evaluation(
 
 
 def _placed(program: Program, shardings: Sequence[jax.sharding.NamedSharding], batch: Any) -> list[jax.Array]:
-    """The arrays of a smaller batch on the devices; every process has all of its examples."""
+    """Returns the arrays of a smaller batch on the devices; each process passes all of its examples."""
 
     def place(array: Any, dtype: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
         if isinstance(array, jax.Array):

@@ -1,4 +1,4 @@
-"""Profile: a trace of some steps of a run, with the program they ran, in a folder that is read offline."""
+"""Profiles some steps of a run: a JAX trace and XLA's program, for offline analysis."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +12,12 @@ from spanax.errors import WriteError
 from spanax.run.run import Run
 
 WINDOW, INPUT, STEP = "spanax window", "spanax input", "spanax step"
-"""Names in the trace: all that was traced, waiting for a batch, and one step as the host sees it."""
+"""Names in the trace: the profiled steps, waiting for a batch, and dispatching one step."""
 
 
 @dataclass(eq=False)
 class Profile:
-    """Traces the steps from `first` to `last`, both included, into `profile/` of a run folder."""
+    """Traces the steps from `first` to `last`, inclusive, into `profile/` of a run folder."""
 
     first: int
     last: int
@@ -25,10 +25,10 @@ class Profile:
     _window: Any = field(default=None, repr=False)
 
     def prepare(self, run: Run) -> None:
-        """Compile the step, and keep XLA's program: the trace names its operations.
+        """Compiles the step and saves XLA's program, whose operations the trace refers to.
 
         Raises:
-          EntryError: something other than a folder has its name.
+          EntryError: `profile` is not a folder.
           WriteError: the folder cannot be written.
         """
         place = Folder.of(self.folder)
@@ -41,19 +41,19 @@ class Profile:
             raise WriteError(f"cannot write the profile '{self.folder / PROFILE}'.", where=str(error)) from None
 
     def before(self, run: Run) -> None:
-        """Start the trace if the step that comes is the first one, or the first that is left of a resumed run."""
+        """Starts the trace before the first profiled step that the run has not taken."""
         if self._window is not None or not self.first <= run.num_steps + 1 <= self.last:
             return
         jax.block_until_ready(run.state)
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every Python call of the host would slow it down, and hide what matters
+        options.python_tracer_level = 0  # tracing every Python call slows the host down
         trace = Folder.of(self.folder).inner(PROFILE).checked_path() / TRACE_FOLDER  # JAX opens files by path
         jax.profiler.start_trace(str(trace), profiler_options=options)
         self._window = jax.profiler.TraceAnnotation(WINDOW)
         self._window.__enter__()
 
     def after(self, run: Run) -> None:
-        """Stop the trace if that was the last step, once the devices are done with it."""
+        """Stops the trace after the last profiled step is computed."""
         if self._window is not None and run.num_steps >= self.last:
             jax.block_until_ready(run.state)
             self._window.__exit__(None, None, None)
@@ -62,5 +62,5 @@ class Profile:
 
 
 def marked(name: str) -> Any:
-    """What the host does while this lasts, by a name in the trace; next to free where nothing is traced."""
+    """Returns a context manager that names a span of host time in the trace; almost free without a trace."""
     return jax.profiler.TraceAnnotation(name)

@@ -1,4 +1,4 @@
-"""Run: a program on devices. It obeys its plan and decides nothing."""
+"""Runs a program on devices as its plan specifies: its sharded state, and its compiled step."""
 
 import os
 from collections import deque
@@ -14,14 +14,12 @@ from flax import nnx
 from spanax.errors import SpanaxError
 from spanax.hardware.flags import for_platform
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import as_planned
 from spanax.run.data.batches import Batches
 from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.evaluation import num_fewer, smaller_evaluation
-from spanax.run.state.placement import abstract_arrays, assert_placed, build_mesh
+from spanax.run.state.placement import abstract_arrays
 from spanax.run.state.program_digest import meta_of
-from spanax.run.state.sharded_init import init_sharded_state
-from spanax.run.state.weights import Loaded, load
+from spanax.run.state.weights import Loaded
 from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
 from spanax.run.step.guarded_step import GuardedStep, unsound
 from spanax.run.step.multi_step import multi_step
@@ -34,17 +32,25 @@ from spanax.run.store import checkpoint
 from spanax.run.training_signal_warnings import FirstStep, warn_user
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
-from spanax.trace.user_mesh import methods_outside_meshes, outside_meshes
+from spanax.trace.user_mesh import methods_outside_meshes
 
 
 @methods_outside_meshes
 @dataclass(eq=False)
 class Run:
-    """A program's state on a mesh, and the compiled step that moves it on.
+    """The sharded state of a program and its compiled train step.
 
-    `num_steps` counts the steps taken since the state was born, over restarts too; `position` is the data
-    position that the state was saved with, where it was restored. `guard` says which steps are bad, `history` what the
-    good ones of late returned; `loaded` lists the weights that `init` gave it.
+    Attributes:
+      program: the traced train step.
+      plan: the shardings of the state, the batch and the intermediate values.
+      mesh: the devices.
+      state: the leaves of the state, in the order of `program.leaves`.
+      num_steps: the number of steps taken since initialization, including those before a restart.
+      position: the position in the data that a restored state was saved with.
+      guard: decides which steps are bad.
+      history: metrics of recent good steps, for the guard.
+      loaded: the weights loaded by `init`.
+      warn: called with each warning.
 
     Example:
       >>> import numpy as np, optax, spanax
@@ -77,36 +83,36 @@ class Run:
     _num_last: int = field(default=1, repr=False)
 
     def step(self, batch: Any) -> dict[str, Any]:
-        """One train step: the state moves on, the metrics come back as arrays.
+        """Takes one train step: updates the state and returns the metrics as arrays.
 
-        A step that a guard with `skip` finds bad counts, and leaves the state as it was: its `step_ok` is False.
+        With a guard of policy `skip`, a bad step is counted but leaves the state unchanged; its `step_ok` is False.
 
         Raises:
-          SpanaxError: the batch is not the one that the program was traced with.
+          SpanaxError: the batch differs in structure, shape or dtype from the traced one.
         """
         leaves = validate_batch(self.program, self._batch_shardings, batch)
         function = self._compiled.get("step") or self._stepping()
         self.state, metrics = function(self.state, leaves, *self._limits())
-        found = self._moved_on(1, metrics)
+        named = self._advance(1, metrics)
         if self.guard is not None:
-            self._returned.append((self.num_steps, (), found))
-        return found
+            self._returned.append((self.num_steps, (), named))
+        return named
 
     def steps(self, batches: Sequence[Any]) -> dict[str, Any]:
-        """So many train steps in one call of the devices, for steps that take them less time than the host.
+        """Takes several train steps in one dispatch, for steps that are shorter than the dispatch overhead of the host.
 
-        The metrics come as those of `step`, with a first dim of steps. The numbers are those of `step`, too, as far as
-        the compiler rounds alike in a loop. A call of another length is another program to compile.
+        Returns the metrics of `step`, stacked along dim 0, with the same values up to the rounding of a compiled
+        loop. Each number of batches compiles once.
 
         Raises:
-          SpanaxError: there is no batch, one is not as traced, or the guard's limits change from step to step.
+          SpanaxError: there is no batch, a batch differs from the traced one, or the guard's limits change each step.
 
         Example:
           >>> import optax, spanax
           >>> build, loss = lambda rngs: nnx.Linear(4, 8, rngs=rngs), lambda model, x: (model(x) ** 2).mean()
           >>> batch = np.ones((8, 4), "float32")
           >>> program = spanax.trace(build=build, optimizer=optax.sgd(0.1), batch=batch, loss=loss)
-          >>> run = start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
+          >>> run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
           >>> run.steps([batch] * 4)["loss"].shape, run.num_steps
           ((4,), 4)
         """
@@ -114,40 +120,46 @@ class Run:
         leaves = [validate_batch(self.program, self._batch_shardings, batch) for batch in batches]
         function = self._compiled.get(f"{len(batches)} steps") or self._stepping(len(batches))
         self.state, metrics = function(self.state, leaves, *self._limits(len(batches)))
-        found = self._moved_on(len(batches), metrics)
+        named = self._advance(len(batches), metrics)
         if self.guard is not None:
             before = self.num_steps - len(batches)
-            self._returned.extend((before + 1 + at, at, found) for at in range(len(batches)))
-        return found
+            self._returned.extend((before + 1 + index, index, named) for index in range(len(batches)))
+        return named
 
     def judge(self, step: int, values: Mapping[str, Any]) -> str | None:
-        """Why a step that was taken is bad by what it returned, as plain numbers; None where it is good."""
+        """Returns why a step is bad, given its metrics as Python numbers; None if it is good."""
         if self.guard is None:
             return None
         self._note(step - 1)
         return self.guard.reason(self.history, step, values)
 
     def unsound(self) -> list[str]:
-        """Paths of the state that must not be kept: parameters that are not finite, a NaN anywhere; one pass."""
+        """Returns the paths of non-finite parameters and of other leaves that contain a NaN."""
         if "unsound" not in self._compiled:
-            whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-            self._compiled["unsound"] = jax.jit(partial(unsound, self.program, self._rows), out_shardings=whole)
-        found = np.asarray(self._compiled["unsound"](self.state))
-        return [leaf.path for leaf, is_bad in zip(self.program.leaves, found, strict=True) if is_bad]
+            replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+            self._compiled["unsound"] = jax.jit(partial(unsound, self.program, self._rows), out_shardings=replicated)
+        are_bad = np.asarray(self._compiled["unsound"](self.state))
+        return [leaf.path for leaf, is_bad in zip(self.program.leaves, are_bad, strict=True) if is_bad]
 
     def go_back(self, begin: Callable[[], "Run"]) -> None:
-        """Take over the state, the step and the history of a run begun anew; what is compiled stays."""
+        """Replaces the state, the step and the history with those of the run that `begin` returns.
+
+        The state is deleted before `begin` is called. Compiled functions are reused.
+        """
         for array in self.state:
-            array.delete()  # there may be no room for two states
-        begun = begin()
-        self.state, self.num_steps = begun.state, begun.num_steps
-        self.position, self.history, self.loaded = begun.position, begun.history, begun.loaded
+            array.delete()  # the devices may not have memory for two states
+        other = begin()
+        self.state, self.num_steps = other.state, other.num_steps
+        self.position, self.history, self.loaded = other.position, other.history, other.loaded
         self._returned.clear()
 
     def evaluate(self, batch: Any) -> dict[str, Any]:
-        """The loss and its metrics on a batch, in evaluation mode; the state does not change.
+        """Returns the loss and its metrics on a batch in evaluation mode, without changing the state.
 
-        A batch may have fewer examples than the traced one, as the last one of a dataset. Each size is compiled once.
+        A batch may have fewer examples than the traced one, such as the last one of a dataset. Each size compiles once.
+
+        Raises:
+          SpanaxError: the program was traced from a train step, or the batch differs from the traced one.
         """
         evaluation = self.program.evaluation
         if evaluation is None:
@@ -159,9 +171,9 @@ class Run:
             name = f"evaluation of {count}"
             if name not in self._compiled:
                 self._compiled[name] = smaller_evaluation(self.program, self.plan, self.mesh, self._rows, count)
-            found: dict[str, Any] = self._compiled[name](self.state, batch)
-            self._settle(jax.tree.leaves(found))
-            return found
+            named: dict[str, Any] = self._compiled[name](self.state, batch)
+            self._settle(jax.tree.leaves(named))
+            return named
         leaves = validate_batch(self.program, self._batch_shardings, batch)
         if "evaluation" not in self._compiled:
             self._compiled["evaluation"] = self._jitted(evaluation, is_step=False)
@@ -169,10 +181,12 @@ class Run:
         return jax.tree.unflatten(evaluation.result, metrics)
 
     def lower(self, platform: str | None = None, *, inputs_only: bool = False) -> Any:
-        """The step as JAX lowers it, without running it: `.compile()` gives XLA's program and its memory.
+        """Returns the lowered step; its `.compile()` has XLA's program and memory analysis.
 
-        For a `platform` (`tpu`, `cuda`, `cpu`) the mesh may be one without devices, and every array of the state and
-        the batch stays an argument, in their order. With `inputs_only` nothing between is pinned: no step that runs.
+        Args:
+          platform: `tpu`, `cuda` or `cpu` to lower for a mesh that may be abstract, keeping unused arguments; None for
+            the platform of the mesh.
+          inputs_only: constrain the shardings of inputs and outputs only; for analysis, not for training.
         """
         keep_unused = platform is not None
         jitted = self._jitted(self.program.step, is_step=True, keep_unused=keep_unused, inputs_only=inputs_only)
@@ -180,27 +194,27 @@ class Run:
         return traced.lower() if platform is None else traced.lower(lowering_platforms=(platform,))
 
     def compile(self) -> Any:
-        """Compile the step that is to run, and return XLA's program: its text, its memory, its cost."""
+        """Compiles the step that `step` will call, and returns the compiled program."""
         self._compiled["step"] = compiled = self.lower().compile()
         return compiled
 
     def prepare(self, num_steps: int = 1) -> None:
-        """Compile what takes so many steps in one call; there need be no state yet."""
+        """Compiles the function that takes `num_steps` steps in one call; works before the state is initialized."""
         several = num_steps if num_steps > 1 else 0
         self._stepping(several).lower(*self._arguments(several)).compile()
 
     def save(
         self, directory: str | os.PathLike[str], *, data: Batches | None = None, keep: int | None = None
     ) -> checkpoint.Pending:
-        """Save the state, with the plan and the data position beside it, as step `num_steps` of a folder.
+        """Saves the state, the plan and the data position as checkpoint `num_steps` of a directory.
 
-        Returns as soon as the arrays are copied; the next step may run at once. `wait()` on what is returned
-        says that all is on disk.
+        Returns as soon as the arrays are copied, so that the next step may run; call `wait()` on the result to wait
+        until the checkpoint is on disk.
 
         Args:
-          directory: the folder of all steps.
-          data: the batches this run reads, to go on from the same example.
-          keep: how many of the newest steps to keep; all by default.
+          directory: the directory of all checkpoints.
+          data: the batches that this run reads, to resume from the same example.
+          keep: the number of newest checkpoints to keep; all by default.
 
         Raises:
           WriteError: the folder cannot be written.
@@ -211,20 +225,20 @@ class Run:
         return checkpoint.save(directory, self.num_steps, self.arrays(), plan_json=plan, meta=meta, keep=keep)
 
     def model(self) -> nnx.Module:
-        """The NNX model with the values of now, for evaluation and export; the run does not see changes to it."""
+        """Returns a copy of the NNX model with the current values, for evaluation and export."""
         return self.program.variables.merge([array.copy() for array in self._in_order()])[0]
 
     def params(self) -> dict[str, jax.Array]:
-        """The parameters by path, as they lie on the devices; the next step takes them away (donation)."""
+        """Returns the sharded parameters by path; the next step donates, and so deletes, them."""
         return self.arrays("param")
 
     def arrays(self, kind: str | None = None) -> dict[str, jax.Array]:
-        """The state by path: all of it, or one kind (`param`, `optimizer`, `other`)."""
+        """Returns the state by path: all of it, or one kind (`param`, `optimizer`, `other`)."""
         pairs = zip(self.program.leaves, self._in_order(), strict=True)
         return {leaf.path: array for leaf, array in pairs if kind in (None, leaf.kind)}
 
     def _in_order(self) -> list[Any]:
-        """The state with the layers of stacked arrays in their order; a pipeline may keep them in another."""
+        """Returns the state with stacked layers in model order; a pipeline may store them in another order."""
         return self.state if self._rows is None else self._rows.to_layers(self.state)
 
     @cached_property
@@ -236,38 +250,40 @@ class Run:
         return GuardedStep.of(self.guard, self.program, self._rows)
 
     def _limits(self, num_steps: int = 1) -> tuple[np.ndarray, ...]:
-        """What the next steps must keep below, for a step that looks itself."""
-        # What the call before returned may still be under way: LATE steps, where a call is one step.
+        """Returns the limits on the metrics of the next steps, for a step that checks them on the devices."""
+        # The metrics of the previous call may not be ready: LATE steps, if each call is one step.
         self._note(self.num_steps + 1 - max(LATE, self._num_last + 1))
         guard, guarded = self.guard, self._guarded
         if guard is None or guarded is None:
             return ()
         if max(num_steps, self._num_last) > 1:
-            return (np.full(len(guarded.watched), np.inf, np.float32),)  # whoever judges holds it to the limits
+            return (np.full(len(guarded.watched), np.inf, np.float32),)  # `judge` applies the limits
         limits = [guard.limit(self.history, self.num_steps + 1, name) for name in guarded.watched]
         return (np.array(limits, np.float32),)
 
-    def _moved_on(self, num_steps: int, metrics: list[Any]) -> dict[str, Any]:
-        """Count steps that were taken in one call, and name what they returned."""
+    def _advance(self, num_steps: int, metrics: list[Any]) -> dict[str, Any]:
+        """Counts the steps of one call, and returns their metrics by name."""
         self.num_steps, self._num_last = self.num_steps + num_steps, num_steps
         self._settle(metrics)
         num_results = self.program.step.num_results
-        found: dict[str, Any] = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
+        named: dict[str, Any] = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
         if len(metrics) > num_results:
-            found[STEP_OK] = metrics[num_results]
-        self._first_step.take(self.program, self.num_steps - num_steps + 1, found, self.warn)
-        return found
+            named[STEP_OK] = metrics[num_results]
+        self._first_step.take(self.program, self.num_steps - num_steps + 1, named, self.warn)
+        return named
 
     def _note(self, step: int) -> None:
-        """Bring the history up to a step; the values of the last one may have to be waited for."""
+        """Adds the metrics of steps up to `step` to the history; may block until they are computed."""
         while self.guard is not None and self._returned and self._returned[0][0] <= step:
-            number, at, metrics = self._returned.popleft()
-            values = {name: np.asarray(metrics[name])[at].tolist() for name in (*WATCHED, STEP_OK) if name in metrics}
+            number, index, metrics = self._returned.popleft()
+            values = {
+                name: np.asarray(metrics[name])[index].tolist() for name in (*WATCHED, STEP_OK) if name in metrics
+            }
             self.history = self.guard.seen(self.history, number, values)
 
     @property
     def is_simulated(self) -> bool:
-        """Whether the mesh is several devices on one CPU; then every step is waited for."""
+        """Whether the mesh has several devices on CPUs; each step then blocks until it is computed."""
         return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
 
     def _settle(self, metrics: list[Any]) -> None:
@@ -280,7 +296,10 @@ class Run:
         return [placement.sharding(self.mesh) for placement in self.plan.batch]
 
     def _stepping(self, several: int = 0) -> Any:
-        """What takes a step or, of a list of so many batches, `several`; in a group it is compiled here."""
+        """Returns the jitted function for one step, or for `several` steps on a list of batches.
+
+        In a group of processes it is compiled here, behind a barrier.
+        """
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:
             jitted = self._jitted(self.program.step, is_step=True, several_steps=several)
@@ -288,7 +307,7 @@ class Run:
         return self._compiled[name]
 
     def _arguments(self, several: int = 0) -> tuple[Any, ...]:
-        """What it is called with, without numbers."""
+        """Returns the abstract arguments of the function that `_stepping` returns."""
         state = abstract_arrays(self.program.leaves, self.plan.leaves, self.mesh)
         if self._rows is not None:
             pairs = zip(state, self._rows.shapes, strict=True)
@@ -330,71 +349,17 @@ class Run:
 
         state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
         batch = self._batch_shardings
-        whole = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        metrics = [whole] * (traced.num_results + bool(guarded))
+        replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        metrics = [replicated] * (traced.num_results + bool(guarded))
         if not is_step:
             return jax.jit(evaluate, in_shardings=(state, batch), out_shardings=metrics)
         platform = platform_of(self.mesh)
-        # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
+        # Output shardings are explicit: otherwise XLA reshards a replicated bias after the first step and recompiles.
         return jax.jit(
             multi_step(step, state, batch) if several_steps else step,
-            in_shardings=(state, [batch] * several_steps or batch, *([whole] if guarded else [])),
+            in_shardings=(state, [batch] * several_steps or batch, *([replicated] if guarded else [])),
             out_shardings=(state, metrics),
             donate_argnums=0,
             keep_unused=keep_unused,
             compiler_options=for_platform(self.plan.xla_flags, platform) if platform else None,
         )
-
-
-@outside_meshes
-def start(
-    program: Program,
-    plan: Plan,
-    *,
-    seed: int = 0,
-    devices: Sequence[Any] | None = None,
-    guard: Guard | None = None,
-    init: str | os.PathLike[str] | None = None,
-    partial: bool = False,
-) -> Run:
-    """Bring a program to life as planned: every array is made on the devices that keep it.
-
-    Args:
-      program: what `spanax.trace` returned.
-      plan: what `spanax.plan` returned for it.
-      seed: the numbers `nnx.Rngs` starts from; they are the same on every mesh.
-      devices: the devices to use; all of this process by default.
-      guard: what makes a step bad, and what follows; nothing by default.
-      init: a run folder, or a folder of checkpoints, that parameters and statistics begin from; the optimizer, the
-        step count and random state are new.
-      partial: load the weights of `init` that match by path and shape, for a model that has more (LoRA adapters, a new
-        head); `run.loaded` lists what was loaded, missing and unexpected.
-
-    Raises:
-      DataError: `init` holds no good checkpoint, or one of another model.
-      HostsError: this process is one of a group (docs/hosts.md), and cannot join it.
-      SpanaxError: the plan is another program's, or there are too few devices.
-
-    Example:
-      >>> import optax, spanax
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
-      ...     loss=lambda model, x: (model(x) ** 2).mean(),
-      ... )
-      >>> run = start(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="tensor"), seed=1)
-      >>> tuple(run.params()["kernel"].sharding.spec)
-      (None, 'model')
-    """
-    if partial and init is None:
-        raise SpanaxError("`partial` needs `init`, the weights to begin from.", fix="init='runs/base', partial=True")
-    program = as_planned(program, plan).with_seed(seed)
-    mesh = build_mesh(plan, devices)
-    rows = layer_order(program, plan)
-    places = plan.leaves if rows is None else rows.layer_placements
-    given, loaded = ({}, None) if init is None else load(program, places, mesh, init, partial=partial)
-    state = init_sharded_state(program, places, mesh, seed, given)
-    state = state if rows is None else rows.to_rows(state)
-    assert_placed(plan, state, mesh)
-    return Run(program, plan, mesh, state, guard=guard, loaded=loaded)

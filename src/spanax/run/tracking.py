@@ -1,4 +1,4 @@
-"""Tracking: the trackers and the metrics.jsonl of a loop of one's own."""
+"""Metrics and trackers for a custom training loop."""
 
 import os
 from collections import deque
@@ -23,42 +23,42 @@ if TYPE_CHECKING:
     from spanax.run.run import Run
 
 
-def made(names: str | Sequence[Any] | None) -> dict[str, Any]:
-    """Trackers by name, from names and from trackers of one's own."""
+def create_trackers(names: str | Sequence[Any] | None) -> dict[str, Any]:
+    """Returns trackers by name, given names and tracker objects."""
     listed = names.split(",") if isinstance(names, str) else list(names or ())
-    own = {type(one).__name__: one for one in listed if not isinstance(one, str)}
-    named = check_trackers(",".join(one for one in listed if isinstance(one, str)))
-    return {name: TensorBoard() if name == TENSORBOARD else WeightsAndBiases() for name in named} | own
+    custom = {type(tracker).__name__: tracker for tracker in listed if not isinstance(tracker, str)}
+    names = check_trackers(",".join(name for name in listed if isinstance(name, str)))
+    return {name: TensorBoard() if name == TENSORBOARD else WeightsAndBiases() for name in names} | custom
 
 
 @dataclass(eq=False)
 class Tracking:
-    """What a loop of one's own tells of its steps; made by `track`."""
+    """Logs the steps of a custom training loop; returned by `track`."""
 
     _metrics: Any
     _trackers: Trackers | None
-    _behind: deque[tuple[int, Any]] = field(default_factory=deque)
+    _pending: deque[tuple[int, Any]] = field(default_factory=deque)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Numbers of one step; arrays are fetched when the next step is told of, so that no device waits for it."""
-        self._behind.append((step, metrics))
-        self._tell(num_left=1)
+        """Logs the metrics of one step; arrays are fetched at the next call, so that the devices need not wait."""
+        self._pending.append((step, metrics))
+        self._write(num_pending=1)
 
     def back(self, step: int) -> None:
-        """The loop goes on behind an earlier step."""
-        self._tell(num_left=0)
+        """Logs that the loop returned to an earlier step and continues after it."""
+        self._write(num_pending=0)
         if self._trackers is not None:
             self._trackers.take({"event": "rolled_back", "step": step})
 
     def finish(self) -> None:
-        """Tell of the last step."""
-        self._tell(num_left=0)
+        """Logs the last step."""
+        self._write(num_pending=0)
 
-    def _tell(self, num_left: int) -> None:
+    def _write(self, num_pending: int) -> None:
         import numpy as np
 
-        while len(self._behind) > num_left:
-            step, metrics = self._behind.popleft()
+        while len(self._pending) > num_pending:
+            step, metrics = self._pending.popleft()
             if self._trackers is None:
                 continue
             values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
@@ -75,22 +75,22 @@ def track(
     *,
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[Tracking]:
-    """Tell trackers of a loop of one's own, and write its `metrics.jsonl`, as `spanax train --track` does.
+    """Writes `metrics.jsonl` for a custom training loop and logs to trackers, as `spanax train --track` does.
 
-    In a run of several processes each of them calls this, and the first one tells. A run that goes on in the same
-    folder goes on in the same place of each tracker.
+    In a run of several processes, each of them calls this; only the first one logs. A resumed run appends to the
+    metrics and to each tracker's record of the same folder.
 
     Args:
-      trackers: `"tensorboard"`, `"wandb"`, both with a comma, or a list of names and of objects with the methods of
+      trackers: `"tensorboard"`, `"wandb"`, `"tensorboard,wandb"`, or a list of names and of objects with the methods of
         `spanax.run.record.trackers.Tracker`; empty for `metrics.jsonl` alone.
-      folder: where `metrics.jsonl` and what trackers keep are written.
-      run: what is tracked: its plan is told, and it says where the steps go on.
-      settings: what else is to be told once, as JSON values.
+      folder: the folder for `metrics.jsonl` and the files of the trackers.
+      run: the run to track; its plan is logged, and its step determines where logging continues.
+      settings: JSON values to log once, such as hyperparameters.
 
     Raises:
       SpanaxError: a tracker is unknown or not installed.
-      EntryError: something other than a regular file or folder is in the folder.
-      WriteError: the folder is in use, or already holds a run and this one is new.
+      EntryError: the folder contains something other than regular files and folders.
+      WriteError: the folder is in use, or contains a run although this one is new.
 
     Example:
       >>> import tempfile
@@ -105,7 +105,7 @@ def track(
       >>> (folder / "metrics.jsonl").read_text()
       '{"event": "step", "step": 1, "loss": 2.5}\\n'
     """
-    named = made(trackers)
+    named = create_trackers(trackers)
     if not is_first():
         yield Tracking(None, None)
         return
@@ -120,18 +120,18 @@ def track(
             to_stderr(line)
 
         about = RunInfo(place, dict(settings or {}), summary(run), run.num_steps, reached)
-        told = Trackers(named, about, warn)
-        told.begin()
-        tracking = Tracking(metrics, told)
+        active = Trackers(named, about, warn)
+        active.begin()
+        tracking = Tracking(metrics, active)
         try:
             yield tracking
         finally:
             tracking.finish()
-            told.end()
+            active.end()
 
 
 def summary(run: "Run") -> dict[str, Any]:
-    """What was planned for a run, in a few numbers."""
+    """Returns the layout, the mesh and the sizes of a run, as JSON values."""
     plan = run.plan
     return {
         "parameters": run.program.num_params,

@@ -1,4 +1,4 @@
-"""First step: a run warns there of what keeps its parameters from learning."""
+"""Warnings at the first step about parameters that do not train."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -15,20 +15,20 @@ GRAD_NORM = "grad_norm"
 
 
 def warn_user(line: str) -> None:
-    """Warns at the line that took the step."""
+    """Issues a Python warning at the line that called `run.step`."""
     warnings.warn(line, stacklevel=6)
 
 
 @dataclass(eq=False)
 class FirstStep:
-    """The warnings of one run: of its program once the first step is taken, and of a first gradient of zero."""
+    """Warns after the first step of a run about flaws of its program and about a gradient of zero."""
 
     _is_over: bool = False
     _norm: Any = None
     _step: int = 0
 
     def take(self, program: Program, step: int, metrics: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-        """Takes the metrics of a step; looks at the first ones as soon as the devices have them."""
+        """Checks the metrics of the first step as soon as they are computed; called after each step."""
         if self._is_over:
             return
         if self._norm is None:
@@ -43,6 +43,6 @@ class FirstStep:
             self._is_over = True
             if np.asarray(self._norm).flat[0] == 0:
                 warn(
-                    f"the gradient norm of step {self._step} is 0: it trained nothing. Check the loss for dead "
-                    "units, masks that are all zero, and weights of zero."
+                    f"the gradient norm of step {self._step} is 0, so no parameter is trained. Check the loss for dead "
+                    "units, masks that are all zero, and weights that are zero."
                 )

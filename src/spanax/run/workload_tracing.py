@@ -1,4 +1,4 @@
-"""A workload with the settings of a configuration, traced."""
+"""Traces a workload with the settings of a training configuration."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,12 +16,16 @@ from spanax.trace.workload import Workload
 def trace_workload(
     load: Callable[..., Workload], config: TrainConfig, planned: Plan | None
 ) -> tuple[Workload, TrainConfig, Program]:
-    """The workload in the sizes of a configuration, the configuration with nothing left open, and its program.
+    """Returns the workload in the configured sizes, the configuration with defaults filled in, and the program.
 
     Args:
-      load: makes the workload, given `batch_size`, `seq_len` and `vocab_size`.
-      config: the settings; what is None takes the workload's own.
-      planned: the plan it is to obey, which may say what is computed in.
+      load: returns the workload, given `batch_size`, `seq_len` and `vocab_size`.
+      config: the settings; None stands for the workload's default.
+      planned: the plan from a file, which determines the compute dtype; None to take it from `config`.
+
+    Raises:
+      SpanaxError: the workload has no data, or the step cannot be traced.
+      DataError: the tokens need a larger vocabulary than the model has.
     """
     workload, config = _settled(load, config)
     dtype = config.dtype if planned is None else planned.schedule.compute_dtype
@@ -37,7 +41,7 @@ def trace_workload(
 
 
 def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:
-    """The workload in the sizes asked for and with the tokenizer's vocabulary, and no setting left open."""
+    """Returns the workload in the configured sizes with the tokenizer's vocabulary, and the settings with defaults."""
     sizes = {"batch_size": config.batch, "seq_len": config.seq}
     workload = load(**sizes)
     config = _filled(config, workload)
@@ -67,16 +71,16 @@ def _filled(config: TrainConfig, workload: Workload) -> TrainConfig:
 
 
 def source_of(config: TrainConfig, workload: Workload) -> Any:
-    """The training data: that of --data, or the workload's own.
+    """Returns the training data: --data, or the workload's source.
 
     Raises:
-      SpanaxError: there is none.
+      SpanaxError: there is neither.
     """
     source = config.data if config.data is not None else workload.source
     if source is None:
-        own = "source=... in a spanax.Workload of yours"
+        custom = "source=... in your spanax.Workload"
         raise SpanaxError(
-            f"workload '{config.workload}' brings no data.",
-            fix=own if workload.vocab_size is None else f"--data PATH, or {own}",
+            f"workload '{config.workload}' has no data.",
+            fix=custom if workload.vocab_size is None else f"--data PATH, or {custom}",
         )
     return source

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optax
 from flax import nnx
 
 from spanax.errors import SpanaxError, nearest
+from spanax.trace.bigram import bigram_loss
 from spanax.trace.optimizers.learning_rates import logged
 from spanax.trace.optimizers.moment_dtype import STATE_DTYPES, stored_as
 from spanax.trace.program import Program
@@ -56,6 +58,8 @@ class Workload:
       accumulate: how microbatches are combined, as in `spanax.trace`.
       init: a checkpoint to initialize the parameters from; None for random initialization.
       eager_build: run `build` on the host, as in `spanax.trace`.
+      baseline: `baseline(train_tokens, validation_tokens, vocab_size) -> loss` for text and token sources, reported as
+        `bigram_loss` with each evaluation; None for no baseline.
 
     Example:
       >>> import jax
@@ -83,6 +87,7 @@ class Workload:
     accumulate: str = EXACT
     init: str | None = None
     eager_build: bool = False
+    baseline: Callable[[np.ndarray, np.ndarray, int], float] | None = bigram_loss
 
     def trace(
         self,

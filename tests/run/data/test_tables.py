@@ -553,20 +553,26 @@ def test_offsets_into_nowhere_are_not_followed(kind: str, tmp_path: Path) -> Non
     assert told(DataError, tmp_path / "a.arrow").startswith(f"cannot read '{tmp_path}/a.arrow'.")
 
 
-def test_too_little_to_hold_out_is_told_and_ends_nothing() -> None:
+def test_too_little_to_hold_out_is_a_warning(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
     from spanax.run.config import TrainConfig
     from spanax.run.data.examples import TooFew
-    from spanax.run.trainer import _held_out
+    from spanax.run.record.telemetry import open_telemetry
+    from spanax.run.training.job import Job
 
     def read(source: Any, **options: Any) -> Any:
         raise (TooFew if source == "few.jsonl" else DataError)(f"{source} is bad.", fix="more")
 
-    warned: list[dict[str, Any]] = []
-    workload: Any = None
-    assert _held_out(read, TrainConfig(data="few.jsonl"), workload, warned.append) is None
-    assert warned == [{"event": "warning", "message": "no held-out loss: few.jsonl is bad."}]
-    with pytest.raises(DataError, match="damaged"):
-        _held_out(read, TrainConfig(data="damaged.jsonl"), workload, warned.append)
+    def job(source: str) -> Any:
+        return SimpleNamespace(config=TrainConfig(data=source), workload=None, read=read)
+
+    events: list[dict[str, Any]] = []
+    with open_telemetry(tmp_path, rank=0, attempt=0, emit=events.append) as telemetry:
+        assert Job.held_out_batches(job("few.jsonl"), telemetry) is None
+        assert events == [{"event": "warning", "message": "no held-out loss: few.jsonl is bad."}]
+        with pytest.raises(DataError, match="damaged"):
+            Job.held_out_batches(job("damaged.jsonl"), telemetry)
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:

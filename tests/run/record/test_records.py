@@ -94,7 +94,7 @@ def test_what_is_not_utf8_is_refused_at_the_start(name: str) -> None:
 
 def test_settings_too_long_to_be_read_back_are_refused_at_the_start() -> None:
     check(TrainConfig(data="\x00" * 10_000))
-    with pytest.raises(SpanaxError, match="12,000 letters in --data"):
+    with pytest.raises(SpanaxError, match="12,000 characters in --data"):
         check(TrainConfig(data="\x00" * 12_000))
 
 
@@ -121,7 +121,7 @@ def test_no_cut_or_changed_byte_passes(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [CONFIG, PLAN, ENVIRONMENT])
 def test_a_run_needs_its_records(name: str, tmp_path: Path) -> None:
     (run_folder(tmp_path) / name).unlink()
-    with pytest.raises(DataError, match=f"has no '{name}', and holds a run"):
+    with pytest.raises(DataError, match=f"contains a run but no '{name}'"):
         resumed(tmp_path)
     (tmp_path / METRICS).unlink()  # killed before it was a run: it begins
     assert resumed(tmp_path) == ({} if name == CONFIG else recorded(tmp_path))

@@ -21,7 +21,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.run.config import TrainConfig, check
 from spanax.run.record.tensorboard import TensorBoard
 from spanax.run.record.trackers import RunInfo, Trackers, check_trackers
-from spanax.run.tracking import made, track
+from spanax.run.tracking import create_trackers, track
 
 STEPS = [{"event": "step", "step": step, "loss": 1.0 / step, "counts": [1, 2]} for step in range(1, 7)]
 
@@ -95,7 +95,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(fails: str) -> None:
     for event in [{"event": "start"}, *STEPS[:2], {"event": "rolled_back", "step": 1}, *STEPS[1:3]]:
         trackers.take(event)
     trackers.end()
-    assert warnings == ["tracker 'bad' failed and is left out from here: [Errno 28] No space left on device"]
+    assert warnings == ["tracker 'bad' failed and is disabled: [Errno 28] No space left on device"]
     assert [said[0] for said in good.said] == ["begin", "log", "log", "back", "log", "log", "end"]
     assert len(bad.said) == {"begin": 0, "log": 1, "back": 3, "end": 6}[fails]
 
@@ -142,7 +142,7 @@ def test_a_loop_that_goes_on_leaves_no_step_twice(tmp_path: Path) -> None:
 def test_a_new_run_does_not_take_the_place_of_another(tmp_path: Path) -> None:
     with track("", tmp_path, run_of()) as tracking:
         tracking.log(1, {"loss": 0})
-    with pytest.raises(WriteError, match="already holds a run"), track("", tmp_path, run_of()):
+    with pytest.raises(WriteError, match="already contains a run"), track("", tmp_path, run_of()):
         pass
     assert len(read(tmp_path)) == 1
 
@@ -171,8 +171,8 @@ def test_names_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatc
     assert "did you mean 'tensorboard'?" in str(error.value)
     monkeypatch.setattr("spanax.run.record.trackers.find_spec", lambda name: None)
     with pytest.raises(SpanaxError) as error:
-        made(["wandb"])
-    assert str(error.value) == "tracker 'wandb' needs wandb.\n  fix: pip install \"spanax[wandb]\""
+        create_trackers(["wandb"])
+    assert str(error.value) == "tracker 'wandb' requires wandb.\n  fix: pip install \"spanax[wandb]\""
     assert check_trackers("") == [] and check(TrainConfig()).track is None
 
 
@@ -228,7 +228,7 @@ def test_a_full_disk_ends_the_tracker_and_not_the_run(board: Path, small_disk: P
     for event in STEPS * 200:
         trackers.take(event)
     assert len(warnings) == 1
-    assert "No space left on device" in warnings[0] or "took a part of an event only" in warnings[0]
+    assert "No space left on device" in warnings[0] or "accepted only a part of an event" in warnings[0]
 
 
 # ---- Weights & Biases
@@ -301,4 +301,4 @@ def test_an_offline_run_is_one_run_without_steps_twice(tmp_path: Path) -> None:
 def test_no_network_and_no_key_end_the_tracker_and_not_the_run(tmp_path: Path) -> None:
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path), "WANDB_MODE": "online"}
     told = tracked(tmp_path, 0, 0, 3, WANDB_API_KEY="", **nowhere)
-    assert told.count("WARNED tracker 'wandb' failed and is left out from here: ") == 1
+    assert told.count("WARNED tracker 'wandb' failed and is disabled: ") == 1

@@ -71,7 +71,7 @@ def test_the_same_model_goes_on_otherwise_laid_out(started: Path) -> None:
 def test_another_model_is_refused_unless_accepted(started: Path) -> None:
     before = sorted(path.name for path in (started / "checkpoints").iterdir())
     with pytest.raises(
-        ConfigError, match="not the one that saved step 2: the loss; the gradients; operations: "
+        ConfigError, match="differs from the one that saved step 2: the loss; the gradients; operations: "
     ) as one:
         run(started, tiny(jnp.sin), resume=True, steps=4)
     assert "tanh 1, now 0" in str(one.value) and "--accept-changed-model" in str(one.value)
@@ -99,7 +99,7 @@ def test_a_train_step_of_ones_own_goes_on_with_more_steps(tmp_path: Path) -> Non
     run(tmp_path / "run", tiny(owns_step=True))
     events = run(tmp_path / "run", tiny(owns_step=True), resume=True, steps=4)
     assert events[-1]["steps"] == 4
-    with pytest.raises(ConfigError, match="not the one that saved step 4"):
+    with pytest.raises(ConfigError, match="differs from the one that saved step 4"):
         run(tmp_path / "run", tiny(jnp.sin, owns_step=True), resume=True, steps=6)
 
 
@@ -111,7 +111,8 @@ def test_with_other_versions_arrays_alone_are_compared(started: Path) -> None:
     manifest.write(step)
     events = run(started, tiny(jnp.sin), resume=True, steps=3)
     assert (
-        f"is not compared with that of step 2, its arrays are: jax 0.9.9, now {jax.__version__}" in warnings(events)[0]
+        f"not the model code, are compared with those of step 2: jax 0.9.9, now {jax.__version__}"
+        in warnings(events)[0]
     )
     del saved["meta"]["computation"]
     (started / "checkpoints" / "3" / "meta.json").write_text(json.dumps(saved))

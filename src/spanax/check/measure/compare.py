@@ -21,8 +21,9 @@ from spanax.plan.choose import Request, searched
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
 from spanax.plan.search import search
-from spanax.run.run import Run, start
+from spanax.run.run import Run
 from spanax.run.state.placement import assert_placed
+from spanax.run.state.start import start
 from spanax.trace.program import Program
 from spanax.units import bytes_text
 

@@ -14,8 +14,9 @@ from spanax.hardware.cluster import cluster
 from spanax.plan.choose import plan as make_plan
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
-from spanax.run.run import Run, start
+from spanax.run.run import Run
 from spanax.run.state.sharded_init import placed
+from spanax.run.state.start import start
 from spanax.run.step.pipeline.layer_order import layer_order
 from spanax.trace.optimizers.gradient_recording import PREFIX
 from spanax.trace.program import Program

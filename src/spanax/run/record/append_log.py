@@ -1,4 +1,4 @@
-"""Lines: a file that a run appends to, over a disk that is full for a while and a folder that vanishes."""
+"""A log file that survives a full disk and the removal of its folder."""
 
 import os
 from collections import deque
@@ -10,50 +10,50 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import Name
 from spanax.printable import to_stderr
 
-MOST_WAITING = 10_000
-"""So many lines are kept in memory for a disk that takes them again; then the oldest are lost."""
+MAX_PENDING = 10_000
+"""The number of lines buffered in memory while the disk is full; beyond it, the oldest are dropped."""
 
 
 @dataclass(eq=False)
 class AppendLog:
-    """A text file that grows line by line; what cannot be written waits, and is written before the next line.
+    """Appends lines to a text file; lines that cannot be written are buffered and written with the next line.
 
     Example:
       >>> import tempfile
       >>> from spanax.entries.names import METRICS
-      >>> lines = Lines(Folder.of(tempfile.mkdtemp()), METRICS)
-      >>> lines.write("{}")
-      >>> lines.folder.read(METRICS)
+      >>> log = AppendLog(Folder.of(tempfile.mkdtemp()), METRICS)
+      >>> log.write("{}")
+      >>> log.folder.read(METRICS)
       b'{}\\n'
     """
 
     folder: Folder
     name: Name
-    _waiting: deque[bytes] = field(default_factory=partial(deque, maxlen=MOST_WAITING))
-    _is_told: bool = False
+    _pending: deque[bytes] = field(default_factory=partial(deque, maxlen=MAX_PENDING))
+    _is_reported: bool = False
 
     def write(self, line: str) -> None:
-        """Append a line. That it cannot be written is told once on standard error, and ends nothing."""
-        self._waiting.append(line.encode() + b"\n")
+        """Appends a line; the first of several failures is reported on standard error, and none raises."""
+        self._pending.append(line.encode() + b"\n")
         try:
             self._flush()
         except OSError as error:
-            if not self._is_told:
+            if not self._is_reported:
                 path = self.folder.path / self.name
-                told = f"cannot write '{path}': {error.strerror}; the run goes on, and its lines wait for room."
-                self._is_told = True
-                with suppress(OSError):  # it may be a file on the same disk
-                    to_stderr(told)
+                message = f"cannot write '{path}': {error.strerror}; training continues, and its lines are buffered."
+                self._is_reported = True
+                with suppress(OSError):  # standard error may be a file on the same disk
+                    to_stderr(message)
         else:
-            self._is_told = False
+            self._is_reported = False
 
     def _flush(self) -> None:
-        # Opened every time: a file that was removed, or whose folder was, would take lines that nobody can read.
+        # Opened for each write: lines written to a removed file would be lost.
         with self.folder.appending(self.name) as descriptor:
-            while self._waiting:
-                written = os.write(descriptor, self._waiting[0])
-                rest = self._waiting[0][written:]
-                if rest:  # a disk that fills up takes a part; what is left belongs right behind it
-                    self._waiting[0] = rest
+            while self._pending:
+                num_written = os.write(descriptor, self._pending[0])
+                remainder = self._pending[0][num_written:]
+                if remainder:  # a disk that fills up writes a part of a line
+                    self._pending[0] = remainder
                 else:
-                    self._waiting.popleft()
+                    self._pending.popleft()

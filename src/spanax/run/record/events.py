@@ -1,6 +1,6 @@
-"""Events: what happened to a run, one JSON object a line in events.jsonl, by its leader and by its supervisor.
+"""Reads and writes events.jsonl: one JSON object per line, from the first process of a run and from its supervisor.
 
-Nothing here imports JAX: a supervisor and `spanax report` read and write the same file as a run.
+Does not import JAX, because the supervisor and `spanax report` use it too.
 """
 
 import os
@@ -20,14 +20,14 @@ from spanax.schema import Count, SchemaError, Seconds, parsed
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What all events have in common.
+    """The fields of every event.
 
     Attributes:
-      event: its kind, one of KINDS.
+      event: the kind, one of KINDS.
       time: Unix seconds.
       by: `rank 0` or `supervisor`.
-      attempt: how often the run was started again before.
-      record: all that its line says.
+      attempt: the number of restarts of the run before this event.
+      record: all values of its line.
     """
 
     event: str
@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Begin(Event):
-    """An attempt is ready for its first step, behind `step`."""
+    """An attempt is ready for the step after `step`."""
 
     step: Count = 0
     pid: Count | None = None
@@ -51,7 +51,7 @@ class Begin(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Spent(Event):
-    """What the wall time of an attempt went to so far, by bucket (`run.record.ledger`)."""
+    """The wall time of an attempt so far, by bucket (`run.record.time_ledger`)."""
 
     step: Count
     seconds: Mapping[str, Seconds]
@@ -64,14 +64,14 @@ class Spent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class End(Event):
-    """A process of the run ended as it should."""
+    """A process of the run ended normally."""
 
     how: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stuck(Event):
-    """A process gave no sign of life for `seconds`, in `phase`."""
+    """A process wrote no heartbeat for `seconds`, in `phase`."""
 
     seconds: Seconds | None = None
     phase: str = ""
@@ -79,7 +79,7 @@ class Stuck(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(Event):
-    """Something went wrong, or something was done about it; what exactly is for people to read."""
+    """A fault, or the reaction to one; its other values are for human readers."""
 
     step: Count | None = None
 
@@ -91,7 +91,7 @@ KINDS: Mapping[str, type[Event]] = {
         Fault,
     ),
 }  # fmt: skip
-"""The kinds of events, and the schema of each."""
+"""The schema of each kind of event."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class EventLog:
 
     Attributes:
       events: in the order in which they were written.
-      num_damaged: lines that are no events, but for one that is being written.
-      unknown: how many events there are of each kind that this version does not know.
+      num_damaged: the number of lines that cannot be parsed, not counting one that is being written.
+      unknown: the number of events of each kind that this version does not know.
     """
 
     events: tuple[Event, ...] = ()
@@ -110,18 +110,18 @@ class EventLog:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """The events as plain values."""
+        """The events as JSON values."""
         return [dict(event.record) for event in self.events]
 
 
 @dataclass(frozen=True)
 class Events:
-    """Who tells of a run, and where.
+    """Appends events to events.jsonl.
 
     Attributes:
       folder: the run folder.
-      by: `rank 0` or `supervisor`.
-      attempt: how often the run was started again before this time.
+      by: the author of the events, `rank 0` or `supervisor`.
+      attempt: the number of restarts of the run so far.
 
     Example:
       >>> import tempfile
@@ -136,28 +136,28 @@ class Events:
     attempt: int = 0
 
     def tell(self, event: str, **values: Any) -> None:
-        """Append one event; a disk that is full or gone is told of on standard error, and ends nothing.
+        """Appends one event; a failure to write is reported on standard error and does not raise.
 
         Raises:
-          EntryError: the file is something else.
-          KeyError: it is of a kind that nobody could read.
+          EntryError: events.jsonl is not a regular file.
+          KeyError: the kind is not one of KINDS.
         """
         if event not in KINDS:
             raise KeyError(event)
         record = {"event": event, "time": round(time.time(), 3), "by": self.by, "attempt": self.attempt, **values}
         line = (json_line(record) + "\n").encode()
         try:
-            # One write at the end of the file: lines of two processes never mix.
+            # A single appending write: lines of two processes never interleave.
             with Folder.of(self.folder).appending(EVENTS) as descriptor:
                 size_bytes = os.fstat(descriptor).st_size
-                is_half = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
-                os.write(descriptor, b"\n" * is_half + line)
+                is_cut = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
+                os.write(descriptor, b"\n" * is_cut + line)
         except OSError as error:
             to_stderr(f"cannot write to '{self.folder / EVENTS}': {error.strerror}: {line.decode().rstrip()}")
 
 
 def read(folder: Path) -> EventLog:
-    """The events of a run in the order in which they were written; none where there is no file."""
+    """Returns the events of a run in the order in which they were written; none if there is no file."""
     events: list[Event] = []
     num_damaged, unknown = 0, Counter[str]()
     for record in Folder.of(folder).lines(EVENTS):
@@ -172,7 +172,7 @@ def read(folder: Path) -> EventLog:
 
 
 def _event(record: Mapping[str, Any] | None) -> Event | None:
-    """A record as the event that it tells of; None where it is damaged."""
+    """Returns the event of a JSON record; None if it does not match its schema."""
     kind = None if record is None else record.get("event")
     if record is None or not isinstance(kind, str):
         return None

@@ -1,7 +1,7 @@
-"""Heartbeat: the sign of life of one process of a run, heartbeats/<rank>.json, beaten by its loop and by no thread.
+"""Heartbeats: heartbeats/<rank>.json, which the training loop of each process rewrites as it makes progress.
 
-A thread would go on beating while the loop hangs. What is written are facts; how long a silence may last is for the
-one who reads them to decide.
+They are written by the loop and not by a thread, which would continue while the loop hangs. Their readers decide how
+long a silence may last.
 """
 
 import json
@@ -24,22 +24,23 @@ from spanax.schema import Count, Seconds, Within, parsed
 Pid = Annotated[int, Within(1, (1 << 31) - 1)]
 
 APART_SECONDS = 0.1
-"""Beats of one phase are at least so far apart: a small model takes thousands of steps a second."""
+"""The minimal time between heartbeats of one phase: a small model takes thousands of steps per second."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a process last said of itself.
+    """The latest state of one process.
 
     Attributes:
-      rank: its number among the processes of the run.
-      pid: its process on `host`.
-      attempt: how often the run was started again before.
+      rank: the index of the process in the run.
+      pid: its process id on `host`.
+      host: its host name.
+      attempt: the number of restarts of the run so far.
       phase: `start`, `compile`, `step`, `save`, `evaluate`, `restore` or `end`.
-      step: steps taken.
-      step_seconds: the median of its steps so far; 0 before the first.
-      time: when, by its own clock, in Unix seconds.
-      seconds: what its wall time went to so far, by bucket (`run.ledger`).
+      step: the number of steps taken.
+      step_seconds: the median time of recent steps; 0 before the first.
+      time: the time of the heartbeat on the clock of the process, in Unix seconds.
+      seconds: its wall time so far by bucket (`run.record.time_ledger`).
     """
 
     rank: Count
@@ -55,14 +56,14 @@ class Heartbeat:
 
 @dataclass
 class Pulse:
-    """The heart of one process.
+    """Writes the heartbeats of one process.
 
     Example:
       >>> import tempfile
       >>> pulse = Pulse(Path(tempfile.mkdtemp()), rank=1, attempt=0)
       >>> pulse.beat("step", 7, step_seconds=0.25)
-      >>> found = read(pulse.folder)[1]
-      >>> found.phase, found.step, found.pid == os.getpid()
+      >>> heartbeat = read(pulse.folder)[1]
+      >>> heartbeat.phase, heartbeat.step, heartbeat.pid == os.getpid()
       ('step', 7, True)
     """
 
@@ -73,46 +74,46 @@ class Pulse:
     _beaten: float = 0.0
 
     def is_due(self, phase: str) -> bool:
-        """Whether a beat of this phase would be written now."""
+        """Returns whether `beat` would write a heartbeat of this phase now."""
         return phase != self._phase or time.monotonic() - self._beaten >= APART_SECONDS
 
     def beat(
         self, phase: str, step: int, *, step_seconds: float = 0.0, seconds: Mapping[str, float] | None = None
     ) -> None:
-        """Say where the loop is; a disk without room must not end a run, so an error only leaves the old beat."""
+        """Writes a heartbeat if it is due; on a full disk only the time of the file is updated."""
         if not self.is_due(phase):
             return
         self._phase, self._beaten = phase, time.monotonic()
-        said = Heartbeat(
+        heartbeat = Heartbeat(
             self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
             dict(seconds or {}),
         )  # fmt: skip
         place, name = Folder.of(self.folder), HEARTBEAT.of(self.rank)
         try:
             place.make(HEARTBEATS)
-            place.replace(name, [json.dumps(asdict(said))], is_durable=False)
+            place.replace(name, [json.dumps(asdict(heartbeat))], is_durable=False)
         except OSError:
-            # A full disk still takes a time: alive is alive.
+            # A full disk can still update the time of a file.
             with suppress(OSError):
                 place.touch(name)
 
 
 def read(folder: Path) -> dict[int, Heartbeat]:
-    """The last beat of every process of a run, by rank; a file that holds none is left out, and `damaged` names it."""
+    """Returns the last heartbeat of every process by rank, without damaged files, which `damaged` lists."""
     place = Folder.of(folder)
     beats = (_beat(place, name) for name in _names(place))
     return {beat.rank: beat for beat in beats if isinstance(beat, Heartbeat)}
 
 
 def damaged(folder: Path) -> list[str]:
-    """What is wrong with the files that should hold a beat, a line each."""
+    """Returns one message for each file that is not a valid heartbeat."""
     place = Folder.of(folder)
     beats = ((name, _beat(place, name)) for name in _names(place))
     return [f"{name}: {first_line(beat)}" for name, beat in beats if not isinstance(beat, Heartbeat)]
 
 
 def stamp(folder: Path, rank: int) -> int | None:
-    """What changes with every beat of a process: two reads tell life without comparing two machines' clocks."""
+    """Returns a number that changes with every heartbeat, so that progress is visible without comparing clocks."""
     try:
         status = Folder.of(folder).stat(HEARTBEAT.of(rank))
     except OSError:
@@ -121,10 +122,10 @@ def stamp(folder: Path, rank: int) -> int | None:
 
 
 def forget(folder: Path) -> None:
-    """Take the beats of an earlier attempt away, so that nobody takes them for life.
+    """Removes the heartbeats of an earlier attempt.
 
     Raises:
-      EntryError: the folder of the beats, or what has the name of one, is something else.
+      EntryError: `heartbeats` is not a folder, or a heartbeat is not a regular file.
     """
     place = Folder.of(folder)
     for name in _names(place):
@@ -136,13 +137,13 @@ def forget(folder: Path) -> None:
 
 
 def _names(place: Folder) -> list[Name]:
-    """The names of the beats in a run folder."""
+    """Returns the names of the heartbeats in a run folder."""
     ranks = (HEARTBEAT.value(f"{HEARTBEATS}/{name}") for name in place.inner(HEARTBEATS).names())
     return [HEARTBEAT.of(rank) for rank in ranks if rank is not None and rank.isdecimal() and rank.isascii()]
 
 
 def _beat(place: Folder, name: Name) -> Heartbeat | Exception:
-    """The beat in a file, or why there is none."""
+    """Returns the heartbeat in a file, or the error of reading it."""
     try:
         beat = parsed(Heartbeat, parse_json(place.read(name)), is_open=True, is_strict=False)
     except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""Claim: a run folder that one run holds. The locks are the kernel's, so they go with a process, however it ends.
+"""Locks a run folder for one run, with kernel locks that are released when their process ends for any reason.
 
-`LOCK` is held by what decides which processes run in the folder: a supervisor, or a `train` that has none. The leader
-of a supervised run holds `LOCK.leader`, so that it keeps others out where its supervisor was killed. On a cluster that
-has a supervisor on every host, each of the others holds `LOCK.rank<N>`.
+A supervisor, or a `train` without one, locks `LOCK`. The first process of a supervised run locks `LOCK.leader`, which
+excludes other runs even if its supervisor is killed. On a cluster with a supervisor on every host, each further
+supervisor locks `LOCK.rank<N>`.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ from spanax.run.store import manifest
 
 @dataclass(eq=False)
 class RunLock:
-    """A run folder that is held.
+    """A lock on a run folder.
 
     Attributes:
       folder: the run folder.
@@ -46,79 +46,79 @@ class RunLock:
     _descriptor: int
 
     def renew(self) -> bool:
-        """Hold the folder again where somebody removed it; whether that was so.
+        """Locks the folder again if it was removed, and returns whether it was.
 
         Raises:
-          EntryError: something other than a regular file or folder is in it.
-          WriteError: another run has it now, or it cannot be made again.
+          EntryError: the folder contains something other than regular files and folders.
+          WriteError: another run locked the folder, or it cannot be created.
         """
         if _is_named(Folder.of(self.folder), self._name, self._descriptor):
             return False
-        again = _locked(self.folder, self._name)
+        new = _locked(self.folder, self._name)
         try:
             _check_empty(self.folder)
         except WriteError:
-            again._lock.close()
+            new._lock.close()
             raise
         self._lock.close()
-        self._lock, self._descriptor = again._lock, again._descriptor
+        self._lock, self._descriptor = new._lock, new._descriptor
         return True
 
 
 @contextmanager
 def claimed(folder: Path, *, resume: bool, is_supervised: bool = False) -> Iterator[RunLock]:
-    """Hold a run folder while the run lasts.
+    """Locks a run folder for the duration of a run.
 
     Args:
-      folder: the run folder; made if missing.
-      resume: whether it may hold a run already.
-      is_supervised: whether a supervisor, which holds the folder, started this process.
+      folder: the run folder; created if missing.
+      resume: whether the folder may already contain a run.
+      is_supervised: whether this process was started by a supervisor, which locks the folder itself.
 
     Raises:
-      EntryError: something other than a regular file or folder is in it.
-      WriteError: another run holds it, it already has a run in it, or it cannot be written.
+      EntryError: the folder contains something other than regular files and folders.
+      WriteError: another run locked the folder, it already contains a run, or it cannot be written.
     """
-    with _held(folder, LEADER_LOCK if is_supervised else LOCK) as claim:
+    with _lock(folder, LEADER_LOCK if is_supervised else LOCK) as run_lock:
         if not is_supervised:
             _check_free(folder, LEADER_LOCK)
         if not resume:
             _check_empty(folder)
         Folder.of(folder).sweep()
-        yield claim
+        yield run_lock
 
 
 @contextmanager
 def supervised(folder: Path, rank: int) -> Iterator[None]:
-    """Hold a run folder while a supervisor watches over its run.
+    """Locks a run folder while a supervisor monitors its run.
 
     Args:
-      folder: the run folder; made if missing.
-      rank: the first of the processes that this supervisor starts.
+      folder: the run folder; created if missing.
+      rank: the index of the first process that this supervisor starts.
 
     Raises:
-      EntryError: something other than a regular file or folder is in it.
-      WriteError: a run is in it, another supervisor holds it, or it cannot be written.
+      EntryError: the folder contains something other than regular files and folders.
+      WriteError: a run or another supervisor locked the folder, or it cannot be written.
     """
-    with _held(folder, RANK_LOCK.of(rank) if rank else LOCK):
+    with _lock(folder, RANK_LOCK.of(rank) if rank else LOCK):
         if not rank:
             _check_free(folder, LEADER_LOCK)
         yield
 
 
 @contextmanager
-def _held(folder: Path, name: Name) -> Iterator[RunLock]:
-    claim = _locked(folder, name)
+def _lock(folder: Path, name: Name) -> Iterator[RunLock]:
+    run_lock = _locked(folder, name)
     try:
-        yield claim
+        yield run_lock
     finally:
         with suppress(OSError):
             if name == LOCK:
                 _remove_if_unused(Folder.of(folder))
-        claim._lock.close()
+        run_lock._lock.close()
 
 
 def _locked(folder: Path, name: Name) -> RunLock:
-    """A claim on a run folder by a lock of this name."""
+    """Returns a lock of this name on a run folder, which is created if missing."""
     place = Folder.of(folder)
     while True:
         lock = ExitStack()
@@ -130,7 +130,7 @@ def _locked(folder: Path, name: Name) -> RunLock:
             raise WriteError(f"cannot write to the run folder '{folder}'.", where=str(error)) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_named(place, name, descriptor):  # whoever held it before may have removed it
+            if _is_named(place, name, descriptor):  # its previous owner may have removed the file
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
                 return RunLock(folder, name, lock, descriptor)
@@ -144,13 +144,13 @@ def _locked(folder: Path, name: Name) -> RunLock:
 
 
 def _is_named(place: Folder, name: Name, descriptor: int) -> bool:
-    """Whether a descriptor is that of the file which has the name now."""
+    """Returns whether a descriptor refers to the file that has this name now."""
     status = place.stat(name)
     return status is not None and os.path.samestat(status, os.fstat(descriptor))
 
 
 def _check_free(folder: Path, name: Name) -> None:
-    """Raises if a process holds the lock of this name."""
+    """Raises if a process has the lock of this name."""
     place = Folder.of(folder)
     if place.kind(name) is None:
         return
@@ -163,27 +163,27 @@ def _check_free(folder: Path, name: Name) -> None:
 
 def _in_use(folder: Path, name: Name) -> WriteError:
     return WriteError(
-        f"the run folder '{folder}' is in use.", where=_holder(folder, name), fix="another --out, or end that run first"
+        f"the run folder '{folder}' is in use.", where=_owner(folder, name), fix="another --out, or end that run first"
     )
 
 
-def _holder(folder: Path, name: Name) -> str:
-    """The process that wrote itself into a lock, and whether it still runs."""
+def _owner(folder: Path, name: Name) -> str:
+    """Describes the process recorded in a lock file, and whether it is still running."""
     with suppress(OSError, ValueError):
-        holder = Folder.of(folder).read(name).decode().strip()
-        match = re.fullmatch(r"process (\d+) on (.+)", holder)
+        owner = Folder.of(folder).read(name).decode().strip()
+        match = re.fullmatch(r"process (\d+) on (.+)", owner)
         is_here = match is not None and match[2] == socket.gethostname()
         if match is not None and is_here and not Path("/proc", match[1]).exists() and Path("/proc/self").exists():
-            return f"{holder}, which has ended: a process that it started holds it"
-        return holder or "held by another process"
-    return "held by another process"
+            return f"{owner}, which has ended: a process that it started still has the lock"
+        return owner or "locked by another process"
+    return "locked by another process"
 
 
 def check_entries(place: Folder) -> None:
-    """Raises unless what has a name of ours in a run folder is what it has to be: nothing was touched yet.
+    """Checks, before anything is changed, that the known names in a run folder are regular files and folders.
 
     Raises:
-      EntryError: it is a link, or another kind of thing.
+      EntryError: one of them is a link, or of another kind.
     """
     expected = {name: Kind.FILE for name in IN_RUN if "/" not in name} | dict.fromkeys(FOLDERS, Kind.FOLDER)
     for name in place.names():
@@ -194,7 +194,7 @@ def check_entries(place: Folder) -> None:
 
 
 def holds_run(place: Folder) -> bool:
-    """Whether a run took or saved a step in a folder."""
+    """Returns whether a folder contains metrics or checkpoints of a run."""
     return place.kind(METRICS) is not None or bool(manifest.steps(place.inner(CHECKPOINTS)))
 
 
@@ -204,12 +204,12 @@ def _check_empty(folder: Path) -> None:
         saved = manifest.steps(place.inner(CHECKPOINTS))
         last = f"its newest checkpoint is step {saved[-1]}" if saved else "it has no checkpoint"
         raise WriteError(
-            f"the run folder '{folder}' already holds a run.", where=last, fix="--resume, or another --out"
+            f"the run folder '{folder}' already contains a run.", where=last, fix="--resume, or another --out"
         )
 
 
 def _remove_if_unused(place: Folder) -> None:
-    """Removes the folder of a request that was refused, where there is nothing in it but locks and heartbeats."""
+    """Removes a run folder that contains only locks and heartbeats, after a request that was rejected."""
     if set(place.names()) <= {LOCK, LEADER_LOCK, HEARTBEATS}:
         heartbeat.forget(place.root)
         if place.kind(HEARTBEATS) is None or place.remove_if_empty(HEARTBEATS):

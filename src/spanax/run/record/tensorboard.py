@@ -1,4 +1,4 @@
-"""TensorBoard: a tracker that writes event files into the run folder."""
+"""A tracker that writes TensorBoard event files to the run folder."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from spanax.run.record.trackers import RunInfo
 
 @dataclass(eq=False)
 class TensorBoard:
-    """Writes event files into `tensorboard/` of the run folder; `tensorboard --logdir runs` shows them.
+    """Writes event files to `tensorboard/` in the run folder; `tensorboard --logdir runs` shows them.
 
-    Each event is written at once and by the thread that tells of it: tensorboardX's own writer is a thread that a full
-    disk ends, and the run would then wait for it.
+    Each event is written synchronously: tensorboardX's own writer thread dies on a full disk, and the run would then
+    block on it.
     """
 
     _folder: Folder = Folder(Path())
     _name: Name = EVENT_FILE
 
     def begin(self, about: RunInfo) -> None:
-        """A file of its own for each attempt; what comes behind its step hides what an earlier one wrote there."""
+        """Opens a new file for each attempt; its steps override those of earlier files."""
         from tensorboardX.summary import text
 
         self._folder = Folder.of(about.folder)
@@ -37,25 +37,25 @@ class TensorBoard:
         self._write(file_version="brain.Event:2")
         if about.step:
             self.back(about.step)
-        for tag, told in (("settings", about.settings), ("plan", about.summary)):
-            lines = [f"    {key}: {json.dumps(value)}" for key, value in told.items() if value is not None]
+        for tag, values in (("settings", about.settings), ("plan", about.summary)):
+            lines = [f"    {key}: {json.dumps(value)}" for key, value in values.items() if value is not None]
             self._write(step=about.step, summary=text(tag, "\n".join(lines)))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A scalar each."""
+        """Writes one scalar per value."""
         from tensorboardX.proto.summary_pb2 import Summary
 
-        found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=Summary(value=found))
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step=step, summary=Summary(value=scalars))
 
     def back(self, step: int) -> None:
-        """TensorBoard drops what came behind the step when it reads that the session began there."""
+        """Writes a session start after `step`, at which TensorBoard discards later values."""
         from tensorboardX.proto.event_pb2 import SessionLog
 
         self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
     def end(self) -> None:
-        """Everything is written already."""
+        """Does nothing: every event has been written."""
 
     def _write(self, **values: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event as Record
@@ -63,7 +63,7 @@ class TensorBoard:
 
         record = Record(wall_time=time.time(), **values).SerializeToString()
         size = struct.pack("<Q", len(record))
-        whole = size + struct.pack("<I", masked_crc32c(size)) + record + struct.pack("<I", masked_crc32c(record))
+        framed = size + struct.pack("<I", masked_crc32c(size)) + record + struct.pack("<I", masked_crc32c(record))
         with self._folder.appending(self._name) as descriptor:
-            if os.write(descriptor, whole) < len(whole):
-                raise OSError(f"'{self._folder.path / self._name}' took a part of an event only")
+            if os.write(descriptor, framed) < len(framed):
+                raise OSError(f"'{self._folder.path / self._name}' accepted only a part of an event")

@@ -1,7 +1,7 @@
-"""The account of a whole run: the ledgers of its attempts, and the time between them, read from its folder.
+"""The wall time of a run over all attempts, from the ledgers in its folder.
 
-A run that was killed told of itself last in its events or in its heartbeat, whichever is newer. What it did after that
-is lost to the account and counts as `restart`; the steps among it count once they are taken again. No JAX here.
+The last ledger of a killed attempt is in its events or its heartbeat, whichever is newer. Time after that counts as
+`restart`, and steps after that count when they are repeated. Does not import JAX.
 """
 
 import os
@@ -20,24 +20,24 @@ from spanax.run.record.events import Begin, End, Event, Events, Spent, Stuck, re
 from spanax.run.record.time_ledger import BUCKETS
 
 OUTCOMES = {"stuck": "stuck", "died": "died", "preempted": "preempted", "end": "finished", "stopped": "stopped"}
-"""How an attempt ended, by the event that says so; the first of these that was told counts."""
+"""How an attempt ended, by event; the first of these events that occurred decides."""
 
 SILENT_SECONDS = 120.0
-"""A process on another host that was silent for so long counts as ended: nobody can look."""
+"""A process on another host counts as ended after this time without a heartbeat."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One process group's part of a run.
+    """The part of a run between two restarts.
 
     Attributes:
-      began: Unix seconds.
-      ended: of its last sign of life.
-      outcome: `finished`, `preempted`, `died`, `stuck`, `stopped`, `running`, or `killed` where nobody told.
-      first_step: steps that were taken when it began.
-      last_step: and when it ended.
-      seconds: what its wall time went to, by bucket.
-      place: what its `begin` said of devices, hosts, mesh and layout.
+      began: its start, in Unix seconds.
+      ended: its last event or heartbeat, in Unix seconds.
+      outcome: `finished`, `preempted`, `died`, `stuck`, `stopped`, `running`, or `killed` if no event tells.
+      first_step: the number of steps taken when it began.
+      last_step: the number of steps taken when it ended.
+      seconds: its wall time by bucket.
+      place: the devices, hosts, mesh and layout of its `begin` event.
     """
 
     began: float
@@ -51,15 +51,15 @@ class Attempt:
 
 @dataclass(frozen=True)
 class TimeAccount:
-    """A run from its first beginning to its last sign of life.
+    """The wall time of a run from its first event to its last event or heartbeat.
 
     Attributes:
-      attempts: in the order they began.
-      seconds: what the wall time of the run went to, by bucket; `restart` has the time between attempts in it.
-      paused_seconds: between the end of a finished run and the attempt that went on with it; not part of the wall.
-      faults: what the events say that tell of a fault or of what was done about it, in order.
-      num_damaged: lines of the events that could not be read.
-      unknown: events of each kind that this version does not know; they are not part of the account.
+      attempts: the attempts in the order they began.
+      seconds: the wall time by bucket; `restart` includes the time between attempts.
+      paused_seconds: the time between the end of a finished run and its continuation; not part of the wall time.
+      faults: the events about faults and the reactions to them, in order.
+      num_damaged: the number of lines of events.jsonl that cannot be parsed.
+      unknown: the number of events of each kind that this version does not know; they are ignored.
     """
 
     attempts: Sequence[Attempt]
@@ -71,32 +71,32 @@ class TimeAccount:
 
     @property
     def wall_seconds(self) -> float:
-        """All buckets together."""
+        """The sum of all buckets."""
         return sum(self.seconds.values())
 
     @property
     def goodput(self) -> float:
-        """The share of the wall in steps that were not taken before; 0 of nothing."""
+        """The fraction of the wall time spent in steps, without repeated ones; 0 for an empty run."""
         return self.seconds["step"] / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
     def reached(self) -> int:
-        """The last step that any attempt finished."""
+        """The last step finished by any attempt."""
         return max(attempt.last_step for attempt in self.attempts)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Returns JSON values."""
         summed = {"goodput": self.goodput, "wall_seconds": self.wall_seconds, "reached": self.reached}
         return summed | asdict(self)
 
 
 def account(folder: Path) -> TimeAccount:
-    """The account of the run in a folder, whether it goes on, ended or was killed.
+    """Returns the wall time of the run in a folder, whether it is running, ended or was killed.
 
-    Between the processes of two attempts lies no clock but that of the machine: a jump of it changes `restart`.
+    The time between two attempts is measured on the system clock; adjusting the clock changes `restart`.
 
     Raises:
-      DataError: it is not a run folder.
+      DataError: the folder has no events of a run.
 
     Example:
       >>> import tempfile
@@ -105,28 +105,28 @@ def account(folder: Path) -> TimeAccount:
       ...     events.tell("begin", time=began, step=0)
       ...     seconds = {"start": 8, "step": 32}
       ...     events.tell("ledger", time=began + 40, step=9, seconds=seconds, wall_seconds=40)
-      >>> found = account(events.folder)
-      >>> found.goodput, found.seconds["restart"]
+      >>> times = account(events.folder)
+      >>> times.goodput, times.seconds["restart"]
       (0.64, 28)
     """
     log = read(folder)
     parts = _parts(log.events)
     if not parts:
         raise DataError(
-            f"'{folder}' is not a run folder.", where=f"{EVENTS} has no beginning", fix="the folder of a run"
+            f"'{folder}' is not a run folder.", where=f"{EVENTS} has no `begin` event", fix="the folder of a run"
         )
     beat = heartbeat.read(folder).get(0)
     last = None if beat is None else _spent(beat)
-    begun = [part for part in parts if last is not None and part[0].time <= last.time]
-    if last is not None and begun:
-        begun[-1].append(last)
+    earlier = [part for part in parts if last is not None and part[0].time <= last.time]
+    if last is not None and earlier:
+        earlier[-1].append(last)
     attempts = [_attempt(part) for part in parts]
     for number, (before, after) in enumerate(pairwise(attempts), 1):
         if before.outcome != "finished":
             attempts[number] = replace(after, seconds=_as_restart(after.seconds))
     if attempts[-1].outcome == "killed" and beat is not None and _is_alive(beat):
         attempts[-1] = replace(attempts[-1], outcome="running")
-    seconds = {bucket: sum(one.seconds.get(bucket, 0) for one in attempts) for bucket in BUCKETS}
+    seconds = {bucket: sum(attempt.seconds.get(bucket, 0) for attempt in attempts) for bucket in BUCKETS}
     paused = 0.0
     for before, after in pairwise(attempts):
         gap = max(0, after.began - before.ended)
@@ -139,7 +139,7 @@ def account(folder: Path) -> TimeAccount:
 
 
 def reached(folder: Path) -> int:
-    """The last step that was finished in a run folder, saved or not; 0 in a new one."""
+    """Returns the last finished step of the run in a folder, saved or not; 0 for a new run."""
     beat = heartbeat.read(folder).get(0)
     last = None if beat is None else _spent(beat)
     spent = [event for event in (*read(folder).events, last) if isinstance(event, Spent)]
@@ -147,9 +147,9 @@ def reached(folder: Path) -> int:
 
 
 def keep_beat(events: Events) -> None:
-    """Put what the leader's last heartbeat says of its wall time among the events, if nothing there is newer.
+    """Appends the ledger of the first process's last heartbeat to the events, unless they have a newer one.
 
-    To be called before the heartbeats of a killed attempt are forgotten or written anew.
+    Must be called before the heartbeats of a killed attempt are removed or overwritten.
     """
     beat = heartbeat.read(events.folder).get(0)
     last = None if beat is None else _spent(beat)
@@ -160,9 +160,9 @@ def keep_beat(events: Events) -> None:
 
 
 def _parts(events: Sequence[Event]) -> list[list[Event]]:
-    """The events of each attempt, from its beginning, or from what is known of one that did not come so far.
+    """Groups events by attempt: each `begin` event starts one, and so does a ledger of an attempt without one.
 
-    The number of an attempt is no sign of a new one: started by hand, every one is 0.
+    Attempt numbers do not separate attempts, because a run resumed by hand has attempt 0 again.
     """
     parts: list[list[Event]] = []
     for event in events:
@@ -176,18 +176,18 @@ def _parts(events: Sequence[Event]) -> list[list[Event]]:
 
 
 def _attempt(events: Sequence[Event]) -> Attempt:
-    """What the events of one attempt say of it."""
+    """Summarizes the events of one attempt."""
     begin = events[0]
-    own = [event for event in events if event.attempt == begin.attempt]
-    records = [event for event in own if isinstance(event, Spent)]
+    numbered = [event for event in events if event.attempt == begin.attempt]
+    records = [event for event in numbered if isinstance(event, Spent)]
     newest = max(records, key=lambda record: record.wall_seconds, default=None)
     if newest is None:
-        # Killed before it could say anything of its time.
-        last = max(event.time for event in own if event.by == begin.by)
+        # Killed before its first ledger.
+        last = max(event.time for event in numbered if event.by == begin.by)
         spent = last - begin.time
         newest = Spent(event="ledger", time=last, step=0, wall_seconds=spent, seconds={"start": spent})
-    # A run that was asked to stop ends, too, and says so.
-    names = {"preempted" if isinstance(event, End) and event.how == "preempted" else event.event for event in own}
+    # A preempted run also writes an `end` event.
+    names = {"preempted" if isinstance(event, End) and event.how == "preempted" else event.event for event in numbered}
     first = begin.step if isinstance(begin, Begin) else 0
     place = ("devices", "hosts", "mesh", "layout")
     return Attempt(
@@ -196,13 +196,13 @@ def _attempt(events: Sequence[Event]) -> Attempt:
         outcome=next((outcome for name, outcome in OUTCOMES.items() if name in names), "killed"),
         first_step=first,
         last_step=max([first, *(record.step for record in records)]),
-        seconds=_without_silence(newest, own),
+        seconds=_without_silence(newest, numbered),
         place={key: value for key in place if (value := getattr(begin, key, None)) is not None},
     )
 
 
 def _without_silence(record: Spent, events: Sequence[Event]) -> Mapping[str, float]:
-    """The seconds of a record without those in which the process hung, if it was woken and went on before its end."""
+    """Returns the seconds of a ledger, with the time in which the process hung moved to `restart`."""
     seconds = dict(record.seconds)
     for event in events:
         if isinstance(event, Stuck) and event.seconds is not None:
@@ -216,14 +216,14 @@ def _without_silence(record: Spent, events: Sequence[Event]) -> Mapping[str, flo
 
 
 def _as_restart(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of an attempt after a fault; started by hand, it does not know that it is not the first."""
+    """Moves `start` to `restart`, for an attempt after a fault that was started by hand."""
     spent = dict(seconds)
     spent["restart"] = spent.get("restart", 0) + spent.pop("start", 0)
     return spent
 
 
 def _spent(beat: heartbeat.Heartbeat) -> Spent | None:
-    """A heartbeat as the `ledger` event it could have been; None where it says nothing of its time."""
+    """Converts a heartbeat to a `ledger` event; None if it has no ledger."""
     if not beat.seconds:
         return None
     return Spent(
@@ -233,7 +233,7 @@ def _spent(beat: heartbeat.Heartbeat) -> Spent | None:
 
 
 def _is_alive(beat: heartbeat.Heartbeat) -> bool:
-    """Whether the process of a beat still runs, as far as can be told from here."""
+    """Returns whether the process of a heartbeat is still running; on another host, whether it was recent."""
     if beat.host != socket.gethostname():
         return time.time() - beat.time < SILENT_SECONDS
     try:

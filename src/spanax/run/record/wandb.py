@@ -1,4 +1,4 @@
-"""Weights & Biases: a tracker whose run goes on when ours does."""
+"""A tracker for Weights & Biases that resumes its run with the run folder."""
 
 import os
 import re
@@ -12,25 +12,25 @@ from spanax.entries.names import WANDB, WANDB_ID
 from spanax.run.record.trackers import RunInfo
 
 UPLOAD_SECONDS = 60.0
-"""So long the end of a run waits for what is still to be sent; `wandb sync` sends the rest."""
+"""How long the end of a run waits for uploads; `wandb sync` completes them later."""
 
 
 @dataclass(eq=False)
 class WeightsAndBiases:
-    """A run of Weights & Biases: the same one when the run goes on. `WANDB_MODE=offline` keeps it in `wandb/`."""
+    """Logs to Weights & Biases; a resumed run continues its W&B run. `WANDB_MODE=offline` stores it in `wandb/`."""
 
     _run: Any = None
-    _told: int = 0
+    _logged: int = 0
     _last: int = 0
 
     def begin(self, about: RunInfo) -> None:
-        """Steps that an attempt before told of are not told again: their numbers cannot be taken back."""
+        """Starts or resumes the W&B run; steps logged by an earlier attempt cannot be changed and are skipped."""
         import wandb
 
         place = Folder.of(about.folder)
         place.make(WANDB).checked_path(may_link_inside=True)  # wandb itself opens files there by path
         before = _recorded_id(place)
-        self._told = max(about.reached, about.step) if before else 0
+        self._logged = max(about.reached, about.step) if before else 0
         self._run = wandb.init(
             id=before or _new_id(place),
             resume="allow",
@@ -43,17 +43,17 @@ class WeightsAndBiases:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of its history."""
-        if step > self._told:
+        """Logs one row of the history."""
+        if step > self._logged:
             self._last = step
             self._run.log(dict(values), step=step)
 
     def back(self, step: int) -> None:
-        """Its history only grows: it goes on behind the last step told."""
-        self._told = max(self._told, self._last)
+        """Skips repeated steps up to the last one logged, because the history is append-only."""
+        self._logged = max(self._logged, self._last)
 
     def end(self) -> None:
-        """Send what is left."""
+        """Finishes the upload."""
         if self._run is not None:
             self._run.finish()
 

@@ -1,4 +1,4 @@
-"""Placement: the mesh of a plan, arrays with its shardings, and the check that they have them."""
+"""The mesh of a plan on devices, and the shardings of its arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from spanax.trace.variables import Leaf
 
 
 def build_mesh(plan: Plan, devices: Sequence[Any] | None) -> jax.sharding.Mesh:
-    """Returns the mesh of a plan, after joining the group of this process and trying the plan's options for XLA.
+    """Returns the mesh of a plan, after joining the group of this process and checking the plan's XLA options.
 
     Raises:
       HostsError: the group cannot be joined.
-      SpanaxError: there are too few devices, or the compiler does not know an option.
+      SpanaxError: there are too few devices, or the compiler rejects an option.
     """
     join_group()
     mesh = plan.mesh.build(devices)
@@ -26,22 +26,22 @@ def build_mesh(plan: Plan, devices: Sequence[Any] | None) -> jax.sharding.Mesh:
 
 
 def assert_placed(plan: Plan, state: Sequence[jax.Array], mesh: jax.sharding.Mesh) -> None:
-    """Check the shardings of arrays against a plan.
+    """Checks that arrays have the shardings of a plan.
 
     Raises:
-      SpanaxError: an array lies elsewhere than planned.
+      SpanaxError: an array has another sharding.
     """
     for placement, array in zip(plan.leaves, state, strict=True):
         if not array.sharding.is_equivalent_to(placement.sharding(mesh), len(placement.shape)):
             raise SpanaxError(
-                f"`{placement.path}` is not where the plan puts it.",
-                where=f"planned {placement.partition_spec}, found {array.sharding}",
+                f"`{placement.path}` is not sharded as planned.",
+                where=f"planned {placement.partition_spec}, actual {array.sharding}",
             )
 
 
 def abstract_arrays(
     leaves: Sequence[Leaf], placements: Sequence[Placement], mesh: jax.sharding.Mesh
 ) -> list[jax.ShapeDtypeStruct]:
-    """The shapes and dtypes of arrays with their planned shardings."""
+    """Returns the shapes, dtypes and planned shardings of arrays."""
     pairs = zip(leaves, placements, strict=True)
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place.sharding(mesh)) for leaf, place in pairs]

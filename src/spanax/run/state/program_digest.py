@@ -1,4 +1,4 @@
-"""Same model: whether a checkpoint was saved by the program that is to go on from it."""
+"""Compares the program of a run with the program that saved a checkpoint."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from spanax.trace.analysis.computation import Computation
 from spanax.trace.program import Program
 
 KEY = "computation"
-"""Where the meta of a checkpoint has what its program computes."""
+"""The key of the program's computation in meta.json."""
 
-MOST_LISTED = 4
+MAX_LISTED = 4
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A program next to the one that saved a checkpoint.
+    """The result of comparing a program with the one that saved a checkpoint.
 
     Attributes:
-      differences: what differs; empty where nothing does.
-      unknown: why what the two compute cannot be compared; empty where it was.
+      differences: a description of each difference.
+      unknown: why the computations cannot be compared; empty if they can.
     """
 
     differences: tuple[str, ...] = ()
@@ -31,29 +31,30 @@ class Comparison:
 
 
 def compared(program: Program, leaves: Mapping[str, str], meta: Mapping[str, Any]) -> Comparison:
-    """A program next to the one that saved a checkpoint with these leaves and this meta.
+    """Compares a program with the one that saved a checkpoint with these leaves and meta values.
 
-    Other versions of JAX write another program of the same code. What restores the arrays compares them in any case.
+    Computations are not compared across JAX versions, which trace the same code to different programs; the shapes and
+    dtypes of arrays are checked when they are restored.
     """
     try:
         before = Computation.from_json(meta[KEY])
     except (KeyError, ValueError):
         return Comparison(unknown="the checkpoint has no record of what its program computes")
-    if others := program.computation.other_versions(before):
-        return Comparison(unknown="; ".join(others))
+    if versions := program.computation.other_versions(before):
+        return Comparison(unknown="; ".join(versions))
     differences = program.computation.differences(before)
     now = {leaf.path: told(leaf) for leaf in program.leaves}
     names = sorted(path for path in {*now, *leaves} if now.get(path) != leaves.get(path))
-    arrays = [f"{path} {leaves.get(path, 'missing')}, now {now.get(path, 'missing')}" for path in names[:MOST_LISTED]]
-    if len(names) > MOST_LISTED:
-        arrays.append(f"{len(names) - MOST_LISTED} more arrays")
+    arrays = [f"{path} {leaves.get(path, 'missing')}, now {now.get(path, 'missing')}" for path in names[:MAX_LISTED]]
+    if len(names) > MAX_LISTED:
+        arrays.append(f"{len(names) - MAX_LISTED} more arrays")
     return Comparison((*arrays, *differences))
 
 
 def meta_of(program: Program, position: Any, history: Any) -> dict[str, Any]:
-    """What a checkpoint keeps of the program that saves it, the position in the data, and the metrics of late."""
-    described = {"fingerprint": program.fingerprint, KEY: program.computation.to_json()}
-    return described | {"position": position, "history": history} | program.init.meta
+    """Returns the meta values of a checkpoint: its program, the position in the data, and recent metrics."""
+    program_meta = {"fingerprint": program.fingerprint, KEY: program.computation.to_json()}
+    return program_meta | {"position": position, "history": history} | program.init.meta
 
 
 def check_same_model(
@@ -67,31 +68,31 @@ def check_same_model(
     """Raises if the newest checkpoint of a run was saved by another program.
 
     Args:
-      steps: the folder of all steps.
-      program: what is to go on.
-      as_before: the program with the learning rate and steps that the run was last started with, where these changed:
-        a train step of the user's own contains them.
-      accepts: whether another model may go on.
-      warn: gets a line where the programs cannot be compared.
+      steps: the folder of all checkpoints.
+      program: the program of the resumed run.
+      as_before: returns the program with the learning rate and number of steps that the run was last started with,
+        which a custom train step contains; None if these are unchanged.
+      accepts: whether the model may differ.
+      warn: called with a message if the programs cannot be compared.
 
     Raises:
-      ConfigError: it is another program.
+      ConfigError: the programs differ.
     """
     newest = manifest.finished(steps)[-1:]
     for step, folder in newest:
         try:
             _, leaves, meta = manifest.read_meta(folder)
         except (OSError, ValueError):
-            return  # damaged: what restores it says so, and takes another one
+            return  # damaged: `restore` reports it, and reads an older checkpoint
         comparison = compared(program, leaves, meta)
         if comparison.unknown:
-            warn(f"the model code is not compared with that of step {step}, its arrays are: {comparison.unknown}")
+            warn(f"only arrays, not the model code, are compared with those of step {step}: {comparison.unknown}")
         if not comparison.differences or accepts:
             return
         if as_before is not None and not compared(as_before(), leaves, meta).differences:
             return
         raise ConfigError(
-            f"the model is not the one that saved step {step}: {'; '.join(comparison.differences)}.",
+            f"the model differs from the one that saved step {step}: {'; '.join(comparison.differences)}.",
             where=f"'{steps.outer}'",
-            fix="the code that the run was started with, another --out, or --accept-changed-model to go on with this",
+            fix="the original code, another --out, or --accept-changed-model to continue with this model",
         )

@@ -1,4 +1,4 @@
-"""Restore: a run goes on from a checkpoint, on this plan, whatever plan and devices it was saved from."""
+"""Restores a run from a checkpoint, sharded by any plan of the same program."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from spanax.trace.user_mesh import outside_meshes
 
 @dataclass(frozen=True)
 class Meta:
-    """What a run saves of itself with its arrays; see `spanax.run.run.Run.save`."""
+    """The schema of meta.json, as written by `spanax.Run.save`."""
 
     build_seed: Annotated[int, Within(0, (1 << 64) - 1)] | None = None
     position: Mapping[str, Any] | None = None
@@ -43,25 +43,25 @@ def restore(
     warn: Callable[[str], None] | None = None,
     guard: Guard | None = None,
 ) -> Run:
-    """The run that was saved in a folder, laid out by `plan`: parameters, optimizer, RNG, statistics, step.
+    """Restores a saved run, sharded by `plan`: parameters, optimizer state, random state, statistics and step.
 
-    Every file is held against its checksum first. When the newest step is damaged, the next older good one is
-    taken, with a loud line; another line lists what differs where the program computes something else. `run.position`
-    is the data position: `spanax.batches(..., position=run.position)`.
+    Every file is verified against its checksum. If the newest checkpoint is damaged, the next older intact one is
+    restored with a warning. Another warning lists how the program differs from the one that was saved. The data
+    position is `run.position`; pass it to `spanax.batches(..., position=run.position)`.
 
     Args:
-      program: the program that was saved; its paths, shapes and dtypes must match. A list of blocks in one of the two
-        may be a stack in the other (`spanax.stack`): `blocks.0.up` to `blocks.11.up` are the layers of `blocks.up`.
-      plan: where the arrays go now; any mesh, any number of devices.
-      directory: what was given to `run.save`.
-      step: this step and no other.
-      devices: the devices to use; all of this process by default.
-      warn: gets the loud line; standard error by default.
-      guard: as for `spanax.start`; it goes on from what it had seen.
+      program: the saved program; paths, shapes and dtypes must match. A list of blocks in one program may be a stack in
+        the other (`spanax.stack`): `blocks.0.up` to `blocks.11.up` are the layers of `blocks.up`.
+      plan: the shardings to restore to, for any mesh and number of devices.
+      directory: the directory passed to `run.save`.
+      step: the step to restore; the newest intact one by default.
+      devices: the devices to use; all devices of this process by default.
+      warn: called with each warning; prints to standard error by default.
+      guard: as in `spanax.start`; its history is restored.
 
     Raises:
-      DataError: no good step, or one of another program.
-      SpanaxError: the plan is another program's.
+      DataError: there is no intact checkpoint, or it is of another program.
+      SpanaxError: the plan is for another program.
 
     Example:
       >>> import optax, spanax, tempfile
@@ -87,26 +87,26 @@ def restore(
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(mesh))
         for leaf, placement in zip(program.leaves, places, strict=True)
     }
-    found = checkpoint.restore(directory, targets, step=step, warn=warn)
-    meta = _meta(found.meta, directory)
-    differences = compared(program, found.leaves, found.meta).differences
+    saved = checkpoint.restore(directory, targets, step=step, warn=warn)
+    meta = _meta(saved.meta, directory)
+    differences = compared(program, saved.leaves, saved.meta).differences
     if differences and is_first():
-        message = f"step {found.step} was saved by another program: {'; '.join(differences)}"
+        message = f"step {saved.step} was saved by another program: {'; '.join(differences)}"
         (warn or to_stderr)(f"WARNING: {message}")
     program = program.with_seed(meta.build_seed if meta.build_seed is not None else program.init.seed or 0)
-    state = [found.arrays[leaf.path] for leaf in program.leaves]
+    state = [saved.arrays[leaf.path] for leaf in program.leaves]
     state = state if rows is None else rows.to_rows(state)
     assert_placed(plan, state, mesh)
-    history = History.of(meta.history, found.step)
+    history = History.of(meta.history, saved.step)
     position = None if meta.position is None else dict(meta.position)
-    return Run(program, plan, mesh, state, num_steps=found.step, position=position, guard=guard, history=history)
+    return Run(program, plan, mesh, state, num_steps=saved.step, position=position, guard=guard, history=history)
 
 
 def _meta(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> Meta:
-    """What a run saved of itself with its arrays.
+    """Parses the meta values of a checkpoint.
 
     Raises:
-      DataError: it is not what a run saves.
+      DataError: they do not match the schema.
     """
     try:
         return parsed(Meta, values, is_open=True, is_strict=False)

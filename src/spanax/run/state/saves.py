@@ -1,4 +1,4 @@
-"""Saves: the checkpoints of a run as they fall due. One that fails costs itself, not the run."""
+"""Saves the checkpoints of a run in the background; a failed save does not end the run."""
 
 import math
 import time
@@ -12,44 +12,45 @@ from spanax.errors import DiskFullError, WriteError
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
 from spanax.run.distributed.processes import from_first
+from spanax.run.record.telemetry import Telemetry
 from spanax.run.run import Run
 from spanax.run.store import manifest
 from spanax.run.store.checkpoint import Pending
 
 GRACE_SECONDS = 10.0
-"""So long a run waits for the save before, once: steps of a small model may be shorter than any save. Then the disk is
-slow, and no step waits for it again."""
+"""How long a run waits once for the previous save, because steps of a small model may be shorter than any save. After
+that the disk counts as slow, and saves that fall due during another are skipped."""
 
 
 @dataclass(eq=False)
 class Saves:
-    """Saves into one folder, never two at once.
+    """Saves checkpoints into one folder, one at a time.
 
     Attributes:
-      folder: the folder of all steps.
-      config: how often is saved, and how many steps are kept.
-      tell: takes the events `save`, `save_failed` and `warning`.
-      renew: called before a save; makes the run folder again where somebody removed it.
-      saved: the step that was saved last, or that the run began with.
+      folder: the folder of all checkpoints.
+      config: the settings; `keep` is the number of checkpoints to keep.
+      telemetry: receives the events `save`, `save_failed` and `warning`.
+      renew: called before each save to make the run folder again if it was removed.
+      saved: the last saved step, or the first step of the run.
     """
 
     folder: Folder
     config: TrainConfig
-    tell: Callable[[dict[str, Any]], None]
+    telemetry: Telemetry
     renew: Callable[[], Any]
     saved: int = 0
-    _going: Pending | None = None
+    _pending: Pending | None = None
     _skipped: list[int] = field(default_factory=list)
     _is_slow: bool = False
-    _is_told: bool = False
+    _is_reported: bool = False
     _began: float = 0.0
 
     def start(self, run: Run, data: Batches) -> Pending | None:
-        """Save in the background; None where the save before still goes on after all, or this one cannot begin.
+        """Starts to save in the background; returns None if the previous save is still running or this one fails.
 
-        A failure is told of, and the next step that is due is saved again.
+        A failure is reported, and the next due step is saved again.
         """
-        if self._going is not None and self._going.is_running(0.0 if self._is_slow else GRACE_SECONDS):
+        if self._pending is not None and self._pending.is_running(0.0 if self._is_slow else GRACE_SECONDS):
             self._skipped.append(run.num_steps)
             self._is_slow = True
             return None
@@ -61,11 +62,11 @@ class Saves:
             return None
 
     def covers(self, step: int) -> bool:
-        """Whether a step is saved, or on its way to the disk."""
-        return step == self.saved or (self._going is not None and self._going.step == step)
+        """Returns whether a step is saved or being saved."""
+        return step == self.saved or (self._pending is not None and self._pending.step == step)
 
     def finish(self, run: Run, data: Batches) -> None:
-        """See the newest state saved and on disk, and older steps go where the disk has no room for it.
+        """Saves the newest state and waits until it is on disk; on a full disk, older checkpoints are removed.
 
         Raises:
           WriteError: it cannot be saved.
@@ -74,47 +75,46 @@ class Saves:
         while self.saved != run.num_steps:
             try:
                 self._save(run, data).wait()
-                self.saved, self._going = run.num_steps, None
+                self.saved, self._pending = run.num_steps, None
             except WriteError as error:
-                self._going = None
+                self._pending = None
                 if not self._failed(run.num_steps, error):
                     raise
 
     def _save(self, run: Run, data: Batches) -> Pending:
         self.renew()
         self._began = time.monotonic()
-        self._going = run.save(self.folder, data=data, keep=self.config.keep)
+        self._pending = run.save(self.folder, data=data, keep=self.config.keep)
         blocked = time.monotonic() - self._began
-        self.tell({"event": "save", "step": run.num_steps, "blocked_seconds": blocked})
-        return self._going
+        self.telemetry.report({"event": "save", "step": run.num_steps, "blocked_seconds": blocked})
+        return self._pending
 
     def _settle(self, step: int) -> None:
-        """Wait for the end of the save before, if any, and tell what came of it."""
-        going, self._going = self._going, None
-        if going is None:
+        """Waits for the previous save, if any, and reports a failure and the saves skipped meanwhile."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         try:
-            going.wait()
-            self.saved = going.step
+            pending.wait()
+            self.saved = pending.step
         except WriteError as error:
-            self._failed(going.step, error)
-        if self._skipped and not self._is_told:
-            self._is_told = True
-            step_seconds = (time.monotonic() - self._began) / max(1, step - going.step)
-            fits = math.ceil(going.seconds / step_seconds)
-            self.tell({
-                "event": "warning",
-                "message": f"saving step {going.step} took {going.seconds:.1f} s, and what fell due meanwhile was not "
-                f"saved: step {', '.join(map(str, self._skipped))}. --save-every {fits} would fit",
-            })  # fmt: skip
+            self._failed(pending.step, error)
+        if self._skipped and not self._is_reported:
+            self._is_reported = True
+            step_seconds = (time.monotonic() - self._began) / max(1, step - pending.step)
+            fits = math.ceil(pending.seconds / step_seconds)
+            self.telemetry.warn(
+                f"saving step {pending.step} took {pending.seconds:.1f} s, and saves due meanwhile were "
+                f"skipped: step {', '.join(map(str, self._skipped))}. Use --save-every {fits}"
+            )
         self._skipped.clear()
 
     def _failed(self, step: int, error: WriteError) -> bool:
-        """Tell of it; on a full disk the oldest step goes, so that the next save has its room. Whether one went."""
+        """Reports a failed save; on a full disk, removes the oldest checkpoint. Returns whether one was removed."""
         is_full = isinstance(error, DiskFullError)
         removed = from_first(lambda: str(make_room(self.folder) if is_full else None), WriteError)
         is_removed = removed != str(None)
-        self.tell({
+        self.telemetry.report({
             "event": "save_failed",
             "step": step,
             "reason": str(error).splitlines()[0],
@@ -124,14 +124,11 @@ class Saves:
 
 
 def make_room(directory: Place) -> int | None:
-    """Removes the oldest finished step of a full disk, and returns its number; None where none can go.
-
-    The newest step stays, and goes on to be the one that a run is restored from: it is held against its manifest first.
-    """
-    found = manifest.finished(directory)
-    if len({step for step, _ in found}) < 2 or manifest.problems(found[-1][1]):
+    """Removes the oldest checkpoint and returns its step; None if the newest one is damaged or the only one."""
+    checkpoints = manifest.finished(directory)
+    if len({step for step, _ in checkpoints}) < 2 or manifest.problems(checkpoints[-1][1]):
         return None
-    step, folder = found[0]
+    step, folder = checkpoints[0]
     with suppress(OSError):
         manifest.discard(folder)
         return step

@@ -1,9 +1,9 @@
-"""State born sharded: every array is made on the devices that keep it, one array at a time.
+"""Initializes the state sharded: each array is computed on the devices that store it.
 
-One program for the whole state would hold it twice over while compiling and take a minute for a deep unrolled
-model. So keys, counts and other single numbers are computed first, and each array is then one small program of
-its own, compiled once for all arrays that are made alike (the same kernel of forty-eight blocks). They are compiled
-side by side, and run one after the other.
+A single program for the state of a deep unrolled model takes a minute to compile and twice the memory of the state.
+So keys, counts and other scalars are computed first, and each array is then computed by a small program of its own,
+compiled once for all arrays with equal computations (such as one kernel of 48 blocks). Programs are compiled in
+parallel and run in sequence.
 """
 
 import os
@@ -24,7 +24,7 @@ from spanax.trace.jaxpr.interpret import Values, run
 from spanax.trace.program import Program
 
 FILLED_BYTES = 4 << 20
-"""An array that size is copied to a device in a millisecond or two; to read its program takes ten, to make it more."""
+"""Constant arrays up to this size are copied from the host: 1 to 2 ms, where loading a cached program takes 10 ms."""
 
 
 def init_sharded_state(
@@ -32,22 +32,22 @@ def init_sharded_state(
     placements: Sequence[Placement],
     mesh: jax.sharding.Mesh,
     seed: int,
-    given: Mapping[int, jax.Array] | None = None,
+    weights: Mapping[int, jax.Array] | None = None,
 ) -> list[jax.Array]:
-    """The program's state at step 0, each leaf on the devices and in the shards of its placement.
+    """Returns the state of a program at step 0, sharded by its placements.
 
-    The numbers depend on the seed alone, not on the mesh; and on those leaves that are `given` by their number, as the
-    optimizer does where it begins with copies of parameters.
+    The values depend on the seed and not on the mesh. Leaves in `weights`, by index, are used as they are, also in the
+    initial values of optimizer state that is computed from them.
     """
-    given = given or {}
+    weights = weights or {}
     graph = from_jaxpr(program.init.jaxpr)
-    made = graph.constants | _single_numbers(graph, program.init.inputs(seed))
-    brought = {graph.body.outputs[number]: array for number, array in given.items()}
+    scalars = graph.constants | _scalars(graph, program.init.inputs(seed))
+    loaded = {graph.body.outputs[index]: array for index, array in weights.items()}
     options, programs = _options(mesh), dict[Any, Future[Any]]()
 
     def make(value: int, known: dict[int, Any], sharding: jax.sharding.NamedSharding) -> Callable[[], jax.Array]:
-        if value in known and value in brought:
-            # The step takes both away: a copy of a parameter has to have its own memory.
+        if value in known and value in loaded:
+            # The step donates both: a copy of a parameter needs its own buffer.
             return partial(jax.jit(jnp.copy, out_shardings=sharding), known[value])
         if value in known:
             return partial(placed, known[value], sharding)
@@ -55,34 +55,34 @@ def init_sharded_state(
         inputs = tuple(dict.fromkeys(operand for op in ops for operand in op.inputs if operand in known))
         if _is_filled(graph, ops, inputs, value):
             return partial(_filled, known[inputs[0]], graph.avals[value], sharding)
-        ins = [known[one] for one in inputs]
-        key = _signature(graph, ops, inputs, value), sharding, tuple(getattr(one, "sharding", None) for one in ins)
+        args = [known[operand] for operand in inputs]
+        key = _signature(graph, ops, inputs, value), sharding, tuple(getattr(arg, "sharding", None) for arg in args)
         if key not in programs:
             jitted = jax.jit(_program(graph, ops, inputs, value), out_shardings=sharding, compiler_options=options)
-            programs[key] = pool.submit(lambda: jitted.lower(*ins).compile())
-        return lambda: programs[key].result()(*ins)
+            programs[key] = pool.submit(lambda: jitted.lower(*args).compile())
+        return lambda: programs[key].result()(*args)
 
-    # Compilers of several processes may wait for each other, and then want all programs in the same order.
+    # Several processes may synchronize in compilation, and must then compile all programs in the same order.
     with ThreadPoolExecutor(1 if jax.process_count() > 1 else os.cpu_count()) as pool:
         makes = []
-        for number, (value, placement) in enumerate(zip(graph.body.outputs, placements, strict=True)):
-            known = made | brought if placement.kind == "optimizer" else made
-            is_given = number in given
-            makes.append(partial(given.get, number) if is_given else make(value, known, placement.sharding(mesh)))
-        return [one() for one in makes]
+        for index, (value, placement) in enumerate(zip(graph.body.outputs, placements, strict=True)):
+            known = scalars | loaded if placement.kind == "optimizer" else scalars
+            is_loaded = index in weights
+            makes.append(partial(weights.get, index) if is_loaded else make(value, known, placement.sharding(mesh)))
+        return [initialize() for initialize in makes]
 
 
 def _options(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
-    """On a CPU these programs, which run once, compile in 0.4 of the time at LLVM's first level, and run as fast."""
+    """Returns compiler options: at LLVM's level 1, CPU programs compile in 0.4 of the time and run as fast."""
     level = "xla_backend_optimization_level"
     return {level: 1} if platform_of(mesh) == "cpu" and level not in os.environ.get("XLA_FLAGS", "") else None
 
 
 def _is_filled(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], value: int) -> bool:
-    """Whether an array is small and one number all over: to copy it is faster than to have a program for it."""
+    """Returns whether an array is small and constant, so that copying it is faster than compiling a program."""
     aval = graph.avals[value]
-    is_one = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(only_moves(op) for op in ops)
-    if not is_one or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+    is_constant = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(only_moves(op) for op in ops)
+    if not is_constant or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return False
     return bool(aval.size * aval.dtype.itemsize <= FILLED_BYTES)
 
@@ -92,21 +92,21 @@ def _filled(number: Any, aval: Any, sharding: jax.sharding.NamedSharding) -> Any
 
 
 def placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
-    """A copy of a value that every process has, sharded; it shares no buffer, because the step donates it."""
+    """Returns a sharded copy of a value that every process has, with its own buffers, because the step donates them."""
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        # Keys cannot be made from a callback: their numbers can.
+        # `make_array_from_callback` does not support key arrays.
         spec = jax.sharding.PartitionSpec(*sharding.spec, *(None,) * (value.ndim + 1 - len(sharding.spec)))
-        numbers = placed(jax.random.key_data(value), jax.sharding.NamedSharding(sharding.mesh, spec))
-        return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(value))
-    # `device_put(may_alias=False)` of an array still reuses its buffer on one of several devices (jax 0.10 to 0.12).
-    here = np.array(value)
+        key_data = placed(jax.random.key_data(value), jax.sharding.NamedSharding(sharding.mesh, spec))
+        return jax.random.wrap_key_data(key_data, impl=jax.random.key_impl(value))
+    # `device_put(may_alias=False)` of an array still aliases its buffer on one of several devices (jax 0.10 to 0.12).
+    array = np.array(value)
     if sharding.is_fully_addressable:
-        return jax.device_put(here, sharding, may_alias=False)
-    return jax.make_array_from_callback(here.shape, sharding, lambda index: here[index])
+        return jax.device_put(array, sharding, may_alias=False)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def _single_numbers(graph: Graph, inputs: Sequence[Any]) -> dict[int, Any]:
-    """The inputs, and every value of one element that follows from them, computed at once: keys, counts, scalars."""
+def _scalars(graph: Graph, inputs: Sequence[Any]) -> dict[int, Any]:
+    """Returns the inputs and all scalars computed from them, such as keys and counts."""
     values: Values = dict(zip(graph.body.inputs, inputs, strict=True))
     ops, known = list[Op](), values.keys() | graph.constants.keys()
     for op in graph.body.ops:
@@ -128,15 +128,15 @@ def _program(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], output: int
     return make
 
 
-def _signature(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], wanted: int) -> Any:
-    """What two arrays must share to be made by one compiled program: the operations, wired alike."""
-    place = {value: index for index, value in enumerate(inputs)}
+def _signature(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], output: int) -> Any:
+    """Returns a key that is equal for arrays that one compiled program can compute: operations, wiring, and types."""
+    number = {value: index for index, value in enumerate(inputs)}
 
-    wired = []
+    equations = []
     for op in ops:
-        ins = tuple(place[value] for value in op.inputs)
+        operands = tuple(number[value] for value in op.inputs)
         for value in op.outputs:
-            place[value] = len(place)
+            number[value] = len(number)
         params = tuple(sorted((key, str(value)) for key, value in op.params.items()))
-        wired.append((op.name, ins, params, tuple(str(graph.avals[value]) for value in op.outputs)))
-    return tuple(wired), tuple(str(graph.avals[value]) for value in inputs), place[wanted]
+        equations.append((op.name, operands, params, tuple(str(graph.avals[value]) for value in op.outputs)))
+    return tuple(equations), tuple(str(graph.avals[value]) for value in inputs), number[output]

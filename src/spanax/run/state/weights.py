@@ -1,7 +1,7 @@
-"""Weights: a model's numbers without its optimizer, into a checkpoint and out of one, a few arrays at a time.
+"""Saves and loads the weights of a model without its optimizer, a few arrays at a time.
 
-Such a checkpoint is step 0 of a folder, as any other but for what it does not hold. Blocks are saved one by one, as
-those of a list, whatever the model keeps them in: a host never holds more than a few of them.
+A checkpoint of weights is step 0 of a folder. Blocks are saved one by one, as those of a list, even if the model stacks
+them, so that the host never stores more than a few of them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from spanax.trace.program import Program
 
 LEAST_BYTES = 1 << 22
-"""Arrays are moved together up to the size of the largest, and up to so much where all are smaller."""
+"""The minimal size of a batch of arrays; larger batches are limited by the largest array."""
 
 PARTIAL = "init=..., partial=True (--init-partial) loads the weights that match and lists the others"
 
 
 @dataclass(frozen=True)
 class Part:
-    """An array that is to be saved, and is made when its turn comes."""
+    """An array to save, computed by `make` when it is written."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -45,14 +45,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Which weights of a model came from a checkpoint.
+    """The weights of a model that were loaded from a checkpoint.
 
     Attributes:
       source: the checkpoint.
-      loaded: the model's weights that were read.
-      missing: those that the checkpoint does not hold; they are initialized by the model.
-      mismatched: those of another shape there, each with both shapes; they are initialized by the model.
-      unexpected: the checkpoint's weights that the model does not have.
+      loaded: the paths of the loaded weights.
+      missing: the paths that the checkpoint does not have; these weights are initialized by the model.
+      mismatched: the paths with another shape in the checkpoint, with both shapes; initialized by the model.
+      unexpected: the paths in the checkpoint that the model does not have.
 
     Example:
       >>> print(Loaded("runs/base", ("kernel",), ("lora_a",), (), ("head",)))
@@ -73,7 +73,7 @@ class Loaded:
 
 
 def listed(paths: Sequence[str], most: int = 6) -> str:
-    """The first paths, and how many more there are.
+    """Returns the first paths and the number of the others, as text.
 
     Example:
       >>> listed(["a", "b", "c"], most=2)
@@ -84,17 +84,17 @@ def listed(paths: Sequence[str], most: int = 6) -> str:
 
 
 def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: Mapping[str, Any]) -> None:
-    """Save arrays as step 0 of a folder; the host holds no more than the largest of them twice.
+    """Saves arrays as step 0 of a folder; the host never stores more than twice the largest of them.
 
     Args:
-      directory: the folder of all steps; made if missing.
-      parts: dotted path to array.
-      plan_json: the text kept as plan.json.
-      meta: JSON values kept in meta.json.
+      directory: the folder of all checkpoints; created if missing.
+      parts: arrays by dotted path.
+      plan_json: the content of plan.json.
+      meta: JSON values for meta.json.
 
     Raises:
-      DataError: what a part is made from is damaged; nothing is left.
-      WriteError: the place cannot be written; nothing is left.
+      DataError: the source of an array is damaged; an incomplete checkpoint is removed.
+      WriteError: the folder cannot be written; an incomplete checkpoint is removed.
     """
     root = Folder.of(directory).resolved()
     leaves = {path: told(part) for path, part in parts.items()}
@@ -104,14 +104,14 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
         orbax = checkpoint.orbax_v1()
         context = orbax.Context()
         context.asynchronous.create_directories_asynchronously = False
-        # Every array is waited for, so that none needs to be copied; packed, it would be there twice too.
+        # Each write is synchronous, so no copy is needed; compression would need another copy.
         context.memory.deepcopy_host_arrays = False
         context.array.saving.use_compression = False
         with context:
             for batch in batches({path: _num_bytes(part) for path, part in parts.items()}):
-                made = {checkpoint.stored_name(path): parts[path].make() for path in batch}
-                orbax.partial.save(staging.checked_path() / manifest.ARRAYS, made)
-                del made
+                arrays = {checkpoint.stored_name(path): parts[path].make() for path in batch}
+                orbax.partial.save(staging.checked_path() / manifest.ARRAYS, arrays)
+                del arrays
             orbax.partial.finalize(staging.path / manifest.ARRAYS)
         manifest.write(staging)
         manifest.settle(root)
@@ -124,23 +124,23 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
 
 
 def batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Names, in order, so many at a time that they take no more than the largest of all, or than `LEAST_BYTES`.
+    """Groups names, in order, into batches of at most the size of the largest array, or of `LEAST_BYTES`.
 
     Example:
       >>> list(batches({"a": 1 << 22, "b": 1 << 24, "c": 1 << 22, "d": 1 << 22}))
       [['a'], ['b'], ['c', 'd']]
     """
     most = max([*sizes.values(), LEAST_BYTES])
-    taken: list[str] = []
-    room = most
+    batch: list[str] = []
+    num_free_bytes = most
     for name, size in sizes.items():
-        if taken and size > room:
-            yield taken
-            taken, room = [], most
-        taken.append(name)
-        room -= size
-    if taken:
-        yield taken
+        if batch and size > num_free_bytes:
+            yield batch
+            batch, num_free_bytes = [], most
+        batch.append(name)
+        num_free_bytes -= size
+    if batch:
+        yield batch
 
 
 def load(
@@ -152,49 +152,52 @@ def load(
     partial: bool = False,
     warn: Callable[[str], None] | None = None,
 ) -> tuple[dict[int, jax.Array], Loaded]:
-    """A model's parameters and statistics out of a checkpoint, each on the devices that keep it, by number of leaf.
+    """Loads a model's parameters and statistics from a checkpoint, sharded, by index of leaf.
 
-    Blocks may be a list there and a stack here, or the other way; floating dtypes become those of the program. Its
-    optimizer, counts and random state are left.
+    Blocks may be a list in the checkpoint and a stack in the model, or the reverse. Floating-point arrays are cast to
+    the dtypes of the program. Optimizer state, counts and random state are not loaded.
 
     Args:
-      program: the model.
-      placements: of the program's leaves.
+      program: the program of the model.
+      placements: the placements of the program's leaves.
       mesh: the devices.
-      directory: a folder of steps, or a run folder.
-      partial: load the weights that match by path and shape, and leave the others out.
-      warn: gets the loud line where the newest step is damaged; standard error by default.
+      directory: a folder of checkpoints, or a run folder.
+      partial: load only the weights that match by path and shape.
+      warn: called with a warning if the newest checkpoint is damaged; prints to standard error by default.
+
+    Returns:
+      The loaded arrays, and the paths of loaded, missing, mismatched and unexpected weights.
 
     Raises:
-      DataError: no step is good, or it is of another model.
+      DataError: there is no intact checkpoint, or it is of another model.
     """
     import jax
 
-    leaves = {leaf.path: (number, leaf) for number, leaf in enumerate(program.leaves) if is_weight(leaf)}
+    leaves = {leaf.path: (index, leaf) for index, leaf in enumerate(program.leaves) if is_weight(leaf)}
     targets = {
-        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements[number].sharding(mesh))
-        for path, (number, leaf) in leaves.items()
+        path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements[index].sharding(mesh))
+        for path, (index, leaf) in leaves.items()
     }
     source = Source.of(directory, warn)
-    found: dict[int, jax.Array] = {}
+    weights: dict[int, jax.Array] = {}
     groups = source.groups(targets)
     loaded = _matched(source, groups, str(directory))
     if not partial:
         fix = PARTIAL if loaded.loaded else "build the model that the checkpoint was saved from"
         checkpoint.compare(source.step, source.folder, source.saved, _all_reads(groups), fix=fix)
     elif not loaded.loaded:
-        what = f"checkpoint step {source.step} holds none of the {len(targets)} weights of this model."
-        raise DataError(what, where=str(loaded), fix="a checkpoint of a model that this one extends")
+        message = f"checkpoint step {source.step} has none of the {len(targets)} weights of this model."
+        raise DataError(message, where=str(loaded), fix="a checkpoint of a model that this one extends")
     for group in source.readable(groups):
         arrays = group.finish(source.read(group.reads))
         for path, array in arrays.items():
-            number, leaf = leaves[path]
-            found[number] = array if array.dtype == leaf.dtype else _cast(array, leaf.dtype)
-    return found, loaded
+            index, leaf = leaves[path]
+            weights[index] = array if array.dtype == leaf.dtype else _cast(array, leaf.dtype)
+    return weights, loaded
 
 
 def _matched(source: Source, groups: Sequence[Regrouped], directory: str) -> Loaded:
-    """Which of the wanted weights a checkpoint holds."""
+    """Compares the weights of the model with those of a checkpoint."""
     reads = _all_reads(groups)
     saved, paths = source.saved, sorted(path for group in groups for path in group.targets)
     differs = [path for path in reads if path in saved and saved[path] != told(reads[path])]
@@ -209,13 +212,19 @@ def _matched(source: Source, groups: Sequence[Regrouped], directory: str) -> Loa
 
 
 def is_weight(leaf: Any) -> bool:
-    """Whether a leaf is a parameter, or a statistic such as BatchNorm's; counts and random state are neither."""
+    """Returns whether a leaf is a parameter or a statistic such as BatchNorm's, and not a count or random state."""
     return leaf.kind == "param" or (leaf.kind == "other" and _is_floating(told(leaf)))
 
 
 @dataclass(frozen=True)
 class Source:
-    """The newest good step of a folder: its number, its folder, and dtype and shape of its weights by path."""
+    """The newest intact checkpoint of a folder.
+
+    Attributes:
+      step: its step.
+      folder: its folder.
+      saved: dtype and shape of its weights by path, such as `float32[4,8]`.
+    """
 
     step: int
     folder: Folder
@@ -223,14 +232,14 @@ class Source:
 
     @staticmethod
     def of(directory: str | os.PathLike[str], warn: Callable[[str], None] | None = None) -> Source:
-        """What is there.
+        """Opens the newest intact checkpoint.
 
         Raises:
-          DataError: no step is good.
+          DataError: there is none.
         """
         root = manifest.steps_of_run(directory).resolved()
-        say = warn or to_stderr
-        folder = root.inner(from_first(lambda: checkpoint.choose(root, None, say).name, DataError))
+        report = warn or to_stderr
+        folder = root.inner(from_first(lambda: checkpoint.choose(root, None, report).name, DataError))
         step = manifest.step_of(folder) or 0
         try:
             _, leaves, _ = manifest.read_meta(folder)
@@ -240,58 +249,61 @@ class Source:
         return Source(step, folder, {p: t for p, t in saved.items() if _is_floating(t)})
 
     def groups(self, targets: Mapping[str, Any]) -> list[Regrouped]:
-        """The targets in the dtypes that they were saved in, those together whose paths differ in numbers alone."""
+        """Returns the targets in their saved dtypes, grouped by path up to indices.
+
+        Raises:
+          DataError: weights of one group were saved in different dtypes.
+        """
         import jax
 
         dtypes: dict[str, str] = {}
         for path, text in self.saved.items():
             dtype = text.partition("[")[0]
             if dtypes.setdefault(_unnumbered(path), dtype) != dtype:
-                what = f"checkpoint step {self.step} holds '{path}' in {dtype} and others like it in another dtype."
-                raise DataError(what, where=str(self.folder), fix="bring it in anew, with one --dtype")
-        together: dict[str, dict[str, Any]] = {}
+                message = f"checkpoint step {self.step} has '{path}' in {dtype} and similar weights in another dtype."
+                raise DataError(message, where=str(self.folder), fix="import it again, with one --dtype")
+        grouped: dict[str, dict[str, Any]] = {}
         for path, target in targets.items():
             key = _unnumbered(path)
             dtype = dtypes.get(key, str(target.dtype))
-            wanted = jax.ShapeDtypeStruct(target.shape, dtype, sharding=target.sharding)
-            together.setdefault(key, {})[path] = wanted
+            grouped.setdefault(key, {})[path] = jax.ShapeDtypeStruct(target.shape, dtype, sharding=target.sharding)
         saved: dict[str, dict[str, str]] = {}
         for path, text in self.saved.items():
             saved.setdefault(_unnumbered(path), {})[path] = text
         return [
             part
-            for key, wanted in together.items()
-            for part in _smallest(Regrouped.of(saved.get(key, {}), wanted), wanted)
+            for key, structs in grouped.items()
+            for part in _smallest(Regrouped.of(saved.get(key, {}), structs), structs)
         ]
 
     def readable(self, groups: Sequence[Regrouped]) -> list[Regrouped]:
-        """The groups without the targets that are not there, or have another shape there."""
+        """Returns the groups without targets that are missing or have another shape in the checkpoint."""
         return [
             replace(group, reads={path: t for path, t in group.reads.items() if self.saved.get(path) == told(t)})
             for group in groups
         ]
 
     def read(self, targets: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays as they were saved, a few at a time: of JAX's, or of numpy's where the target is one.
+        """Reads arrays in their saved dtypes, a few at a time; as NumPy arrays for NumPy targets.
 
         Raises:
           DataError: they cannot be read.
         """
-        found: dict[str, Any] = {}
+        loaded: dict[str, Any] = {}
         try:
             for batch in batches({path: _num_bytes(target) for path, target in targets.items()}):
                 arrays = {path: targets[path] for path in batch}
-                found |= checkpoint.load(self.folder.inner(manifest.ARRAYS), arrays, is_all=False)
-        except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
+                loaded |= checkpoint.load(self.folder.inner(manifest.ARRAYS), arrays, is_all=False)
+        except Exception as error:  # the files are untrusted, and Orbax may raise anything for them
             raise view.unreadable(self.step, self.folder, error) from error
-        return found
+        return loaded
 
 
-def _smallest(regrouped: Regrouped, wanted: Mapping[str, Any]) -> list[Regrouped]:
-    """The same one array at a time, where none is made of others."""
+def _smallest(regrouped: Regrouped, structs: Mapping[str, Any]) -> list[Regrouped]:
+    """Returns groups of one array each, if no array is stacked from or sliced into others."""
     if regrouped.to_stack or regrouped.to_unstack:
         return [regrouped]
-    return [Regrouped({path: target}, {path: target}, [], []) for path, target in wanted.items()]
+    return [Regrouped({path: target}, {path: target}, [], []) for path, target in structs.items()]
 
 
 def _all_reads(groups: Sequence[Regrouped]) -> dict[str, Any]:
