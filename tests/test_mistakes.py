@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from spanax import cli
+from spanax.commands.train import exit_on_error
 from spanax.errors import MISTAKE
 
 FILE = """\
@@ -214,7 +215,7 @@ def test_a_process_of_a_group_ends_at_once(
 ) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as stop, cli._leaving_no_one_waiting(full):
+    with pytest.raises(SystemExit) as stop, exit_on_error(full):
         raise OSError("gone")
     assert stop.value.code == MISTAKE and capsys.readouterr().err.startswith(shown)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from spanax.show.events import reporter
+from spanax.show.live.events import reporter
 
 WEIGHTS = Path(__file__).parent / "interop" / "weights" / "gpt2"
 WIDE, NARROW = 120, 40

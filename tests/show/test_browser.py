@@ -12,11 +12,11 @@ import pytest
 
 from pages import a_certificate, a_plan, a_run
 from programs import zoo_program
-from spanax.commands.report import report
+from spanax.commands.report import page_of
 from spanax.hardware.cluster import cluster
 from spanax.plan.search import search
+from spanax.run.record.report import run_report
 from spanax.show.page.document import document
-from spanax.show.page.pages import page_of
 from spanax.show.page.search import search_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install "spanax[browser]"')
@@ -45,7 +45,7 @@ def browser() -> Iterator[Any]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The address of a page of each kind."""
     folder = tmp_path_factory.mktemp("pages")
-    run = report(a_run(folder / "run", a_plan()))
+    run = run_report(a_run(folder / "run", a_plan()))
     pages = {name: page_of(value) for name, value in (("plan", a_plan()), ("run", run), ("check", a_certificate()))}
     found = search(zoo_program("gpt"), cluster("h100:8"), top=20, each=True)
     pages["ranked"] = search_page(found, a_plan(), "gpt")

@@ -1,5 +1,6 @@
 """A search as text and as JSON."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.table import Table
@@ -7,6 +8,7 @@ from rich.table import Table
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.candidate import RESERVE, Candidate, Search, collectives_of, plan_of, shortfall
+from spanax.plan.plan import Placement
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
@@ -147,3 +149,15 @@ def _table(found: Search, rows: tuple[Candidate, ...]) -> str:
             bytes_text(one.peak_bytes),
         )
     return table_text(table)
+
+
+def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Returns the sharding of one array, its bytes, the reason, and its collectives by mesh axis, a line each."""
+    lines = [
+        f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.axes}: {tuple(leaf.partition_spec)}",
+        f"  {leaf.local_bytes} bytes per device; {leaf.reason or 'as the layout computes with it'}",
+    ]
+    sizes = [(kind, axes, size) for axes, kinds in moved.items() for kind, size in kinds.items() if size]
+    return lines + ([f"  {kind} over {axes}: {bytes_text(size)} per step" for kind, axes, size in sizes] or [
+        "  no collectives move it"
+    ])  # fmt: skip

@@ -4,7 +4,7 @@ from spanax.check.certificate import Certificate
 from spanax.check.finding import Finding, Severity
 from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Report
-from spanax.commands.check import figure_rows, verdict
+from spanax.show.check import figure_rows, verdict
 from spanax.show.page import plan as of_plan
 from spanax.show.page.document import Page
 from spanax.show.page.parts.bars import Bar
@@ -47,7 +47,7 @@ def _is_error(one: Finding) -> bool:
 
 def _blocks(told: Certificate) -> list[Block]:
     report = told.report
-    nothing = el("p", "Nothing is wrong with it, as far as the rules see.", class_="note")
+    nothing = el("p", "No findings.", class_="note")
     found = [Block("Findings", [findings_list(told.findings) if told.findings else nothing])]
     heads = ("a device, a step", "predicted", f"compiled ({report.by})", "error")
     rows = [[*row] for row in figure_rows(report)]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from spanax.check.lint.lint import lint_profile
-from spanax.commands.report import MEANING, Section, duration_text, sections
+from spanax.check.measure.run_record import RunRecord
 from spanax.plan.cost.prediction import Prediction
 from spanax.printable import printable
 from spanax.run.record.time_account import TimeAccount
@@ -15,7 +15,7 @@ from spanax.show.page.parts.blocks import Block, Figure, findings_list
 from spanax.show.page.parts.curves import Curve, chart
 from spanax.show.page.parts.markup import Node, el, fill
 from spanax.show.page.parts.tables import table
-from spanax.show.page.run_folder import RunRecord
+from spanax.show.report import MEANING, Section, duration_text, faults_section
 from spanax.units import count_text
 
 BETWEEN = ("activations between devices", "weights between devices", "gradient sync")
@@ -31,8 +31,8 @@ def run_page(told: RunRecord) -> Page:
 
 
 def _figures(told: RunRecord) -> list[Figure]:
-    made, loss, held_out = told.report.account, told.metrics.loss.kept, told.metrics.held_out.kept
-    speed, step_seconds = told.metrics.speed.kept, told.metrics.median_step_seconds
+    made, loss, held_out = told.report.account, told.metrics.loss.retained, told.metrics.held_out.retained
+    speed, step_seconds = told.metrics.speed.retained, told.metrics.median_step_seconds
     found = [Figure("goodput", f"{100 * made.goodput:.1f} %", f"of {duration_text(made.wall_seconds)}")]
     found.append(Figure("steps", f"{made.reached:,}", f"{len(made.attempts)} attempt{'s' * (len(made.attempts) > 1)}"))
     if loss:
@@ -49,17 +49,16 @@ def _figures(told: RunRecord) -> list[Figure]:
 def _blocks(told: RunRecord) -> list[Block]:
     made, metrics = told.report.account, told.metrics
     found = []
-    losses = [Curve("loss", metrics.loss.kept), Curve("held-out loss", metrics.held_out.kept, is_dotted=True)]
-    curves = [chart("Loss", losses, lambda value: f"{value:.4g}")] if metrics.loss.kept else []
-    if metrics.speed.kept:
-        speeds = [Curve(f"{metrics.counted} a second", metrics.speed.kept)]
+    losses = [Curve("loss", metrics.loss.retained), Curve("held-out loss", metrics.held_out.retained, is_dotted=True)]
+    curves = [chart("Loss", losses, lambda value: f"{value:.4g}")] if metrics.loss.retained else []
+    if metrics.speed.retained:
+        speeds = [Curve(f"{metrics.counted} a second", metrics.speed.retained)]
         curves.append(chart("Tokens a second", speeds, count_text, from_zero=True))
     if curves:
         found.append(Block("Curves", [el("div", *curves, class_="pair")]))
     found.append(Block("Goodput", _goodput(made), "Where the time of the run went, from its first start on."))
-    listed = {part.title.split(",")[0].split(" (")[0]: part for part in sections(told.report)}
-    if "faults" in listed:
-        found.append(Block("Faults, and what was done", [_table(listed["faults"])]))
+    if (faults := faults_section(made)) is not None:
+        found.append(Block("Faults and recovery", [_table(faults)]))
     if told.profile is not None and (watched := lint_profile(told.profile)):
         found.append(Block("Findings", [findings_list(watched)]))
     if told.notes:

@@ -3,54 +3,10 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from spanax.run.record.metric_curves import Point, thinned
 from spanax.show.page.parts.markup import Node, el, fill
-
-MOST = 600
-"""So many points of a line are drawn; a screen has not many more."""
-
-Point = tuple[float, float]
-
-
-@dataclass(eq=False)
-class Points:
-    """Points of a line as they come, of which so many are kept that they can be drawn: of each stretch both extremes.
-
-    Example:
-      >>> points = Points()
-      >>> for step in range(100_000):
-      ...     points.add(step, -1.0 if step == 70_001 else 1.0)
-      >>> len(points.kept) < 4 * MOST, min(points.kept, key=lambda point: point[1]), points.num_taken
-      (True, (70001, -1.0), 100000)
-    """
-
-    kept: list[Point] = field(default_factory=list)
-    num_taken: int = 0
-    num_odd: int = 0
-
-    def add(self, x: float, y: float) -> None:
-        """Take a point; one that is no number cannot be drawn, and is counted."""
-        self.num_taken += 1
-        if not (math.isfinite(x) and math.isfinite(y)):
-            self.num_odd += 1
-            return
-        self.kept.append((x, y))
-        if len(self.kept) >= 4 * MOST:
-            self.kept = thinned(self.kept, 2 * MOST)
-
-
-def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """At most so many points: the ends, and the lowest and the highest of each stretch, in order."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * (len(points) - 2) / (most - 2))
-    found = [points[0]]
-    for at in range(1, len(points) - 1, size):
-        stretch = points[at : min(at + size, len(points) - 1)]
-        low, high = (choose(stretch, key=lambda point: point[1]) for choose in (min, max))
-        found += sorted({low, high})
-    return [*found, points[-1]]
 
 
 @dataclass(frozen=True)

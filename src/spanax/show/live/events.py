@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from spanax.documents import json_line
 from spanax.printable import printable
 from spanax.run.state.weights import Loaded
-from spanax.show.profile import profile_text
+from spanax.show.live.profile import profile_text
 from spanax.units import bytes_text, count_text
 from spanax.usage import resume_command
 
@@ -35,7 +35,7 @@ def reporter(*, as_json: bool, stream: TextIO | None = None) -> Iterator[Emit]:
       ...     emit({"event": "step", "step": 1, "loss": 2.5})
       {"event": "step", "step": 1, "loss": 2.5}
     """
-    from spanax.show.terminal import Terminal
+    from spanax.show.live.terminal import Terminal
 
     stream = sys.stdout if stream is None else stream
     console = Terminal(file=stream)
@@ -164,7 +164,7 @@ def _bar(console: "Console") -> Iterator[Emit]:
     from rich.progress import MofNCompleteColumn, Progress
     from rich.table import Column
 
-    from spanax.show.progress_bar import Numbers
+    from spanax.show.live.progress_bar import Numbers
 
     columns = MofNCompleteColumn(table_column=Column(no_wrap=True)), Numbers()
     # Rich would print on the terminal what is written to a standard error that is a file.
