@@ -81,7 +81,7 @@ def test_the_command_to_go_on_runs_as_printed(tmp_path: Path) -> None:
     (place / "out's").mkdir()
     args = ("--out", "out's/a; b", "--steps", "2", "--devices", "1", "--eval-batches", "1")
     done = spanax_cli(place, "train", "tiny.py:tiny", *args)
-    _, command = done.stdout.rstrip().rsplit("\nto go on: ", 1)
+    _, command = done.stdout.rstrip().rsplit("\nto resume: ", 1)
     assert json.loads(spanax_cli(place, "report", "out's/a; b", "--json").stdout)["how_to_go_on"] == command
     environ = {**os.environ, "PYTHONWARNINGS": "", "PATH": f".:{os.environ['PATH']}"}
     again = subprocess.run(["sh", "-c", command], cwd=place, env=environ, capture_output=True, text=True, timeout=300)

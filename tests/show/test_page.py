@@ -90,11 +90,13 @@ def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str]) 
         "20 ms",
         "41.0 % MFU",
         bytes_text(plan.state_bytes()),
-        "all-gather over fsdp 64 KiB a step",
+        "all-gather over fsdp 64 KiB per step",
     ]
     assert all(one in read.text for one in said)
     bars = [attributes for _, attributes in read.elements if attributes.get("class") == "track"]
-    assert bars[0]["aria-label"] == ("expected: matmuls 12 ms, memory 5 ms, weights between devices 3 ms; 20 ms in all")
+    assert bars[0]["aria-label"] == (
+        "predicted: matmuls 12 ms, memory 5 ms, weights between devices 3 ms; 20 ms in total"
+    )
     widths = [float(width) for width in re.findall(r'class="seg [^"]*" style="width:([\d.]+)%"', written["plan"])]
     assert sum(widths[:3]) == pytest.approx(100, abs=0.01) and widths[0] == pytest.approx(60)
 
@@ -104,7 +106,7 @@ def test_the_numbers_on_the_page_are_those_of_the_run(written: dict[str, str]) -
     for said in (
         "goodput 38.7 %",
         "steps 60 2 attempts",
-        "a step 25 ms",
+        "step time 25 ms",
         "died",
         "it was killed.",
         "step 20 ms 25 ms -20 %",
@@ -120,7 +122,7 @@ def test_where_nothing_is_a_sequence_examples_are_counted(tmp_path: Path) -> Non
         step = '{"event": "step", "step": 1, "loss": 1.0, "step_seconds": 0.1, ' + rates.format(examples) + "}"
         (folder / "metrics.jsonl").write_text(f"{step}\n{step.replace('1,', '2,', 1)}\n")
         page = document(page_of(run_report(folder)))
-        assert f"512 {kind}/s" in page and f"{kind} a second" in page
+        assert f"512 {kind}/s" in page and f"{kind} per second" in page
 
 
 def test_the_numbers_on_the_page_are_those_of_the_check(written: dict[str, str]) -> None:
@@ -154,7 +156,7 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
         assert not any(name.startswith("on") for _, attributes in read.elements for name in attributes)
         assert not any(tag == "img" for tag, _ in read.elements)
         text.encode()
-    assert "4 of 64 values of the loss are no numbers" in read.text and "this is no summary of a profile" in read.text
+    assert "4 of 64 values of the loss are not finite" in read.text and "this is no summary of a profile" in read.text
 
 
 def test_a_run_without_its_files_is_told_of_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_of_a_long_schedule_the_first_ticks_are_drawn() -> None:
     short = html(schedule_grid(ticks("1f1b", 2, 2)))
     assert short.count("<title>") == 12 and "tick 1: forward of microbatch 1" in short
     absurd = replace(a_plan(), schedule=replace(a_plan().schedule, microbatches=100_000))
-    assert "too long to be drawn" in document(page_of(absurd))
+    assert "Too long to draw" in document(page_of(absurd))
 
 
 def test_a_line_is_thinned_out_to_its_extremes() -> None:

@@ -73,13 +73,13 @@ class LayoutRequest:
     Attributes:
       layout: name of the layout. Default: what the mesh axes imply; without both, the fastest that fits.
       mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
-      remat: what the backward pass recomputes: none, dots, full, offload. Default: the fastest that fits; on CPUs, where
-        a layout or mesh is given, as the model has it.
+      remat: what the backward pass recomputes: none, dots, full, offload. Default: the fastest that fits; on CPUs,
+        with a layout or mesh, as written.
       attention: plain, as written; flash, the platform's kernel; auto, the kernel where it applies.
         Default: auto on accelerators, plain on CPUs.
       loss_chunks: number of chunks of tokens in which logits are computed, or auto: where that saves much memory.
         Default: auto on accelerators, 1 on CPUs.
-      accumulate: gradient accumulation over microbatches: exact, the gradient of the batch, or mean, the mean of theirs.
+      accumulate: gradient of microbatches: exact, equal to that of the batch, or mean, the mean of theirs.
     """
 
     layout: str | None = None
