@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -179,7 +179,8 @@ def test_other_files_and_recursion(folder: Path, capsys: pytest.CaptureFixture[s
 def test_an_error_of_spanax_shows_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_axes", partial(operator.truediv, 1))
+    verb = replace(cli.COMMANDS["axes"], answer=partial(operator.truediv, 1))
+    monkeypatch.setitem(cli.COMMANDS, "axes", verb)
     code, err = answer(capsys, "axes", "gpt-nano")
     assert code == 70 and err.startswith("Traceback") and "TypeError: unsupported operand" in err
     assert "report the traceback" in err.splitlines()[-1]
