@@ -1,7 +1,6 @@
 """Defaults: every verb and the library plan the same, and nothing that is requested is dropped."""
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,14 @@ from flax import nnx
 
 import spanax
 from programs import array
+from requested import with_flags
 from spanax import cli
 from spanax.check.certificate import Certificate
-from spanax.commands import check as checking
-from spanax.commands import plan as planning
-from spanax.commands.requests import CheckCommand, PlanCommand
+from spanax.commands import train
+from spanax.commands.check import CheckCommand
+from spanax.commands.check import answer as check_answer
+from spanax.commands.plan import PlanCommand
+from spanax.commands.plan import answer as plan_answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.remedies import remedies
@@ -52,7 +54,7 @@ def linear(**options: Any) -> Program:
 @pytest.mark.parametrize("name, on, asked", CASES)
 def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, str], tmp_path: Path) -> None:
     file, certificate = tmp_path / "plan.json", tmp_path / "check.json"
-    _, said = planning.answer(partial(load, name), PlanCommand(name, on, batch=BATCH, out=file, **asked))
+    said = plan_answer(with_flags(PlanCommand(name, on), batch=BATCH, out=file, **asked)).data
     planned = Plan.load(file)
     program = load(name, batch_size=BATCH).trace(learning_rate=1e-3, num_steps=100)
     assert spanax.plan(program, on, **asked) == planned
@@ -60,7 +62,7 @@ def test_plan_check_and_the_library_agree(name: str, on: str, asked: dict[str, s
     assert (best["mesh"], best["microbatches"]) == (dict(planned.mesh.axes), schedule.microbatches)
     assert best["remat"] == (schedule.remat or "as written") and best["layout"] == planned.layout.name
     assert (said["compute_dtype"], said["loss_chunks"]) == (schedule.compute_dtype, schedule.loss_chunks)
-    checking.answer(partial(load, name), CheckCommand(name, on, batch=BATCH, level=0, out=certificate, **asked))
+    check_answer(with_flags(CheckCommand(name, on), batch=BATCH, level=0, out=certificate, **asked))
     assert Certificate.from_json(certificate.read_text()).plan == planned
 
 
@@ -121,7 +123,7 @@ def test_a_plan_file_and_a_switch_that_it_contains_conflict(flags: dict[str, Any
         check(TrainConfig(plan="p.json", **flags))
     spanax.plan(linear(), "cpu:8", layout="data").save(tmp_path / "p.json")
     with pytest.raises(SpanaxError, match=f"--plan already determines {name}"):
-        checking.answer(partial(load, "gpt-nano"), CheckCommand("gpt-nano", "cpu:8", plan=tmp_path / "p.json", **flags))
+        check_answer(with_flags(CheckCommand("gpt-nano", "cpu:8"), plan=tmp_path / "p.json", **flags))
 
 
 def test_a_policy_that_a_program_cannot_have_is_an_error_or_counted() -> None:
@@ -130,12 +132,12 @@ def test_a_policy_that_a_program_cannot_have_is_an_error_or_counted() -> None:
     rejected = spanax.search(linear(), "cpu:8").rejected
     assert [reason for reason in rejected if reason.startswith("remat full: remat 'full' finds no layer")]
     with pytest.raises(SpanaxError, match="remat 'full' finds no layer"):
-        planning.answer(partial(load, "resnet-nano"), PlanCommand("resnet-nano", "cpu:8", remat="full"))
+        plan_answer(with_flags(PlanCommand("resnet-nano", "cpu:8"), remat="full"))
 
 
 def test_requests_that_contradict_each_other_are_errors() -> None:
     with pytest.raises(SpanaxError, match="--max answers one question, without --out"):
-        planning.answer(partial(load, "gpt-nano"), PlanCommand("gpt-nano", "cpu:8", max="batch", out=Path("p.json")))
+        plan_answer(PlanCommand("gpt-nano", "cpu:8", max="batch", out=Path("p.json")))
     with pytest.raises(SpanaxError, match="sequence_parallel needs a layout"):
         spanax.plan(linear(), "cpu:8", sequence_parallel=True)
     with pytest.raises(SpanaxError, match="prices mesh axes in the order"):
@@ -187,4 +189,4 @@ def test_a_run_that_is_resumed_elsewhere_keeps_its_dtype(tmp_path: Path, monkeyp
 
 def test_a_new_plan_replaces_what_a_resumed_run_was_started_with() -> None:
     recorded = {"layout": "fsdp", "remat": "full", "dtype": "bfloat16", "lr": 0.1}
-    assert cli._moved(recorded, TrainConfig(plan="p.json", resume=True)) == {"lr": 0.1}
+    assert train.without_replaced(recorded, TrainConfig(plan="p.json", resume=True)) == {"lr": 0.1}

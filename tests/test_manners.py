@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from spanax import cli
-from spanax.commands.launch import LAUNCH
+from spanax.commands.launch import LAUNCHERS
 from spanax.usage import EXAMPLES
 from written import commands, read
 
 PYTHON = [sys.executable, "-m", "spanax"]
-NAMES = ["", *cli.COMMANDS, "launch", *(f"launch {where}" for where in LAUNCH)]
+NAMES = ["", *cli.COMMANDS, *(f"launch {place}" for place in LAUNCHERS)]
 
 
 def run(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:

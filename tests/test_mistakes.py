@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from spanax import cli
+from spanax.commands.train import exit_on_error
 from spanax.errors import MISTAKE
 
 FILE = """\
@@ -178,7 +179,8 @@ def test_other_files_and_recursion(folder: Path, capsys: pytest.CaptureFixture[s
 def test_an_error_of_spanax_shows_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "_axes", partial(operator.truediv, 1))
+    verb = replace(cli.COMMANDS["axes"], answer=partial(operator.truediv, 1))
+    monkeypatch.setitem(cli.COMMANDS, "axes", verb)
     code, err = answer(capsys, "axes", "gpt-nano")
     assert code == 70 and err.startswith("Traceback") and "TypeError: unsupported operand" in err
     assert "report the traceback" in err.splitlines()[-1]
@@ -214,7 +216,7 @@ def test_a_process_of_a_group_ends_at_once(
 ) -> None:
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit) as stop, cli._leaving_no_one_waiting(full):
+    with pytest.raises(SystemExit) as stop, exit_on_error(full):
         raise OSError("gone")
     assert stop.value.code == MISTAKE and capsys.readouterr().err.startswith(shown)
 

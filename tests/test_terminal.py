@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from spanax.show.events import reporter
+from spanax.show.live.events import reporter
 
 WEIGHTS = Path(__file__).parent / "interop" / "weights" / "gpt2"
 WIDE, NARROW = 120, 40
@@ -77,8 +77,8 @@ class Verb(NamedTuple):
 
 TRAIN = "train tiny.py:tiny --steps 3 --layout data --out {out}"
 VERBS = {
-    "train": Verb(f"{TRAIN} --devices 2", r"to go on: spanax train --out \S+ --resume"),
-    "launch": Verb(f"launch local --hosts 2 --devices-per-host 1 -- {TRAIN}", r"to go on: spanax train --out \S+"),
+    "train": Verb(f"{TRAIN} --devices 2", r"to resume: spanax train --out \S+ --resume"),
+    "launch": Verb(f"launch local --hosts 2 --devices-per-host 1 -- {TRAIN}", r"to resume: spanax train --out \S+"),
     "plan": Verb("plan tiny.py:tiny --on cpu:2", r"layouts priced in"),
     "compare": Verb("compare tiny.py:tiny --devices 2 --mesh data=2 --top 1 --steps 1", r"rank correlation .*none"),
     "probe": Verb("probe --devices 2 --seconds 0.1 --out {out}.toml", r"measured; spanax plan"),

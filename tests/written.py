@@ -12,7 +12,7 @@ import tyro
 from markdown_it import MarkdownIt
 
 from spanax import cli
-from spanax.commands.launch import LAUNCH
+from spanax.commands.launch import LAUNCHERS
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
@@ -84,12 +84,12 @@ def read(line: str) -> Any:
         return None
     if words[0] == "launch":
         at = words.index("--") if "--" in words else len(words)
-        tyro.cli(LAUNCH[words[1]][0], prog=line, args=words[2:at])
+        tyro.cli(LAUNCHERS[words[1]][0], prog=line, args=words[2:at])
         TrainRequest.of(words[at + 1 :])
         return read(shlex.join(["spanax", *words[at + 1 :]]))
     if words[0] not in cli.COMMANDS:
         raise SpanaxError(f"there is no command '{words[0]}'.", fix=nearest(words[0], cli.COMMANDS))
-    command = tyro.cli(cli.COMMANDS[words[0]], prog=line, args=words[1:])
+    command = tyro.cli(cli.COMMANDS[words[0]].flags, prog=line, args=words[1:])
     if words[0] == "train":
         with absent_extras_are_fine():
             check(command)
@@ -113,6 +113,7 @@ def _known(command: Any) -> None:
         raise SpanaxError(f"there is no workload '{workload}'.", fix=nearest(workload, WORKLOADS))
     if (on := str(getattr(command, "on", None) or "")) and ".toml" not in on:
         cluster(on)
+    command = getattr(command, "request", command)
     layout = getattr(command, "layout", None)
     if layout and layout.removesuffix("+seq") not in PRESETS:
         raise SpanaxError(f"there is no layout '{layout}'.", fix=nearest(layout, PRESETS))

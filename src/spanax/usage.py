@@ -1,4 +1,4 @@
-"""Usage: the examples that `--help` shows, and what it looks like."""
+"""Examples and descriptions of commands for `--help`, and whether to use colors."""
 
 import inspect
 import os
@@ -9,7 +9,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "": (
         "spanax train gpt-nano                            # 8 simulated devices, no download",
         "spanax plan llama3-8b --on h100:8                # layouts ranked by estimated step time, no device",
-        "spanax launch local --hosts 2 -- train gpt-nano  # many processes, watched over",
+        "spanax launch local --hosts 2 -- train gpt-nano  # several processes under a supervisor",
     ),
     "train": (
         "spanax train gpt-nano --steps 20",
@@ -60,11 +60,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "launch ray": ("spanax launch ray --hosts 4 --devices-per-host 8 -- train gpt2 --out /shared/a",),
     "launch workers": ("spanax launch workers -- train gpt2 --out runs/a",),
 }
-"""By command, what people write; the whole command line at the empty name."""
+"""Example command lines by command; those of all commands under the empty name."""
 
 
 def resume_command(folder: str | os.PathLike[str], steps: int | None = None) -> str:
-    """The command that goes on with a run, to be pasted into a shell; with `steps`, to that many in all.
+    """Returns the shell command that resumes a run; with `steps`, up to that number of steps.
 
     Example:
       >>> resume_command("runs/first try", 20)
@@ -75,11 +75,11 @@ def resume_command(folder: str | os.PathLike[str], steps: int | None = None) -> 
     return shlex.join(["spanax", "train", *out, "--resume", *([] if steps is None else ["--steps", str(steps)])])
 
 
-def described(what: object, name: str) -> str:
-    """The first words of a command's help: what it does, and examples.
+def described(subject: object, name: str) -> str:
+    """Returns the description of a command's help: a summary, and examples.
 
     Args:
-      what: its text, or the class of its flags.
+      subject: the summary, or the class of the flags, whose docstring is used.
       name: the command, such as `launch local`.
 
     Example:
@@ -89,11 +89,11 @@ def described(what: object, name: str) -> str:
         spanax axes gpt2
         spanax axes mine.py:workload --json
     """
-    text = what if isinstance(what, str) else (inspect.getdoc(what) or "").partition("\n\nAttributes:")[0]
+    text = subject if isinstance(subject, str) else (inspect.getdoc(subject) or "").partition("\n\nAttributes:")[0]
     return "\n".join([text, "", *(f"  {example}" for example in EXAMPLES.get(name, ()))]).rstrip()
 
 
 def wants_colours(*streams: TextIO) -> bool:
-    """Whether whoever reads sees colours: at terminals that can show them, unless NO_COLOR is set."""
-    can = os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
-    return can and all(stream.isatty() for stream in streams)
+    """Whether to print colors: on terminals that support them, unless NO_COLOR is set."""
+    is_supported = os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    return is_supported and all(stream.isatty() for stream in streams)

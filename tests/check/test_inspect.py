@@ -134,7 +134,7 @@ def test_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert {one["copies"] for one in data["copied"]} == {2}
     cli.main(["inspect", str(tmp_path / "plan.json")])
     out = capsys.readouterr().out
-    assert "arrays lie on several devices" in out and "up.kernel" in out and "0,4" in out
+    assert "arrays are replicated" in out and "up.kernel" in out and "0,4" in out
 
 
 def test_one_array_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +142,7 @@ def test_one_array_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     args = ["inspect", str(tmp_path / "plan.json"), "--leaf", "mid.kernel"]
     cli.main([*args, "--svg", str(tmp_path / "a.svg")])
     out = capsys.readouterr().out
-    assert "down" in out and "across" in out and "each part once" in out
+    assert "down" in out and "across" in out and "one copy of each shard" in out
     assert [line.split()[1::2] for line in out.splitlines() if line.startswith("│")][0] == ["0", "2", "4", "6"]
     drawing = xml.fromstring((tmp_path / "a.svg").read_text())
     assert sum(part.tag.endswith("rect") for part in drawing) == 8

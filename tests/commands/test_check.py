@@ -10,15 +10,16 @@ import jax
 import pytest
 
 import spanax
+from requested import with_flags
 from spanax import cli
 from spanax.check.report import Buffer, Figures, Report
-from spanax.commands import check as checking
-from spanax.commands.check import answer, collectives_text, explained, report_text
-from spanax.commands.requests import CheckCommand
+from spanax.commands.check import CheckCommand, answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
+from spanax.run.distributed import devices as distributed_devices
+from spanax.show.check import collective_text, collectives_text, report_text
 
-SMALL = CheckCommand("gpt-nano", "cpu:8", batch=16, layout="fsdp", level=2)
+SMALL = with_flags(CheckCommand("gpt-nano", "cpu:8"), batch=16, layout="fsdp", level=2)
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +28,8 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 
 
 def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
-    asked = dataclasses.replace(SMALL, **changes)
-    return answer(partial(load, asked.workload), asked)
+    reply = answer(with_flags(SMALL, **changes))
+    return reply.text, reply.data
 
 
 def test_the_contract() -> None:
@@ -70,13 +71,13 @@ def test_what_does_not_fit_names_its_largest_arrays() -> None:
         limit_bytes=16 * 2**30, buffers=(large, large),
     )  # fmt: skip
     text = report_text(told)
-    assert "does NOT fit: the compiler wants 20 GiB a device of 16 GiB" in text
+    assert "does NOT fit: the compiler needs 20 GiB per device of 16 GiB" in text
     assert "2 x 1 GiB" in text and "shaped like up.kernel, mu.up.kernel" in text
 
 
 def test_a_collective_that_is_not_there_is_refused() -> None:
     with pytest.raises(SpanaxError, match="no collective 3"):
-        explained((), 3)
+        collective_text((), 3)
     assert "--level 2" in collectives_text(())
 
 
@@ -87,11 +88,10 @@ def test_the_certificate_is_written(tmp_path: Path) -> None:
 
 
 def test_a_plan_file_is_checked(tmp_path: Path) -> None:
+    from spanax.commands.plan import PlanCommand
     from spanax.commands.plan import answer as plan_answer
-    from spanax.commands.requests import PlanCommand
 
-    planned = PlanCommand("gpt-nano", "cpu:8", batch=16, out=tmp_path / "p.json", remat="full")
-    plan_answer(partial(load, "gpt-nano"), planned)
+    plan_answer(with_flags(PlanCommand("gpt-nano", "cpu:8"), batch=16, out=tmp_path / "p.json", remat="full"))
     text, data = ask(layout=None, plan=tmp_path / "p.json", level=0)
     assert data["layout"] in text and data["predicted"]["state_bytes"] > 0
 
@@ -100,7 +100,7 @@ def test_a_plan_file_is_checked(tmp_path: Path) -> None:
     "args, code, said",
     [
         ([], 2, "needs a workload"),
-        (["gpt-nano"], 2, "needs to know the devices"),
+        (["gpt-nano"], 2, "needs the devices"),
         (["gpt-nano", "--on", "v5e:3x3x3"], 2, "a slice of v5e has 2 dims"),
         (["gpt-nano", "--on", "cpu:8", "--batch", "16", "--level", "2", "--timeout", "0.01", "--no-cache"], 70, "log"),
     ],
@@ -189,7 +189,7 @@ def test_devices_are_simulated_before_a_workloads_file_may_start_jax(monkeypatch
         done.append("workload")
         raise SpanaxError("enough")
 
-    monkeypatch.setattr(checking, "simulate", lambda number: done.append("devices"))
+    monkeypatch.setattr(distributed_devices, "simulate", lambda number: done.append("devices"))
     with pytest.raises(SpanaxError, match="enough"):
-        answer(loaded, dataclasses.replace(SMALL, parity=True))
+        answer(dataclasses.replace(SMALL, parity=True), loaded)
     assert done == ["devices", "workload"]

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ import pytest
 
 import spanax
 from programs import zoo_program
+from requested import with_flags
 from spanax import cli
-from spanax.commands.plan import answer
-from spanax.commands.requests import PlanCommand
+from spanax.commands.plan import PlanCommand, answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.candidate import Candidate, Search
@@ -23,12 +22,12 @@ from spanax.plan.plan import Plan
 from spanax.show.search import search_json, search_text
 from spanax.units import bytes_text
 
-SMALL = PlanCommand("gpt-nano", "cpu:8", batch=16)
+SMALL = with_flags(PlanCommand("gpt-nano", "cpu:8"), batch=16)
 
 
 def ask(**changes: Any) -> tuple[str, dict[str, Any]]:
-    asked = dataclasses.replace(SMALL, **changes)
-    return answer(partial(load, asked.workload), asked)
+    reply = answer(with_flags(SMALL, **changes))
+    return reply.text, reply.data
 
 
 @pytest.fixture(scope="module")

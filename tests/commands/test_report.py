@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from spanax import cli
-from spanax.commands.report import duration_text, report, report_text, sections
 from spanax.run.record.events import Events
+from spanax.run.record.report import run_report
 from spanax.run.store import manifest
+from spanax.show.report import duration_text, report_text, sections
 
 BEGAN = 1_700_000_000.0
 
@@ -37,21 +38,21 @@ SAID = """\
 gpt-nano in FOLDER: 41.4 % goodput, 29.0 s of 1 min 10 s were steps that count
   time in
   step        29.0 s  41.4 %  steps that count
-  recomputed  6.0 s   8.6 %   steps taken before and lost
-  compile     6.0 s   8.6 %   XLA, with the first step
-  save        2.0 s   2.9 %   steps stopped for a checkpoint
+  recomputed  6.0 s   8.6 %   steps computed before and lost
+  compile     6.0 s   8.6 %   XLA compilation, including the first step
+  save        2.0 s   2.9 %   steps blocked by a checkpoint
   start       4.0 s   5.7 %   imports, tracing, planning
-  restart     23.0 s  32.9 %  from a fault until steps could go on
+  restart     23.0 s  32.9 %  from a fault until steps resumed
 attempts (UTC)
   began                lasted  ended     steps  devices  mesh
   2023-11-14 22:13:20  30.0 s  died      0-9    8        fsdp 4, model 2
   2023-11-14 22:14:05  25.0 s  finished  6-12   4        fsdp 4
-faults, and what was done
+faults and recovery
   after   by          event
   42.0 s  supervisor  died     it was killed. 'ouch' rank 1
   43.0 s  supervisor  restart  after_seconds 1, from_step 6
 last checkpoint: step 10, 2026-01-02T03:04:05Z; the 2 steps after it are not saved
-to go on: spanax train --out FOLDER --resume --steps 24"""
+to resume: spanax train --out FOLDER --resume --steps 24"""
 
 
 def a_run(folder: Path, *told: tuple[float, int, str, dict[str, Any]]) -> Path:
@@ -74,7 +75,7 @@ def a_checkpoint(folder: Path, step: int) -> Path:
 
 
 def said(folder: Path) -> str:
-    return report_text(sections(report(folder)))
+    return report_text(sections(run_report(folder)))
 
 
 def test_the_words_of_a_report(tmp_path: Path) -> None:
@@ -98,12 +99,12 @@ def test_a_damaged_checkpoint_is_not_the_last_one(tmp_path: Path) -> None:
 
 def test_how_to_go_on_says_what_the_run_needs(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "my run", *TOLD)
-    assert said(folder).endswith(f"to go on: spanax train --out '{folder}' --resume")
+    assert said(folder).endswith(f"to resume: spanax train --out '{folder}' --resume")
     (folder / "heartbeats").mkdir()
     beat = {"rank": 0, "pid": os.getpid(), "host": socket.gethostname(), "attempt": 1, "phase": "step", "step": 14}
     beat |= {"step_seconds": 1.0, "time": BEGAN + 74, "seconds": {"restart": 8, "recomputed": 6, "step": 15}}
     (folder / "heartbeats" / "0.json").write_text(json.dumps(beat))
-    assert said(folder).endswith("last checkpoint: none\nto go on: it is running")
+    assert said(folder).endswith("last checkpoint: none\nto resume: it is running")
     assert "33.0 s of 1 min 14 s were steps that count" in said(folder)
 
 
@@ -127,7 +128,7 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
     (folder / "config.toml").write_text("not toml")
     text = said(folder)
     assert "\x1b" not in text and "[red]why[/red] :smile:\\x1b[2J\\nfine" in text and "a run in " in text
-    assert "faults, and what was done, the last 40 of 52" in text and len(text.splitlines()) < 300
+    assert "faults and recovery, the last 40 of 52" in text and len(text.splitlines()) < 300
     assert text.count("[red]why[/red]") == 40
     assert max(map(len, text.splitlines())) < 160 + len(str(folder)) * 2
 

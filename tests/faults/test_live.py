@@ -15,13 +15,14 @@ import pytest
 import fuzzed
 from spanax import cli
 from spanax.check.array_placement import array_placement
-from spanax.commands.report import report, report_text, sections
+from spanax.commands.checkpoint import show, verify
 from spanax.entries.folder import Folder
 from spanax.entries.names import PLAN
 from spanax.errors import DataError
 from spanax.plan.plan import Plan
+from spanax.run.record.report import run_report
 from spanax.run.store import checkpoint, manifest, view
-from spanax.show.checkpoints import show, verify
+from spanax.show.report import report_text, sections
 
 WORKLOAD = """
 import jax, numpy as np, optax, spanax
@@ -61,14 +62,16 @@ def read(live: Path, count: int) -> None:
     reached = []
     for number in range(count):
         if number % 4 == 0:
-            text, problems = show(live, as_json=False)
+            reply = show(live)
+            text, problems = reply.text, [problem for step in reply.data["steps"] for problem in step["problems"]]
         elif number % 4 == 1:
-            text, problems = verify(live, as_json=True)
+            reply = verify(live)
+            text, problems = reply.to_json(), reply.data["problems"]
         elif number % 4 == 2:
             text, problems = array_placement(live).origin, []
             assert text.startswith("checkpoint ")
         else:
-            found = report(live)
+            found = run_report(live)
             text, problems = report_text(sections(found)), []
             assert found.checkpoint is not None and found.account.attempts[-1].outcome == "running"
             reached.append(found.checkpoint.step)
@@ -197,7 +200,7 @@ def test_a_save_that_another_machine_makes_is_no_damage(
         assert [(one.state, one.problems) for one in view.describe(tmp_path)] == [("good", ()), ("unfinished", ())]
         cli.main(["checkpoint", "show", str(tmp_path)])
         cli.main(["checkpoint", "verify", str(tmp_path)])
-        assert "every file as it was saved; step 2 is unfinished" in capsys.readouterr().out
+        assert "every file matches its checksum; step 2 is unfinished" in capsys.readouterr().out
         cli.main(["checkpoint", "verify", str(tmp_path), "--json"])
         found = json.loads(capsys.readouterr().out)
         assert (found["steps"], found["saving"], found["unfinished"], found["problems"]) == ([1], [], [2], [])

@@ -27,7 +27,7 @@ from spanax.run.record.heartbeat import Heartbeat
 from spanax.run.store import manifest
 from spanax.schema import Within
 from spanax.sealed import sealed
-from spanax.show.events import line
+from spanax.show.live.events import line
 
 EVIL = "[bold]:smile:\x1b[2J\x9b31m\r\x07\x7f\u202e\u2066\u2028\u2029\tA\nspanax: done"
 """Escapes of C0 and C1, bidi overrides, separators of lines, a line break with a message of its own, and markup."""

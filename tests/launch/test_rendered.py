@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from spanax import cli
-from spanax.commands.launch import launch
+from spanax.commands import launch as launching
 from spanax.errors import SpanaxError
 from spanax.launch import ray
 from spanax.launch.kubernetes import KubernetesCommand, manifest
@@ -37,6 +37,11 @@ RENDERED = {
     "launch_ray.txt": f"ray --address http://head:8265 --hosts 4 --python python --restarts 5 {TRAIN}",
     "launch_ray_here.txt": f"ray --hosts 4 --python python {TRAIN}",
 }
+
+
+def launch(argv: Sequence[str]) -> int:
+    """The exit code of a launch."""
+    return launching.answer(launching.parse(argv)).exit_code
 
 
 @pytest.mark.parametrize("name", RENDERED)

@@ -1,18 +1,16 @@
 """Lint rules on profiles, and where their findings are shown."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from requested import with_flags
 from spanax.check.lint.lint import lint_profile
 from spanax.check.measure.profile import StepProfile, read_profile
-from spanax.commands.check import answer
-from spanax.commands.requests import CheckCommand
+from spanax.commands.check import CheckCommand, answer
 from spanax.errors import DataError
-from spanax.models.workloads import load
-from spanax.show.profile import profile_text
+from spanax.show.live.profile import profile_text
 
 
 def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> StepProfile:
@@ -51,12 +49,12 @@ def test_a_summary_reads_back_equal(tmp_path: Path) -> None:
 
 
 def test_a_check_reports_the_findings_of_a_profiled_run(tmp_path: Path) -> None:
-    command = CheckCommand("gpt-nano", "cpu:8", batch=16, layout="fsdp", level=0)
+    asked = with_flags(CheckCommand("gpt-nano", "cpu:8", level=0), batch=16, layout="fsdp")
     for summary, codes in ((profile(input_wait=0.3), {"SPX019"}), (profile(), set())):
         run = saved(tmp_path / f"run{len(codes)}", summary)
-        text, data = answer(partial(load, "gpt-nano"), CheckCommand(**vars(command) | {"profiled": run}))
-        assert {finding["code"] for finding in data["findings"]} & {"SPX018", "SPX019"} == codes
-        assert all(code in text for code in codes)
+        reply = answer(with_flags(asked, profiled=run))
+        assert {finding["code"] for finding in reply.data["findings"]} & {"SPX018", "SPX019"} == codes
+        assert all(code in reply.text for code in codes)
 
 
 def test_the_profile_text_ends_with_findings() -> None:

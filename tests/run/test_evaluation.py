@@ -12,10 +12,11 @@ from flax import nnx
 
 import spanax
 from programs import Net
-from spanax.commands.report import report, report_text, sections
 from spanax.run.config import TrainConfig
+from spanax.run.record.report import run_report
 from spanax.run.trainer import train
-from spanax.show.events import line
+from spanax.show.live.events import line
+from spanax.show.report import report_text, sections
 
 BATCH = {name: jax.ShapeDtypeStruct((16, 8), "float32") for name in ("x", "y")}
 
@@ -91,7 +92,7 @@ def test_every_metric_is_of_all_held_out_examples(count: int, mesh: str, build: 
 
 def test_a_report_has_the_last_metrics_of_both_kinds(tmp_path: Path) -> None:
     told = trained(tmp_path / "run", examples(21, seed=1))
-    made = report(tmp_path / "run")
+    made = run_report(tmp_path / "run")
     (event,) = [event for event in told if event["event"] == "eval"]
     assert made.metrics["eval"]["val_close"] == pytest.approx(event["val_close"])
     steps = [event for event in told if event["event"] == "step"]

@@ -17,7 +17,7 @@ from spanax.errors import DataError
 from spanax.run.config import TrainConfig
 from spanax.run.state import weights
 from spanax.run.trainer import train
-from spanax.show.events import line
+from spanax.show.live.events import line
 
 BATCH = jax.ShapeDtypeStruct((8, 16), "float32")
 

@@ -15,14 +15,14 @@ import pytest
 
 from boards import shown
 from launched import arrays
-from spanax.commands.report import report
+from spanax.commands.report import page_of
 from spanax.plan.plan import Plan
 from spanax.run.record.events import read
+from spanax.run.record.report import run_report
 from spanax.run.record.time_account import TimeAccount, account
 from spanax.run.store import manifest
-from spanax.show.events import line
+from spanax.show.live.events import line
 from spanax.show.page.document import document
-from spanax.show.page.pages import page_of
 
 WORKLOAD = """
 import os, re, signal, sys
@@ -81,7 +81,7 @@ def test_the_command_to_go_on_runs_as_printed(tmp_path: Path) -> None:
     (place / "out's").mkdir()
     args = ("--out", "out's/a; b", "--steps", "2", "--devices", "1", "--eval-batches", "1")
     done = spanax_cli(place, "train", "tiny.py:tiny", *args)
-    _, command = done.stdout.rstrip().rsplit("\nto go on: ", 1)
+    _, command = done.stdout.rstrip().rsplit("\nto resume: ", 1)
     assert json.loads(spanax_cli(place, "report", "out's/a; b", "--json").stdout)["how_to_go_on"] == command
     environ = {**os.environ, "PYTHONWARNINGS": "", "PATH": f".:{os.environ['PATH']}"}
     again = subprocess.run(["sh", "-c", command], cwd=place, env=environ, capture_output=True, text=True, timeout=300)
@@ -120,7 +120,7 @@ def test_the_folder_says_what_was_expected_and_makes_a_page(place: Path, whole: 
     assert price is not None and price.cluster == "cpu:8" and price.moved_of
     kinds = ("parameters", "optimizer", "other state")
     assert sum(price.memory[kind] for kind in kinds) == whole[0]["state_bytes_per_device"]
-    text, loss = document(page_of(report(place / "whole"))), f"{whole[-1]['train_loss']:.4g}"
+    text, loss = document(page_of(run_report(place / "whole"))), f"{whole[-1]['train_loss']:.4g}"
     assert "Expected against measured" in text and loss in text and "could not be" not in text
 
 

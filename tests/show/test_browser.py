@@ -12,11 +12,11 @@ import pytest
 
 from pages import a_certificate, a_plan, a_run
 from programs import zoo_program
-from spanax.commands.report import report
+from spanax.commands.report import page_of
 from spanax.hardware.cluster import cluster
 from spanax.plan.search import search
+from spanax.run.record.report import run_report
 from spanax.show.page.document import document
-from spanax.show.page.pages import page_of
 from spanax.show.page.search import search_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install "spanax[browser]"')
@@ -45,7 +45,7 @@ def browser() -> Iterator[Any]:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The address of a page of each kind."""
     folder = tmp_path_factory.mktemp("pages")
-    run = report(a_run(folder / "run", a_plan()))
+    run = run_report(a_run(folder / "run", a_plan()))
     pages = {name: page_of(value) for name, value in (("plan", a_plan()), ("run", run), ("check", a_certificate()))}
     found = search(zoo_program("gpt"), cluster("h100:8"), top=20, each=True)
     pages["ranked"] = search_page(found, a_plan(), "gpt")
@@ -108,18 +108,18 @@ def test_pointing_at_an_array_shows_it_on_the_mesh(show: Any) -> None:
     parts = lambda: page.locator(".cell i").all_text_contents()  # noqa: E731
     wanted = max((leaf for leaf in plan.leaves if leaf.kind == "param"), key=lambda leaf: leaf.local_bytes)
     assert chosen.locator("code").first.text_content() == wanted.path
-    assert parts() == [f"part {part}" for part in range(8)]
+    assert parts() == [f"shard {part}" for part in range(8)]
     page.locator(".array", has_text="blocks.*.scale").first.locator("summary").hover()
-    assert "too small to split" in chosen.text_content() and parts() == ["whole"] * 8
+    assert "too small to split" in chosen.text_content() and parts() == ["full"] * 8
     page.locator(".array", has_text="inputs").locator("summary").hover()
-    assert parts() == [f"part {part // 2}" for part in range(8)]
+    assert parts() == [f"shard {part // 2}" for part in range(8)]
     colours = page.evaluate(
         "[...document.querySelectorAll('.cell')].map((one) => getComputedStyle(one).backgroundColor)"
     )
     assert len(set(colours)) == 4 and colours[0] == colours[1] != colours[2]
     page.locator(".array", has_text="block_up_0.kernel").first.locator("summary").hover()
     told = chosen.text_content()
-    assert "P('fsdp', 'model')" in told and "8,192 bytes" in told and "all-gather over fsdp 64 KiB a step" in told
+    assert "P('fsdp', 'model')" in told and "8,192 bytes" in told and "all-gather over fsdp 64 KiB per step" in told
 
 
 def test_the_keyboard_reaches_what_the_pointer_does(show: Any) -> None:
@@ -180,7 +180,7 @@ def test_layouts_are_sorted_and_sifted(show: Any) -> None:
     assert set(page.locator(".ranked tbody tr:visible th").all_text_contents()) <= {"fsdp", "fsdp+seq"}
     assert 0 < len(memory()) < len(before) and f"{len(memory())} of" in page.locator("output").text_content()
     page.get_by_label("family").select_option("all")
-    page.get_by_label("model", exact=True).select_option("not split")
+    page.get_by_label("model", exact=True).select_option("not sharded")
     assert memory() and not any(
         "model" in text for text in page.locator(".ranked tbody tr:visible td:nth-child(6)").all_text_contents()
     )
@@ -193,8 +193,8 @@ def test_what_a_screen_reader_is_told(name: str, show: Any) -> None:
         "plan": ['heading "fsdp+tensor on fsdp=4,model=2" [level=1]', 'img "8 devices: fsdp 4 down, model 2 across"',
                  "1f1b: 2 stages, 4 microbatches", 'searchbox "Find an array by its path"'],
         "run": ["Loss: loss from 6 at step 1 to", "all attempts: step: steps that count 29.0 s", 'table "attempts"'],
-        "check": ['heading "Findings" [level=2]', 'table "predicted against compiled"', 'button "kind"'],
-        "ranked": ['combobox "family"', 'checkbox "only what fits" [checked]', 'button "step"'],
+        "check": ['heading "Findings" [level=2]', 'table "predicted and compiled"', 'button "kind"'],
+        "ranked": ['combobox "family"', 'checkbox "only layouts that fit" [checked]', 'button "step"'],
     }[name]  # fmt: skip
     for one in wanted:
         assert one in told, f"{one} is not in\n{told}"

@@ -17,15 +17,16 @@ import pytest
 from pages import Read, a_certificate, a_plan, a_run, leaf
 from spanax import cli
 from spanax.check.certificate import Certificate
-from spanax.commands.report import report
+from spanax.commands.report import page_of, read
 from spanax.errors import DataError, EntryError, SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
+from spanax.run.record.metric_curves import MAX_POINTS, Points, thinned
+from spanax.run.record.report import run_report
 from spanax.show.page.document import document, text_of
-from spanax.show.page.pages import page_of, read
 from spanax.show.page.parts.bars import Bar, stacked
-from spanax.show.page.parts.curves import MOST, Curve, Points, chart, thinned
+from spanax.show.page.parts.curves import Curve, chart
 from spanax.show.page.parts.markup import html
 from spanax.show.page.parts.mesh import mesh_grid
 from spanax.show.page.parts.schedule_grid import schedule_grid
@@ -38,7 +39,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     found = {"plan": a_plan(), "unpriced": a_plan(has_price=False), "check": a_certificate()}
     found |= {"bare check": replace(a_certificate(), plan=None, findings=())}
-    found["run"] = report(a_run(folder / "a", a_plan()))
+    found["run"] = run_report(a_run(folder / "a", a_plan()))
     return {name: document(page_of(value)) for name, value in found.items()}
 
 
@@ -89,11 +90,13 @@ def test_the_numbers_on_the_page_are_those_of_the_plan(written: dict[str, str]) 
         "20 ms",
         "41.0 % MFU",
         bytes_text(plan.state_bytes()),
-        "all-gather over fsdp 64 KiB a step",
+        "all-gather over fsdp 64 KiB per step",
     ]
     assert all(one in read.text for one in said)
     bars = [attributes for _, attributes in read.elements if attributes.get("class") == "track"]
-    assert bars[0]["aria-label"] == ("expected: matmuls 12 ms, memory 5 ms, weights between devices 3 ms; 20 ms in all")
+    assert bars[0]["aria-label"] == (
+        "predicted: matmuls 12 ms, memory 5 ms, weights between devices 3 ms; 20 ms in total"
+    )
     widths = [float(width) for width in re.findall(r'class="seg [^"]*" style="width:([\d.]+)%"', written["plan"])]
     assert sum(widths[:3]) == pytest.approx(100, abs=0.01) and widths[0] == pytest.approx(60)
 
@@ -103,7 +106,7 @@ def test_the_numbers_on_the_page_are_those_of_the_run(written: dict[str, str]) -
     for said in (
         "goodput 38.7 %",
         "steps 60 2 attempts",
-        "a step 25 ms",
+        "step time 25 ms",
         "died",
         "it was killed.",
         "step 20 ms 25 ms -20 %",
@@ -118,15 +121,15 @@ def test_where_nothing_is_a_sequence_examples_are_counted(tmp_path: Path) -> Non
     for examples, kind in ((512.0, "examples"), (8.0, "tokens")):
         step = '{"event": "step", "step": 1, "loss": 1.0, "step_seconds": 0.1, ' + rates.format(examples) + "}"
         (folder / "metrics.jsonl").write_text(f"{step}\n{step.replace('1,', '2,', 1)}\n")
-        page = document(page_of(report(folder)))
-        assert f"512 {kind}/s" in page and f"{kind} a second" in page
+        page = document(page_of(run_report(folder)))
+        assert f"512 {kind}/s" in page and f"{kind} per second" in page
 
 
 def test_the_numbers_on_the_page_are_those_of_the_check(written: dict[str, str]) -> None:
     text = Read(written["check"]).text
     assert "findings 3 1 errors, 1 warnings" in text and "SPX001" in text and "Fix: layout fsdp" in text
     assert "peak memory 39 MiB 41 MiB -4.9 %" in text and "model.py:63" in text
-    assert "nothing is wrong with it" in Read(written["bare check"]).text.lower()
+    assert "no findings" in Read(written["bare check"]).text.lower()
 
 
 EVIL = "<script>alert(1)</script>"
@@ -146,25 +149,25 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
         file.write("\n".join([*lines, '{"event": "step", "step": "9", "loss": 1}', "[]", '{"event": "st', ""]))
     (folder / "profile" / "summary.json").write_text('{"seconds": 3}')
     assert "\u202e" not in document(page_of(steering))
-    for value in (plan, report(folder)):
+    for value in (plan, run_report(folder)):
         text = document(page_of(value))
         read = Read(text)
         assert not read.problems and EVIL in read.text and sum(tag == "script" for tag, _ in read.elements) == 1
         assert not any(name.startswith("on") for _, attributes in read.elements for name in attributes)
         assert not any(tag == "img" for tag, _ in read.elements)
         text.encode()
-    assert "4 of 64 values of the loss are no numbers" in read.text and "this is not a profile summary" in read.text
+    assert "4 of 64 values of the loss are not finite" in read.text and "this is not a profile summary" in read.text
 
 
 def test_a_run_without_its_files_is_told_of_as_far_as_it_goes(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", a_plan())
     (folder / "plan.json").unlink()
     (folder / "metrics.jsonl").unlink()
-    read = Read(document(page_of(report(folder))))
+    read = Read(document(page_of(run_report(folder))))
     assert not read.problems and "cannot read the plan" in read.text and "goodput 38.7 %" in read.text
     os.mkfifo(folder / "metrics.jsonl")
     with pytest.raises(EntryError, match="'metrics.jsonl' is a FIFO"):
-        report(folder)
+        run_report(folder)
 
 
 def test_a_page_of_a_thousand_arrays_is_small() -> None:
@@ -190,18 +193,18 @@ def test_of_a_long_schedule_the_first_ticks_are_drawn() -> None:
     short = html(schedule_grid(ticks("1f1b", 2, 2)))
     assert short.count("<title>") == 12 and "tick 1: forward of microbatch 1" in short
     absurd = replace(a_plan(), schedule=replace(a_plan().schedule, microbatches=100_000))
-    assert "too long to be drawn" in document(page_of(absurd))
+    assert "Too long to draw" in document(page_of(absurd))
 
 
 def test_a_line_is_thinned_out_to_its_extremes() -> None:
     points = [(float(step), float(step % 100 == 50) - float(step % 777 == 3)) for step in range(50_000)]
     found = thinned(points)
-    assert len(found) <= MOST and found[0] == points[0] and found[-1] == points[-1] and found == sorted(found)
+    assert len(found) <= MAX_POINTS and found[0] == points[0] and found[-1] == points[-1] and found == sorted(found)
     assert {value for _, value in found} == {-1.0, 0.0, 1.0}
     taken = Points()
     for x, y in points:
         taken.add(x, y)
-    assert len(taken.kept) < 4 * MOST and {value for _, value in taken.kept} == {-1.0, 0.0, 1.0}
+    assert len(taken.retained) < 4 * MAX_POINTS and {value for _, value in taken.retained} == {-1.0, 0.0, 1.0}
 
 
 @pytest.mark.parametrize("points", [[(3.0, 2.0)], [(1.0, 0.0), (2.0, 0.0)], [(1.0, -1e-12), (1.0, 1e12)]])
@@ -243,7 +246,7 @@ def test_the_kind_of_a_file_is_told_by_what_is_in_it(tmp_path: Path, capsys: pyt
     [
         ("{}", "is neither a plan nor a check"),
         ('{"best": null}', "it has 'best'"),
-        ("[1]", "it is no object"),
+        ("[1]", "it is not a JSON object"),
         ("<html>", "cannot read"),
         ('{"predicted": {}, "compiled": 3}', "this is not a certificate"),
         ('{"predicted": {}, "compiled": {}, "version": 99}', "another version"),
@@ -400,6 +403,6 @@ def test_whatever_a_file_says_there_is_a_page_or_an_error(kind: str, tmp_path: P
         else:
             lies = [json.dumps(_lied(json.loads(line), rng)) if rng.random() < 0.4 else line for line in events]
             (folder / "events.jsonl").write_text("\n".join(lies))
-            text = _told(lambda: report(folder))
+            text = _told(lambda: run_report(folder))
         said.add(text.startswith("<!doctype"))
     assert True in said

@@ -1,42 +1,61 @@
-"""Commands: `spanax launch WHERE [flags] -- train ...`."""
+"""`spanax launch`: `spanax launch PLACE [flags] -- train ...` runs a command in several processes."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Union
 
 import tyro
 
+from spanax.commands.answer import Answer
 from spanax.errors import SpanaxError, nearest
 from spanax.launch import kubernetes, local, ray, slurm, workers
 from spanax.usage import described
 
-LAUNCH: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
+LAUNCHERS: dict[str, tuple[type, Callable[[Any, Sequence[str]], int]]] = {
     "local": (local.LocalCommand, local.launch),
     "slurm": (slurm.SlurmCommand, slurm.launch),
     "kubernetes": (kubernetes.KubernetesCommand, kubernetes.launch),
     "ray": (ray.RayCommand, ray.launch),
     "workers": (workers.WorkersCommand, workers.launch),
 }
-"""Where to, each with its flags and what carries it out; that returns an exit code."""
+"""By place: the flags, and the function that launches and returns an exit code."""
 
-SAYS = "Train in many processes under one that watches over them; what follows `--` is a command of spanax."
+SUMMARY = "Train in several processes under a supervisor; what follows `--` is a command of spanax."
 
-KINDS: Any = Union[tuple(Annotated[kind, tyro.conf.subcommand(name)] for name, (kind, _) in LAUNCH.items())]  # noqa: UP007
-"""The flags of any of them: for help and completion."""
+LaunchFlags: Any = Union[tuple(Annotated[flags, tyro.conf.subcommand(name)] for name, (flags, _) in LAUNCHERS.items())]  # noqa: UP007
+"""The flags of any place, for help and completion."""
 
 
-def launch(argv: Sequence[str]) -> int:
-    """Carry out `spanax launch`, given what follows these words; returns the exit code.
+@dataclass(frozen=True)
+class LaunchCommand:
+    """The flags of a place, and the command to launch there."""
+
+    place: str
+    flags: Any
+    argv: Sequence[str]
+
+
+def parse(argv: Sequence[str]) -> LaunchCommand:
+    """Returns the request of the arguments after `spanax launch`.
 
     Raises:
-      SpanaxError: the request cannot be carried out.
+      SpanaxError: the place is unknown.
     """
-    where, _, rest = argv[0] if argv else "", None, argv[1:]
-    if where not in LAUNCH:
-        if where in ("-h", "--help"):
-            tyro.cli(KINDS, prog="spanax launch", description=described(SAYS, "launch"), args=["--help"])
-        raise SpanaxError(f"cannot launch on '{where}'.", fix=nearest(where, LAUNCH))
-    at = list(rest).index("--") if "--" in rest else len(rest)
-    kind, carry_out = LAUNCH[where]
-    name = f"launch {where}"
-    command: Any = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=rest[:at])
-    return carry_out(command, rest[at + 1 :])
+    place, flags = argv[0] if argv else "", list(argv[1:])
+    if place not in LAUNCHERS:
+        if place in ("-h", "--help"):
+            tyro.cli(LaunchFlags, prog="spanax launch", description=described(SUMMARY, "launch"), args=["--help"])
+        raise SpanaxError(f"cannot launch on '{place}'.", fix=nearest(place, LAUNCHERS))
+    end = flags.index("--") if "--" in flags else len(flags)
+    kind, name = LAUNCHERS[place][0], f"launch {place}"
+    parsed: Any = tyro.cli(kind, prog=f"spanax {name}", description=described(kind, name), args=flags[:end])
+    return LaunchCommand(place, parsed, flags[end + 1 :])
+
+
+def answer(command: LaunchCommand) -> Answer:
+    """Launches the command; its exit code is that of the launcher.
+
+    Raises:
+      SpanaxError: the command cannot be launched.
+    """
+    return Answer(exit_code=LAUNCHERS[command.place][1](command.flags, command.argv))

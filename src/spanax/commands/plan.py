@@ -1,235 +1,350 @@
-"""Planning: one request to `spanax plan` answered, in text and as plain values."""
+"""`spanax plan`: ranks every layout of a workload on a cluster, and answers questions of size and budget."""
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from spanax.commands.requests import PlanCommand
-from spanax.errors import SizeError, SpanaxError, first_line
-from spanax.hardware.cluster import Cluster, cluster
-from spanax.plan.advice.remedies import remedies
-from spanax.plan.advice.rules_of_thumb import warnings
-from spanax.plan.advice.what_if import budget, fewest_devices, largest
-from spanax.plan.candidate import Search, collectives_of, shortfall
-from spanax.plan.choose import Request, decided, searched
-from spanax.plan.loss_chunks import saved_bytes, suiting_chunks
-from spanax.plan.plan import Plan
-from spanax.plan.predict import with_prediction
-from spanax.show.page.document import write
-from spanax.show.page.search import search_page
-from spanax.show.search import candidate_json, search_json, search_text
-from spanax.trace.program import Program
-from spanax.trace.rewrites.remat_policies import known_attention, known_chunks, known_dtype, known_policy
-from spanax.trace.workload import Workload
-from spanax.units import bytes_text
+from tyro.conf import Positional
 
-Data = dict[str, Any]
+from spanax.commands.answer import Answer
+from spanax.commands.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.errors import SpanaxError, first_line
 
-ON_PAGE = 400
-"""So many layouts that fit, and as many that do not, are on a page."""
+if TYPE_CHECKING:
+    from spanax.hardware.cluster import Cluster
+    from spanax.plan.candidate import Search
+    from spanax.plan.choose import Request
+    from spanax.plan.plan import Plan
+    from spanax.trace.program import Program
+
+Extra = tuple[list[str], dict[str, Any]]
+"""Lines of text and entries of the JSON object that a flag adds to the answer."""
+
+MAX_ON_PAGE = 400
+"""Number of layouts on a page that fit, and of layouts that do not."""
 
 
-def answer(load: Callable[..., Workload], asked: PlanCommand) -> tuple[str, Data]:
-    """What `spanax plan` prints: as text, and as the object of --json.
+@dataclass(frozen=True)
+class PlanCommand:
+    """Predict step time and memory of every layout of a workload on devices you have or plan to rent, and rank them.
+
+    Attributes:
+      workload: a name, or file.py:name.
+      on: the devices: a100-80gb:8x8, v5p:8x8x8, cpu:8, mine.toml.
+      pipeline: whether to consider pipeline stages. Default: on accelerators, if nothing fits without.
+      top: number of candidates to list.
+      out: write the best plan to this file, for spanax train --plan.
+      html: write the ranked layouts to this file, a page with a table to sort and filter.
+      explain: show one array: its sharding, the reason, and the collectives for it.
+      diff: compare two plan files; plans nothing.
+      max: the largest batch, seq, layers or embed that fits.
+      min: devices: the smallest number on which it fits.
+      target_mfu: the smallest batch that reaches this MFU, in percent.
+      tokens: number of training tokens: shows hours and device-hours.
+      budget_hours: whether that many hours suffice.
+      save_seconds: seconds per checkpoint, to choose the interval of checkpoints.
+      json: print one JSON object.
+      traceback: show the full traceback of an error.
+    """
+
+    workload: Positional[str] = ""
+    on: str = ""
+    sizes: SizeFlags = Sizes()
+    precision: PrecisionFlags = Precision()
+    request: LayoutFlags = LayoutRequest()
+    pipeline: bool | None = None
+    top: int = 10
+    out: Path | None = None
+    html: Path | None = None
+    explain: str | None = None
+    diff: tuple[Path, Path] | None = None
+    max: Literal["batch", "seq", "layers", "embed"] | None = None
+    min: Literal["devices"] | None = None
+    target_mfu: float | None = None
+    tokens: float | None = None
+    budget_hours: float | None = None
+    save_seconds: float = 60.0
+    json: bool = False
+    traceback: bool = False
+
+
+def answer(command: PlanCommand, load: Load | None = None) -> Answer:
+    """Returns the ranked layouts, or the answer to one question; the exit code is 2 if nothing fits.
+
+    Args:
+      command: the flags.
+      load: builds the workload, given its sizes. Default: `command.workload` by name.
 
     Raises:
-      SpanaxError: the request cannot be carried out.
+      SpanaxError: the request is invalid.
     """
-    _check(asked)
-    machine = cluster(asked.on)
-    if asked.max is not None:
-        return _max(load, asked, machine)
-    if asked.target_mfu is not None:
-        return _target_mfu(load, asked, machine)
-    if asked.min is not None:
-        return _min(load, asked, machine)
-    found, program = _search(load, asked, machine)
-    data = search_json(found, asked.top)
-    text = search_text(found, data, asked.top)
-    if found.best is not None:
-        made = decided(program, machine, _request(asked), found)
-        extra_text, extra = _extras(load, asked, found, made, machine)
-        text, data = "\n".join([text, *extra_text]), data | extra
-    elif asked.html is not None:
-        text += "\n" + write(search_page(found, None, asked.workload), asked.html)
-    return text, data
+    from spanax.hardware.cluster import cluster
+    from spanax.models.workloads import load as load_by_name
+
+    if command.diff is not None:
+        return _diff(*command.diff)
+    _check(command)
+    machine = cluster(command.on)
+    load = load or partial(load_by_name, command.workload)
+    if command.max is not None:
+        return _max(command, load, machine)
+    if command.target_mfu is not None:
+        return _target_mfu(command, load, machine)
+    if command.min is not None:
+        return _min(command, load, machine)
+    return _ranked(command, load, machine)
 
 
-def compare(first: Path, second: Path) -> list[str]:
-    """What differs between two plan files, a line each."""
-    return Plan.load(first).diff(Plan.load(second)) or ["the plans are the same"]
+def _diff(first: Path, second: Path) -> Answer:
+    from spanax.plan.plan import Plan
+
+    return Answer("\n".join(Plan.load(first).diff(Plan.load(second)) or ["the plans are the same"]))
 
 
-def _check(asked: PlanCommand) -> None:
-    if not asked.workload:
+def _check(command: PlanCommand) -> None:
+    from spanax.trace.rewrites.remat_policies import known_attention, known_chunks, known_dtype, known_policy
+
+    if not command.workload:
         raise SpanaxError("spanax plan needs a workload.", fix="spanax plan gpt2 --on a100-80gb:8")
-    if not asked.on:
-        raise SpanaxError(
-            "spanax plan needs to know the devices.", fix=f"spanax plan {asked.workload} --on a100-80gb:8"
-        )
-    known_policy(asked.remat)
-    known_attention(asked.attention)
-    known_chunks(asked.loss_chunks or 1)
-    known_dtype(asked.dtype)
+    if not command.on:
+        raise SpanaxError("spanax plan needs the devices.", fix=f"spanax plan {command.workload} --on a100-80gb:8")
+    known_policy(command.request.remat)
+    known_attention(command.request.attention)
+    known_chunks(command.request.loss_chunks or 1)
+    known_dtype(command.precision.dtype)
     for name in ("top", "target_mfu", "tokens", "budget_hours", "save_seconds"):
-        value = getattr(asked, name)
+        value = getattr(command, name)
         if value is not None and not value > 0:
             raise SpanaxError(f"--{name.replace('_', '-')} is {value}; it takes a number above 0.")
-    answers = [f"--{name}" for name in ("max", "min", "target_mfu") if getattr(asked, name) is not None]
-    dropped = [f"--{name}" for name in ("out", "html", "explain", "tokens") if getattr(asked, name) is not None]
-    if answers and len(answers + dropped) > 1:
+    questions = [f"--{name}" for name in ("max", "min", "target_mfu") if getattr(command, name) is not None]
+    unused = [f"--{name}" for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]
+    if questions and len(questions + unused) > 1:
         raise SpanaxError(
-            f"{answers[0].replace('_', '-')} answers one question, without {' or '.join((answers + dropped)[1:])}.",
+            f"{questions[0].replace('_', '-')} answers one question, without {' or '.join((questions + unused)[1:])}.",
             fix="one command for each",
         )
-    if asked.budget_hours is not None and asked.tokens is None:
-        raise SpanaxError("--budget-hours needs --tokens: how much is to be trained.", fix="--tokens 300e9")
+    if command.budget_hours is not None and command.tokens is None:
+        raise SpanaxError("--budget-hours needs --tokens, the number of training tokens.", fix="--tokens 300e9")
 
 
-def _search(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[Search, Program]:
-    sizes = {"batch_size": asked.batch, "seq_len": asked.seq, "num_layers": asked.layers, "embed_dim": asked.embed}
+def _search(command: PlanCommand, load: Load, machine: "Cluster") -> "tuple[Search, Program]":
+    """Returns all priced layouts that the flags allow, and the traced program."""
+    from spanax.plan.choose import searched
+
     began = time.perf_counter()
-    workload = load(**{name: size for name, size in sizes.items() if size is not None})
-    program = workload.trace(
-        learning_rate=1e-3, num_steps=100, compute_dtype=asked.dtype, remat=asked.remat,
-        optimizer_state=asked.optimizer_state,
-        accumulate=asked.accumulate,
-    )  # fmt: skip
+    workload = command.sizes.load(load)
+    program = command.request.trace(workload, command.precision, dtype=command.precision.dtype)
     traced = time.perf_counter() - began
-    top = max(asked.top, 1 if asked.html is None else ON_PAGE)
-    # In enough parts any batch fits: the largest is that which goes through in one.
-    microbatches = 1 if asked.max == "batch" else None
-    request = _request(asked)
-    found = searched(program, machine, request, top=top, each=asked.html is not None, microbatches=microbatches)
-    return replace(found, trace_seconds=traced + found.trace_seconds), program
+    is_page = command.html is not None
+    # With enough microbatches any batch fits: the largest is that of a single microbatch.
+    microbatches = 1 if command.max == "batch" else None
+    top = max(command.top, MAX_ON_PAGE if is_page else 1)
+    search = searched(program, machine, _request(command), top=top, each=is_page, microbatches=microbatches)
+    return replace(search, trace_seconds=traced + search.trace_seconds), program
 
 
-def _request(asked: PlanCommand) -> Request:
+def _request(command: PlanCommand) -> "Request":
+    from spanax.plan.choose import Request
+
+    request = command.request
     return Request(
-        asked.layout, asked.mesh, attention=asked.attention, loss_chunks=asked.loss_chunks, pipeline=asked.pipeline
+        request.layout,
+        request.mesh,
+        attention=request.attention,
+        loss_chunks=request.loss_chunks,
+        pipeline=command.pipeline,
     )
 
 
-def _extras(
-    load: Callable[..., Workload], asked: PlanCommand, found: Search, made: Plan, machine: Cluster
-) -> tuple[list[str], Data]:
-    """The plan file, one array explained, the user's own layout against the best, and a whole training."""
-    best = found.best
-    assert best is not None
-    text: list[str] = []
-    data: Data = {}
-    if asked.out is not None or asked.html is not None:
-        try:
-            made = with_prediction(next(iter(found.programs.values())), made, machine, best)
-        except SpanaxError as error:
-            text.append(f"note: the plan is without its price: {first_line(error)}")
-    if asked.html is not None:
-        text.append(write(search_page(found, made, asked.workload), asked.html))
-    if asked.out is not None:
-        made.save(asked.out)
-        text.append(f"written to {asked.out}: spanax train {asked.workload} --plan {asked.out}")
-    if asked.explain is not None:
-        leaf = made[asked.explain]
-        text.append(f"{leaf.path} {leaf.dtype}{list(leaf.shape)} {leaf.axes}: {tuple(leaf.partition_spec)}")
-        text.append(f"  {leaf.local_bytes} bytes a device; {leaf.reason or 'as the layout computes with it'}")
-        moved = collectives_of(found, best, leaf.path) if leaf.kind != "batch" else {}
-        for axes, kinds in moved.items():
-            text += [f"  {kind} over {axes}: {bytes_text(size)} a step" for kind, size in kinds.items() if size]
-        if not any(size for kinds in moved.values() for size in kinds.values()):
-            text.append("  nothing of it moves between devices")
-        data["explained"] = asdict(leaf) | {"collectives": moved}
-    if asked.loss_chunks is not None:
-        line, data["logits"] = _logits(found.programs[best.remat], made, machine)
-        text.append(line)
-    if asked.layout is not None or asked.mesh is not None:
-        free, _ = _search(load, replace(asked, layout=None, mesh=None), machine)
-        lines = warnings(free, best)
-        text += [f"note: {line}" for line in lines]
-        data["warnings"] = lines
-    if asked.tokens is not None:
-        per_step = float(found.tokens_per_step or found.batch_size)
-        whole = budget(found, per_step, asked.tokens, hours=asked.budget_hours, save_seconds=asked.save_seconds)
-        data["budget"] = asdict(whole) | {"budget_hours": asked.budget_hours}
-        enough = {None: "", True: ", within the budget", False: ", OVER the budget"}[whole.within]
-        text.append(
-            f"{asked.tokens:.3g} tokens take {whole.hours:.4g} hours, {whole.device_hours:.4g} device-hours{enough}; "
-            f"save every {whole.checkpoint_seconds / 60:.0f} minutes"
-        )
-    return text, data
+def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+    from spanax.plan.choose import decided
+    from spanax.show.search import search_json, search_text
+
+    search, program = _search(command, load, machine)
+    data = search_json(search, command.top)
+    lines = [search_text(search, data, command.top)]
+    if search.best is None:
+        lines += [] if command.html is None else [_write_page(command.html, search, None, command)]
+        return Answer("\n".join(lines), data, exit_code=2)
+    plan = decided(program, machine, _request(command), search)
+    for more_lines, more_data in _extras(command, load, search, plan, machine):
+        lines, data = lines + more_lines, data | more_data
+    return Answer("\n".join(lines), data)
 
 
-def _logits(program: Program, made: Plan, machine: Cluster) -> tuple[str, Data]:
-    count, saved = made.schedule.loss_chunks, saved_bytes(program, made, machine)
-    line = f"logits in {count} chunks of tokens: {bytes_text(saved)} a device less than whole"
-    return line if count > 1 else suiting_chunks(program, made, machine)[1], {"chunks": count, "saved_bytes": saved}
+def _extras(command: PlanCommand, load: Load, search: "Search", plan: "Plan", machine: "Cluster") -> list[Extra]:
+    """Returns what each flag adds, in the order of the answer."""
+    extras: list[Extra] = []
+    if command.out is not None or command.html is not None:
+        extras.append((_write(command, search, plan, machine), {}))
+    if command.explain is not None:
+        extras.append(_explained(command.explain, search, plan))
+    if command.request.loss_chunks is not None:
+        extras.append(_logits(search, plan, machine))
+    if command.request.layout is not None or command.request.mesh is not None:
+        extras.append(_compared_with_best(command, load, search, machine))
+    if command.tokens is not None:
+        extras.append(_budget(command, search, command.tokens))
+    return extras
 
 
-def _max(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:
-    name = asked.max or ""
+def _write(command: PlanCommand, search: "Search", plan: "Plan", machine: "Cluster") -> list[str]:
+    """Writes the plan with its predicted cost, and the page."""
+    from spanax.plan.predict import with_prediction
+
+    lines = []
+    try:
+        plan = with_prediction(next(iter(search.programs.values())), plan, machine, search.best)
+    except SpanaxError as error:
+        lines.append(f"note: the plan has no predicted cost: {first_line(error)}")
+    if command.html is not None:
+        lines.append(_write_page(command.html, search, plan, command))
+    if command.out is not None:
+        plan.save(command.out)
+        lines.append(f"written to {command.out}: spanax train {command.workload} --plan {command.out}")
+    return lines
+
+
+def _write_page(path: Path, search: "Search", plan: "Plan | None", command: PlanCommand) -> str:
+    from spanax.show.page.document import write
+    from spanax.show.page.search import search_page
+
+    return write(search_page(search, plan, command.workload), path)
+
+
+def _explained(path: str, search: "Search", plan: "Plan") -> Extra:
+    """Returns the sharding of one array, the reason for it, and its collectives."""
+    from spanax.plan.candidate import collectives_of
+    from spanax.show.search import array_lines
+
+    leaf = plan[path]
+    assert search.best is not None
+    moved = collectives_of(search, search.best, leaf.path) if leaf.kind != "batch" else {}
+    return array_lines(leaf, moved), {"explained": asdict(leaf) | {"collectives": moved}}
+
+
+def _logits(search: "Search", plan: "Plan", machine: "Cluster") -> Extra:
+    """Returns the memory that chunked logits save."""
+    from spanax.plan.loss_chunks import saved_bytes, suiting_chunks
+    from spanax.units import bytes_text
+
+    assert search.best is not None
+    program, count = search.programs[search.best.remat], plan.schedule.loss_chunks
+    saved = saved_bytes(program, plan, machine)
+    line = f"logits in {count} chunks of tokens: {bytes_text(saved)} less per device than in one"
+    line = line if count > 1 else suiting_chunks(program, plan, machine)[1]
+    return [line], {"logits": {"chunks": count, "saved_bytes": saved}}
+
+
+def _compared_with_best(command: PlanCommand, load: Load, search: "Search", machine: "Cluster") -> Extra:
+    """Returns warnings on a requested layout, compared with the best of all layouts."""
+    from spanax.plan.advice.rules_of_thumb import warnings
+
+    request = replace(command.request, layout=None, mesh=None)
+    unrestricted, _ = _search(replace(command, request=request), load, machine)
+    assert search.best is not None
+    lines = warnings(unrestricted, search.best)
+    return [f"note: {line}" for line in lines], {"warnings": lines}
+
+
+def _budget(command: PlanCommand, search: "Search", tokens: float) -> Extra:
+    from spanax.plan.advice.what_if import budget
+
+    per_step = float(search.tokens_per_step or search.batch_size)
+    total = budget(search, per_step, tokens, hours=command.budget_hours, save_seconds=command.save_seconds)
+    within = {None: "", True: ", within the budget", False: ", OVER the budget"}[total.within]
+    line = (
+        f"{tokens:.3g} tokens take {total.hours:.4g} hours, {total.device_hours:.4g} device-hours{within}; "
+        f"save every {total.checkpoint_seconds / 60:.0f} minutes"
+    )
+    return [line], {"budget": asdict(total) | {"budget_hours": command.budget_hours}}
+
+
+def _max(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+    from spanax.plan.advice.what_if import largest
+
+    name = command.max or ""
     step = {"batch": 1, "seq": 128, "layers": 1, "embed": 128}[name]
+    default = {"batch": machine.num_devices, "seq": 512, "layers": 8, "embed": 1024}[name]
+    start = getattr(command.sizes, name) or default
+    size_up = partial(_search_at, command, load, machine, name)
+    fitting = largest(_or_none(size_up, step), start, machine.num_devices if name == "batch" else step)
+    if fitting is None:
+        from spanax.plan.advice.remedies import remedies
+        from spanax.plan.candidate import shortfall
 
-    def at(size: int) -> Search | None:
+        smallest = size_up(start)
+        raise SpanaxError(
+            f"not even {name} {start} fits on {machine}: {shortfall(smallest)}.", fix="; or ".join(remedies(smallest))
+        )
+    size, search = fitting
+    return _sized(f"the largest {name} that fits on {machine} is about {size}", size, name, search, command)
+
+
+def _search_at(command: PlanCommand, load: Load, machine: "Cluster", name: str, size: int) -> "Search":
+    """Returns the search with one size replaced."""
+    sizes: dict[str, Any] = {name: size}
+    return _search(replace(command, sizes=replace(command.sizes, **sizes)), load, machine)[0]
+
+
+def _or_none(size_up: "Callable[[int], Search]", step: int) -> "Callable[[int], Search | None]":
+    """Returns `size_up` with None for sizes that no layout divides; they count as sizes that do not fit."""
+    from spanax.errors import SizeError
+
+    def search(size: int) -> "Search | None":
         try:
-            return _search(load, _resized(asked, name, size), machine)[0]
+            return size_up(size)
         except SizeError:
             raise
         except SpanaxError:
             if size <= step:
                 raise
-            return None  # a size that no layout divides counts as one that does not fit
+            return None  # no layout divides it
 
-    start = getattr(asked, name) or {"batch": machine.num_devices, "seq": 512, "layers": 8, "embed": 1024}[name]
-    found = largest(at, start, machine.num_devices if name == "batch" else step)
-    if found is None:
-        smallest, _ = _search(load, _resized(asked, name, start), machine)
-        raise SpanaxError(
-            f"not even {name} {start} fits on {machine}: {shortfall(smallest)}.", fix="; or ".join(remedies(smallest))
-        )
-    size, best = found
-    text = f"the largest {name} that fits on {machine} is about {size}"
-    return _answered(text, size, name, best, asked)
+    return search
 
 
-def _min(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:
-    found = fewest_devices(lambda there: _search(load, asked, there)[0], machine)
-    if found is None:
+def _min(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+    from spanax.plan.advice.what_if import fewest_devices
+
+    search = fewest_devices(lambda machine: _search(command, load, machine)[0], machine)
+    if search is None:
         raise SpanaxError(
             f"no number of {machine.chip.name} up to 65536 is enough.", fix="a smaller batch, or --remat full"
         )
-    count = found.cluster.num_devices
+    count = search.cluster.num_devices
     text = f"the fewest {machine.chip.name} on which it fits are {count}"
-    return _answered(text, count, "devices", found, asked)
+    return _sized(text, count, "devices", search, command)
 
 
-def _resized(asked: PlanCommand, name: str, size: int) -> PlanCommand:
-    sizes: dict[str, Any] = {name: size}
-    return replace(asked, **sizes)
+def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+    from spanax.show.search import candidate_json
 
-
-def _answered(text: str, size: int, name: str, found: Search, asked: PlanCommand) -> tuple[str, Data]:
-    """A size as the answer, with the search that it comes from."""
-    said = search_json(found, asked.top)
-    return f"{text}:\n{search_text(found, said, 1)}", {"answer": size, "of": name} | said
-
-
-def _target_mfu(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:
-    target = asked.target_mfu or 0.0
-    size = asked.batch or machine.num_devices
-    best_seen = 0.0
+    target = command.target_mfu or 0.0
+    size = command.sizes.batch or machine.num_devices
+    largest_mfu = 0.0
     while True:
-        found, _ = _search(load, replace(asked, batch=size), machine)
-        if found.best is None:
+        search = _search_at(command, load, machine, "batch", size)
+        if search.best is None:
             break
-        best_seen = max(best_seen, 100 * (candidate_json(found, found.best)["mfu"] or 0.0))
-        if best_seen >= target:
-            text = f"{target:g} % MFU is reached from a batch of {size}"
-            return _answered(text, size, "batch", found, asked)
+        largest_mfu = max(largest_mfu, 100 * (candidate_json(search, search.best)["mfu"] or 0.0))
+        if largest_mfu >= target:
+            return _sized(f"{target:g} % MFU is reached from a batch of {size}", size, "batch", search, command)
         if size >= 64 * machine.num_devices:
             break
         size *= 2
     raise SpanaxError(
         f"{target:g} % MFU is not reached on {machine} with a batch of up to {size}.",
-        where=f"the most is {best_seen:.1f} %",
+        where=f"the most is {largest_mfu:.1f} %",
     )
+
+
+def _sized(text: str, size: int, name: str, search: "Search", command: PlanCommand) -> Answer:
+    """Returns a size as the answer, with the search at that size."""
+    from spanax.show.search import search_json, search_text
+
+    data = search_json(search, command.top)
+    return Answer(f"{text}:\n{search_text(search, data, 1)}", {"answer": size, "of": name} | data)

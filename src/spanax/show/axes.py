@@ -1,4 +1,4 @@
-"""The axes of a program, as text and as JSON."""
+"""Formats the axes of a program as text and JSON."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from spanax.trace.program import Program
 
 
 def axes_json(program: Program) -> dict[str, Any]:
-    """The axes and the leaves as plain values; `ways` is into how many parts an axis can be split at most."""
+    """Returns axes and leaves as plain values; `ways` is the largest number of shards of an axis."""
     axes = program.step.axes
     return {
         "axes": [
@@ -40,15 +40,16 @@ def axes_json(program: Program) -> dict[str, Any]:
 
 
 def axes_text(program: Program) -> str:
-    """The axes as a table, with what discovery could not know below it."""
+    """Returns the axes as a table, with the coverage and unknown primitives below it."""
     table = Table("axis", "sizes", "ways", "classes", "arrays", "for example", box=None, pad_edge=False)
     for axis in program.axes:
         sizes = ", ".join(map(str, axis.sizes))
         table.add_row(axis.name, sizes, str(axis.ways), str(axis.num_classes), str(len(axis.leaves)), axis.leaves[0])
-    found = program.step.axes
-    notes = [f"{100 * found.coverage:.0f} % of the matmul and convolution work is split along with the batch"]
-    for name, count in found.unknown.items():
-        notes.append(f"no rule for primitive '{name}' ({count} times): its dims stay unsplit; add one with spanax.rule")
-    for name, count in found.opaque.items():
-        notes.append(f"'{name}' ({count} times) cannot be looked into: its dims stay unsplit")
+    axes = program.step.axes
+    notes = [f"{100 * axes.coverage:.0f} % of the matmul and convolution FLOPs is sharded with the batch"]
+    for name, count in axes.unknown.items():
+        note = "its dims are not sharded; add one with spanax.rule"
+        notes.append(f"no rule for primitive '{name}' ({count} times): {note}")
+    for name, count in axes.opaque.items():
+        notes.append(f"'{name}' ({count} times) cannot be traced into: its dims are not sharded")
     return table_text(table, 120) + "\n" + "\n".join(notes)

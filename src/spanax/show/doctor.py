@@ -1,4 +1,4 @@
-"""What `spanax doctor` found, in words."""
+"""Formats the verdicts of `spanax doctor` as text and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,18 +10,18 @@ from spanax.printable import printable
 _COLOURS = {"ok": 32, "warning": 33, "problem": 31}
 
 
-def verdicts_json(found: Sequence[Verdict]) -> dict[str, Any]:
-    """The contract of `spanax doctor --json`."""
-    return {"is_well": is_well(found), "findings": [asdict(one) for one in found]}
+def verdicts_json(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Returns the object of `spanax doctor --json`."""
+    return {"is_well": is_well(verdicts), "findings": [asdict(verdict) for verdict in verdicts]}
 
 
-def is_well(found: Sequence[Verdict]) -> bool:
-    """Whether nothing found would stop a run."""
-    return all(one.state != "problem" for one in found)
+def is_well(verdicts: Sequence[Verdict]) -> bool:
+    """Whether no verdict is a problem."""
+    return all(verdict.state != "problem" for verdict in verdicts)
 
 
-def verdicts_text(found: Sequence[Verdict], *, in_colours: bool = False) -> str:
-    """A line a verdict, with where and what to do below those that are not well.
+def verdicts_text(verdicts: Sequence[Verdict], *, in_colours: bool = False) -> str:
+    """Returns one line per verdict; below those that are not ok, where and how to fix them.
 
     Example:
       >>> print(verdicts_text([
@@ -34,17 +34,17 @@ def verdicts_text(found: Sequence[Verdict], *, in_colours: bool = False) -> str:
       1 problem, 0 warnings in 2 findings
     """
     lines = []
-    for one in found:
-        state = f"{one.state:7}"
+    for verdict in verdicts:
+        state = f"{verdict.state:7}"
         if in_colours:
-            state = f"\x1b[{_COLOURS[one.state]}m{state}\x1b[0m"
-        lines.append(f"{state}  {one.name:13}  {printable(one.what)}")
-        told = {"where": one.where, "fix": one.fix} if one.state != "ok" else {}
-        lines += [f"{'':24}{key}: {printable(text)}" for key, text in told.items() if text]
-    problems, warnings = (sum(one.state == state for one in found) for state in ("problem", "warning"))
-    lines.append(f"{_counted(problems, 'problem')}, {_counted(warnings, 'warning')} in {len(found)} findings")
+            state = f"\x1b[{_COLOURS[verdict.state]}m{state}\x1b[0m"
+        lines.append(f"{state}  {verdict.name:13}  {printable(verdict.what)}")
+        hints = {"where": verdict.where, "fix": verdict.fix} if verdict.state != "ok" else {}
+        lines += [f"{'':24}{key}: {printable(text)}" for key, text in hints.items() if text]
+    problems, warnings = (sum(verdict.state == state for verdict in verdicts) for state in ("problem", "warning"))
+    lines.append(f"{_count_text(problems, 'problem')}, {_count_text(warnings, 'warning')} in {len(verdicts)} findings")
     return "\n".join(lines)
 
 
-def _counted(count: int, name: str) -> str:
+def _count_text(count: int, name: str) -> str:
     return f"{count} {name}" if count == 1 else f"{count} {name}s"

@@ -1,4 +1,4 @@
-"""Drawings of an array on a mesh: a grid of its parts, each with the devices that hold it, as text or as SVG."""
+"""Draws an array on a mesh as text or SVG: a grid of its shards, each with the devices that hold it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +16,21 @@ from spanax.units import bytes_text
 STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 
 CELL, LINE, EDGE = 26, 18, 12
-"""Pixels of an SVG: a cell's height, a line of text, and the margin."""
+"""Pixels of an SVG: height of a cell, height of a line of text, and margin."""
 
 LETTER = 7
-"""Pixels of a letter in the SVG's 12-pixel monospace."""
+"""Pixels per letter in the SVG's 12-pixel monospace font."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The parts of an array along at most two dims; of more split dims the first part is drawn.
+    """Shards of an array along at most two dims.
 
-    `rows` and `columns` are dims, or None; `cells` the devices of each part.
+    Attributes:
+      rows: the sharded dim drawn down, or None.
+      columns: the sharded dim drawn across, or None.
+      cells: the shard of each cell.
+      left_out: other sharded dims, of which the first shard is drawn.
     """
 
     rows: int | None
@@ -36,68 +40,71 @@ class Grid:
 
 
 def grid(leaf: Placement, mesh: MeshShape) -> Grid:
-    """An array's parts as a grid: along the first split dim down, along the second across.
+    """Returns the shards of an array as a grid: the first sharded dim down, the second across.
 
     Example:
       >>> leaf = Placement("w", (4, 6), "float32", "param", (None, None), (("data",), ("model",)), (2, 3), 24, "")
       >>> [[cell.devices for cell in row] for row in grid(leaf, MeshShape.of("data=2,model=2")).cells]
       [[(0,), (1,)], [(2,), (3,)]]
     """
-    split = [dim for dim, by in enumerate(leaf.spec) if mesh.ways(by) > 1]
-    # A dim that is whole makes one row or column: the last dims run across, as numpy prints them.
-    columns = split[1] if len(split) > 1 else split[0] if split and split[0] == len(leaf.shape) - 1 else None
-    rows = split[0] if split and split[0] != columns else None
-    left_out = tuple(dim for dim in split if dim not in (rows, columns))
+    sharded = [dim for dim, axes in enumerate(leaf.spec) if mesh.ways(axes) > 1]
+    # A single sharded dim is drawn across if it is the last one, as NumPy prints arrays.
+    is_last = bool(sharded) and sharded[0] == len(leaf.shape) - 1
+    columns = sharded[1] if len(sharded) > 1 else sharded[0] if is_last else None
+    rows = sharded[0] if sharded and sharded[0] != columns else None
+    left_out = tuple(dim for dim in sharded if dim not in (rows, columns))
     table: dict[int, dict[int, Shard]] = {}
     for shard in shards(leaf, mesh):
         if all(shard.start[dim] == 0 for dim in left_out):
             row, column = (0 if dim is None else shard.start[dim] for dim in (rows, columns))
             table.setdefault(row, {})[column] = shard
     return Grid(
-        rows, columns, tuple(tuple(row[at] for at in sorted(row)) for _, row in sorted(table.items())), left_out
+        rows, columns, tuple(tuple(row[column] for column in sorted(row)) for _, row in sorted(table.items())), left_out
     )
 
 
 def drawn(leaf: Placement, mesh: MeshShape) -> tuple[str, Table]:
-    """An array as a line that describes it, and a table of rich that draws it."""
-    found = grid(leaf, mesh)
+    """Returns a line that describes an array, and a Rich table that draws it."""
+    drawing = grid(leaf, mesh)
     table = Table(box=box.SQUARE, show_header=False, show_lines=True)
-    for row in found.cells:
+    for row in drawing.cells:
         table.add_row(
             *(Text(devices_text(cell.devices), STYLES[cell.devices[0] % len(STYLES)], justify="center") for cell in row)
         )
-    return described(leaf, mesh, found), table
+    return described(leaf, mesh, drawing), table
 
 
-def described(leaf: Placement, mesh: MeshShape, found: Grid) -> str:
-    """What the drawing of an array does not show."""
+def described(leaf: Placement, mesh: MeshShape, drawing: Grid) -> str:
+    """Returns dims, mesh axes, bytes per device and copies of an array."""
     dims = []
-    for dim, (name, size, by) in enumerate(zip(leaf.axes, leaf.shape, leaf.spec, strict=True)):
-        way = " down" if dim == found.rows else " across" if dim == found.columns else ""
-        dims.append(f"{name or '?'}:{size}" + (f" / {'+'.join(by)} {mesh.ways(by)}{way}" if by else ""))
+    for dim, (name, size, axes) in enumerate(zip(leaf.axes, leaf.shape, leaf.spec, strict=True)):
+        direction = " down" if dim == drawing.rows else " across" if dim == drawing.columns else ""
+        dims.append(f"{name or '?'}:{size}" + (f" / {'+'.join(axes)} {mesh.ways(axes)}{direction}" if axes else ""))
     times = copies(leaf, mesh)
-    kept = f"{times} copies of each part" if times > 1 else "each part once"
-    more = f"; the first part of dim {', '.join(map(str, found.left_out))} is drawn" if found.left_out else ""
-    return f"{leaf.path} {leaf.dtype}[{', '.join(dims)}]: {bytes_text(leaf.local_bytes)} a device, {kept}{more}"
+    replication = f"{times} copies of each shard" if times > 1 else "one copy of each shard"
+    note = f"; drawn: the first of dim {', '.join(map(str, drawing.left_out))}" if drawing.left_out else ""
+    return (
+        f"{leaf.path} {leaf.dtype}[{', '.join(dims)}]: {bytes_text(leaf.local_bytes)} per device, {replication}{note}"
+    )
 
 
 def svg(leaves: Sequence[Placement], mesh: MeshShape, title: str) -> str:
-    """The drawings of arrays below each other as an SVG file; parts on the same first device have the same colour."""
+    """Returns drawings of arrays below each other as an SVG; shards with the same first device have the same color."""
     parts: list[str] = []
     width, top = EDGE + LETTER * len(title), EDGE + LINE
     parts.append(_text(EDGE, top, title, bold=True))
     for leaf in leaves:
-        found = grid(leaf, mesh)
-        caption = described(leaf, mesh, found)
+        drawing = grid(leaf, mesh)
+        caption = described(leaf, mesh, drawing)
         top += LINE + EDGE
         parts.append(_text(EDGE, top, caption))
         width = max(width, EDGE + LETTER * len(caption))
-        texts = [[devices_text(cell.devices) for cell in row] for row in found.cells]
+        texts = [[devices_text(cell.devices) for cell in row] for row in drawing.cells]
         cell_width = max(30, 10 + LETTER * max(len(text) for row in texts for text in row))
         top += EDGE // 2
-        for row, cells in zip(texts, found.cells, strict=True):
-            for at, (text, cell) in enumerate(zip(row, cells, strict=True)):
-                left = EDGE + at * cell_width
+        for row, cells in zip(texts, drawing.cells, strict=True):
+            for column, (text, cell) in enumerate(zip(row, cells, strict=True)):
+                left = EDGE + column * cell_width
                 hue = 360 * cell.devices[0] // mesh.size
                 parts.append(
                     f'<rect x="{left}" y="{top}" width="{cell_width}" height="{CELL}" '
@@ -112,7 +119,7 @@ def svg(leaves: Sequence[Placement], mesh: MeshShape, title: str) -> str:
 
 
 def devices_text(devices: Sequence[int]) -> str:
-    """Device numbers, runs of them with a dash, steps with a colon.
+    """Returns device numbers, ranges with a dash and strides with a colon.
 
     Example:
       >>> devices_text([0, 1, 2, 3]), devices_text([0, 2, 4, 6]), devices_text([1, 5]), devices_text([0, 1, 4, 5])

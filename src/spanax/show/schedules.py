@@ -1,4 +1,4 @@
-"""A pipeline's schedule in words and as JSON: the table that runs, drawn."""
+"""Formats the schedule of a pipeline as text and JSON."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from spanax.plan.pipeline.ticks import Ticks
 
 
 def ticks_text(table: Ticks) -> str:
-    """The table with a row a stage, and what it costs.
+    """Returns the schedule with one row per stage, its idle fraction, and the activations in memory.
 
     Example:
       >>> from spanax.plan.pipeline.ticks import ticks
@@ -15,25 +15,25 @@ def ticks_text(table: Ticks) -> str:
       stage 0: F0 F1 .  .  B0 W0 .  B1 W1
       stage 1: .  F0 B0 W0 F1 B1 W1 .  .
       F forward, B gradient of the input, W of the weights; a number is the microbatch
-      33 % of all ticks are idle; activations of 2 microbatches are kept at once at most
+      33 % of all ticks are idle; activations of at most 2 microbatches are in memory at once
     """
     counts = f"{table.num_stages} stages, {table.num_microbatches} microbatches"
-    chunks = f" in {table.num_chunks} chunks a stage" if table.num_chunks > 1 else ""
+    chunks = f" in {table.num_chunks} chunks per stage" if table.num_chunks > 1 else ""
     second = "W of the weights" if table.is_split else "and of the weights"
-    kept = f"activations of {table.num_kept} microbatches are kept at once at most"
+    memory = f"activations of at most {table.num_kept} microbatches are in memory at once"
     return "\n".join(
         [
             f"{table.schedule}: {counts}{chunks}, {table.num_ticks} ticks",
             str(table),
             f"F forward, B gradient of the input, {second}; a number is the microbatch"
-            + (", and the chunk behind it" if chunks else ""),
-            f"{100 * table.bubble_fraction:.0f} % of all ticks are idle; {kept}",
+            + (", and after it the chunk" if chunks else ""),
+            f"{100 * table.bubble_fraction:.0f} % of all ticks are idle; {memory}",
         ]
     )
 
 
 def ticks_json(table: Ticks) -> dict[str, Any]:
-    """The contract of `spanax inspect --schedule --json`: for each tick the task of every stage, or null."""
+    """Returns the object of `spanax inspect --schedule --json`: for each tick the task of every stage, or null."""
     return {
         "name": table.schedule,
         "stages": table.num_stages,

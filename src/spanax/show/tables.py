@@ -1,11 +1,11 @@
-"""Tables as text."""
+"""Formats tables of Rich as text."""
 
 from rich.console import Console
 from rich.table import Table
 
 
 def table_text(table: Table, width: int = 140) -> str:
-    """A table of rich as plain lines, without colours; cells are text, and no markup or emoji codes.
+    """Returns a table as plain lines, without colors; markup and emoji codes in cells stay text.
 
     Example:
       >>> table = Table("axis", "size", box=None, pad_edge=False)

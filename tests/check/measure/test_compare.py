@@ -26,10 +26,10 @@ from spanax.check.measure.compare import (
     pruned,
     rank_correlation,
 )
-from spanax.commands.compare import answer, compared_text
-from spanax.commands.requests import CompareCommand
+from spanax.commands.compare import CompareCommand, compared
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Search
+from spanax.show.compare import compared_text
 
 ASKED = CompareCommand("mlp", mesh="fsdp=8", steps=2)
 
@@ -55,7 +55,7 @@ def found(mesh: str = "fsdp=8") -> Search:
 
 @pytest.fixture(scope="module")
 def answered() -> tuple[str, dict[str, Any]]:
-    return answer(mlp, ASKED, jax.devices())
+    return compared(ASKED, mlp, jax.devices())
 
 
 def test_all_legal_layouts_of_a_mesh_are_run() -> None:

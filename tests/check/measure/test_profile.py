@@ -21,10 +21,10 @@ from spanax.check.measure.profile import (
     step_profile,
     union,
 )
+from spanax.check.measure.profile_event import profile_event
 from spanax.errors import DataError, SpanaxError
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.profile import INPUT, PROGRAM, STEP, WINDOW
-from spanax.show.profile_event import profile_event
 
 MINE = """
 import itertools, threading, time

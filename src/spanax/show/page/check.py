@@ -1,10 +1,10 @@
-"""Check: the page of a certificate: what the rules found, and the plan's numbers beside XLA's."""
+"""Builds the page of a certificate: findings, and predicted next to compiled figures."""
 
 from spanax.check.certificate import Certificate
 from spanax.check.finding import Finding, Severity
 from spanax.check.hlo.collectives import Collective
 from spanax.check.report import Report
-from spanax.commands.check import figure_rows, verdict
+from spanax.show.check import figure_rows, verdict
 from spanax.show.page import plan as of_plan
 from spanax.show.page.document import Page
 from spanax.show.page.parts.bars import Bar
@@ -14,84 +14,99 @@ from spanax.show.page.parts.tables import table
 from spanax.show.page.parts.traffic import traffic
 from spanax.units import bytes_text
 
-MOST = 500
-"""So many collectives are listed, the largest."""
+MAX_COLLECTIVES = 500
+"""Number of collectives listed, the largest ones."""
 
 
-def check_page(told: Certificate) -> Page:
-    """A certificate as a page."""
-    report = told.report
+def check_page(certificate: Certificate) -> Page:
+    """Returns the page of a certificate."""
+    report = certificate.report
     title = f"{report.layout} on {report.target} ({report.mesh})"
-    said = verdict(report)
-    return Page("check", title, f"{said[:1].upper()}{said[1:]}.", _figures(told), _blocks(told))
+    lead = verdict(report)
+    return Page("check", title, f"{lead[:1].upper()}{lead[1:]}.", _figures(certificate), _blocks(certificate))
 
 
-def _figures(told: Certificate) -> list[Figure]:
-    report = told.report
-    counts = [f"{sum(one.severity.value == name for one in told.findings)} {name}s" for name in ("error", "warning")]
+def _figures(certificate: Certificate) -> list[Figure]:
+    report = certificate.report
+    counts = [
+        f"{sum(finding.severity.value == name for finding in certificate.findings)} {name}s"
+        for name in ("error", "warning")
+    ]
     peak = report.compiled.peak_bytes or report.predicted.peak_bytes or 0
-    limit = f"of {bytes_text(report.limit_bytes)} a device" if report.limit_bytes else "a device"
+    limit = f"of {bytes_text(report.limit_bytes)} per device" if report.limit_bytes else "per device"
     moved = [sum(kinds.values()) for kinds in (report.compiled.collectives or {}).values()]
     return [
-        Figure("findings", str(len(told.findings)), ", ".join(counts), any(map(_is_error, told.findings))),
+        Figure(
+            "findings", str(len(certificate.findings)), ", ".join(counts), any(map(_is_error, certificate.findings))
+        ),
         Figure("peak memory", bytes_text(peak), limit, report.fits is False),
-        Figure("state a device", bytes_text(report.compiled.state_bytes or report.predicted.state_bytes or 0)),
-        Figure("moved in a step", bytes_text(sum(moved)) if moved else "not told", "as compiled"),
+        Figure("state per device", bytes_text(report.compiled.state_bytes or report.predicted.state_bytes or 0)),
+        Figure("moved per step", bytes_text(sum(moved)) if moved else "unknown", "as compiled"),
         Figure("checked by", f"level {report.level}", report.by),
     ]
 
 
-def _is_error(one: Finding) -> bool:
-    return one.severity is Severity.ERROR
+def _is_error(finding: Finding) -> bool:
+    return finding.severity is Severity.ERROR
 
 
-def _blocks(told: Certificate) -> list[Block]:
-    report = told.report
-    nothing = el("p", "Nothing is wrong with it, as far as the rules see.", class_="note")
-    found = [Block("Findings", [findings_list(told.findings) if told.findings else nothing])]
-    heads = ("a device, a step", "predicted", f"compiled ({report.by})", "error")
+def _blocks(certificate: Certificate) -> list[Block]:
+    report = certificate.report
+    none = el("p", "No findings.", class_="note")
+    blocks = [Block("Findings", [findings_list(certificate.findings) if certificate.findings else none])]
+    heads = ("per device, per step", "predicted", f"compiled ({report.by})", "error")
     rows = [[*row] for row in figure_rows(report)]
-    found.append(Block("Predicted against compiled", [table("predicted against compiled", heads, rows, {1, 2, 3})]))
-    found.append(Block("Memory of a device", [_memory(told)]))
+    blocks.append(Block("Predicted and compiled", [table("predicted and compiled", heads, rows, {1, 2, 3})]))
+    blocks.append(Block("Memory per device", [_memory(certificate)]))
     sides = {"predicted": report.predicted.collectives, "compiled": report.compiled.collectives}
-    known = {who: moved for who, moved in sides.items() if moved is not None}
-    found.append(Block("Traffic by mesh axis", [traffic(known)], of_plan.TRAFFIC_NOTE))
+    known = {side: moved for side, moved in sides.items() if moved is not None}
+    blocks.append(Block("Traffic by mesh axis", [traffic(known)], of_plan.TRAFFIC_NOTE))
     if report.collectives:
-        found.append(Block("Collectives", [_collectives(report)], "The largest first; press a head to sort."))
+        blocks.append(Block("Collectives", [_collectives(report)], "The largest first; click a header to sort."))
     if report.buffers:
-        rows = [[one.shapes, bytes_text(one.num_bytes), ", ".join(one.paths[:3])] for one in report.buffers]
-        found.append(Block("The largest arrays", [table("the largest arrays", ("shape", "bytes", "like"), rows, {1})]))
-    if told.plan is not None:
-        found += of_plan.blocks(told.plan, is_priced=False)
-    return found
+        rows = [[buffer.shapes, bytes_text(buffer.num_bytes), ", ".join(buffer.paths[:3])] for buffer in report.buffers]
+        blocks.append(Block("The largest arrays", [table("the largest arrays", ("shape", "bytes", "like"), rows, {1})]))
+    if certificate.plan is not None:
+        blocks += of_plan.blocks(certificate.plan, is_priced=False)
+    return blocks
 
 
-def _memory(told: Certificate) -> Node:
-    report = told.report
-    price = told.plan.price if told.plan is not None else None
-    predicted = price.memory if price is not None else _split(report.predicted.state_bytes, report.predicted.peak_bytes)
+def _memory(certificate: Certificate) -> Node:
+    report = certificate.report
+    price = certificate.plan.price if certificate.plan is not None else None
+    predicted = price.memory if price is not None else _parts(report.predicted.state_bytes, report.predicted.peak_bytes)
     bars = [Bar("predicted", predicted)]
-    compiled = _split(report.compiled.state_bytes, report.compiled.peak_bytes)
+    compiled = _parts(report.compiled.state_bytes, report.compiled.peak_bytes)
     if compiled:
         bars.append(Bar("compiled", compiled))
     return of_plan.memory_bars(bars, report.limit_bytes)
 
 
-def _split(state_bytes: int | None, peak_bytes: int | None) -> dict[str, int]:
-    """The state, and all else at the fullest moment."""
+def _parts(state_bytes: int | None, peak_bytes: int | None) -> dict[str, int]:
+    """Returns state and other bytes at peak memory."""
     state = state_bytes or 0
-    return {"state": state, "all else": max(0, (peak_bytes or 0) - state)} if peak_bytes else {}
+    return {"state": state, "other": max(0, (peak_bytes or 0) - state)} if peak_bytes else {}
 
 
 def _collectives(report: Report) -> Node:
     heads = ("kind", "over", "bytes", "runs", "result", "for", "line")
-    rows = [_row(one) for one in report.collectives[:MOST]]
+    rows = [_row(collective) for collective in report.collectives[:MAX_COLLECTIVES]]
     return table(f"{len(rows)} of {len(report.collectives)} collectives", heads, rows, {2, 3}, is_sorted=True)
 
 
-def _row(one: Collective) -> list[Node | str]:
-    short = one.shapes if len(one.shapes) < 40 else f"{one.shapes[:36]} ..."
-    serves = ", ".join(one.tensors[:2]) + (f" +{len(one.tensors) - 2}" if len(one.tensors) > 2 else "")
-    size = el("span", bytes_text(one.num_bytes), data_value=one.num_bytes)
-    runs = f"{one.runs:,}" if one.is_counted else f"{one.runs:,} or more"
-    return [one.kind, one.axes, size, runs, el("code", short), serves, "/".join(one.source.split("/")[-2:])]
+def _row(collective: Collective) -> list[Node | str]:
+    short = collective.shapes if len(collective.shapes) < 40 else f"{collective.shapes[:36]} ..."
+    tensors_text = ", ".join(collective.tensors[:2]) + (
+        f" +{len(collective.tensors) - 2}" if len(collective.tensors) > 2 else ""
+    )
+    size = el("span", bytes_text(collective.num_bytes), data_value=collective.num_bytes)
+    runs = f"{collective.runs:,}" if collective.is_counted else f"{collective.runs:,} or more"
+    return [
+        collective.kind,
+        collective.axes,
+        size,
+        runs,
+        el("code", short),
+        tensors_text,
+        "/".join(collective.source.split("/")[-2:]),
+    ]

@@ -1,4 +1,4 @@
-"""Document: blocks as one page that needs nothing else: its style and script are inside, and nothing may be loaded."""
+"""Writes a page as one HTML file that contains its style and script and loads nothing."""
 
 import base64
 import hashlib
@@ -16,15 +16,15 @@ from spanax.show.page.parts.markup import Node, el, html
 
 @dataclass(frozen=True)
 class Page:
-    """All that is on a page.
+    """The content of a page.
 
     Attributes:
-      kind: what it is about: a run, a plan, a check.
-      title: its name.
-      lead: one sentence on it.
-      figures: the numbers at the top.
-      blocks: its sections.
-      next: what to do with it, as on a command line.
+      kind: its subject: a run, a plan, a check.
+      title: the title.
+      lead: a sentence below the title.
+      figures: numbers at the top.
+      blocks: sections.
+      next: the command to run next.
     """
 
     kind: str
@@ -36,9 +36,9 @@ class Page:
 
 
 def document(page: Page) -> str:
-    """The page as a file."""
+    """Returns the HTML of a page."""
     script = text_of("script.js")
-    # Whatever a name in a plan holds, a browser runs this script and no other, and loads nothing.
+    # Names in a plan are untrusted: the policy allows only this script, and loads nothing.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     head = el(
@@ -54,7 +54,7 @@ def document(page: Page) -> str:
 
 
 def write(page: Page, path: Path) -> str:
-    """Write a page to a file, and say so.
+    """Writes a page to a file, and returns a line that reports it.
 
     Raises:
       WriteError: it cannot be written.
@@ -67,25 +67,25 @@ def write(page: Page, path: Path) -> str:
 
 
 def fragment(*inside: Node) -> str:
-    """Elements for a notebook, with their style; nothing in it needs a script."""
+    """Returns elements with their style and without script, for a notebook."""
     return html(el("div", el("style", text_of("style.css")), *inside, class_="spanax fragment"))
 
 
 @cache
 def text_of(name: str) -> str:
-    """A file beside this one."""
+    """Returns the text of a file in this package."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _body(page: Page) -> Node:
-    go_on = el("p", el("code", page.next), class_="next") if page.next else None
+    command = el("p", el("code", page.next), class_="next") if page.next else None
     lead = el("p", page.lead, class_="lead")
-    top = el("header", el("p", f"Spanax · {page.kind}", class_="kicker"), el("h1", page.title), lead, go_on)
-    names = [f"section-{at}" for at in range(1, len(page.blocks) + 1)]
+    top = el("header", el("p", f"Spanax · {page.kind}", class_="kicker"), el("h1", page.title), lead, command)
+    names = [f"section-{number}" for number in range(1, len(page.blocks) + 1)]
     links = [el("a", block.title, href=f"#{name}") for name, block in zip(names, page.blocks, strict=True)]
     contents = el("nav", *links, aria_label="On this page") if len(links) > 1 else None
     sections = [section(block, name) for name, block in zip(names, page.blocks, strict=True)]
-    foot = el("footer", el("p", f"Made by Spanax {version('spanax')}. This page is one file and loads nothing."))
+    foot = el("footer", el("p", f"Made by Spanax {version('spanax')}. This page is a single file and loads nothing."))
     return el(
         "main", top, figures(page.figures), contents, el("div", *sections, class_="sections"), foot, class_="spanax"
     )

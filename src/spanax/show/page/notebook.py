@@ -1,4 +1,4 @@
-"""Notebook: values of Spanax as HTML in a notebook, made of the same parts as its pages."""
+"""Displays values of Spanax as HTML in a notebook, with the parts of its pages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,16 +27,16 @@ from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
 from spanax.units import bytes_text, count_text, quantity_text
 
-PRESS = "Press an array for its spec, its bytes, and why it lies so."
-TOP = 20
-"""So many layouts of a search are shown."""
+PRESS = "Click an array for its spec, its bytes, and the reason for its placement."
+MAX_LAYOUTS = 20
+"""Number of layouts of a search that are shown."""
 
 
 def notebook(value: Any) -> str:
-    """A value as HTML.
+    """Returns a value as HTML.
 
     Raises:
-      KeyError: there is no such display.
+      KeyError: the type has no display.
 
     Example:
       >>> import spanax
@@ -53,12 +53,12 @@ def _page(page: Page) -> list[Node]:
 
 
 def _placement(leaf: Placement) -> list[Node]:
-    held = f"{list(leaf.local_shape)}, {leaf.local_bytes:,} bytes ({bytes_text(leaf.local_bytes)})"
+    local = f"{list(leaf.local_shape)}, {leaf.local_bytes:,} bytes ({bytes_text(leaf.local_bytes)})"
     shape = " ".join(f"{name or '?'} {size:,}" for name, size in zip(leaf.axes, leaf.shape, strict=True))
-    told = facts(
-        [("spec", el("code", spec_text(leaf))), ("dims", shape), ("a device", held), ("why", leaf.reason)]
+    details = facts(
+        [("spec", el("code", spec_text(leaf))), ("dims", shape), ("per device", local), ("why", leaf.reason)]
     )  # fmt: skip
-    return [el("p", el("code", leaf.path), f" {leaf.dtype}, {leaf.kind}", class_="title"), told]
+    return [el("p", el("code", leaf.path), f" {leaf.dtype}, {leaf.kind}", class_="title"), details]
 
 
 def _program(program: Program) -> list[Node]:
@@ -70,7 +70,7 @@ def _program(program: Program) -> list[Node]:
     heads = ("axis", "sizes", "ways", "arrays", "for example")
     shown = [
         Figure("parameters", count_text(program.num_params), f"{len(program.leaves)} arrays of state"),
-        Figure("state", bytes_text(state), "each number once"),
+        Figure("state", bytes_text(state), "without replication"),
         *_step(program.step),
     ]
     return [figures(shown), section(Block("Axes", [table("axes", heads, rows, {2, 3})]))]
@@ -78,8 +78,8 @@ def _program(program: Program) -> list[Node]:
 
 def _step(step: StepAnalysis) -> list[Figure]:
     ops = sum(1 for _ in step.graph.ops())
-    split = Figure("split along the batch", f"{100 * step.axes.coverage:.0f} %", "of matmuls and convolutions")
-    return [Figure("operations", f"{ops:,}", "of one step"), split]
+    coverage = Figure("sharded with the batch", f"{100 * step.axes.coverage:.0f} %", "of matmuls and convolutions")
+    return [Figure("operations", f"{ops:,}", "per step"), coverage]
 
 
 def _traced(step: StepAnalysis) -> list[Node]:
@@ -90,32 +90,35 @@ def _traced(step: StepAnalysis) -> list[Node]:
     return [figures(_step(step)), table("axes", ("axis", "ways"), rows, {1})]
 
 
-def _search(found: Search) -> list[Node]:
-    rows = [cells for cells, _ in search_rows(found)][:TOP]
-    said = f"{found.layouts_priced:,} layouts priced on {found.cluster}; the {len(rows)} fastest"
-    best = [of_plan.step_bars([Bar("best", found.best.seconds)])] if found.best is not None else []
-    return [el("p", said, class_="title"), *best, table(said, HEADS, rows, NUMBERS)]
+def _search(search: Search) -> list[Node]:
+    rows = [cells for cells, _ in search_rows(search)][:MAX_LAYOUTS]
+    caption = f"{search.layouts_priced:,} layouts priced on {search.cluster}; the {len(rows)} fastest"
+    best = [of_plan.step_bars([Bar("best", search.best.seconds)])] if search.best is not None else []
+    return [el("p", caption, class_="title"), *best, table(caption, HEADS, rows, NUMBERS)]
 
 
-def _candidate(one: Candidate) -> list[Node]:
-    title = el("p", f"{one.layout} on {one.mesh}", class_="title")
-    bars = [of_plan.step_bars([Bar("expected", one.seconds)]), of_plan.memory_bars([Bar("expected", one.memory)], None)]
+def _candidate(candidate: Candidate) -> list[Node]:
+    title = el("p", f"{candidate.layout} on {candidate.mesh}", class_="title")
+    bars = [
+        of_plan.step_bars([Bar("predicted", candidate.seconds)]),
+        of_plan.memory_bars([Bar("predicted", candidate.memory)], None),
+    ]
     return [title, *bars]
 
 
-def _cluster(found: Cluster) -> list[Node]:
-    chip = found.chip
+def _cluster(cluster: Cluster) -> list[Node]:
+    chip = cluster.chip
     peak = ", ".join(
         f"{dtype} {quantity_text(rate, 'operations per second', 3)}" for dtype, rate in chip.peak_flops.items()
     )
-    memory = bytes_text(found.memory_bytes) if found.memory_bytes else "not known"
-    pairs = [("devices", f"{found.num_devices:,} {chip.name}"), ("memory a device", memory), ("peak", peak)]
-    return [el("p", str(found), class_="title"), facts(pairs)]
+    memory = bytes_text(cluster.memory_bytes) if cluster.memory_bytes else "unknown"
+    pairs = [("devices", f"{cluster.num_devices:,} {chip.name}"), ("memory per device", memory), ("peak", peak)]
+    return [el("p", str(cluster), class_="title"), facts(pairs)]
 
 
-def _checked(one: LintSubject) -> list[Node]:
-    report = [] if one.report is None else _page(check_page(Certificate(one.report, (), one.plan)))
-    return report or _page(of_plan.plan_page(one.plan))
+def _subject(subject: LintSubject) -> list[Node]:
+    report = [] if subject.report is None else _page(check_page(Certificate(subject.report, (), subject.plan)))
+    return report or _page(of_plan.plan_page(subject.plan))
 
 
 SHOWN: dict[type, Callable[[Any], list[Node]]] = {
@@ -128,8 +131,8 @@ SHOWN: dict[type, Callable[[Any], list[Node]]] = {
     Candidate: _candidate,
     Cluster: _cluster,
     Report: lambda report: _page(check_page(Certificate(report))),
-    Certificate: lambda told: _page(check_page(told)),
-    LintSubject: _checked,
+    Certificate: lambda certificate: _page(check_page(certificate)),
+    LintSubject: _subject,
     Ticks: lambda ticks: [schedule_grid(ticks)],
 }
-"""How each kind of value is shown."""
+"""By type, the function that displays a value."""

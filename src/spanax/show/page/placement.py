@@ -1,4 +1,4 @@
-"""Placement: every array of a plan in a list, beside the mesh that shows which device holds which part of it."""
+"""Lists every array of a plan, next to the mesh that shows which device holds which shard."""
 
 import math
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from spanax.show.page.parts.mesh import axis_colour, mesh_grid
 from spanax.units import bytes_text
 
 KINDS = {"param": "Parameters", "batch": "Batch", "optimizer": "Optimizer", "other": "Other state"}
-"""The kinds of arrays in the order in which they are listed, and their titles."""
+"""Kinds of arrays in the order of the list, and their titles."""
 
 OPEN = ("param", "batch")
-MOST = 4000
-"""So many rows are listed, the largest of each kind; the rest is told of together."""
+MAX_ROWS = 4000
+"""Number of rows per kind, the largest arrays; the others are summed up in one line."""
 
 
 def placement(plan: Plan) -> Node:
-    """The mesh, and the arrays by kind, equal ones of repeated blocks as one row."""
+    """Returns the mesh, and the arrays by kind; equal arrays of repeated blocks share a row."""
     listed = el("div", class_="arrays")
     largest = max((leaf.local_bytes for leaf in (*plan.leaves, *plan.batch)), default=1) or 1
     for kind, title in KINDS.items():
@@ -32,14 +32,17 @@ def placement(plan: Plan) -> Node:
         num_bytes = sum(leaf.local_bytes for alike in rows for leaf in alike)
         count = sum(map(len, rows))
         head = el(
-            "summary", el("strong", title), f" {count:,} array{'s' * (count > 1)}, {bytes_text(num_bytes)} a device"
+            "summary", el("strong", title), f" {count:,} array{'s' * (count > 1)}, {bytes_text(num_bytes)} per device"
         )
         group = el("details", head, class_="kind", data_kind=kind, open="open" if kind in OPEN else None)
-        for alike in rows[:MOST]:
+        for alike in rows[:MAX_ROWS]:
             fill(group, _row(alike, plan, largest))
-        if len(rows) > MOST:
-            left = sum(leaf.local_bytes for alike in rows[MOST:] for leaf in alike)
-            fill(group, el("p", f"and {len(rows) - MOST:,} smaller ones, {bytes_text(left)} a device", class_="note"))
+        if len(rows) > MAX_ROWS:
+            omitted = sum(leaf.local_bytes for alike in rows[MAX_ROWS:] for leaf in alike)
+            fill(
+                group,
+                el("p", f"and {len(rows) - MAX_ROWS:,} smaller ones, {bytes_text(omitted)} per device", class_="note"),
+            )
         fill(listed, group)
     chosen = el("div", class_="chosen", aria_live="polite")
     stage = el("div", mesh_grid(plan.mesh), chosen, class_="stage")
@@ -47,26 +50,26 @@ def placement(plan: Plan) -> Node:
 
 
 def dims(leaf: Placement, mesh: MeshShape) -> Node:
-    """The dims of an array with their names and sizes, those that are split in the colour of their mesh axis."""
-    found = el("span", class_="dims")
-    for name, size, by in zip(leaf.axes, leaf.shape, leaf.spec, strict=True):
-        way = f" / {'+'.join(by)} {mesh.ways(by)}" if by else ""
-        tint = f"chip {axis_colour(mesh, by[0])}" if by else "chip"
-        fill(found, el("span", f"{name or '?'} {size:,}{way}", class_=tint), " ")
-    return fill(found, el("span", "one number", class_="chip")) if not leaf.shape else found
+    """Returns the dims of an array with names and sizes; sharded dims in the color of their mesh axis."""
+    listed = el("span", class_="dims")
+    for name, size, axes in zip(leaf.axes, leaf.shape, leaf.spec, strict=True):
+        sharding = f" / {'+'.join(axes)} {mesh.ways(axes)}" if axes else ""
+        tint = f"chip {axis_colour(mesh, axes[0])}" if axes else "chip"
+        fill(listed, el("span", f"{name or '?'} {size:,}{sharding}", class_=tint), " ")
+    return fill(listed, el("span", "scalar", class_="chip")) if not leaf.shape else listed
 
 
 def array_facts(leaf: Placement, plan: Plan, alike: Sequence[Placement] = ()) -> Node:
-    """All that is known of one array: its spec, its bytes, why it lies so, and what moves for it."""
+    """Returns the spec of one array, its bytes, the reason for its placement, and its collectives."""
     times = copies(leaf, plan.mesh)
-    held = f"{leaf.local_bytes:,} bytes ({bytes_text(leaf.local_bytes)}), {list(leaf.local_shape)}"
-    whole = leaf.item_bytes * math.prod(leaf.shape)
+    local = f"{leaf.local_bytes:,} bytes ({bytes_text(leaf.local_bytes)}), {list(leaf.local_shape)}"
+    num_bytes = leaf.item_bytes * math.prod(leaf.shape)
     parts = plan.mesh.size // times
     return facts(
         [
             ("spec", el("code", spec_text(leaf))),
-            ("whole", f"{leaf.dtype}{list(leaf.shape)}, {bytes_text(whole)}"),
-            ("a device", held),
+            ("array", f"{leaf.dtype}{list(leaf.shape)}, {bytes_text(num_bytes)}"),
+            ("per device", local),
             ("copies", _copies_text(parts, times)),
             ("why", leaf.reason or "as the layout computes with it"),
             ("moves", _moves(leaf, plan)),
@@ -77,12 +80,12 @@ def array_facts(leaf: Placement, plan: Plan, alike: Sequence[Placement] = ()) ->
 
 def _copies_text(parts: int, times: int) -> str:
     if parts == 1:
-        return f"whole on {times} devices" if times > 1 else "whole"
-    return f"{parts} parts, {f'{times} copies of each' if times > 1 else 'each once'}"
+        return f"replicated on {times} devices" if times > 1 else "one device"
+    return f"{parts} shards, {f'{times} copies' if times > 1 else 'one copy'} of each"
 
 
 def spec_text(leaf: Placement) -> str:
-    """The spec as JAX writes it.
+    """Returns the spec as JAX prints it.
 
     Example:
       >>> leaf = Placement("w", (4, 6), "float32", "param", (None, None), ((), ("data", "fsdp")), (4, 3), 48, "")
@@ -94,13 +97,13 @@ def spec_text(leaf: Placement) -> str:
 
 
 def moved_text(moved: Moved) -> str:
-    """What moves, in words, the most first."""
+    """Returns collectives and their bytes as text, the largest first."""
     rows = sorted(((size, kind, axes) for axes, kinds in moved.items() for kind, size in kinds.items()), reverse=True)
-    return "; ".join(f"{kind} over {axes} {bytes_text(size)} a step" for size, kind, axes in rows if size)
+    return "; ".join(f"{kind} over {axes} {bytes_text(size)} per step" for size, kind, axes in rows if size)
 
 
 def _rows(leaves: Sequence[Placement]) -> list[list[Placement]]:
-    """Arrays that are alike but for the number of their block, together; the largest first."""
+    """Groups arrays that differ only in the index of their block; the largest first."""
     groups: dict[tuple[object, ...], list[Placement]] = {}
     for leaf in leaves:
         groups.setdefault((pattern(leaf.path), leaf.shape, leaf.dtype, leaf.spec, leaf.reason), []).append(leaf)
@@ -108,8 +111,9 @@ def _rows(leaves: Sequence[Placement]) -> list[list[Placement]]:
 
 
 def _row(alike: Sequence[Placement], plan: Plan, largest: int) -> Node:
-    leaf, index = alike[0], {name: at for at, name in enumerate(name for name, size in plan.mesh.axes if size > 1)}
-    by_dim = "|".join("+".join(str(index[axis]) for axis in by if axis in index) for by in leaf.spec)
+    leaf, names = alike[0], [name for name, size in plan.mesh.axes if size > 1]
+    index = {name: number for number, name in enumerate(names)}
+    by_dim = "|".join("+".join(str(index[axis]) for axis in axes if axis in index) for axes in leaf.spec)
     name = leaf.path if len(alike) == 1 else f"{pattern(leaf.path)} ×{len(alike)}"
     meter = el("span", class_="meter", style=f"--part:{100 * leaf.local_bytes / largest:.1f}%")
     head = el(
@@ -122,12 +126,12 @@ def _row(alike: Sequence[Placement], plan: Plan, largest: int) -> Node:
 
 
 def _moves(leaf: Placement, plan: Plan) -> str:
-    """What moves of an array in a step; of one of equal blocks, the first of them."""
+    """Returns the collectives of an array per step; for equal blocks, those of the first."""
     if leaf.kind == "batch":
         return "each device reads its own rows"
     if leaf.kind != "param":
-        return "with the parameter that it belongs to" if leaf.kind == "optimizer" else ""
+        return "with its parameter" if leaf.kind == "optimizer" else ""
     if plan.price is None:
-        return "not known: the plan has no price"
-    found = plan.price.moved_of.get(leaf.path)
-    return "not counted, it is too small" if found is None else moved_text(found) or "nothing"
+        return "unknown: the plan has no predicted cost"
+    moved = plan.price.moved_of.get(leaf.path)
+    return "too small to be counted" if moved is None else moved_text(moved) or "nothing"

@@ -1,4 +1,4 @@
-"""Plan: the page of one plan: what it is expected to take, where every array lies, and who works when."""
+"""Builds the page of a plan: predicted time, memory and traffic, placement of arrays, and pipeline schedule."""
 
 from collections.abc import Sequence
 
@@ -14,97 +14,97 @@ from spanax.show.page.parts.traffic import traffic
 from spanax.show.page.placement import KINDS, placement
 from spanax.units import bytes_text, quantity_text
 
-POINT = "Point at an array, or reach it with the keyboard, to see which device holds which part."
+POINT = "Hover over an array, or focus it with the keyboard, to see which device holds which shard."
 
 MOST_TASKS = 1 << 14
-"""A schedule of more is not drawn: a screen shows a hundredth of it, and its table takes seconds."""
+"""Largest schedule that is drawn: a screen shows a hundredth of it, and its table takes seconds."""
 
 
 def plan_page(plan: Plan) -> Page:
-    """A plan as a page."""
+    """Returns the page of a plan."""
     return Page("plan", plan_title(plan), f"{plan.why[:1].upper()}{plan.why[1:]}.", plan_figures(plan), blocks(plan))
 
 
 def plan_title(plan: Plan) -> str:
-    """The layout and its mesh."""
+    """Returns the layout and its mesh."""
     return f"{plan.layout.name} on {plan.mesh}"
 
 
 def plan_figures(plan: Plan) -> list[Figure]:
-    """What one wants to know of a plan first."""
+    """Returns the main numbers of a plan."""
     price, schedule = plan.price, plan.schedule
     on = f"{plan.mesh}" if price is None else price.cluster
-    found = [Figure("devices", f"{plan.mesh.size:,}", on)]
+    figures = [Figure("devices", f"{plan.mesh.size:,}", on)]
     if price is not None:
-        mfu = f"{100 * price.mfu:.1f} % MFU" if price.mfu is not None else "expected"
-        found.append(Figure("a step", seconds_text(price.step_seconds), mfu))
-        found.append(peak_figure(price))
-    found.append(Figure("state a device", bytes_text(plan.state_bytes()), "parameters, optimizer, other"))
+        mfu = f"{100 * price.mfu:.1f} % MFU" if price.mfu is not None else "predicted"
+        figures.append(Figure("step time", seconds_text(price.step_seconds), mfu))
+        figures.append(peak_figure(price))
+    figures.append(Figure("state per device", bytes_text(plan.state_bytes()), "parameters, optimizer, other"))
     parts = f"{schedule.microbatches} microbatch{'es' * (schedule.microbatches > 1)}"
     stages = f", {schedule.num_stages} stages" if schedule.num_stages > 1 else ""
     remat, dtype = schedule.remat or "as written", schedule.compute_dtype
-    found.append(Figure("schedule", parts, f"remat {remat}" + (f", in {dtype}" if dtype else "") + stages))
-    return found
+    figures.append(Figure("schedule", parts, f"remat {remat}" + (f", in {dtype}" if dtype else "") + stages))
+    return figures
 
 
 def peak_figure(price: Prediction) -> Figure:
-    """The peak memory beside its limit."""
+    """Returns peak memory with its limit."""
     limit = price.limit_bytes
-    beside = f"of {bytes_text(limit)} a device" if limit else "a device"
-    return Figure("peak memory", bytes_text(price.peak_bytes), beside, bool(limit and price.peak_bytes > limit))
+    detail = f"of {bytes_text(limit)} per device" if limit else "per device"
+    return Figure("peak memory", bytes_text(price.peak_bytes), detail, bool(limit and price.peak_bytes > limit))
 
 
 def blocks(plan: Plan, *, is_priced: bool = True) -> list[Block]:
-    """The sections of a plan; without those of its price where another page has them."""
-    found = price_blocks(plan.price) if plan.price is not None and is_priced else []
+    """Returns the sections of a plan; `is_priced` includes those of its predicted cost."""
+    blocks = price_blocks(plan.price) if plan.price is not None and is_priced else []
     if plan.price is None and is_priced:
-        found = [Block("Memory of a device", [state_bars(plan)], "The state alone: the plan was made without a price.")]
-    found.append(Block("Where every array lies", [placement(plan)], POINT))
+        blocks = [Block("Memory per device", [state_bars(plan)], "State only: the plan has no predicted cost.")]
+    blocks.append(Block("Placement of arrays", [placement(plan)], POINT))
     if plan.schedule.num_stages > 1:
-        found.append(Block("Schedule of the pipeline", [_schedule(plan)]))
-    return found
+        blocks.append(Block("Pipeline schedule", [_schedule(plan)]))
+    return blocks
 
 
 def _schedule(plan: Plan) -> Node:
     schedule = plan.schedule
     tasks = schedule.num_stages * schedule.microbatches * schedule.num_chunks
     if tasks > MOST_TASKS:
-        return el("p", f"It is too long to be drawn: {tasks:,} microbatches of stages.", class_="note")
+        return el("p", f"Too long to draw: {tasks:,} tasks.", class_="note")
     return schedule_grid(ticks_of(schedule))
 
 
 def price_blocks(price: Prediction) -> list[Block]:
-    """What a step takes, holds and moves, as expected."""
-    memory = memory_bars([Bar("expected", price.memory)], price.limit_bytes)
-    steps, moved = step_bars([Bar("expected", price.seconds)]), traffic({"expected": price.moved})
+    """Returns predicted step time, memory and traffic."""
+    memory = memory_bars([Bar("predicted", price.memory)], price.limit_bytes)
+    steps, moved = step_bars([Bar("predicted", price.seconds)]), traffic({"predicted": price.moved})
     return [
-        Block("Where a step's time goes", [steps], f"Expected on {price.cluster}.", is_half=True),
-        Block("Memory of a device", [memory], "At the fullest moment, as expected.", is_half=True),
+        Block("Step time", [steps], f"Predicted for {price.cluster}.", is_half=True),
+        Block("Memory per device", [memory], "Predicted peak.", is_half=True),
         Block("Traffic by mesh axis", [moved], TRAFFIC_NOTE, is_half=True),
     ]
 
 
-TRAFFIC_NOTE = "What one device receives in one step: results of collectives."
+TRAFFIC_NOTE = "Results of collectives, per device and step."
 
 
 def step_bars(bars: Sequence[Bar]) -> Node:
-    """Seconds of one step by what they go to."""
-    return stacked("seconds of a step", bars, seconds_text)
+    """Returns seconds per step by category."""
+    return stacked("seconds per step", bars, seconds_text)
 
 
 def memory_bars(bars: Sequence[Bar], limit_bytes: int | None) -> Node:
-    """Bytes of one device by what they are for."""
-    return stacked("bytes of a device", bars, bytes_text, limit_bytes)
+    """Returns bytes per device by category."""
+    return stacked("bytes per device", bars, bytes_text, limit_bytes)
 
 
 def state_bars(plan: Plan) -> Node:
-    """The state and the batch of one device by kind."""
-    held = {title.lower(): plan.state_bytes(kind) for kind, title in KINDS.items() if kind != "batch"}
-    return memory_bars([Bar("state", held | {"batch": sum(leaf.local_bytes for leaf in plan.batch)})], None)
+    """Returns bytes of state and batch per device by kind."""
+    state = {title.lower(): plan.state_bytes(kind) for kind, title in KINDS.items() if kind != "batch"}
+    return memory_bars([Bar("state", state | {"batch": sum(leaf.local_bytes for leaf in plan.batch)})], None)
 
 
 def seconds_text(seconds: float) -> str:
-    """A time for people, three digits.
+    """Returns a time with a unit and three significant digits.
 
     Example:
       >>> seconds_text(0.02078), seconds_text(0)

@@ -8,7 +8,7 @@ function startPlacement(root) {
   const chosen = root.querySelector(".chosen");
   const arrays = [...root.querySelectorAll(".array")];
 
-  // The part that a device holds: along each dim the axes that split it count, the first slowest.
+  // The shard that a device holds: its index along the axes of each dim, the first axis slowest.
   const show = (array) => {
     root.querySelectorAll(".is-chosen").forEach((one) => one.classList.remove("is-chosen"));
     array.classList.add("is-chosen");
@@ -16,10 +16,10 @@ function startPlacement(root) {
     const parts = axes.reduce((product, axis) => product * sizes[axis], 1);
     for (const { cell, at } of cells) {
       const part = axes.reduce((number, axis) => number * sizes[axis] + at[axis], 0);
-      // The colours of style.css while they last, then hues that are far apart.
+      // The colors of style.css, then hues with a large distance.
       cell.className = `cell held ${parts <= 8 ? `c${part + 1}` : "many"}`;
       cell.style.setProperty("--hue", (part * 137.5) % 360);
-      cell.querySelector("i").textContent = parts > 1 ? `part ${part}` : "whole";
+      cell.querySelector("i").textContent = parts > 1 ? `shard ${part}` : "full";
     }
     const title = array.querySelector("summary code").cloneNode(true);
     chosen.replaceChildren(title, array.querySelector(".facts").cloneNode(true));

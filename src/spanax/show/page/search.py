@@ -1,4 +1,4 @@
-"""Ranked: every layout that a search kept, as a table that can be sorted and sifted."""
+"""Builds the page of a search: every retained layout in a table to sort and filter."""
 
 from collections.abc import Sequence
 
@@ -17,117 +17,123 @@ HEADS = ("layout", "step", "MFU %", "memory", "fits", "mesh", "stages", "remat",
 NUMBERS = {1, 2, 3, 8}
 
 
-def search_page(found: Search, plan: Plan | None, workload: str) -> Page:
-    """A search as a page; `plan` is its best, priced."""
-    best = found.best
-    title = f"{workload} on {found.cluster}"
+def search_page(search: Search, plan: Plan | None, workload: str) -> Page:
+    """Returns the page of a search; `plan` is its best layout with its predicted cost."""
+    best = search.best
+    title = f"{workload} on {search.cluster}"
     lead = f"Best: {plan.layout.name} on {plan.mesh}. {plan.why[:1].upper()}{plan.why[1:]}." if plan is not None else (
-        f"Nothing fits: {shortfall(found)}."
+        f"Nothing fits: {shortfall(search)}."
     )  # fmt: skip
-    shown = len(_rows(found))
-    priced = f"{found.layouts_priced:,} layouts priced"
-    note = f"{shown:,} of {priced}: the fastest, and the fastest of every kind. Press a head to sort."
-    blocks = [Block("Layouts", [search_table(found)], note)]
-    if found.rejected:
-        left = [(reason, f"{count:,}") for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1])]
-        blocks.append(Block("Left out", [table("left out", ("why", "layouts"), left, {1})]))
+    shown = len(_rows(search))
+    priced = f"{search.layouts_priced:,} layouts priced"
+    note = f"{shown:,} of {priced}: the fastest, and the fastest of every kind. Click a header to sort."
+    blocks = [Block("Layouts", [search_table(search)], note)]
+    if search.rejected:
+        rejected = [
+            (reason, f"{count:,}") for reason, count in sorted(search.rejected.items(), key=lambda item: -item[1])
+        ]
+        blocks.append(Block("Left out", [table("left out", ("reason", "layouts"), rejected, {1})]))
     if plan is not None:
         blocks += of_plan.blocks(plan)
-    return Page("layouts", title, lead, _figures(found, best), blocks)
+    return Page("layouts", title, lead, _figures(search, best), blocks)
 
 
-def search_table(found: Search) -> Node:
-    """The layouts with what sifts them: the family, whether they fit, and the axes of the mesh."""
-    rows, body = _rows(found), search_rows(found)
-    whole = table("layouts, the fastest first", HEADS, [cells for cells, _ in body], NUMBERS, is_sorted=True)
-    for node, (_, told) in zip(whole.iterfind(".//tbody/tr"), body, strict=True):
-        for key, value in told.items():
+def search_table(search: Search) -> Node:
+    """Returns the layouts with filters: the family, whether they fit, and the axes of the mesh."""
+    rows, body = _rows(search), search_rows(search)
+    element = table("layouts, the fastest first", HEADS, [cells for cells, _ in body], NUMBERS, is_sorted=True)
+    for node, (_, attributes) in zip(element.iterfind(".//tbody/tr"), body, strict=True):
+        for key, value in attributes.items():
             node.set(f"data-{key}", value)
-    return el("div", _controls(rows), whole, class_="ranked")
+    return el("div", _controls(rows), element, class_="ranked")
 
 
-def search_rows(found: Search) -> list[tuple[list[str | Node], dict[str, str]]]:
-    """The cells of each layout by HEADS, and what it can be sifted by; the fastest first."""
-    rows = _rows(found)
-    # Bars that say something: against a step four times as long as the best, and against all the memory there is.
-    longest = 4 * min((one.step_seconds for one, _ in rows), default=0.0)
-    largest = found.cluster.memory_bytes or max((one.peak_bytes for one, _ in rows), default=0)
-    return [_row(found, one, fits, (longest, largest)) for one, fits in rows]
+def search_rows(search: Search) -> list[tuple[list[str | Node], dict[str, str]]]:
+    """Returns the cells of each layout by HEADS, and its filter attributes; the fastest first."""
+    rows = _rows(search)
+    # Full bars are four times the best step time, and the memory of a device.
+    longest = 4 * min((candidate.step_seconds for candidate, _ in rows), default=0.0)
+    largest = search.cluster.memory_bytes or max((candidate.peak_bytes for candidate, _ in rows), default=0)
+    return [_row(search, candidate, fits, (longest, largest)) for candidate, fits in rows]
 
 
-def _rows(found: Search) -> list[tuple[Candidate, bool]]:
-    """All candidates by time, each with whether it fits."""
-    nearest = () if found.too_large else found.nearest
-    rows = [(one, True) for one in found.candidates] + [(one, False) for one in (*found.too_large, *nearest)]
+def _rows(search: Search) -> list[tuple[Candidate, bool]]:
+    """Returns all candidates by time, each with whether it fits."""
+    nearest = () if search.too_large else search.nearest
+    rows = [(candidate, True) for candidate in search.candidates] + [
+        (candidate, False) for candidate in (*search.too_large, *nearest)
+    ]
     return sorted(rows, key=lambda row: row[0].step_seconds)
 
 
 def _controls(rows: Sequence[tuple[Candidate, bool]]) -> Node:
-    """What sifts the rows; shown by the script, without which it would do nothing."""
-    names = list(dict.fromkeys(_family(one) for one, _ in rows))
-    sift = el("form", class_="sift", hidden="hidden", aria_label="Which layouts to show")
+    """Returns the filters; hidden until the script runs."""
+    names = list(dict.fromkeys(_family(candidate) for candidate, _ in rows))
+    form = el("form", class_="sift", hidden="hidden", aria_label="Which layouts to show")
     options = [el("option", "all", value=""), *(el("option", name, value=name) for name in names)]
     family = el("select", *options, name="family", aria_label="family")
-    fill(sift, el("label", "family ", family))
+    fill(form, el("label", "family ", family))
     for axis in AXES:
-        sizes = sorted({size for one, _ in rows for name, size in _axes(one) if name == axis})
+        sizes = sorted({size for candidate, _ in rows for name, size in _axes(candidate) if name == axis})
         if sizes:
-            options = [el("option", "any", value=""), el("option", "not split", value="1")]
+            options = [el("option", "any", value=""), el("option", "not sharded", value="1")]
             options += [el("option", str(size), value=str(size)) for size in sizes if size > 1]
             size = el("select", *options, name=f"axis-{axis}", aria_label=axis)
-            fill(sift, el("label", f"{axis} ", size))
+            fill(form, el("label", f"{axis} ", size))
     fits = el("input", type="checkbox", name="fits", checked="checked" if any(fits for _, fits in rows) else None)
     count = el("output", class_="note", aria_live="polite")
-    return fill(sift, el("label", fits, " only what fits"), count)
+    return fill(form, el("label", fits, " only layouts that fit"), count)
 
 
-def _row(found: Search, one: Candidate, fits: bool, most: Sequence[float]) -> tuple[list[str | Node], dict[str, str]]:
-    said = candidate_json(found, one)
-    mfu = 100 * said["mfu"] if said["mfu"] is not None else None
+def _row(
+    search: Search, candidate: Candidate, fits: bool, limits: Sequence[float]
+) -> tuple[list[str | Node], dict[str, str]]:
+    data = candidate_json(search, candidate)
+    mfu = 100 * data["mfu"] if data["mfu"] is not None else None
     cells: list[str | Node] = [
-        one.layout,
-        _value(of_plan.seconds_text(one.step_seconds), one.step_seconds, most[0]),
+        candidate.layout,
+        _value(of_plan.seconds_text(candidate.step_seconds), candidate.step_seconds, limits[0]),
         _value("" if mfu is None else f"{mfu:.1f}", -1 if mfu is None else mfu),
-        _value(bytes_text(one.peak_bytes), one.peak_bytes, most[1]),
+        _value(bytes_text(candidate.peak_bytes), candidate.peak_bytes, limits[1]),
         el("span", "yes" if fits else "no", class_="fit" if fits else "fit no"),
-        str(one.mesh),
-        one.stages_text,
-        one.remat,
-        _value(f"{one.microbatches}", one.microbatches),
+        str(candidate.mesh),
+        candidate.stages_text,
+        candidate.remat,
+        _value(f"{candidate.microbatches}", candidate.microbatches),
     ]
-    told = {"family": _family(one), "fits": "yes" if fits else "no"}
-    return cells, told | {f"axis-{name}": str(size) for name, size in _axes(one)}
+    attributes = {"family": _family(candidate), "fits": "yes" if fits else "no"}
+    return cells, attributes | {f"axis-{name}": str(size) for name, size in _axes(candidate)}
 
 
-def _value(text: str, value: float, most: float = 0) -> Node:
-    """A number to sort by, with a bar below it where `most` is given."""
-    meter = el("span", class_="meter", style=f"--part:{min(100, 100 * value / most):.0f}%") if most else None
+def _value(text: str, value: float, limit: float = 0) -> Node:
+    """Returns a number to sort by, with a bar below it if `limit` is not 0."""
+    meter = el("span", class_="meter", style=f"--part:{min(100, 100 * value / limit):.0f}%") if limit else None
     return el("span", text, meter, data_value=value)
 
 
-def _family(one: Candidate) -> str:
-    """The name of the layout, without what is said of sequences; with stages, a pipeline."""
-    name = one.layout.removesuffix("+seq")
-    return f"pipeline, {name}" if one.num_stages > 1 and "pipeline" not in name else name
+def _family(candidate: Candidate) -> str:
+    """Returns the name of the layout without its sequence parallelism; with stages, a pipeline."""
+    name = candidate.layout.removesuffix("+seq")
+    return f"pipeline, {name}" if candidate.num_stages > 1 and "pipeline" not in name else name
 
 
-def _axes(one: Candidate) -> list[tuple[str, int]]:
-    return [(name, size) for name, size in one.mesh.axes if size > 1]
+def _axes(candidate: Candidate) -> list[tuple[str, int]]:
+    return [(name, size) for name, size in candidate.mesh.axes if size > 1]
 
 
-def _figures(found: Search, best: Candidate | None) -> list[Figure]:
-    figures = [Figure("devices", f"{found.cluster.num_devices:,}", str(found.cluster))]
-    figures.append(Figure("priced", f"{found.layouts_priced:,}", f"layouts in {found.search_seconds:.2f} s"))
+def _figures(search: Search, best: Candidate | None) -> list[Figure]:
+    figures = [Figure("devices", f"{search.cluster.num_devices:,}", str(search.cluster))]
+    figures.append(Figure("priced", f"{search.layouts_priced:,}", f"layouts in {search.search_seconds:.2f} s"))
     if best is None:
-        return [*figures, Figure("fits", "none", shortfall(found), is_bad=True)]
-    said = candidate_json(found, best)
-    mfu = f"{100 * said['mfu']:.1f} % MFU" if said["mfu"] is not None else ""
-    rate = said["tokens_per_second"] or said["examples_per_second"]
-    kind = "tokens/s" if said["tokens_per_second"] else "examples/s"
-    limit = found.cluster.memory_bytes
+        return [*figures, Figure("fits", "none", shortfall(search), is_bad=True)]
+    data = candidate_json(search, best)
+    mfu = f"{100 * data['mfu']:.1f} % MFU" if data["mfu"] is not None else ""
+    rate = data["tokens_per_second"] or data["examples_per_second"]
+    kind = "tokens/s" if data["tokens_per_second"] else "examples/s"
+    limit = search.cluster.memory_bytes
     return [
         *figures,
         Figure("best step", of_plan.seconds_text(best.step_seconds), mfu),
         Figure("speed", count_text(rate), kind),
-        Figure("peak memory", bytes_text(best.peak_bytes), f"of {bytes_text(limit)}" if limit else "a device"),
+        Figure("peak memory", bytes_text(best.peak_bytes), f"of {bytes_text(limit)}" if limit else "per device"),
     ]

@@ -1,4 +1,4 @@
-"""Blocks: the parts of a page that are words and numbers: figures at the top, sections, facts, findings."""
+"""Sections of a page, and their texts and numbers: figures, facts, findings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,13 @@ from spanax.units import bytes_text
 
 @dataclass(frozen=True)
 class Block:
-    """A section of a page: a title, what is in it, and a line on how it is to be read.
+    """A section of a page.
 
-    `is_half`: two of them fit beside each other on a wide screen.
+    Attributes:
+      title: the title.
+      inside: the content.
+      note: a line below the title.
+      is_half: whether two such sections share a row on a wide screen.
     """
 
     title: str
@@ -23,46 +27,46 @@ class Block:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number at the top of a page: what it is, the value, and what it stands beside."""
+    """A number at the top of a page: its name, the value, and a detail below it."""
 
     name: str
     value: str
-    beside: str = ""
+    detail: str = ""
     is_bad: bool = False
 
 
-def figures(found: Iterable[Figure]) -> Node:
-    """Numbers side by side."""
+def figures(items: Iterable[Figure]) -> Node:
+    """Returns numbers side by side."""
     listed = el("dl", class_="figures")
-    for one in found:
-        beside = el("dd", one.beside, class_="beside") if one.beside else None
-        value = el("dd", one.value, class_="value bad" if one.is_bad else "value")
-        fill(listed, el("div", el("dt", one.name), value, beside))
+    for item in items:
+        detail = el("dd", item.detail, class_="beside") if item.detail else None
+        value = el("dd", item.value, class_="value bad" if item.is_bad else "value")
+        fill(listed, el("div", el("dt", item.name), value, detail))
     return listed
 
 
 def section(block: Block, name: str = "") -> Node:
-    """A block with its title; `name` is what links lead to."""
+    """Returns a block with its title; `name` is the target of links."""
     note = el("p", block.note, class_="note") if block.note else None
     half = "half" if block.is_half else None
     return el("section", el("h2", block.title), note, *block.inside, id=name or None, class_=half)
 
 
 def facts(pairs: Iterable[tuple[str, Inside]]) -> Node:
-    """Names and what is said of each; those of which nothing is said are left out."""
+    """Returns names with their values; names without a value are omitted."""
     listed = el("dl", class_="facts")
-    for name, said in pairs:
-        if said is not None and said != "":
-            fill(listed, el("dt", name), el("dd", said))
+    for name, value in pairs:
+        if value is not None and value != "":
+            fill(listed, el("dt", name), el("dd", value))
     return listed
 
 
-def findings_list(found: Iterable[Finding]) -> Node:
-    """Findings with their weight, and what to do."""
+def findings_list(findings: Iterable[Finding]) -> Node:
+    """Returns findings with their severity and fix."""
     listed = el("ul", class_="findings")
-    for one in found:
-        weight = el("span", one.severity.value, class_=f"badge {one.severity.value}")
-        size = el("span", f" {bytes_text(one.num_bytes)} a device", class_="note") if one.num_bytes else None
-        fix = el("p", "Fix: ", one.fix, class_="fix") if one.fix else None
-        fill(listed, el("li", el("p", weight, " ", el("code", one.code), " ", one.message, size), fix))
+    for finding in findings:
+        badge = el("span", finding.severity.value, class_=f"badge {finding.severity.value}")
+        size = el("span", f" {bytes_text(finding.num_bytes)} per device", class_="note") if finding.num_bytes else None
+        fix = el("p", "Fix: ", finding.fix, class_="fix") if finding.fix else None
+        fill(listed, el("li", el("p", badge, " ", el("code", finding.code), " ", finding.message, size), fix))
     return listed

@@ -1,61 +1,17 @@
-"""Curves: values over the steps of a run as lines, thinned out without losing their peaks."""
+"""Draws values over the steps of a run as lines, thinned without losing their extremes."""
 
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from spanax.run.record.metric_curves import Point, thinned
 from spanax.show.page.parts.markup import Node, el, fill
-
-MOST = 600
-"""So many points of a line are drawn; a screen has not many more."""
-
-Point = tuple[float, float]
-
-
-@dataclass(eq=False)
-class Points:
-    """Points of a line as they come, of which so many are kept that they can be drawn: of each stretch both extremes.
-
-    Example:
-      >>> points = Points()
-      >>> for step in range(100_000):
-      ...     points.add(step, -1.0 if step == 70_001 else 1.0)
-      >>> len(points.kept) < 4 * MOST, min(points.kept, key=lambda point: point[1]), points.num_taken
-      (True, (70001, -1.0), 100000)
-    """
-
-    kept: list[Point] = field(default_factory=list)
-    num_taken: int = 0
-    num_odd: int = 0
-
-    def add(self, x: float, y: float) -> None:
-        """Take a point; one that is no number cannot be drawn, and is counted."""
-        self.num_taken += 1
-        if not (math.isfinite(x) and math.isfinite(y)):
-            self.num_odd += 1
-            return
-        self.kept.append((x, y))
-        if len(self.kept) >= 4 * MOST:
-            self.kept = thinned(self.kept, 2 * MOST)
-
-
-def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """At most so many points: the ends, and the lowest and the highest of each stretch, in order."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * (len(points) - 2) / (most - 2))
-    found = [points[0]]
-    for at in range(1, len(points) - 1, size):
-        stretch = points[at : min(at + size, len(points) - 1)]
-        low, high = (choose(stretch, key=lambda point: point[1]) for choose in (min, max))
-        found += sorted({low, high})
-    return [*found, points[-1]]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart; `is_dotted`: points that are too far apart for a line."""
+    """A line of a chart; `is_dotted` draws points without a line."""
 
     name: str
     points: Sequence[Point]
@@ -63,9 +19,9 @@ class Curve:
 
 
 def chart(title: str, curves: Sequence[Curve], text: Callable[[float], str], from_zero: bool = False) -> Node:
-    """Lines over the step in one picture; pointing at it, or its arrow keys, read the values."""
-    curves = [Curve(one.name, thinned(one.points), one.is_dotted) for one in curves if one.points]
-    xs, ys = ([point[dim] for one in curves for point in one.points] for dim in (0, 1))
+    """Returns lines over the steps in one picture; the pointer or arrow keys show values."""
+    curves = [Curve(curve.name, thinned(curve.points), curve.is_dotted) for curve in curves if curve.points]
+    xs, ys = ([point[dim] for curve in curves for point in curve.points] for dim in (0, 1))
     left, right = min(xs), max(max(xs), min(xs) + 1)
     marks = ticks(0.0 if from_zero else min(ys), max(ys))
     low, high = min(marks[0], min(ys)), max(marks[-1], max(ys))
@@ -76,26 +32,26 @@ def chart(title: str, curves: Sequence[Curve], text: Callable[[float], str], fro
     picture = el("svg", viewBox="0 0 1000 300", preserveAspectRatio="none", aria_hidden="true")
     for mark in marks:
         fill(picture, el("path", d=f"M{place((left, mark))}H1000", class_="grid"))
-    for at, one in enumerate(curves, 1):
-        path = "".join(f"M{place(point)}h0" for point in one.points) if one.is_dotted or len(one.points) == 1 else (
-            "M" + "L".join(map(place, one.points))
-        )  # fmt: skip
-        fill(picture, el("path", d=path, class_=f"line l{at}" + " dots" * (one.is_dotted or len(one.points) == 1)))
-    data = json.dumps([[one.name, [[x, y, text(y)] for x, y in one.points]] for one in curves])
+    for number, curve in enumerate(curves, 1):
+        is_dotted = curve.is_dotted or len(curve.points) == 1
+        dots = "".join(f"M{place(point)}h0" for point in curve.points)
+        path = dots if is_dotted else "M" + "L".join(map(place, curve.points))
+        fill(picture, el("path", d=path, class_=f"line l{number}" + " dots" * is_dotted))
+    data = json.dumps([[curve.name, [[x, y, text(y)] for x, y in curve.points]] for curve in curves])
     plot = el(
-        "div", picture, class_="plot", role="img", tabindex=0, aria_label=_said(title, curves, text), data_curves=data,
-        data_x=json.dumps([left, right]), data_y=json.dumps([low, high]),
+        "div", picture, class_="plot", role="img", tabindex=0, aria_label=_description(title, curves, text),
+        data_curves=data, data_x=json.dumps([left, right]), data_y=json.dumps([low, high]),
     )  # fmt: skip
     for mark in marks:
         fill(plot, el("span", text(mark), class_="y", style=f"top:{100 - 100 * (mark - low) / (high - low):.2f}%"))
     ends = el("div", el("span", f"step {left:g}"), el("span", f"{right:g}"), class_="x", aria_hidden="true")
-    keys = [el("span", el("span", class_=f"swatch c{at}"), one.name) for at, one in enumerate(curves, 1)]
+    keys = [el("span", el("span", class_=f"swatch c{number}"), curve.name) for number, curve in enumerate(curves, 1)]
     legend = el("figcaption", el("strong", title), *(keys if len(keys) > 1 else ()))
     return el("figure", legend, plot, ends, class_="curves")
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from at or below the lowest value to at or above the highest.
+    """Returns round numbers that enclose the range from `low` to `high`.
 
     Example:
       >>> ticks(2.9, 5.41), ticks(0, 7300)
@@ -105,17 +61,17 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span / count))
     step = next(power * factor for factor in (1, 2, 5, 10) if factor * power * count >= 0.99 * span)
     first = math.floor(low / step)
-    return [at * step for at in range(first, max(math.ceil(high / step), first + 1) + 1)]
+    return [index * step for index in range(first, max(math.ceil(high / step), first + 1) + 1)]
 
 
-def _said(title: str, curves: Iterable[Curve], text: Callable[[float], str]) -> str:
-    """A chart in words."""
+def _description(title: str, curves: Iterable[Curve], text: Callable[[float], str]) -> str:
+    """Returns a description of a chart for screen readers."""
     parts = []
-    for one in curves:
-        (first, begun), (last, ended) = one.points[0], one.points[-1]
-        lowest, highest = (text(choose(y for _, y in one.points)) for choose in (min, max))
+    for curve in curves:
+        (first, initial), (last, final) = curve.points[0], curve.points[-1]
+        lowest, highest = (text(choose(y for _, y in curve.points)) for choose in (min, max))
         parts.append(
-            f"{one.name} from {text(begun)} at step {first:g} to {text(ended)} at step {last:g}, "
+            f"{curve.name} from {text(initial)} at step {first:g} to {text(final)} at step {last:g}, "
             f"between {lowest} and {highest}"
         )
     return f"{title}: " + "; ".join(parts)

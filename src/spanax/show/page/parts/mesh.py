@@ -1,4 +1,4 @@
-"""Mesh: the devices as a grid: the last axis across, the one before it down, and a grid for each of the rest."""
+"""Draws a mesh as grids of devices: the last axis across, the one before it down, one grid per index of the others."""
 
 import itertools
 import math
@@ -7,29 +7,29 @@ from spanax.hardware.mesh import MeshShape
 from spanax.show.page.parts.bars import colour
 from spanax.show.page.parts.markup import Node, el, fill
 
-MOST = 256
-"""So many devices are drawn; of a larger mesh the first along each axis."""
+MAX_DEVICES = 256
+"""Number of devices drawn; of a larger mesh, the first along each axis."""
 
-SIZES = {"large": 16, "small": 64, "tiny": MOST}
-"""How large a device is drawn, by how many there are at most."""
+SIZES = {"large": 16, "small": 64, "tiny": MAX_DEVICES}
+"""By size of a drawn device, the largest number of devices."""
 
 
 def mesh_grid(mesh: MeshShape) -> Node:
-    """The devices of a mesh, each with its number; script.js colours them by the part of an array that they hold."""
+    """Returns the devices of a mesh with their numbers; script.js colors them by the shard that they hold."""
     axes = [(name, size) for name, size in mesh.axes if size > 1] or list(mesh.axes[-1:]) or [("device", 1)]
     drawn = _drawn([size for _, size in axes])
     outer, inner = drawn[:-2], drawn[-2:]
-    strides = [math.prod(size for _, size in axes[at + 1 :]) for at in range(len(axes))]
+    strides = [math.prod(size for _, size in axes[dim + 1 :]) for dim in range(len(axes))]
     grids = el("div", class_="grids")
-    for at in itertools.product(*map(range, outer)):
+    for outer_index in itertools.product(*map(range, outer)):
         grid = el("div", class_="grid", style=f"--columns:{inner[-1]}")
-        for inside in itertools.product(*map(range, inner)):
-            place = (*at, *inside)
+        for inner_index in itertools.product(*map(range, inner)):
+            place = (*outer_index, *inner_index)
             number = sum(index * stride for index, stride in zip(place, strides, strict=True))
             fill(grid, el("span", el("b", str(number)), el("i"), class_="cell", data_at=" ".join(map(str, place))))
-        title = ", ".join(f"{name} {index}" for (name, _), index in zip(axes, at, strict=False))
+        title = ", ".join(f"{name} {index}" for (name, _), index in zip(axes, outer_index, strict=False))
         fill(grids, el("div", el("p", title, class_="facet") if title else None, grid))
-    size = next(size for size, most in SIZES.items() if math.prod(drawn) <= most)
+    size = next(size for size, limit in SIZES.items() if math.prod(drawn) <= limit)
     return el(
         "div", legend(mesh), grids, _left_out(axes, drawn), class_=f"mesh {size}", role="img", aria_label=caption(mesh),
         data_mesh=" ".join(str(size) for _, size in axes),
@@ -37,41 +37,41 @@ def mesh_grid(mesh: MeshShape) -> Node:
 
 
 def caption(mesh: MeshShape) -> str:
-    """A mesh in words.
+    """Returns the axes of a mesh as text.
 
     Example:
-      >>> said(MeshShape.of("fsdp=4,model=2"))
+      >>> caption(MeshShape.of("fsdp=4,model=2"))
       '8 devices: fsdp 4 down, model 2 across'
     """
     axes = [(name, size) for name, size in mesh.axes if size > 1]
-    ways = [*[""] * (len(axes) - 2), " down", " across"][-len(axes) :] if axes else []
-    told = ", ".join(f"{name} {size}{way}" for (name, size), way in zip(axes, ways, strict=True))
-    return f"{mesh.size} devices: {told}" if axes else "one device"
+    directions = [*[""] * (len(axes) - 2), " down", " across"][-len(axes) :] if axes else []
+    text = ", ".join(f"{name} {size}{direction}" for (name, size), direction in zip(axes, directions, strict=True))
+    return f"{mesh.size} devices: {text}" if axes else "one device"
 
 
 def axis_colour(mesh: MeshShape, axis: str) -> str:
-    """The class of the colour that stands for a mesh axis."""
+    """Returns the CSS class of the color of a mesh axis."""
     return colour(mesh.names.index(axis))
 
 
 def legend(mesh: MeshShape) -> Node:
-    """The axes of a mesh with their colours."""
+    """Returns the axes of a mesh with their colors."""
     listed = el("p", class_="axes")
-    ways = ("across", "down")
+    directions = ("across", "down")
     shown = [(name, size) for name, size in mesh.axes if size > 1]
-    for at, (name, size) in enumerate(shown):
-        behind = len(shown) - 1 - at
-        way = f" {ways[behind]}" if behind < len(ways) else ""
-        fill(listed, el("span", el("b", name), f" {size}{way}", class_=f"chip {axis_colour(mesh, name)}"), " ")
+    for index, (name, size) in enumerate(shown):
+        from_last = len(shown) - 1 - index
+        direction = f" {directions[from_last]}" if from_last < len(directions) else ""
+        fill(listed, el("span", el("b", name), f" {size}{direction}", class_=f"chip {axis_colour(mesh, name)}"), " ")
     return listed
 
 
 def _drawn(sizes: list[int]) -> list[int]:
-    """How many of each axis are drawn."""
-    most = min(max(sizes), MOST)
-    while math.prod(min(size, most) for size in sizes) > MOST:
-        most -= 1
-    return [min(size, most) for size in sizes]
+    """Returns the number of devices drawn along each axis."""
+    limit = min(max(sizes), MAX_DEVICES)
+    while math.prod(min(size, limit) for size in sizes) > MAX_DEVICES:
+        limit -= 1
+    return [min(size, limit) for size in sizes]
 
 
 def _left_out(axes: list[tuple[str, int]], drawn: list[int]) -> Node | None:

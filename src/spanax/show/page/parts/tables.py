@@ -1,4 +1,4 @@
-"""Tables of a page: a caption, columns, and rows of texts or elements; wide ones scroll inside of themselves."""
+"""Builds HTML tables with a caption, columns, and rows of texts or elements; wide tables scroll horizontally."""
 
 from collections.abc import Collection, Sequence
 
@@ -13,32 +13,32 @@ def table(
     *,
     is_sorted: bool = False,
 ) -> Node:
-    """A table that scrolls by itself where it is wider than the page.
+    """Returns a table that scrolls if it is wider than the page.
 
     Args:
-      caption: what it is, for who cannot see it.
-      columns: their heads.
-      rows: texts or elements; the first of a row is its head.
-      numbers: columns that are set flush right.
-      is_sorted: whether its heads sort it, by the attribute data-value where a cell has one.
+      caption: description for screen readers.
+      columns: headers.
+      rows: texts or elements; the first cell of a row is its header.
+      numbers: indices of right-aligned columns.
+      is_sorted: whether a click on a header sorts the rows, by the attribute data-value where present.
     """
 
-    def at(column: int) -> str | None:
+    def css_class(column: int) -> str | None:
         return "number" if column in numbers else None
 
     def head(name: str) -> Inside:
         return el("button", name, type="button", class_="sort") if is_sorted and name else name
 
-    heads = [el("th", head(name), scope="col", class_=at(column)) for column, name in enumerate(columns)]
+    heads = [el("th", head(name), scope="col", class_=css_class(column)) for column, name in enumerate(columns)]
     body = el("tbody")
     for row in rows:
-        cells = [el("td", one, class_=at(column)) for column, one in enumerate(row) if column]
-        fill(body, el("tr", el("th", row[0], scope="row", class_=at(0)), *cells))
+        cells = [el("td", cell, class_=css_class(column)) for column, cell in enumerate(row) if column]
+        fill(body, el("tr", el("th", row[0], scope="row", class_=css_class(0)), *cells))
     kind = "sortable" if is_sorted else None
-    whole = el("table", el("caption", caption, class_="unseen"), el("thead", el("tr", *heads)), body, class_=kind)
-    return scrolled(caption, whole)
+    element = el("table", el("caption", caption, class_="unseen"), el("thead", el("tr", *heads)), body, class_=kind)
+    return scrolled(caption, element)
 
 
 def scrolled(name: str, inside: Node) -> Node:
-    """What may be wider than the page, in a box that scrolls, by keys too."""
+    """Returns an element in a box that scrolls, also with the keyboard."""
     return el("div", inside, class_="scroll", role="region", aria_label=name, tabindex=0)

@@ -1,4 +1,4 @@
-"""Traffic: what moves between devices, by mesh axes and kind of collective."""
+"""Charts bytes moved between devices by mesh axes and kind of collective."""
 
 from collections.abc import Mapping
 
@@ -8,18 +8,22 @@ from spanax.show.page.parts.markup import Node, el
 from spanax.units import bytes_text
 
 
-def traffic(said: Mapping[str, Moved]) -> Node:
-    """Bytes of one device and step, a bar for each set of mesh axes and each who says so: `predicted`, `compiled`."""
-    every = sorted({axes for moved in said.values() for axes in moved}, key=lambda axes: -_most(said, axes))
+def traffic(sides: Mapping[str, Moved]) -> Node:
+    """Returns bytes per device and step, one bar per set of mesh axes and side.
+
+    Args:
+      sides: by name, such as `predicted` and `compiled`: bytes by mesh axes and kind.
+    """
+    all_axes = sorted({axes for moved in sides.values() for axes in moved}, key=lambda axes: -_largest(sides, axes))
     bars = [
-        Bar(axes if len(said) == 1 else f"{axes}, {who}", moved.get(axes, {}))
-        for axes in every
-        for who, moved in said.items()
+        Bar(axes if len(sides) == 1 else f"{axes}, {side}", moved.get(axes, {}))
+        for axes in all_axes
+        for side, moved in sides.items()
     ]
     if not any(bar.total for bar in bars):
         return el("p", "Nothing moves between devices.", class_="note")
     return stacked("bytes that a device receives in a step, by mesh axes", bars, bytes_text)
 
 
-def _most(said: Mapping[str, Moved], axes: str) -> int:
-    return max(sum(moved.get(axes, {}).values()) for moved in said.values())
+def _largest(sides: Mapping[str, Moved], axes: str) -> int:
+    return max(sum(moved.get(axes, {}).values()) for moved in sides.values())

@@ -1,6 +1,7 @@
-"""Mistakes: what the command line prints for an error, and the exit code."""
+"""Formats the error that ends a command, and returns its exit code."""
 
 import itertools
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,13 +12,22 @@ from spanax.printable import printable_lines
 
 MAX_FRAMES = 12
 
-NOT_YOURS = "spanax: your own code did not raise this. Unless the message explains it, report the traceback as a bug."
+INTERNAL_NOTE = (
+    "spanax: your own code did not raise this. Unless the message explains it, report the traceback as a bug."
+)
+
+
+def print_error(error: Exception, *, full: bool) -> int:
+    """Prints an error on standard error, and returns the exit code."""
+    text, code = explained(error, full=full)
+    print(text, file=sys.stderr, flush=True)
+    return code
 
 
 def explained(error: BaseException, *, full: bool = False) -> tuple[str, int]:
-    """The text and the exit code for an error that ends a command.
+    """Returns the text and the exit code for an error that ends a command.
 
-    An error that the user's code raised is one line and the user's frames. An internal error shows its traceback.
+    An error raised by user code is one line and the frames of the user's files. An internal error shows its traceback.
 
     Args:
       error: the error.
@@ -31,13 +41,13 @@ def explained(error: BaseException, *, full: bool = False) -> tuple[str, int]:
     if isinstance(error, SpanaxError):
         return (_traceback(error) if full else f"spanax: {error}"), error.exit_code
     if not frames:
-        return f"{_traceback(error)}\n{NOT_YOURS}", INTERNAL
+        return f"{_traceback(error)}\n{INTERNAL_NOTE}", INTERNAL
     if full:
         return _traceback(error), MISTAKE
-    message, *rest = [line for line in str(error).splitlines() if line.strip()] or [""]
-    what = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    hidden = "the full message and all frames" if rest else "all frames"
-    return printable_lines("\n".join([f"spanax: {what}", *_lines(frames), f"  --traceback shows {hidden}"])), MISTAKE
+    message, *more = [line for line in str(error).splitlines() if line.strip()] or [""]
+    first = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    hidden = "the full message and all frames" if more else "all frames"
+    return printable_lines("\n".join([f"spanax: {first}", *_lines(frames), f"  --traceback shows {hidden}"])), MISTAKE
 
 
 def _traceback(error: BaseException) -> str:
@@ -45,20 +55,20 @@ def _traceback(error: BaseException) -> str:
 
 
 def _lines(frames: Sequence[traceback.FrameSummary]) -> Iterator[str]:
-    """Two lines per frame, outermost first: the place and its source."""
-    # A function that calls itself has the same frame many times.
+    """Yields two lines per frame, outermost first: the location and its source."""
+    # A recursive function repeats the same frame many times.
     calls = [next(same) for _, same in itertools.groupby(frames, lambda frame: (frame.filename, frame.lineno))]
     first, last = calls[: MAX_FRAMES // 2], calls[MAX_FRAMES // 2 :][-MAX_FRAMES // 2 :]
-    yield from itertools.chain.from_iterable(map(_shown, first))
+    yield from itertools.chain.from_iterable(map(_frame_lines, first))
     if omitted := len(frames) - len(first) - len(last):
         yield f"  ({omitted} frames omitted)"
-    yield from itertools.chain.from_iterable(map(_shown, last))
+    yield from itertools.chain.from_iterable(map(_frame_lines, last))
 
 
-def _shown(frame: traceback.FrameSummary) -> Iterator[str]:
+def _frame_lines(frame: traceback.FrameSummary) -> Iterator[str]:
     path = Path(frame.filename)
     short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    # The body of a file is not a function.
+    # Frames of a module body are not functions.
     function = f", in {frame.name}" if frame.name.isidentifier() else ""
     yield f"  {short}:{frame.lineno}{function}"
     if frame.line:

@@ -1,4 +1,4 @@
-"""A progress bar and the numbers beside it, as many of them as fit."""
+"""A progress bar followed by the numbers that fit in the line."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,30 +9,30 @@ from rich.text import Text
 
 GAP = "  "
 MORE = Text("…")
-"""Stands for the numbers that do not fit."""
+"""Replaces the numbers that do not fit."""
 
 BAR_WIDTH = 8
-"""Columns that numbers leave to the bar, but the first of them."""
+"""Minimum width of the bar, unless the first number needs the space."""
 
 
 class Numbers(ProgressColumn):
-    """A bar, and behind it the field `numbers` of a task with the times after the first of them."""
+    """A bar, followed by the field `numbers` of a task, with elapsed and remaining time after the first number."""
 
     def __init__(self) -> None:
         self._elapsed, self._remaining = TimeElapsedColumn(), TimeRemainingColumn(compact=True)
         super().__init__(Column(ratio=1))
 
     def render(self, task: Task) -> "Row":  # type: ignore[override]
-        """The bar and numbers of a task."""
-        first, *rest = task.fields["numbers"]
+        """Returns the bar and the numbers of a task."""
+        first, *others = task.fields["numbers"]
         times, remaining = self._elapsed.render(task), self._remaining.render(task)
-        if remaining:  # of a task without a total nothing is known
+        if remaining:  # empty for a task without a total
             times = Text.assemble(times, " ETA ", remaining)
-        return Row(task, [Text(first), times, *map(Text, rest)])
+        return Row(task, [Text(first), times, *map(Text, others)])
 
 
 class Row:
-    """The bar of a task and texts in one line: the last ones that do not fit are left out, none is cut."""
+    """The bar of a task and texts in one line; texts that do not fit are omitted, not truncated."""
 
     def __init__(self, task: Task, texts: Sequence[Text]):
         self.task, self.texts = task, texts
@@ -48,7 +48,7 @@ class Row:
 
 
 def fitting(texts: Sequence[Text], width: int) -> Text:
-    """The first texts in one line, as many as fit.
+    """Returns the first texts that fit, in one line.
 
     Example:
       >>> texts = [Text("loss 2.4512"), Text("0.031 s"), Text("accuracy 0.625")]

@@ -1,24 +1,24 @@
-"""Progress of a command that takes long: a live line on a terminal, else a line for each change."""
+"""Progress of a long command: a live line on a terminal, otherwise one line per change."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-Tell = Callable[[str, bool], None]
-"""Takes a line, and whether it stays on a terminal when the next one comes."""
+ShowProgress = Callable[[str, bool], None]
+"""Takes a line, and whether it stays on the terminal when the next one is shown."""
 
 
 @contextmanager
-def progress(stream: TextIO) -> Iterator[Tell]:
-    """Yields a callback that shows how far a command is.
+def progress(stream: TextIO) -> Iterator[ShowProgress]:
+    """Yields a callback that shows the progress of a command.
 
     Example:
       >>> import sys
-      >>> with progress(sys.stdout) as tell:
-      ...     tell("compiled 1 of 9", False)
+      >>> with progress(sys.stdout) as show:
+      ...     show("compiled 1 of 9", False)
       compiled 1 of 9
     """
-    from spanax.show.terminal import Terminal
+    from spanax.show.live.terminal import Terminal
 
     console = Terminal(file=stream)
     if not stream.isatty() or console.is_dumb_terminal:
@@ -28,20 +28,20 @@ def progress(stream: TextIO) -> Iterator[Tell]:
     from rich.live import Live
     from rich.text import Text
 
-    # A thread that refreshes would take time from the steps that are measured.
+    # A refresh thread would take time from the steps that are measured.
     with Live(console=console, auto_refresh=False, transient=True) as live:
 
-        def tell(text: str, stays: bool) -> None:
+        def show(text: str, stays: bool) -> None:
             if stays:
                 console.print(text, markup=False, highlight=False, soft_wrap=True)
             else:
                 live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
 
-        yield tell
+        yield show
 
 
 def remaining_text(seconds: float) -> str:
-    """An estimate of the remaining time, in words.
+    """Returns an estimate of the remaining time in seconds, minutes or hours.
 
     Example:
       >>> remaining_text(0.2), remaining_text(39.7), remaining_text(200), remaining_text(4700)

@@ -1,10 +1,10 @@
-"""The source of a workload, where comments may allow what rules find."""
+"""Reads the source file of a workload, whose comments may waive findings."""
 
 from pathlib import Path
 
 
 def source_text(workload: str) -> str:
-    """The text of the file that a workload is in; empty for one that has a name instead.
+    """Returns the text of the file that defines a workload; empty for a workload that is named.
 
     Example:
       >>> source_text("gpt2")

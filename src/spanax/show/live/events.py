@@ -1,4 +1,4 @@
-"""Events of a run into words: JSON lines, plain lines, or a progress bar on a terminal."""
+"""Prints events of a run: as JSON lines, plain lines, or a progress bar on a terminal."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from spanax.documents import json_line
 from spanax.printable import printable
 from spanax.run.state.weights import Loaded
-from spanax.show.profile import profile_text
+from spanax.show.live.profile import profile_text
 from spanax.units import bytes_text, count_text
 from spanax.usage import resume_command
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SHOWN = {
     "step", "loss", "grad_norm", "step_seconds", "tokens_per_second", "examples_per_second", "data_wait_seconds",
 }  # fmt: skip
-"""Numbers of a step that a line shows in a form of their own, or not at all."""
+"""Numbers of a step that a line formats separately or omits."""
 
 Event = dict[str, Any]
 Emit = Callable[[Event], None]
@@ -35,7 +35,7 @@ def reporter(*, as_json: bool, stream: TextIO | None = None) -> Iterator[Emit]:
       ...     emit({"event": "step", "step": 1, "loss": 2.5})
       {"event": "step", "step": 1, "loss": 2.5}
     """
-    from spanax.show.terminal import Terminal
+    from spanax.show.live.terminal import Terminal
 
     stream = sys.stdout if stream is None else stream
     console = Terminal(file=stream)
@@ -49,7 +49,7 @@ def reporter(*, as_json: bool, stream: TextIO | None = None) -> Iterator[Emit]:
 
 
 def line(event: Event) -> str:
-    """One event as a line of text; empty for an event that is told elsewhere.
+    """Returns one event as a line of text; empty for events that are not shown.
 
     Example:
       >>> line({"event": "step", "step": 3, "loss": 2.5, "tokens_per_second": 12000.0, "step_seconds": 0.1})
@@ -59,10 +59,10 @@ def line(event: Event) -> str:
     kind = event["event"]
     if kind == "start":
         mesh = ",".join(f"{axis}={size}" for axis, size in event["mesh"].items())
-        begun = f" from {event['init']}" if "init" in event else ""
+        source = f" from {event['init']}" if "init" in event else ""
         return "\n".join([
-            f"{event['workload']}: {count_text(event['parameters'])} parameters{begun}, layout {event['layout']} "
-            f"on {mesh} ({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state a device, "
+            f"{event['workload']}: {count_text(event['parameters'])} parameters{source}, layout {event['layout']} "
+            f"on {mesh} ({event['why']}), {bytes_text(event['state_bytes_per_device'])} of state per device, "
             f"into {event['out']}",
             *([f"listening without authentication on {', '.join(event['listens'])}"] if event.get("listens") else []),
             *(_data_line(share) for share in event.get("data", ())),
@@ -83,17 +83,17 @@ def line(event: Event) -> str:
         return f"step {event['step']}  checkpoint, {event['blocked_seconds']:.3f} s blocked"
     if kind == "save_failed":
         removed = "" if event["removed"] is None else f" Step {event['removed']} was removed to make room."
-        return f"WARNING: {event['reason']}{removed} The run goes on, and saves again when the next step is due."
+        return f"WARNING: {event['reason']}{removed} The run continues, and saves again at the next scheduled step."
     if kind == "bad_step":
         return f"WARNING: step {event['step']} (batch {event['batch']}) went wrong: {event['reason']}"
     if kind == "rolled_back":
-        return f"step {event['step']}  gone back to from step {event['from_step']}; batch {event['batch']} is left out"
+        return f"step {event['step']}  restored, from step {event['from_step']}; batch {event['batch']} is skipped"
     if kind == "skipped":
-        return f"step {event['step']}  changed nothing; batch {event['batch']} is left out"
+        return f"step {event['step']}  not applied; batch {event['batch']} is skipped"
     if kind == "warning":
         return f"WARNING: {event['message']}"
     if kind == "preempted":
-        return f"stopped behind step {event['step']}, all saved\nto go on: {resume_command(event['out'])}"
+        return f"stopped after step {event['step']}, all saved\nto resume: {resume_command(event['out'])}"
     if kind == "done":
         return _done_line(event)
     if kind == "profile":
@@ -102,7 +102,7 @@ def line(event: Event) -> str:
 
 
 def _printable(value: Any) -> Any:
-    """The same value with every text in it as one line; names of files and fields may be anybody's."""
+    """Returns the value with control characters of every string escaped; names of files and fields are untrusted."""
     if isinstance(value, dict):
         return {printable(key): _printable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -115,7 +115,7 @@ def _loss_text(event: Event) -> str:
 
 
 def metrics_text(event: Event) -> str:
-    """The single numbers that a loss returned with its value; lists are in metrics.jsonl alone.
+    """Returns the scalar metrics of a step; lists are only in metrics.jsonl.
 
     Example:
       >>> metrics_text({"loss": 2.5, "accuracy": 0.625, "by_class": [0.5, 0.75]})
@@ -126,7 +126,7 @@ def metrics_text(event: Event) -> str:
 
 
 def rate_text(event: Event) -> str:
-    """Tokens a second; examples, where a token is one because nothing is a sequence.
+    """Returns tokens per second, or examples per second for data without sequences.
 
     Example:
       >>> rate_text({"tokens_per_second": 512.0, "examples_per_second": 512.0})
@@ -139,7 +139,7 @@ def rate_text(event: Event) -> str:
 def _data_line(share: Event) -> str:
     return (
         f"data: {100 * share['share']:.4g} % {share['source']}, {count_text(share['num_examples'])} examples, "
-        f"{share['epochs']:.3g} epochs in all"
+        f"{share['epochs']:.3g} epochs in total"
     )
 
 
@@ -151,7 +151,7 @@ def _done_line(event: Event) -> str:
     if event.get("tokens_per_second") is not None:
         parts.append(rate_text(event))
         parts.append(f"data wait {100 * event['data_wait_fraction']:.1f} %")
-    return ", ".join(parts) + f"\nto go on: {resume_command(event['out'], 2 * event['steps'])}"
+    return ", ".join(parts) + f"\nto resume: {resume_command(event['out'], 2 * event['steps'])}"
 
 
 def _print_line(event: Event, stream: TextIO) -> None:
@@ -164,10 +164,10 @@ def _bar(console: "Console") -> Iterator[Emit]:
     from rich.progress import MofNCompleteColumn, Progress
     from rich.table import Column
 
-    from spanax.show.progress_bar import Numbers
+    from spanax.show.live.progress_bar import Numbers
 
     columns = MofNCompleteColumn(table_column=Column(no_wrap=True)), Numbers()
-    # Rich would print on the terminal what is written to a standard error that is a file.
+    # Rich would print a standard error that is redirected to a file on the terminal.
     with Progress(*columns, console=console, expand=True, redirect_stderr=sys.stderr.isatty()) as progress:
         # A task has no total until the `start` event: each column must render one without.
         task = progress.add_task("", total=None, numbers=["compiling"])
@@ -184,6 +184,6 @@ def _bar(console: "Console") -> Iterator[Emit]:
 
 
 def _step_numbers(event: Event) -> list[str]:
-    """What a progress bar shows of a step, the most important first."""
+    """Returns the texts that a progress bar shows of a step, the most important first."""
     wait, metrics = f"data wait {event['data_wait_seconds']:.1f} s", metrics_text(event).split("  ")[1:]
     return [_loss_text(event), rate_text(event), *metrics, f"{event['step_seconds']:.3f} s", wait]

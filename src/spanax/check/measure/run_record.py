@@ -1,0 +1,50 @@
+"""Reads what a run folder records of expected and measured performance: its report, curves, plan and profile."""
+
+from dataclasses import dataclass
+
+from spanax.check.measure.profile import StepProfile, read_profile
+from spanax.entries.folder import Folder
+from spanax.entries.names import PROFILE
+from spanax.errors import DataError, EntryError, first_line
+from spanax.plan.plan import Plan
+from spanax.run.record.metric_curves import MetricCurves, metric_curves
+from spanax.run.record.report import RunReport
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """A run as recorded in its folder; `notes` lists what could not be read."""
+
+    report: RunReport
+    metrics: MetricCurves
+    plan: Plan | None
+    profile: StepProfile | None
+    notes: tuple[str, ...]
+
+
+def run_record(report: RunReport) -> RunRecord:
+    """Returns the record of a run; a missing or damaged file becomes a note.
+
+    Raises:
+      EntryError: an entry of the folder is a link or has another unexpected type.
+    """
+    folder, notes = report.folder, list(report.notes)
+    plan, profile = None, None
+    try:
+        plan = Plan.of_run(folder)
+    except EntryError:
+        raise
+    except DataError as error:
+        notes.append(first_line(error))
+    if Folder.of(folder).kind(PROFILE) is not None:
+        try:
+            profile = read_profile(folder)
+        except EntryError:
+            raise
+        except DataError as error:
+            notes.append(first_line(error))
+    curves = metric_curves(folder)
+    for name, points in (("loss", curves.loss), ("held-out loss", curves.held_out)):
+        if points.num_nonfinite:
+            notes.append(f"{points.num_nonfinite:,} of {points.num_added:,} values of the {name} are not finite")
+    return RunRecord(report, curves, plan, profile, tuple(notes))

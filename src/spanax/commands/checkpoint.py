@@ -1,0 +1,76 @@
+"""`spanax checkpoint`: lists and verifies the checkpoints of a run, without JAX."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tyro.conf import Positional
+
+from spanax.commands.answer import Answer
+from spanax.errors import DataError
+
+if TYPE_CHECKING:
+    from spanax.entries.folder import Folder
+
+
+@dataclass(frozen=True)
+class CheckpointCommand:
+    """List or verify checkpoints without starting JAX.
+
+    Attributes:
+      action: show lists the steps; verify compares every file with its checksum, and exits with 65 if any differs.
+      directory: the folder of checkpoints, or a run folder.
+      json: print one JSON object.
+    """
+
+    action: Positional[Literal["show", "verify"]]
+    directory: Positional[Path]
+    json: bool = False
+
+
+def answer(command: CheckpointCommand) -> Answer:
+    """Returns the saved steps, or the result of verification.
+
+    Raises:
+      DataError: there is no such folder.
+    """
+    return show(command.directory) if command.action == "show" else verify(command.directory)
+
+
+def show(directory: Path) -> Answer:
+    """Returns the saved steps, newest last, each with its first problem."""
+    from spanax.run.store import view
+    from spanax.show.checkpoints import steps_json, steps_text
+
+    root = _root(directory)
+    steps = view.describe(root)
+    return Answer(steps_text(root, steps), steps_json(root, steps), is_styled=True)
+
+
+def verify(directory: Path) -> Answer:
+    """Compares every file of every step with its checksum; the problems name the file and the difference."""
+    from spanax.run.store import view
+    from spanax.show.checkpoints import verified_text
+
+    root = _root(directory)
+    seen = view.look(root)
+    problems = view.differences(root, seen)
+    steps = sorted({step.step for step in seen if step.state in ("good", "bad")})
+    saving, unfinished = (
+        [step.step for step in seen if step.state == state and not step.problems]
+        for state in (view.SAVING, "unfinished")
+    )
+    listed: dict[str, list[Any]] = {"steps": steps, "saving": saving, "unfinished": unfinished, "problems": problems}
+    data = {"directory": str(root), **listed}
+    return Answer(verified_text(root, listed), data, exit_code=65 if problems else 0, is_styled=True)
+
+
+def _root(directory: Path) -> "Folder":
+    """Returns the folder of checkpoints: the one named, or that of the run folder named."""
+    from spanax.entries.kind import Kind
+    from spanax.run.store import manifest
+
+    root = manifest.steps_of_run(directory)
+    if root.kind() is not Kind.FOLDER:
+        raise DataError(f"there is no folder '{directory}'.", fix="a run folder, or its checkpoints folder")
+    return root

@@ -1,0 +1,102 @@
+"""`spanax train`: settings from flags and files, and the training run."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from spanax.commands.answer import Answer
+from spanax.entries.names import CONFIG
+from spanax.errors import PREEMPTED
+from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
+from spanax.run.record.folder import read_config, recorded
+from spanax.show.error_text import print_error
+from spanax.usage import described
+
+
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """Returns the settings from flags, over those of --config or of the run to resume.
+
+    Raises:
+      SpanaxError: a setting is invalid.
+      DataError: a file of settings cannot be read.
+    """
+    config: TrainConfig = tyro.cli(
+        TrainConfig, prog="spanax train", description=described(TrainConfig, "train"), args=argv
+    )
+    return check(with_files(config, argv))
+
+
+def with_files(config: TrainConfig, argv: Sequence[str]) -> TrainConfig:
+    """Returns the settings of the files that `config` names, with the flags applied on top."""
+    defaults, folder = TrainConfig(), Path(config.out or "")
+    resumed = recorded(folder) if config.resume else {}
+    if resumed:
+        defaults = with_settings(defaults, without_replaced(resumed, config), str(folder / CONFIG))
+    if config.config is not None:
+        file = Path(config.config)
+        settings = read_config(file)
+        if file == folder / CONFIG:
+            settings = without_replaced(settings, config)
+        defaults = with_settings(defaults, settings, str(file))
+    if not resumed and config.config is None:
+        return config
+    combined: TrainConfig = tyro.cli(TrainConfig, prog="spanax train", default=defaults, args=argv)
+    return combined
+
+
+def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """Returns the recorded settings without layout, mesh and plan where the flags request another placement."""
+    is_moved = any(value is not None for value in (config.layout, config.mesh, config.plan))
+    is_resized = config.devices is not None and config.devices != settings.get("devices")
+    dropped: tuple[str, ...] = ("layout", "mesh", "plan") if is_moved else ("mesh", "plan") if is_resized else ()
+    if config.plan is not None:
+        dropped = (*dropped, *OF_PLAN)  # the new plan contains them
+    return {key: value for key, value in settings.items() if key not in dropped}
+
+
+def answer(config: TrainConfig) -> Answer:
+    """Trains, and prints events as they happen; the exit code is `PREEMPTED` after a preemption."""
+    from spanax.run.compilation_cache import keep_programs
+    from spanax.run.distributed.processes import Hosts, obey_supervisor
+
+    obey_supervisor()
+    keep_programs()
+
+    from spanax.models.workloads import load
+    from spanax.run.distributed.devices import devices
+    from spanax.run.trainer import train
+    from spanax.show.live.clean_stdout import reserve_stdout
+    from spanax.show.live.events import reporter
+
+    stream = reserve_stdout() if config.json or Hosts.of().num_hosts > 1 else sys.stdout
+    with exit_on_error(config.traceback), reporter(as_json=config.json, stream=stream) as emit:
+        last = train(partial(load, config.workload), config, devices(config.devices), emit)
+        if config.profile is not None:
+            from spanax.check.measure.profile_event import profile_event
+
+            emit(profile_event(Path(last["out"])))
+    return Answer(exit_code=PREEMPTED if last["event"] == "preempted" else 0)
+
+
+@contextmanager
+def exit_on_error(full: bool) -> Iterator[None]:
+    """Exits at once at an error if JAX is distributed: a regular exit would wait for the other processes.
+
+    Args:
+      full: whether to show the traceback of every error.
+    """
+    try:
+        yield
+    except Exception as error:
+        import jax
+
+        # Also if JAX detected the other processes by itself.
+        if not jax.distributed.is_initialized():
+            raise
+        os._exit(print_error(error, full=full))

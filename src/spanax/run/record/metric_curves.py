@@ -1,0 +1,112 @@
+"""Curves of a run's logged metrics, thinned to the number of points that a chart can show."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from spanax.entries.folder import Folder
+from spanax.entries.names import METRICS
+
+MAX_POINTS = 600
+"""Number of points of a line in a chart; a screen does not show many more."""
+
+NUM_LAST_STEPS = 4096
+"""Number of steps, the last ones, that the median step time is of."""
+
+Point = tuple[float, float]
+
+
+@dataclass(eq=False)
+class Points:
+    """Points of a line in bounded memory; each stretch retains its minimum and maximum.
+
+    Example:
+      >>> points = Points()
+      >>> for step in range(100_000):
+      ...     points.add(step, -1.0 if step == 70_001 else 1.0)
+      >>> len(points.retained) < 4 * MAX_POINTS, min(points.retained, key=lambda point: point[1]), points.num_added
+      (True, (70001, -1.0), 100000)
+    """
+
+    retained: list[Point] = field(default_factory=list)
+    num_added: int = 0
+    num_nonfinite: int = 0
+
+    def add(self, x: float, y: float) -> None:
+        """Adds a point; one that is not finite is only counted."""
+        self.num_added += 1
+        if not (math.isfinite(x) and math.isfinite(y)):
+            self.num_nonfinite += 1
+            return
+        self.retained.append((x, y))
+        if len(self.retained) >= 4 * MAX_POINTS:
+            self.retained = thinned(self.retained, 2 * MAX_POINTS)
+
+
+def thinned(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
+    """Returns at most `most` points: the first, the last, and the minimum and maximum of each stretch, in order."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(2 * (len(points) - 2) / (most - 2))
+    selected = [points[0]]
+    for start in range(1, len(points) - 1, size):
+        stretch = points[start : min(start + size, len(points) - 1)]
+        low, high = (choose(stretch, key=lambda point: point[1]) for choose in (min, max))
+        selected += sorted({low, high})
+    return [*selected, points[-1]]
+
+
+@dataclass(frozen=True, eq=False)
+class MetricCurves:
+    """Logged metrics over steps; `counted` is the unit of `speed`: tokens or examples per second."""
+
+    loss: Points = field(default_factory=Points)
+    held_out: Points = field(default_factory=Points)
+    speed: Points = field(default_factory=Points)
+    counted: str = "tokens"
+    seconds: deque[float] = field(default_factory=partial(deque, maxlen=NUM_LAST_STEPS))
+
+    @property
+    def median_step_seconds(self) -> float | None:
+        """Median time of the last steps; None without steps."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+
+def metric_curves(folder: Path) -> MetricCurves:
+    """Returns the curves in the metrics file of a run folder; damaged lines are skipped."""
+    curves, is_first, is_tokens = MetricCurves(), False, True
+    for event in Folder.of(folder).lines(METRICS):
+        if event is None:
+            continue  # counted in `RunReport.notes`
+        step, kind = _number(event, "step"), event.get("event")
+        if kind == "start":
+            is_first = True  # the first step of an attempt includes compilation
+        elif kind == "eval" and step is not None:
+            _add(curves.held_out, step, event, "val_loss")
+        elif kind == "step" and step is not None:
+            _add(curves.loss, step, event, "loss")
+            _add(curves.speed, step, event, "tokens_per_second")
+            is_tokens = event.get("tokens_per_second") != event.get("examples_per_second")
+            seconds = _number(event, "step_seconds")
+            if seconds is not None and not is_first:
+                curves.seconds.append(seconds)
+            is_first = False
+    return curves if is_tokens else replace(curves, counted="examples")
+
+
+def _add(points: Points, step: float, event: Mapping[str, Any], key: str) -> None:
+    value = event.get(key)
+    if isinstance(value, int | float):
+        points.add(step, float(value) if abs(value) < 1e300 else math.nan)
+    elif value in ("nan", "inf", "-inf"):  # as documents.json_line writes them
+        points.add(step, math.nan)
+
+
+def _number(event: Mapping[str, Any], key: str) -> float | None:
+    value = event.get(key)
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else None

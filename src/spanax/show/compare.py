@@ -1,0 +1,143 @@
+"""Formats measured next to predicted step times of layouts, fastest first, as text and JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from spanax.check.measure.compare import (
+    PRUNED,
+    Compared,
+    Moved,
+    Progress,
+    core_distance,
+    distance,
+    rank_correlation,
+)
+from spanax.plan.candidate import Candidate, Search, collectives_of
+from spanax.show.live.progress import remaining_text
+from spanax.show.search import candidate_json
+from spanax.show.tables import table_text
+from spanax.units import bytes_text
+
+MEMORY_SOURCE = "XLA's memory analysis of the step compiled for the devices present"
+
+
+def start_text(search: Search) -> str:
+    """Returns the line that announces what is compiled."""
+    count, num_pruned = len(search.candidates), search.rejected.get(PRUNED, 0)
+    pruned = f"; {num_pruned} more with --all" if num_pruned else ""
+    return f"compiling {_num_layouts(count)} on {search.cluster}: {search.setting}{pruned}"
+
+
+def progress_text(progress: Progress) -> str:
+    """Returns the progress of a comparison as a line.
+
+    Example:
+      >>> progress_text(Progress("compiled", 1, 9, "zero2 on fsdp=8", 39.7))
+      'compiled 1 of 9, about 40 s remaining (zero2 on fsdp=8)'
+      >>> progress_text(Progress("step", 10, 10, "", 0.0))
+      'step 10 of 10'
+    """
+    layout = f" ({progress.layout})" if progress.phase == "compiled" else ""
+    remaining = f", {remaining_text(progress.seconds_left)}" if progress.seconds_left > 0 else ""
+    return f"{progress.phase} {progress.done} of {progress.total}{remaining}{layout}"
+
+
+def compared_json(search: Search, rows: Sequence[Compared]) -> dict[str, Any]:
+    """Returns the rows of `spanax compare --json`: each a candidate of `spanax plan --json` with `measured`."""
+    return {
+        "cluster": str(search.cluster),
+        "devices": search.cluster.num_devices,
+        "batch": search.batch_size,
+        "sequence_lengths": list(search.setting.sequence_lengths),
+        "dtypes": list(search.setting.dtypes),
+        "attention": list(search.setting.attention),
+        "layouts_compared": len(rows),
+        "layouts_left_out": search.rejected.get(PRUNED, 0),
+        "best": _summary_json(rows[0].candidate),
+        "choice": _summary_json(search.candidates[0]),
+        "choice_ratio": distance(rows),
+        "choice_core_ratio": core_distance(rows) if search.cluster.chip.shared else None,
+        "rank_correlation": rank_correlation(rows),
+        "memory_from": MEMORY_SOURCE,
+        "rows": [_row_json(search, row) for row in rows],
+    }
+
+
+def _row_json(search: Search, row: Compared) -> dict[str, Any]:
+    return candidate_json(search, row.candidate) | {
+        "collectives": collectives_of(search, row.candidate),
+        "state_bytes": row.state_bytes,
+        "ratio": row.ratio,
+        "measured": {
+            "step_seconds": row.step_seconds,
+            "seconds": list(row.seconds),
+            "core_seconds": list(row.core_seconds),
+            "state_bytes": row.compiled_state_bytes,
+            "peak_bytes": row.compiled_peak_bytes,
+            "collectives": {axes: dict(sizes) for axes, sizes in row.moved.items()},
+        },
+    }
+
+
+def compared_text(search: Search, rows: Sequence[Compared]) -> str:
+    """Returns one row per layout, the fastest first: measured, then predicted."""
+    choice = search.candidates[0]
+    is_shared = search.cluster.chip.shared
+    heads = ["layout", "mesh", "step s", "x best", *["core s"] * is_shared, "predicted s", "x best"]
+    heads += ["peak", "predicted", "moved", "predicted"]
+    table = Table(*heads, box=None, pad_edge=False)
+    for row in rows:
+        candidate = row.candidate
+        table.add_row(
+            candidate.layout + (" *" if candidate is choice else ""),
+            str(candidate.mesh),
+            f"{row.step_seconds:.4g}",
+            f"{row.ratio:.3f}",
+            *[f"{row.step_core_seconds:.4g}"] * is_shared,
+            f"{candidate.step_seconds:.4g}",
+            f"{candidate.step_seconds / choice.step_seconds:.3f}",
+            bytes_text(row.compiled_peak_bytes),
+            bytes_text(candidate.peak_bytes),
+            _total(row.moved),
+            _total(collectives_of(search, candidate)),
+        )
+    best, num_pruned = rows[0].candidate, search.rejected.get(PRUNED, 0)
+    by_cores = f"; by core seconds {core_distance(rows):.3f} times" if is_shared else ""
+    return "\n".join(
+        [
+            f"{_num_layouts(len(rows))} on {search.cluster}: {search.setting}, remat {choice.remat}",
+            "",
+            table_text(table),
+            "",
+            f"the planner's choice (*), {choice.layout} on {choice.mesh}, takes {distance(rows):.3f} times the time of "
+            f"the fastest, {best.layout} on {best.mesh}{by_cores}",
+            _correlation_text(rank_correlation(rows), len(rows), num_pruned),
+            *["core s: CPU seconds of all cores together, independent of other load on the machine"] * is_shared,
+            f"peak: {MEMORY_SOURCE}; moved: bytes of results per device and step",
+        ]
+    )
+
+
+def _correlation_text(correlation: float | None, count: int, num_pruned: int) -> str:
+    layouts = f"{count} of {count + num_pruned} layouts (--all compares all)" if num_pruned else _num_layouts(count)
+    value = "none" if correlation is None else f"{correlation:.2f}"
+    return f"rank correlation of the predicted and the measured order: {value}, over {layouts}"
+
+
+def _num_layouts(count: int) -> str:
+    return f"{count} layout{'s' if count > 1 else ''}"
+
+
+def _summary_json(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "layout": candidate.layout,
+        "mesh": dict(candidate.mesh.axes),
+        "remat": candidate.remat,
+        "microbatches": candidate.microbatches,
+    }
+
+
+def _total(moved: Moved) -> str:
+    return bytes_text(sum(size for kinds in moved.values() for size in kinds.values()))

@@ -1,0 +1,173 @@
+"""Formats the report on a run as sections of titles and tables, and the sections as text."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+
+from spanax.printable import printable
+from spanax.run.record.report import RunReport
+from spanax.run.record.time_account import TimeAccount
+from spanax.run.record.time_ledger import BUCKETS
+from spanax.show.tables import table_text
+
+MEANING = {
+    "step": "steps that count",
+    "recomputed": "steps computed before and lost",
+    "compile": "XLA compilation, including the first step",
+    "data": "waiting for batches",
+    "save": "steps blocked by a checkpoint",
+    "restore": "reading a checkpoint",
+    "evaluate": "evaluation on held-out data",
+    "start": "imports, tracing, planning",
+    "restart": "from a fault until steps resumed",
+    "idle": "none of the above",
+}
+"""Description of each category of wall time."""
+
+MAX_FAULTS = 40
+"""Number of faults in the table, the newest ones."""
+
+MAX_LETTERS = 300
+"""Number of letters shown of a recorded value."""
+
+METRIC_LABELS = {"step": "training", "eval": "held-out"}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title with an optional table."""
+
+    title: str
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+
+
+def sections(report: RunReport) -> list[Section]:
+    """Returns the sections of a report, the most important first."""
+    parts = [
+        _time_section(report),
+        _attempts_section(report.account),
+        faults_section(report.account),
+        _metrics_section(report),
+        Section(_checkpoint_text(report)),
+        Section("could not be read", ("",), [(_text(note),) for note in report.notes]) if report.notes else None,
+        Section(f"to resume: {printable(report.how_to_go_on)}"),
+    ]
+    return [part for part in parts if part is not None]
+
+
+def _time_section(report: RunReport) -> Section:
+    times = report.account
+    title = (
+        f"{_text(report.workload) or 'a run'} in {printable(report.folder)}: {100 * times.goodput:.1f} % goodput, "
+        f"{duration_text(times.seconds['step'])} of {duration_text(times.wall_seconds)} were steps that count"
+    )
+    rows = [
+        (
+            name,
+            duration_text(times.seconds[name]),
+            f"{100 * times.seconds[name] / times.wall_seconds:.1f} %",
+            MEANING[name],
+        )
+        for name in BUCKETS
+        if times.seconds[name] >= 0.05
+    ]
+    if times.paused_seconds:
+        rows.append(("(paused)", duration_text(times.paused_seconds), "", "between a finished run and its resumption"))
+    return Section(title, ("time in", "", "", ""), rows)
+
+
+def _attempts_section(times: TimeAccount) -> Section:
+    rows = [
+        (
+            _date_text(attempt.began),
+            duration_text(attempt.ended - attempt.began),
+            attempt.outcome,
+            f"{attempt.first_step}-{attempt.last_step}",
+            _text(attempt.place.get("devices", "")),
+            _values(attempt.place.get("mesh") or {}),
+        )
+        for attempt in times.attempts
+    ]
+    return Section("attempts (UTC)", ("began", "lasted", "ended", "steps", "devices", "mesh"), rows)
+
+
+def faults_section(times: TimeAccount) -> Section | None:
+    """Returns the last faults of a run with the action taken; None without faults."""
+    count, first = len(times.faults), times.attempts[0].began
+    shown = f", the last {MAX_FAULTS} of {count}" if count > MAX_FAULTS else ""
+    rows = [(duration_text(event["time"] - first), *_fault_cells(event)) for event in times.faults[-MAX_FAULTS:]]
+    return Section(f"faults and recovery{shown}", ("after", "by", "event", ""), rows) if rows else None
+
+
+def _metrics_section(report: RunReport) -> Section | None:
+    rows = [
+        (METRIC_LABELS[kind], _text(values.get("step", "")), _values({k: v for k, v in values.items() if k != "step"}))
+        for kind, values in report.metrics.items()
+    ]
+    return Section("last metrics", ("", "step", "metrics"), rows) if rows else None
+
+
+def report_text(parts: Iterable[Section], width: int = 140) -> str:
+    """Returns sections as lines of text."""
+    lines = []
+    for part in parts:
+        lines.append(part.title)
+        if part.rows:
+            table = Table(*part.columns, box=None, pad_edge=False, show_header=any(part.columns))
+            for row in part.rows:
+                table.add_row(*row)
+            lines += ["  " + line for line in table_text(table, width - 2).splitlines()]
+    return "\n".join(lines)
+
+
+def duration_text(seconds: float) -> str:
+    """Returns a duration in seconds, minutes or hours.
+
+    Example:
+      >>> duration_text(2.25), duration_text(754), duration_text(93_784)
+      ('2.2 s', '12 min 34 s', '26 h 03 min')
+    """
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes} min {remainder:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _date_text(unix_seconds: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(unix_seconds, UTC):%Y-%m-%d %H:%M:%S}"
+    except (ValueError, OverflowError, OSError):  # outside of the range of datetime
+        return f"{unix_seconds:.3g} s"
+
+
+def _fault_cells(event: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Returns the reporter of a fault, its kind, and its details; of a process's output, the last line."""
+    named = ("event", "time", "by", "attempt", "what", "why", "words")
+    sentences = [_text(event[key]) for key in ("what", "why") if key in event]
+    sentences += [f"'{_text(line)}'" for line in str(event.get("words", "")).splitlines()[-1:]]
+    values = _values({key: value for key, value in event.items() if key not in named})
+    return _text(event.get("by", "")), _text(event["event"]), " ".join(filter(None, [*sentences, values]))
+
+
+def _checkpoint_text(report: RunReport) -> str:
+    checkpoint = report.checkpoint
+    saving = "" if report.saving is None else f"; step {report.saving} is being saved"
+    if checkpoint is None:
+        return f"last checkpoint: none{saving}"
+    unsaved = report.account.reached - checkpoint.step
+    lost = f"; the {unsaved} steps after it are not saved" if unsaved > 0 else ""
+    return f"last checkpoint: step {checkpoint.step}, {_text(checkpoint.when)}{lost}{saving}"
+
+
+def _text(value: Any) -> str:
+    return printable(value, MAX_LETTERS)
+
+
+def _values(values: Any) -> str:
+    if not isinstance(values, dict):
+        return _text(values)
+    return ", ".join(f"{_text(key)} {_text(value)}" for key, value in values.items())
