@@ -355,3 +355,16 @@ def test_the_coming_remat_is_the_same(name: str) -> None:
         run = spanax.start(program, spanax.plan(program, spanax.cluster("cpu:2"), layout="fsdp"))
         losses.append([float(run.step(batch)["loss"]) for _ in range(2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_complex_contractions_are_recomputed() -> None:
+    """JAX cannot save a complex value across a remat."""
+
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.abs(lax.scan(lambda x, w: (jnp.exp(1j * (x @ w)), None), x, weights)[0]).sum()
+
+    key = jax.random.key(0)
+    weights = jax.random.normal(key, (3, 4, 4), "complex64") / 4
+    x = jax.random.normal(key, (2, 4), "complex64")
+    gradient = jax.jit(jax.grad(rematerialized(loss, "dots")))(weights, x)
+    assert jnp.allclose(gradient, jax.grad(loss)(weights, x), rtol=1e-5)
