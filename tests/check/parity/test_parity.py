@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from spanax.show.check import parity_text
 
 import spanax
 import zoo
@@ -20,6 +19,7 @@ from spanax.check.parity.parity import parity as module
 from spanax.check.parity.shrink import shrink_to_fit, step_flops
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
+from spanax.show.check import parity_text
 from spanax.trace.program import Program
 
 
