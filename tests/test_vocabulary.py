@@ -1,0 +1,66 @@
+"""docs/vocabulary.md defines each term once, and public names consist of its terms and ordinary words."""
+
+import dataclasses
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import spanax
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "vocabulary.md").read_text()
+DEFINITIONS, _, LISTED = PAGE.partition("## Ordinary words")
+DEFINITIONS, _, AVOIDED = DEFINITIONS.partition("## Words that are not used")
+
+
+def words_of(name: str) -> list[str]:
+    """The words of a snake_case or CamelCase name, in lower case."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def terms() -> list[str]:
+    return [term.lower() for line in DEFINITIONS.splitlines() for term in re.findall(r"\*\*([^*]+)\*\*", line)]
+
+
+def stem(word: str) -> str:
+    """A word without an English ending, so that `sharded` and `shards` match `shard`."""
+    return re.sub(r"(?<=[a-z]{3})(?:ations?|ings?|es|ed|s|e)$", "", word)
+
+
+def public_names() -> set[str]:
+    """Names of the package, and of the methods, fields and parameters of what it exports."""
+    names = set(spanax.__all__)
+    for name in spanax.__all__:
+        value = getattr(spanax, name)
+        functions = [value] if inspect.isfunction(value) else []
+        if inspect.isclass(value):
+            members = {key: member for key, member in vars(value).items() if not key.startswith("_")}
+            names |= members.keys() | {field.name for field in fields_of(value)}
+            functions = [getattr(member, "__func__", member) for member in (*members.values(), value.__init__)]
+        for function in filter(inspect.isfunction, functions):
+            names |= inspect.signature(function).parameters.keys()
+    return {name for name in names if not name.startswith("_")} - {"self", "cls", "args", "kwargs"}
+
+
+def fields_of(value: Any) -> tuple[Any, ...]:
+    return dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+
+
+def test_every_term_is_defined_once() -> None:
+    assert {term: count for term, count in Counter(terms()).items() if count > 1} == {}
+
+
+def test_public_names_use_the_vocabulary() -> None:
+    known = {stem(word) for term in terms() for word in words_of(term)}
+    ordinary = set(words_of(LISTED.partition(":\n")[2]))
+    used = {word for name in public_names() for word in words_of(name) if stem(word) not in known}
+    assert not used - ordinary, f"define these in docs/vocabulary.md: {sorted(used - ordinary)}"
+    assert not ordinary - used, f"these are terms, or in no public name: {sorted(ordinary - used)}"
+
+
+def test_public_names_have_no_avoided_word() -> None:
+    avoided = {word for row in AVOIDED.splitlines()[4:] if "|" in row for word in words_of(row.split("|")[1])}
+    assert len(avoided) > 10
+    assert {name for name in public_names() if avoided & set(words_of(name))} == set()
