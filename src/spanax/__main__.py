@@ -1,4 +1,4 @@
-"""Where the command line begins: `spanax` and `python -m spanax`."""
+"""The entry point of `spanax` and `python -m spanax`."""
 
 import atexit
 import gc

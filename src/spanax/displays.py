@@ -1,4 +1,4 @@
-"""Displays: how values are shown in a notebook. `spanax.show` knows, and the values know only that somebody does."""
+"""A registry of notebook displays, which `spanax.show` fills, so that values do not depend on it."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Frames: which files of a traceback are the user's, and which are a library's or Spanax's."""
+"""Tells the user's files in a traceback from those of libraries and of Spanax."""
 
 import functools
 import sysconfig

@@ -1,4 +1,4 @@
-"""Numbers with units: written for people, and read from files."""
+"""Formats numbers with units, and parses them from files."""
 
 import re
 from collections.abc import Mapping

@@ -154,7 +154,7 @@ class Tower(nnx.Module):
 
 def test_every_list_is_found_and_what_stays_is_said() -> None:
     listed = Tower(nnx.Rngs(0))
-    with pytest.warns(UserWarning, match="`widths` stays a list: .*`bias` is float32\\[8\\] and float32\\[16\\]"):
+    with pytest.warns(UserWarning, match="`widths` remains a list: .*`bias` is float32\\[8\\] and float32\\[16\\]"):
         stacked = spanax.stack(listed, X)
     assert stacked.main.blocks[1].mix.kernel.shape == (3, 8, 8) and len(stacked.main) == 3
     assert isinstance(stacked.held["pair"], spanax.Stack) and isinstance(stacked.single, nnx.List)

@@ -1,4 +1,4 @@
-"""The catalogue of chips, and the one reader of its tables and of a user's own cluster file."""
+"""The catalog of chips, and the reader of its tables and of a user's cluster file."""
 
 import functools
 import math
@@ -18,7 +18,7 @@ from spanax.units import quantity
 Table = Mapping[str, Any]
 
 MAX_CHIPS = 1 << 20
-"""Of the largest slice that a file may declare; every way to divide its sides is looked at."""
+"""The maximum size of a slice in a cluster file, since all factorizations of its sides are enumerated."""
 
 # Key in a table -> field of the value, and what kind of quantity it is; `count`, `shape`, `text` ... have no unit.
 CHIP_KEYS = {
@@ -61,7 +61,7 @@ NUMBERLESS = ("text", "texts", "flag")
 
 @functools.cache
 def catalogue() -> Mapping[str, Chip]:
-    """Every chip that Spanax knows, by name.
+    """Returns all chips of the catalog by name.
 
     Example:
       >>> len(catalogue()) > 10, "v5p" in catalogue()
@@ -71,7 +71,7 @@ def catalogue() -> Mapping[str, Chip]:
 
 
 def chip_named(name: str) -> Chip:
-    """A chip of the catalogue, by its name or an alias; case does not matter.
+    """Returns a chip of the catalog by its name or an alias, ignoring case.
 
     Raises:
       SpanaxError: there is none of that name.
@@ -98,8 +98,8 @@ def chip_of_kind(device_kind: str) -> Chip:
       >>> chip_of_kind("TPU v5 lite").name, chip_of_kind("Quantum 9").peak_flops
       ('v5e', {})
     """
-    found = [chip for chip in catalogue().values() if device_kind in chip.device_kinds]
-    return found[0] if found else Chip(device_kind)
+    matches = [chip for chip in catalogue().values() if device_kind in chip.device_kinds]
+    return matches[0] if matches else Chip(device_kind)
 
 
 def read_chip(name: str, table: Table, where: str, known: Mapping[str, Table]) -> Chip:
@@ -145,11 +145,11 @@ def read_file(path: str | Path) -> tuple[Chip, str | None]:
         raise DataError(f"cannot read the cluster file '{path}'.", where=error.strerror or str(error)) from None
     except ValueError as error:
         raise DataError(f"'{path}' is not TOML.", where=str(error)) from None
-    own = {key: value for key, value in table.items() if key not in ("name", "shape")}
+    entries = {key: value for key, value in table.items() if key not in ("name", "shape")}
     shape = table.get("shape")
     if shape is not None and not isinstance(shape, str):
         raise SpanaxError(f"shape = {shape!r} is no text.", where=str(path), fix='shape = "8x8"')
-    chip = read_chip(str(table.get("name", Path(path).stem)), own, str(path), _tables())
+    chip = read_chip(str(table.get("name", Path(path).stem)), entries, str(path), _tables())
     return replace(chip, aliases=()), shape
 
 
@@ -167,21 +167,21 @@ def _with_parents(table: Table, where: str, known: Mapping[str, Table]) -> dict[
     if like not in known:
         raise SpanaxError(f"like = '{table['like']}': there is no such chip.", where=where, fix=nearest(like, known))
     parent = _with_parents(known[like], where, known)
-    own = {key: value for key, value in table.items() if key != "like"}
-    merged = parent | own
+    overrides = {key: value for key, value in table.items() if key != "like"}
+    merged = parent | overrides
     for key in (*DTYPE_KEYS, *LINKS):
-        mine, theirs = own.get(key), parent.get(key, {})
+        mine, theirs = overrides.get(key), parent.get(key, {})
         if isinstance(mine, dict) and mine.get("kind") in (None, theirs.get("kind")):
             merged[key] = theirs | mine
     inherited = dict(_sources(parent, where, by_field=False))
-    for key in _numbers(own):
+    for key in _numbers(overrides):
         inherited.pop(key, None)
-    merged["source"] = inherited | _is_table(own.get("source", {}), "source", where)
+    merged["source"] = inherited | _is_table(overrides.get("source", {}), "source", where)
     return merged
 
 
 def _numbers(table: Table) -> Iterator[str]:
-    """The dotted key of every number in a table."""
+    """Yields the dotted key of each number in a table."""
     for key, (_, kind) in CHIP_KEYS.items():
         if key in table and kind not in NUMBERLESS:
             yield key
@@ -194,13 +194,13 @@ def _numbers(table: Table) -> Iterator[str]:
 
 def _sources(table: Table, where: str, by_field: bool = True) -> Iterator[tuple[str, str]]:
     """The source of every number: the one given for it, else for its group, else the file."""
-    given = _is_table(table.get("source", {}), "source", where)
+    listed_sources = _is_table(table.get("source", {}), "source", where)
     numbers = list(_numbers(table))
     groups = [key for key in (*DTYPE_KEYS, *LINKS) if key in table]
-    _known_keys(given, (*groups, *numbers), "source.", where)
+    _known_keys(listed_sources, (*groups, *numbers), "source.", where)
     for key in numbers:
         group, _, part = key.partition(".")
-        text = str(given.get(key, given.get(group, f"as written in {where}")))
+        text = str(listed_sources.get(key, listed_sources.get(group, f"as written in {where}")))
         if not by_field:
             yield key, text
         elif not part:

@@ -1,4 +1,4 @@
-"""Cluster: how many devices of which kind there are, how they are joined, and what one of them holds."""
+"""`Cluster`: the number and kind of devices, their interconnect, and their memory."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from spanax.hardware.slices import check_shape, default_shape, shape_text
 from spanax.run.distributed.processes import join_group
 
 MAX_DEVICES = 1 << 20
-"""Ten times the largest there is; every way to divide them is looked at."""
+"""Ten times the largest existing cluster, since all factorizations are enumerated."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +52,30 @@ class Cluster:
 
     @property
     def is_torus(self) -> bool:
-        """Whether its devices are joined line by line, not through a switch."""
+        """Whether the devices are connected as a torus, not through a switch."""
         return self.chip.inside is not None and self.chip.inside.kind == "torus"
 
     @property
     def platform(self) -> str:
-        """What JAX calls devices of its kind: `cpu`, `tpu` or `gpu`."""
+        """JAX's name of the platform: `cpu`, `tpu` or `gpu`."""
         return "cpu" if self.chip.shared else "tpu" if self.is_torus else "gpu"
 
     @property
     def devices_per_node(self) -> int:
-        """How many devices the link inside joins: those of a node, or of a slice."""
+        """The number of devices that the inner link connects: those of a node or a slice."""
         if self.is_torus:
             return self.num_devices // self.num_slices
         return self.shape[-1] if self.shape else self.num_devices
 
 
-def cluster_of(given: "Cluster | str") -> Cluster:
-    """A cluster, or the one of a name.
+def cluster_of(name: "Cluster | str") -> Cluster:
+    """Returns the cluster with this name, or the argument itself if it is a Cluster.
 
     Example:
       >>> cluster_of("cpu:8") == cluster_of(cluster("cpu:8"))
       True
     """
-    return cluster(given) if isinstance(given, str) else given
+    return cluster(name) if isinstance(name, str) else name
 
 
 def cluster(name: str, num_devices: int | None = None) -> Cluster:
@@ -132,11 +132,11 @@ def local(devices: Sequence[Any] | None = None) -> Cluster:
     devices = list(jax.devices() if devices is None else devices)
     chip = chip_of_kind(devices[0].device_kind)
     if chip.inside is not None and chip.inside.kind == "torus":
-        made = _local_slices(chip, devices)
+        layout = _local_slices(chip, devices)
     else:
-        made = _nodes(chip, _local_nodes(devices), "")
-    limits = [] if made.chip.shared else [(device.memory_stats() or {}).get("bytes_limit") for device in devices[:1]]
-    return replace(made, memory_bytes=limits[0]) if any(limits) else made
+        layout = _nodes(chip, _local_nodes(devices), "")
+    limits = [] if layout.chip.shared else [(device.memory_stats() or {}).get("bytes_limit") for device in devices[:1]]
+    return replace(layout, memory_bytes=limits[0]) if any(limits) else layout
 
 
 def _sized(chip: Chip, size: str, name: str, file: str) -> Cluster:

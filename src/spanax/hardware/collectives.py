@@ -57,7 +57,8 @@ def all_reduce_seconds(
     """Seconds until every device has the sum: the cheaper of a ring and a tree.
 
     ring: start + 2 (n - 1) (bytes / n / rate + latency), a reduce_scatter and an all_gather.
-    tree: start + 2 (bytes / rate + way), up and down; `tree_seconds` is the way, ceil(log2 n) latencies if left out.
+    tree: start + 2 (bytes / rate + latency), up and down; `tree_seconds` is the tree's latency, by default ceil(log2 n)
+    times `latency_seconds`.
 
     Source: the ring as `all_gather_seconds`; the tree, Sanders, Speck and Traeff, "Two-tree algorithms for full
     bandwidth broadcast, reduction and scan" (2009). NCCL too takes the cheaper.
@@ -66,9 +67,9 @@ def all_reduce_seconds(
       >>> all_reduce_seconds(8e9, 8, 100e9), round(all_reduce_seconds(8, 8, 100e9, 1e-6) * 1e6, 3)
       (0.14, 6.0)
     """
-    way = np.ceil(np.log2(num_devices)) * latency_seconds if tree_seconds is None else tree_seconds
+    latency = np.ceil(np.log2(num_devices)) * latency_seconds if tree_seconds is None else tree_seconds
     ring = 2 * (num_devices - 1) * (num_bytes / num_devices / bytes_per_second + latency_seconds)
-    tree = 2 * (num_bytes / bytes_per_second + way)
+    tree = 2 * (num_bytes / bytes_per_second + latency)
     cheaper = np.minimum(ring, tree) if isinstance(ring - tree, np.ndarray) else float(min(ring, tree))
     return _of_several(num_devices, start_seconds + cheaper)
 

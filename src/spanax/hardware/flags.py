@@ -109,7 +109,7 @@ def explained(flag: str, axes: Collection[str]) -> str:
     return f"{flag} ({reasons[flag]})" if flag in reasons else flag
 
 
-def flags_of(said: str, default: tuple[str, ...]) -> tuple[str, ...]:
+def flags_of(text: str, default: tuple[str, ...]) -> tuple[str, ...]:
     """The options that a user asks for: `none`, `default`, or `name=value` with commas between them.
 
     With values of one's own the defaults are left out, unless `default` is among them; the last value of a name holds.
@@ -121,12 +121,12 @@ def flags_of(said: str, default: tuple[str, ...]) -> tuple[str, ...]:
       >>> flags_of("default,xla_gpu_autotune_level=2", ("xla_gpu_triton_gemm_any=True",))
       ('xla_gpu_triton_gemm_any=True', 'xla_gpu_autotune_level=2')
     """
-    found: dict[str, str] = {}
-    for item in () if said == NONE else said.split(","):
-        for one in default if item.strip() == DEFAULT else (checked(item),):
-            name, _, value = one.partition("=")
-            found[name] = value
-    return tuple(f"{name}={value}" for name, value in found.items())
+    values: dict[str, str] = {}
+    for item in () if text == NONE else text.split(","):
+        for option in default if item.strip() == DEFAULT else (checked(item),):
+            name, _, value = option.partition("=")
+            values[name] = value
+    return tuple(f"{name}={value}" for name, value in values.items())
 
 
 def checked(flag: str) -> str:

@@ -76,11 +76,11 @@ def axis_link(cluster: Cluster, mesh: MeshShape, axes: str | Sequence[str]) -> A
       'ici 2 axes, wrapped'
     """
     names = mesh.names
-    wanted = (axes,) if isinstance(axes, str) else axes
-    for axis in wanted:
+    axis_names = (axes,) if isinstance(axes, str) else axes
+    for axis in axis_names:
         if axis not in names:
             raise SpanaxError(f"the mesh has no axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, names))
-    positions = tuple(position for position, name in enumerate(names) if name in wanted)
+    positions = tuple(position for position, name in enumerate(names) if name in axis_names)
     return _axis_link(cluster, tuple(size for _, size in mesh.axes), positions)
 
 
@@ -93,11 +93,11 @@ def within(sizes: Sequence[Any], node: int) -> list[Any]:
       >>> [int(each) for each in within((4, 4, 4), 8)]
       [1, 2, 4]
     """
-    found, stride = list[Any](), 1
+    shared_sizes, stride = list[Any](), 1
     for size in reversed(sizes):
-        found.insert(0, np.clip(node // stride, 1, size))
+        shared_sizes.insert(0, np.clip(node // stride, 1, size))
         stride = stride * size
-    return found
+    return shared_sizes
 
 
 def _axis_link(cluster: Cluster, sizes: tuple[int, ...], positions: tuple[int, ...]) -> AxisLink:
@@ -128,9 +128,11 @@ def _switched(link: Link, size: int) -> AxisLink:
         rate *= (size - 1) / (link.max_devices - 1)
     adds = link.in_switch_share is not None and size >= (link.in_switch_devices or 2)
     all_reduce = link.bytes_per_second * (link.in_switch_share or 0.0) if adds else rate
-    way = math.ceil(math.log2(size)) * link.latency_seconds
-    one = rate / (size - 1) if link.kind == "direct" else rate
-    return AxisLink(size, rate, all_reduce, rate, one, link.latency_seconds, way, link.start_seconds, link.name)
+    latency = math.ceil(math.log2(size)) * link.latency_seconds
+    device_rate = rate / (size - 1) if link.kind == "direct" else rate
+    return AxisLink(
+        size, rate, all_reduce, rate, device_rate, link.latency_seconds, latency, link.start_seconds, link.name
+    )
 
 
 def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:

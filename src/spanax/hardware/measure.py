@@ -24,7 +24,7 @@ WORK_SIZE = 256
 """The matmul beside which a collective is started: as long as what a step does between two of them."""
 
 PROGRAM_SECONDS, MAX_TIMES = 5e-3, 16
-"""What is short is done so often in a program that it takes about so long, at most so many times."""
+"""Short operations repeat in a program until they take about this long, up to a maximum count."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def memory_rate(devices: Sequence[Any], num_bytes: int, seconds: float) -> float
 
 
 def kernel_start_seconds(devices: Sequence[Any], seconds: float) -> float:
-    """Seconds of one of many small matmuls in a program, on one device."""
+    """Measures the seconds of one of many small matmuls in a program, on one device."""
     values, end = _on_each(devices[:1], (8, 8), "float32"), time.monotonic() + seconds
     call_seconds = dispatch_seconds(devices[:1])
     return program_seconds(lambda x: x @ x, values, KERNELS, until=end, call_seconds=call_seconds)
@@ -72,8 +72,8 @@ def collected(groups: Sequence[Sequence[Any]], limit_bytes: int, seconds: float)
     for number, kind in enumerate(COLLECTIVES):
         until = time.monotonic() + (end - time.monotonic()) / (len(COLLECTIVES) - number)
         took = 0.0
-        for wanted in COLLECTIVE_BYTES:
-            num_bytes = -(-wanted // (4 * size**2)) * 4 * size**2
+        for target_bytes in COLLECTIVE_BYTES:
+            num_bytes = -(-target_bytes // (4 * size**2)) * 4 * size**2
             if num_bytes > limit_bytes:
                 break
             times = _times(8 * took)
@@ -173,7 +173,7 @@ def _collective(kind: Collective, groups: Sequence[Sequence[Any]], num_bytes: in
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     size = len(groups[0])
-    own = num_bytes // 4 // (size if kind == "all_gather" else 1)
+    num_elements = num_bytes // 4 // (size if kind == "all_gather" else 1)
     part = num_bytes // 4 // size
 
     def all_gather(x: Any) -> Any:
@@ -192,7 +192,7 @@ def _collective(kind: Collective, groups: Sequence[Sequence[Any]], num_bytes: in
         "permute": lambda x: lax.ppermute(x, "x", [(i, (i + 1) % size) for i in range(size)]),
     }
     mesh, spec = Mesh(np.array(groups), ("group", "x")), PartitionSpec(("group", "x"))
-    total, sharding = math.prod(mesh.devices.shape) * own, NamedSharding(mesh, spec)
+    total, sharding = math.prod(mesh.devices.shape) * num_elements, NamedSharding(mesh, spec)
     zeros = jax.jit(lambda: jax.numpy.zeros((total,), "float32"), out_shardings=sharding)()
 
     def mapped(program: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -55,7 +55,7 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """How many devices the mesh takes."""
+        """The number of devices in the mesh."""
         return math.prod(size for _, size in self.axes)
 
     @property

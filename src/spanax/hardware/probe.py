@@ -88,13 +88,13 @@ def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str
     lines.append(f'kernel_start = "{quantity_text(max(start, 1e-9), "seconds")}"')
     groups = _groups(devices, here)
     for name, grouped in groups.items():
-        found = [
+        parts = [
             point
             for part in grouped
             for point in collected(part, _limit(here), seconds * 0.45 / len(groups) / len(grouped))
         ]
         beside = start_beside_work_seconds(devices, seconds * 0.1) if here.chip.shared else 0.0
-        lines += ["", f"[{name}]", *_link(here, name, found, node, beside)]
+        lines += ["", f"[{name}]", *_link(here, name, parts, node, beside)]
     return "\n".join([*lines, "", "[source]", *_sources(lines, source)]) + "\n"
 
 
@@ -110,11 +110,11 @@ def fitted(points: Sequence[Collected]) -> Fit:
     columns = np.stack([np.ones_like(times), steps, sent], axis=1) / times[:, None]
     used = [0, 1, 2] if len(set(steps)) > 1 else [0, 2]
     while True:
-        found, *_ = np.linalg.lstsq(columns[:, used], np.ones_like(times), rcond=None)
-        if (found >= 0).all() or len(used) == 1:
+        solution, *_ = np.linalg.lstsq(columns[:, used], np.ones_like(times), rcond=None)
+        if (solution >= 0).all() or len(used) == 1:
             break
-        used = [column for column, value in zip(used, found, strict=True) if value >= 0] or [2]
-    value = dict.fromkeys((0, 1, 2), 0.0) | dict(zip(used, found.tolist(), strict=True))
+        used = [column for column, value in zip(used, solution, strict=True) if value >= 0] or [2]
+    value = dict.fromkeys((0, 1, 2), 0.0) | dict(zip(used, solution.tolist(), strict=True))
     error = float(np.abs(columns @ [value[0], value[1], value[2]] - 1).mean())
     return Fit(1 / max(value[2], 1e-15), value[1], value[0], error)
 
@@ -201,7 +201,7 @@ def _groups(devices: Sequence[Any], here: Cluster) -> dict[str, list[list[list[A
     if node > 1:
         groups["inside"] = [nodes]
         if node > 2 and node % 2 == 0 and (here.chip.inside is None or here.chip.inside.kind == "switch"):
-            groups["inside"].append([one[i : i + 2] for one in nodes for i in range(0, node, 2)])
+            groups["inside"].append([node_devices[i : i + 2] for node_devices in nodes for i in range(0, node, 2)])
     if len(nodes) > 1:
         groups["between"] = [[list(across) for across in zip(*nodes, strict=True)]]
     return groups

@@ -29,8 +29,8 @@ def default_shape(chip: Chip, num_chips: int, name: str) -> tuple[int, ...]:
       >>> [default_shape(chip_named(name), 128, "") for name in ("v5p", "v5e")]
       [(4, 4, 8), (8, 16)]
     """
-    found = _shapes(chip, num_chips)
-    if found is None:
+    shapes = _shapes(chip, num_chips)
+    if shapes is None:
         count = range(1, math.prod(_largest(chip)) + 1)
         near = [n for n in sorted(count, key=lambda n: abs(n - num_chips))[:64] if _shapes(chip, n)][:2]
         devices = " or ".join(f"{chip.name}:{n * chip.devices_per_chip}" for n in sorted(near))
@@ -44,7 +44,7 @@ def default_shape(chip: Chip, num_chips: int, name: str) -> tuple[int, ...]:
             where=f"cluster '{name}'; a slice has at most {shape_text(_largest(chip))} chips",
             fix=devices,
         )
-    return found
+    return shapes
 
 
 def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
@@ -79,9 +79,9 @@ def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
 
 
 def _shapes(chip: Chip, num_chips: int) -> tuple[int, ...] | None:
-    found = [shape for shape in _factors(num_chips, sorted(_largest(chip))) if _possible(chip, shape)]
+    shapes = [shape for shape in _factors(num_chips, sorted(_largest(chip))) if _possible(chip, shape)]
     by_whole = bool(chip.inside and chip.inside.wrap_multiple)
-    return min(found, key=lambda shape: (by_whole and not all(_wraps(chip, shape)), sum(shape)), default=None)
+    return min(shapes, key=lambda shape: (by_whole and not all(_wraps(chip, shape)), sum(shape)), default=None)
 
 
 def _factors(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]:

@@ -62,16 +62,16 @@ def place(
 
 def joined(parts: list[Part], shape: tuple[int, ...], wraps: tuple[bool, ...]) -> list[Part]:
     """Parts of one dim that continue each other, as one: two halves of a ring are the ring."""
-    found: list[Part] = []
+    merged: list[Part] = []
     for part in sorted(parts, key=lambda part: (part.dim, part.stride)):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last and last.dim == part.dim and last.stride * last.size == part.stride:
             size = last.size * part.size
             closes = part.dim >= 0 and wraps[part.dim] and last.stride * size == shape[part.dim]
-            found[-1] = Part(part.dim, last.stride, size, closes)
+            merged[-1] = Part(part.dim, last.stride, size, closes)
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged
 
 
 def _whole(size: int, left: list[tuple[int, int]]) -> list[dict[int, int]]:

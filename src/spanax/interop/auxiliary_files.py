@@ -21,12 +21,12 @@ def auxiliary_files(folder: Path) -> list[Path]:
       DataError: one of them is a link out of the folder, or far too large.
     """
     names = (*IMPORTED[:-1], *((INDEX,) if not (folder / SINGLE).exists() else ()))
-    found = [folder / name for name in names if (folder / name).exists() or (folder / name).is_symlink()]
-    for path in found:
+    paths = [folder / name for name in names if (folder / name).exists() or (folder / name).is_symlink()]
+    for path in paths:
         size = inside(path, folder).stat().st_size
         if size > MODEL_FILE_BYTES:
             raise DataError(f"'{path}' has {size:,} bytes, and at most {MODEL_FILE_BYTES:,} are taken along.")
-    return found
+    return paths
 
 
 @contextmanager

@@ -36,24 +36,24 @@ def read_config(folder: Path, name: str, family: Family) -> Any:
         what = f"'{folder}' has no {CONFIG}, which says what model the weights are of."
         raise DataError(what, fix="put the model's own beside its weights")
     try:
-        found = read_json(inside(path, folder))
-        if not isinstance(found, dict):
+        config = read_json(inside(path, folder))
+        if not isinstance(config, dict):
             raise ValueError("it is no object")
     except DataError:
         raise
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read '{path}'.", where=first_line(error)) from None
-    kind = found.get("model_type")
+    kind = config.get("model_type")
     if kind not in family.kinds:
-        fitting = [one for one, tables in FAMILIES.items() if kind in tables.kinds]
+        fitting = [family_name for family_name, tables in FAMILIES.items() if kind in tables.kinds]
         what = f"'{path}' is of a model of type {repr(kind)[:60]}, and is to be read as '{name}'."
         raise DataError(what, fix=f"--as {fitting[0]}" if fitting else f"a model of type {', '.join(family.kinds)}")
-    found = _as_written(found)
+    config = _as_written(config)
     for key, allowed in family.fixed.items():
-        if (value := found.get(key, allowed[0])) not in allowed:
+        if (value := config.get(key, allowed[0])) not in allowed:
             what = f"'{path}' says {key} {repr(value)[:60]}, and spanax.models.{family.model[0]} has it one way only."
             raise DataError(what, where=f"{key}: {' or '.join(map(repr, allowed))}")
-    return _shape(path, name, family, found)
+    return _shape(path, name, family, config)
 
 
 def config_json(family: Family, config: Any, dtype: str) -> dict[str, Any]:
@@ -67,28 +67,28 @@ def config_json(family: Family, config: Any, dtype: str) -> dict[str, Any]:
     """
     implied = {kind: all(getattr(config, k) == v for k, v in says.items()) for kind, says in family.implied.items()}
     kind = [kind for kind, holds in implied.items() if holds and kind != "mistral"][-1]
-    said = {setting.theirs: getattr(config, setting.name) for setting in family.settings}
-    said |= {key: allowed[0] for key, allowed in family.fixed.items()}
+    entries = {setting.theirs: getattr(config, setting.name) for setting in family.settings}
+    entries |= {key: allowed[0] for key, allowed in family.fixed.items()}
     if family.model[0] == "llama":
-        said |= _rope_json(config)
-        said["head_dim"] = config.head_dim or config.embed_dim // config.num_heads
-    if "num_labels" in said:
-        labels = {str(number): f"LABEL_{number}" for number in range(said.pop("num_labels"))}
-        said |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
-    return {"architectures": [family.kinds[kind]], "model_type": kind, "dtype": dtype, **said}
+        entries |= _rope_json(config)
+        entries["head_dim"] = config.head_dim or config.embed_dim // config.num_heads
+    if "num_labels" in entries:
+        labels = {str(number): f"LABEL_{number}" for number in range(entries.pop("num_labels"))}
+        entries |= {"id2label": labels, "label2id": {label: int(number) for number, label in labels.items()}}
+    return {"architectures": [family.kinds[kind]], "model_type": kind, "dtype": dtype, **entries}
 
 
-def _shape(path: Path, name: str, family: Family, found: Mapping[str, Any]) -> Any:
+def _shape(path: Path, name: str, family: Family, config: Mapping[str, Any]) -> Any:
     """Our shape, every number of it held against what a shape may be."""
     model, kind = MODELS[name]
     known = {field.name for field in fields(kind)}
-    values: dict[str, Any] = dict(family.implied[found["model_type"]])
+    values: dict[str, Any] = dict(family.implied[config["model_type"]])
     for setting in family.settings:
-        value = found.get(setting.theirs, setting.default)
+        value = config.get(setting.theirs, setting.default)
         if value is not None:
             values[setting.name] = value
     if family.model[0] == "llama":
-        values |= _rope(path, found)
+        values |= _rope(path, config)
     try:
         shape: Any = parsed(kind, {key: value for key, value in values.items() if key in known})
         numbers = [getattr(shape, key) for key in known]
@@ -103,27 +103,27 @@ def _shape(path: Path, name: str, family: Family, found: Mapping[str, Any]) -> A
     return shape
 
 
-def _as_written(found: Mapping[str, Any]) -> dict[str, Any]:
+def _as_written(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same in one way, where transformers has had several."""
-    found = dict(found)
-    if found.get("use_sliding_window") is False:
-        found["sliding_window"] = None
-    if isinstance(labels := found.get("id2label"), dict):
-        found.setdefault("num_labels", len(labels))
-    rope = found.get("rope_parameters") or {}
+    config = dict(config)
+    if config.get("use_sliding_window") is False:
+        config["sliding_window"] = None
+    if isinstance(labels := config.get("id2label"), dict):
+        config.setdefault("num_labels", len(labels))
+    rope = config.get("rope_parameters") or {}
     if isinstance(rope, dict) and "rope_theta" in rope:
-        found["rope_theta"] = rope["rope_theta"]
+        config["rope_theta"] = rope["rope_theta"]
     for key in ("rope_theta", "rms_norm_eps", "layer_norm_eps"):
-        if type(found.get(key)) is int:
-            found[key] = float(found[key])
-    return found
+        if type(config.get(key)) is int:
+            config[key] = float(config[key])
+    return config
 
 
-def _rope(path: Path, found: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """How rotary positions are stretched, if they are."""
     from spanax.models.llama import RopeScaling
 
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else repr(rope)
     if kind == "default":
         return {}

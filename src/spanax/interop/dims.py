@@ -39,9 +39,9 @@ def ours(dims: str, tensor: np.ndarray, into: np.ndarray, at: int) -> None:
         return
     left, right = _parsed(dims)
     sizes = dict(zip(right, into.shape, strict=True))
-    flat, kept = list(chain(*left)), [name for name in right if name != ALONG]
+    flat, axes = list(chain(*left)), [name for name in right if name != ALONG]
     apart = tensor.reshape([sizes[name] for name in flat])
-    _part(right, into, at)[...] = apart.transpose([flat.index(name) for name in kept])
+    _part(right, into, at)[...] = apart.transpose([flat.index(name) for name in axes])
 
 
 def theirs(dims: str, array: np.ndarray, at: int) -> np.ndarray:
@@ -54,8 +54,8 @@ def theirs(dims: str, array: np.ndarray, at: int) -> np.ndarray:
     if not dims:
         return array
     left, right = _parsed(dims)
-    flat, kept = list(chain(*left)), [name for name in right if name != ALONG]
-    part = _part(right, array, at).transpose([kept.index(name) for name in flat])
+    flat, axes = list(chain(*left)), [name for name in right if name != ALONG]
+    part = _part(right, array, at).transpose([axes.index(name) for name in flat])
     return part.reshape(their_shape(dims, array.shape))
 
 
@@ -69,4 +69,4 @@ def _parsed(dims: str) -> tuple[list[list[str]], list[str]]:
     """The dims of a tensor, each with those of ours that it holds, and the dims of ours."""
     left, _, right = dims.partition(" -> ")
     groups = re.findall(r"\(([^)]*)\)|(\S+)", left)
-    return [(several or one).split() for several, one in groups], right.split()
+    return [(several or single).split() for several, single in groups], right.split()

@@ -133,7 +133,7 @@ def export_weights(
     arrays = arrays_of(tables, params_of(kind, config))
     saved_as = _saved(source, arrays)
     listed = _listed(tables, arrays, source, saved_as, origin, dtype)
-    dtypes = tuple(sorted({one.dtype for one in listed.values()}))
+    dtypes = tuple(sorted({tensor.dtype for tensor in listed.values()}))
     imported = None if origin.folder is None else _read_config(origin.folder)  # raises before gigabytes are written
     with writing(out):
         index = _kept_index(listed, origin)
@@ -160,14 +160,16 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
     if name is None:
         raise SpanaxError(f"nothing says what model '{checkpoint}' is of.", fix="--workload NAME, or file.py:name")
     if is_imported(Path(name)):
-        found, config = read_shape(Path(name))
-        if found != kind:
-            raise SpanaxError(f"'{checkpoint}' is of a model that was imported as {found}.", fix=f"--as {found}")
+        kind_of_folder, config = read_shape(Path(name))
+        if kind_of_folder != kind:
+            raise SpanaxError(
+                f"'{checkpoint}' is of a model that was imported as {kind_of_folder}.", fix=f"--as {kind_of_folder}"
+            )
         return _Origin(config, *read_names(Path(name)), Path(name))
     model = nnx.eval_shape(lambda: load(name).build(nnx.Rngs(0)))
     config = getattr(model, "config", None)
     if not isinstance(model, MODELS[kind][0]) or not isinstance(config, MODELS[kind][1]):
-        fitting = [one for one, (model_kind, _) in MODELS.items() if isinstance(model, model_kind)]
+        fitting = [name_of_kind for name_of_kind, (model_kind, _) in MODELS.items() if isinstance(model, model_kind)]
         what = f"'{name}' is a {type(model).__name__}, and cannot be written as '{kind}'."
         raise SpanaxError(what, fix=f"--as {fitting[0]}" if fitting else f"a model of {', '.join(MODELS)}")
     return _Origin(config)
@@ -175,16 +177,16 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
 
 def _fitted(kind: str, config: Any, saved: Mapping[str, str]) -> Any:
     """The shape with as many tokens and positions as were saved: a run's own data and settings may say both."""
-    found = {}
+    fitted = {}
     if kind != "vit" and "embed" in saved:
-        found["vocab_size"] = _shape(saved["embed"])[0]
+        fitted["vocab_size"] = _shape(saved["embed"])[0]
     if kind == "gpt2" and "positions" in saved:
-        found["seq_len"] = _shape(saved["positions"])[0]
-    return replace(config, **found)
+        fitted["seq_len"] = _shape(saved["positions"])[0]
+    return replace(config, **fitted)
 
 
-def _shape(told: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in told.partition("[")[2].rstrip("]").split(",") if size)
+def _shape(summary: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in summary.partition("[")[2].rstrip("]").split(",") if size)
 
 
 def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, int | None]]:
@@ -193,7 +195,7 @@ def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, 
     Raises:
       DataError: one is missing, or has another shape.
     """
-    found: dict[str, tuple[str, int | None]] = {}
+    saved_names: dict[str, tuple[str, int | None]] = {}
     num_layers, odd = Counter(array.weight.path for array in arrays), []
     for array in arrays:
         path, number, shape = array.path, None, array.shape
@@ -204,14 +206,14 @@ def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, 
         has = source.saved.get(path, "nothing")
         if _shape(has) != shape or has == "nothing":
             odd.append(f"{path}: wanted {list(shape)}, has {has}")
-        found[array.path] = (path, number)
-    for path in sorted(source.saved.keys() - {path for path, _ in found.values()}):
+        saved_names[array.path] = (path, number)
+    for path in sorted(source.saved.keys() - {path for path, _ in saved_names.values()}):
         odd.append(f"{path}: wanted nothing, has {source.saved[path]}")
     if odd:
         odd = list(dict.fromkeys(odd))
         what = f"checkpoint step {source.step} is of another model: {len(odd)} arrays differ."
         raise DataError(what, where=f"{source.folder}: {'; '.join(odd[:3])}", fix="--workload, what it was trained as")
-    return found
+    return saved_names
 
 
 def _listed(
@@ -223,14 +225,16 @@ def _listed(
     dtype: str | None,
 ) -> dict[str, _Named]:
     """Every tensor that is to be written, by its name."""
-    found: dict[str, _Named] = {}
+    tensors: dict[str, _Named] = {}
     for array in arrays:
-        own = dtype or source.saved[saved_as[array.path][0]].partition("[")[0]
+        tensor_dtype = dtype or source.saved[saved_as[array.path][0]].partition("[")[0]
         for at, name in enumerate(array.names):
             called = name.removeprefix(tables.prefix) if origin.is_bare else name
             names = [called, *(copy for copy in origin.twice if name == tables.tied[1])]
-            found |= {one: _Named(one, array, at, array.their_shape, own) for one in names}
-    return found
+            tensors |= {
+                tensor_name: _Named(tensor_name, array, at, array.their_shape, tensor_dtype) for tensor_name in names
+            }
+    return tensors
 
 
 def _kept_index(listed: Mapping[str, _Named], origin: _Origin) -> dict[str, str] | None:
@@ -245,7 +249,7 @@ def _files(listed: Mapping[str, _Named], index: dict[str, str] | None, file_byte
     """Which tensors go into which file: as they came, or as many as have room."""
     if index is not None:
         return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
-    parts = split([(name, one.num_bytes) for name, one in listed.items()], file_bytes)
+    parts = split([(name, tensor.num_bytes) for name, tensor in listed.items()], file_bytes)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
     return {f"model-{at:05}-of-{len(parts):05}.safetensors": names for at, names in enumerate(parts, 1)}
@@ -260,8 +264,8 @@ def _write(
 ) -> None:
     """Write every tensor to its place, each array of the checkpoint read once."""
     parts: dict[str, list[_Named]] = {}
-    for one in listed.values():
-        parts.setdefault(saved_as[one.array.path][0], []).append(one)
+    for tensor in listed.values():
+        parts.setdefault(saved_as[tensor.array.path][0], []).append(tensor)
     with ExitStack() as stack:
         writers: dict[str, Writer] = {}
         for file, names in files.items():
@@ -269,20 +273,20 @@ def _write(
             writers |= dict.fromkeys(names, writer)
         for path, named in parts.items():
             array = _read(source, path)
-            for one in named:
-                _, number = saved_as[one.array.path]
+            for tensor in named:
+                _, number = saved_as[tensor.array.path]
                 part = array if number is None else array[number]
-                writers[one.name].put(
-                    one.name, theirs(one.array.weight.dims, part, one.at).astype(one.dtype, copy=False)
+                writers[tensor.name].put(
+                    tensor.name, theirs(tensor.array.weight.dims, part, tensor.at).astype(tensor.dtype, copy=False)
                 )
             del array, part  # before the next is read
 
 
 def _read(source: weights.Source, path: str) -> np.ndarray:
     """An array of a checkpoint on the host."""
-    told = source.saved[path]
+    summary = source.saved[path]
     # What it is to be like, without memory; as an array of JAX's it would be there twice for a while.
-    target = np.broadcast_to(np.zeros((), told.partition("[")[0]), _shape(told))
+    target = np.broadcast_to(np.zeros((), summary.partition("[")[0]), _shape(summary))
     return source.read({path: target})[path]
 
 
@@ -293,8 +297,8 @@ def _write_index(
     if came_with is not None:
         copy_out(came_with, IMPORTED[-1], out)
         return
-    num_params = sum(math.prod(one.shape) for one in listed.values())
-    num_bytes = sum(one.num_bytes for one in listed.values())
+    num_params = sum(math.prod(tensor.shape) for tensor in listed.values())
+    num_bytes = sum(tensor.num_bytes for tensor in listed.values())
     home = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_parameters": num_params, "total_size": num_bytes}, "weight_map": home}
     (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -92,16 +92,16 @@ def import_weights(
     """
     tables, source, out = family(kind), Path(source), Path(out)
     check_dtype(dtype)
-    found = tensors(source)
+    stored = tensors(source)
     folder = source if source.is_dir() else source.parent
     config = read_config(folder, kind, tables)
-    if config.num_layers > len(found):
-        what = f"'{folder / 'config.json'}' says {config.num_layers:,} layers, and there are {len(found)} tensors."
+    if config.num_layers > len(stored):
+        what = f"'{folder / 'config.json'}' says {config.num_layers:,} layers, and there are {len(stored)} tensors."
         raise DataError(what, fix="the config.json that belongs to these weights")
     arrays = arrays_of(tables, params_of(kind, config))
-    match = match_tensors(tables, arrays, found, str(source))
+    match = match_tensors(tables, arrays, stored, str(source))
     if match.twice:
-        _check_equal(found[match.twice[0]], match.tensors[tables.tied[1]], match.twice[0])
+        _check_equal(stored[match.twice[0]], match.tensors[tables.tied[1]], match.twice[0])
     dtypes = _dtypes(arrays, match, dtype)
     parts = {
         array.path: weights.Part(array.shape, np.dtype(dtypes[array.path]), partial(_made, array, match, dtypes))
@@ -115,9 +115,9 @@ def import_weights(
         plan = _plan(kind, config, out, dtypes)
         weights.write(out, parts, plan_json=plan.to_json(), meta={"imported": {"kind": kind, "from": source.name}})
     num_params = sum(math.prod(array.shape) for array in arrays)
-    told = tuple(sorted(set(dtypes.values())))
+    dtype_names = tuple(sorted(set(dtypes.values())))
     names = tuple(path.name for path in beside)
-    return Imported(kind, str(out), num_params, len(found), told, match.left_out, match.twice, names)
+    return Imported(kind, str(out), num_params, len(stored), dtype_names, match.left_out, match.twice, names)
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -151,7 +151,7 @@ def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[
     Raises:
       DataError: they have several.
     """
-    found: dict[str, str] = {}
+    dtype_by_name: dict[str, str] = {}
     alike: dict[str, tuple[str, str]] = {}
     for array in arrays:
         for name in array.names:
@@ -162,8 +162,8 @@ def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[
                     where="layers of one model, which are kept as one array",
                     fix=f"--dtype {DTYPES[0]}",
                 )
-        found[array.path] = dtype or alike[array.weight.path][1]
-    return found
+        dtype_by_name[array.path] = dtype or alike[array.weight.path][1]
+    return dtype_by_name
 
 
 def _plan(kind: str, config: Any, folder: Path, dtypes: Mapping[str, str]) -> spanax.Plan:

@@ -80,17 +80,17 @@ def _dims(leaf: Placement) -> list[tuple[str | None, Split]]:
 
 def _called(counts: Counter[tuple[str | None, Split]]) -> dict[tuple[str | None, Split], str]:
     """What every pair of an axis and a way to split it is called; an unnamed dim that is whole needs no name."""
-    found: dict[tuple[str | None, Split], str] = {}
+    names_by_split: dict[tuple[str | None, Split], str] = {}
     for axis, by in sorted(counts, key=lambda pair: -counts[pair]):
         if axis is None and not by:
             continue
         name = axis or "dim"
-        if name in found.values() or axis is None:
+        if name in names_by_split.values() or axis is None:
             name += "_" + ("_".join(by) or "whole")
-        while name in found.values():
+        while name in names_by_split.values():
             name += "_"
-        found[axis, by] = name
-    return found
+        names_by_split[axis, by] = name
+    return names_by_split
 
 
 def _once(names: list[str | None]) -> list[str | None]:

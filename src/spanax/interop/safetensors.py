@@ -62,18 +62,18 @@ class Tensor:
         Raises:
           DataError: the file has become shorter, or cannot be read.
         """
-        found = np.empty(self.shape, self.dtype)
+        array = np.empty(self.shape, self.dtype)
         try:
             with open(self.file, "rb", buffering=0) as file:
                 file.seek(self.start)
-                into = found.reshape(-1).view(np.uint8).data
+                into = array.reshape(-1).view(np.uint8).data
                 while len(into) and (count := file.readinto(into)):
                     into = into[count:]
         except OSError as error:
             raise DataError(f"cannot read '{self.file}'.", where=first_line(error)) from None
         if len(into):
             raise DataError(f"'{self.file}' has become shorter while it was read.")
-        return found
+        return array
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
@@ -89,21 +89,21 @@ def tensors(path: Path) -> dict[str, Tensor]:
     if (path / SINGLE).exists() or not (path / INDEX).exists():
         single = path / SINGLE
         return _header(inside(single, path)) if single.exists() else _refuse(path)
-    found: dict[str, Tensor] = {}
+    by_name: dict[str, Tensor] = {}
     listed = read_index(path)
     for name in dict.fromkeys(listed.values()):
         for tensor, place in _header(inside(path / name, path)).items():
             if listed.get(tensor) != name:
                 where = f"'{INDEX}' has it in '{listed.get(tensor)}'" if tensor in listed else f"not in '{INDEX}'"
                 raise DataError(f"'{name}' holds the tensor '{tensor[:200]}'.", where=where)
-            found[tensor] = place
-    lost = [tensor for tensor in listed if tensor not in found]
+            by_name[tensor] = place
+    lost = [tensor for tensor in listed if tensor not in by_name]
     if lost:
         raise DataError(
             f"{len(lost)} tensors are not in the files that '{INDEX}' names.",
             where=", ".join(f"{tensor[:100]} in {listed[tensor][:100]}" for tensor in lost[:3]),
         )
-    return found
+    return by_name
 
 
 def inside(path: Path, folder: Path) -> Path:
@@ -165,8 +165,8 @@ class Writer:
 
     def put(self, name: str, tensor: np.ndarray) -> None:
         """Write one tensor to its place."""
-        wanted = self._left.pop(name)
-        assert (tensor.shape, str(tensor.dtype)) == (tuple(wanted.shape), str(wanted.dtype)), name
+        entry = self._left.pop(name)
+        assert (tensor.shape, str(tensor.dtype)) == (tuple(entry.shape), str(entry.dtype)), name
         rest = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
         self._file.seek(self._starts[name])
         while len(rest):

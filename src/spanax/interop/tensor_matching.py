@@ -46,19 +46,19 @@ def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Arr
       [('blocks.0.attention_norm.scale', (8,), 'transformer.h.0.ln_1.weight'), \
 ('blocks.1.attention_norm.scale', (8,), 'transformer.h.1.ln_1.weight')]
     """
-    left, found = dict(params), []
+    left, arrays = dict(params), []
     for weight in family.weights:
         shape = left.pop(weight.path.replace(".*", ""), None)
         if shape is not None and ".*" not in weight.path:
-            found.append(Array(weight.path, shape, weight, weight.names))
+            arrays.append(Array(weight.path, shape, weight, weight.names))
         elif shape is not None:
             for number in map(str, range(shape[0])):
                 names = tuple(name.replace("*", number) for name in weight.names)
-                found.append(Array(weight.path.replace("*", number), shape[1:], weight, names))
+                arrays.append(Array(weight.path.replace("*", number), shape[1:], weight, names))
     if left:
         what = f"the model has {len(left)} parameters without a name at Hugging Face."
         raise DataError(what, where=", ".join(sorted(left)[:SHOWN]))
-    return found
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -78,50 +78,52 @@ class TensorMatch:
     is_bare: bool
 
 
-def match_tensors(family: Family, arrays: list[Array], found: Mapping[str, Any], where: str) -> TensorMatch:
+def match_tensors(family: Family, arrays: list[Array], tensors: Mapping[str, Any], where: str) -> TensorMatch:
     """The tensors of a file, every one of them accounted for.
 
     Raises:
       DataError: some are missing, too many, or of another shape or dtype.
     """
-    wanted = {name: array for array in arrays for name in array.names}
-    is_bare = not any(name.startswith(family.prefix) for name in found)
-    whole = {family.prefix + name if is_bare and name not in wanted else name: one for name, one in found.items()}
+    named = {name: array for array in arrays for name in array.names}
+    is_bare = not any(name.startswith(family.prefix) for name in tensors)
+    whole = {
+        family.prefix + name if is_bare and name not in named else name: tensor for name, tensor in tensors.items()
+    }
     copy, original = family.tied
-    twice = (copy,) if copy in found and copy not in wanted and original in whole else ()
-    patterns = {name: _pattern(name) for name in whole if name not in wanted}
+    twice = (copy,) if copy in tensors and copy not in named and original in whole else ()
+    patterns = {name: _pattern(name) for name in whole if name not in named}
     left_out = Counter(pattern for pattern in patterns.values() if pattern in family.left_out)
     unknown = [name for name, pattern in patterns.items() if pattern not in family.left_out]
-    _check(wanted, whole, [name for name in unknown if name.removeprefix(family.prefix) not in twice], where)
-    return TensorMatch({name: whole[name] for name in wanted}, dict(left_out), twice, is_bare)
+    _check(named, whole, [name for name in unknown if name.removeprefix(family.prefix) not in twice], where)
+    return TensorMatch({name: whole[name] for name in named}, dict(left_out), twice, is_bare)
 
 
 def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _check(wanted: Mapping[str, Array], whole: Mapping[str, Any], unknown: list[str], where: str) -> None:
-    missing = [name for name in wanted if name not in whole]
+def _check(named: Mapping[str, Array], whole: Mapping[str, Any], unknown: list[str], where: str) -> None:
+    missing = [name for name in named if name not in whole]
     if missing or unknown:
         counts = [f"{len(names)} {word}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names]
         listed = [f"{word}: {_listed(names)}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names]
         raise DataError(
-            f"'{where}' is not what its config.json describes: {' and '.join(counts)} of {len(wanted)} tensors.",
+            f"'{where}' is not what its config.json describes: {' and '.join(counts)} of {len(named)} tensors.",
             where="; ".join(listed),
             fix=_likely(missing, unknown),
         )
-    odd = [name for name, array in wanted.items() if tuple(whole[name].shape) != array.their_shape]
+    odd = [name for name, array in named.items() if tuple(whole[name].shape) != array.their_shape]
     if odd:
-        told = (f"{name} is {whole[name].shape}, not {wanted[name].their_shape}" for name in odd[:SHOWN])
+        mismatches = (f"{name} is {whole[name].shape}, not {named[name].their_shape}" for name in odd[:SHOWN])
         raise DataError(
             f"'{where}' is not what its config.json describes: {len(odd)} tensors have another shape.",
-            where="; ".join(told),
+            where="; ".join(mismatches),
             fix="the config.json that belongs to these weights",
         )
-    whole_numbers = [name for name in wanted if "float" not in str(whole[name].dtype)]
+    whole_numbers = [name for name in named if "float" not in str(whole[name].dtype)]
     if whole_numbers:
         raise DataError(
-            f"'{where}' holds weights that are no floating numbers: {len(whole_numbers)} of {len(wanted)} tensors.",
+            f"'{where}' holds weights that are no floating numbers: {len(whole_numbers)} of {len(named)} tensors.",
             where="; ".join(f"{name} is {whole[name].dtype}" for name in whole_numbers[:SHOWN]),
             fix="the weights before they were quantized",
         )

@@ -20,7 +20,7 @@ from spanax.stack.stack import Stack
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; scanned layers are stacked, and compile in a time that does not grow with depth."""
+    """The configuration of a GPT; with `scan_layers`, layers are stacked and compile time does not grow with depth."""
 
     vocab_size: int
     seq_len: int
@@ -45,17 +45,17 @@ INIT, POSITIONS_INIT = nnx.initializers.normal(0.02), nnx.initializers.normal(0.
 
 
 def residual_init(config: GPTConfig) -> nnx.Initializer:
-    """Two projections a block add to the residual stream: shrink each so that its variance stays flat in depth."""
+    """Returns the initializer of a block's two residual projections, scaled so that variance does not grow in depth."""
     return nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
 
 
 def make_dropout(config: GPTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """A dropout layer; at rate 0 it holds no random state."""
+    """Returns a dropout layer, without random state if the rate is 0."""
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 class Attention(nnx.Module):
-    """Causal self-attention; heads are a dimension of their own in every parameter and value."""
+    """Causal self-attention; heads are a separate dim of every parameter and activation."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         D, heads = config.embed_dim, (config.num_heads, config.embed_dim // config.num_heads)
@@ -74,7 +74,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer block: attention, then an MLP four times as wide."""
+    """A pre-norm transformer block: attention, then an MLP four times as wide."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         D, F = config.embed_dim, 4 * config.embed_dim
@@ -92,7 +92,7 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Tokens in, logits out."""
+    """Maps tokens to logits."""
 
     def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
         self.config = config
@@ -117,12 +117,12 @@ class GPT(nnx.Module):
 
 
 def loss(model: GPT, batch: dict[str, jax.Array]) -> jax.Array:
-    """Mean next-token cross-entropy in float32; `batch` holds `inputs` and `targets`, int32 (B, T)."""
+    """Returns the mean next-token cross-entropy in float32; `batch` has `inputs` and `targets`, int32 (B, T)."""
     logits_BTV = model(batch["inputs"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"]).mean()
 
 
 def example_batch(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch for `loss`."""
+    """Returns the shapes and dtypes of a batch for `loss`."""
     tokens_BT = jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32)
     return {"inputs": tokens_BT, "targets": tokens_BT}

@@ -1,4 +1,4 @@
-"""Image classification: its loss, the shapes of its batches, and examples to start with, real and made-up."""
+"""Image classification: the loss, the shapes of batches, and two data sources, synthetic images and digits."""
 
 import dataclasses
 import functools
@@ -14,24 +14,27 @@ from spanax.errors import SpanaxError
 
 
 def loss(model: nnx.Module, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Mean cross-entropy in float32, and the accuracy; `batch` holds `images` and `labels`, int32 (B,)."""
+    """Returns the mean cross-entropy in float32, and the accuracy as a metric.
+
+    `batch` has `images`, (B, height, width, 3), and `labels`, int32 (B,).
+    """
     logits = model(batch["images"]).astype(jnp.float32)
     entropy = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
     return entropy, {"accuracy": jnp.mean(logits.argmax(-1) == batch["labels"])}
 
 
 def example_batch(batch_size: int, image_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch for `loss`."""
+    """Returns the shapes and dtypes of a batch for `loss`."""
     images = jax.ShapeDtypeStruct((batch_size, image_size, image_size, 3), jnp.float32)
     return {"images": images, "labels": jax.ShapeDtypeStruct((batch_size,), jnp.int32)}
 
 
 @dataclasses.dataclass(frozen=True)
 class MadeUpImages:
-    """Images that nobody took: each class is a coarse pattern, each example of it shifted and under noise.
+    """Synthetic images: each class is a coarse pattern, and each example shifts the pattern and adds noise.
 
-    They show that a model learns, and say nothing of how well it sees. Example `i` is the same at every reading;
-    two folds of other `first` share the patterns and no example. Without `labelled` there are the images alone.
+    They test whether a model learns, not how accurate it is on photographs. Example `i` is deterministic; sources with
+    different values of `first` share the patterns but no example. If `labelled` is False, examples have no labels.
 
     Example:
       >>> images = MadeUpImages(image_size=32, num_classes=10, num_examples=1000)
@@ -63,12 +66,12 @@ class MadeUpImages:
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """The 1,797 handwritten digits of scikit-learn, 8 x 8 pixels from -1 to 1; every fifth of them is held out.
+    """The 1,797 handwritten digits of scikit-learn, with pixels from -1 to 1; every fifth example is held out.
 
-    Grey, in three channels alike; each pixel becomes a square of them where `image_size` is a multiple of 8.
+    Images are gray, repeated in three channels. Each of the 8 x 8 pixels is repeated to fill `image_size`.
 
     Raises:
-      SpanaxError: scikit-learn is not installed, or it is no such size.
+      SpanaxError: scikit-learn is not installed, or `image_size` is not a multiple of 8.
 
     Example:
       >>> digits, held_out = Digits(), Digits(held_out=True)
@@ -99,10 +102,10 @@ class Digits:
     def _rows(self) -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import load_digits
 
-        found = load_digits()
-        is_held_out = np.arange(len(found.target)) % 5 == 0
-        taken = is_held_out if self.held_out else ~is_held_out
-        return found.images[taken], found.target[taken]
+        digits = load_digits()
+        is_held_out = np.arange(len(digits.target)) % 5 == 0
+        mask = is_held_out if self.held_out else ~is_held_out
+        return digits.images[mask], digits.target[mask]
 
 
 def _example(image: np.ndarray, label: int, labelled: bool) -> dict[str, np.ndarray]:

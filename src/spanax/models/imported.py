@@ -1,4 +1,4 @@
-"""Imported: the workload of a folder that `spanax import` wrote, whatever brought its weights there."""
+"""Workloads of folders that `spanax import` wrote."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,25 +19,25 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (llama.Llama, llama.LlamaConfig),
     "vit": (vit.ViT, vit.ViTConfig),
 }
-"""The models that weights are brought in for, each with what says its shape."""
+"""The supported models by kind: the module and its configuration class."""
 
 SEQ_LEN = 4096
-"""Tokens in an example where nobody says how many: a model may know a hundred thousand positions."""
+"""The default limit of tokens per example, since a model may support a hundred thousand positions."""
 
 
 def shaped(
     kind: str, config: Any, folder: Path, *, batch_size: int | None = None, seq_len: int | None = None
 ) -> Workload:
-    """The workload of a model whose weights are in a folder: it begins from them, and reads text with its tokenizer.
+    """Returns the workload that fine-tunes the weights in a folder, with the folder's tokenizer for text.
 
     Raises:
-      SpanaxError: the model knows fewer positions than are asked for.
+      SpanaxError: `seq_len` exceeds the model's learned positions.
     """
     model, _ = MODELS[kind]
     build = partial(model, replace(config, remat=True))
-    own: dict[str, Any] = {"build": build, "learning_rate": 2e-5, "num_steps": 1000, "init": str(folder)}
+    options: dict[str, Any] = {"build": build, "learning_rate": 2e-5, "num_steps": 1000, "init": str(folder)}
     if kind == "vit":
-        return Workload(batch=images.example_batch(batch_size or 256, config.image_size), loss=images.loss, **own)
+        return Workload(batch=images.example_batch(batch_size or 256, config.image_size), loss=images.loss, **options)
     if kind == "gpt2" and (seq_len or 0) > config.seq_len:
         what = f"'{folder}' knows {config.seq_len} positions, and {seq_len} are asked for."
         raise SpanaxError(what, fix=f"--seq {config.seq_len}")
@@ -47,20 +47,20 @@ def shaped(
         source="python",
         tokenizer=str(folder / "tokenizer.json"),
         vocab_size=config.vocab_size,
-        **own,
+        **options,
     )
 
 
 def is_imported(folder: Path) -> bool:
-    """Whether a folder holds weights that were brought in."""
+    """Returns whether a folder contains imported weights."""
     return Folder.of(folder).kind(MODEL) is not None
 
 
 def read_shape(folder: Path) -> tuple[str, Any]:
-    """Which model the weights of a folder are of, and its shape.
+    """Reads the kind and the configuration of the model whose weights are in a folder.
 
     Raises:
-      DataError: it does not say.
+      DataError: the description is missing or invalid.
     """
     try:
         data = parse_json(Folder.of(folder).read(MODEL))
@@ -73,17 +73,17 @@ def read_shape(folder: Path) -> tuple[str, Any]:
 
 
 def from_folder(folder: Path) -> Callable[..., Workload]:
-    """What makes the workload of a folder of weights, in other sizes of its batch.
+    """Returns a function that builds the workload of a folder of weights for given batch sizes.
 
     Raises:
-      DataError: the folder does not say what model they are of.
+      DataError: the folder's description of the model is missing or invalid.
     """
     kind, shape = read_shape(folder)
 
     def of_images(batch_size: int | None = None) -> Workload:
         return shaped(kind, shape, folder, batch_size=batch_size)
 
-    # The trainer asks for the vocabulary of its tokenizer; that of the weights stays, and it compares them.
+    # The trainer passes its tokenizer's vocabulary size; the weights determine the model's, and the trainer compares.
     def of_text(batch_size: int | None = None, seq_len: int | None = None, vocab_size: int | None = None) -> Workload:
         return shaped(kind, shape, folder, batch_size=batch_size, seq_len=seq_len)
 

@@ -4,8 +4,8 @@ Shape suffixes: B batch, T positions, V vocab, D embed, F mlp, H heads, K head_d
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024 (arXiv 2407.21783), section 3.2 and table 3; Yang et
 al., "Qwen2 Technical Report", 2024 (arXiv 2407.10671), section 2.2 and table 1; Yang et al., "Qwen3 Technical
-Report", 2025 (arXiv 2505.09388), section 2 and table 1. What the papers leave out (Llama 3.2, head_dim, MLP widths,
-epsilon) is as in the config.json that each model was published with; `seq_len` is what it saw in most of its training.
+Report", 2025 (arXiv 2505.09388), section 2 and table 1. Values that the papers omit (Llama 3.2, head_dim, MLP widths,
+epsilon) are those of the published config.json; `seq_len` is the context length of most of the pretraining.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ from spanax.stack.stack import Stack
 class RopeScaling:
     """How Llama 3.1 stretches rotary positions to contexts longer than `original_len`.
 
-    Channels that turn fewer than `low` times in `original_len` positions turn `factor` times as slowly, those that
-    turn more than `high` times as ever, and those between in between.
+    Channels that rotate fewer than `low` times in `original_len` positions rotate `factor` times slower, those that
+    rotate more than `high` times are unchanged, and those between are interpolated.
 
     Source: `apply_scaling` of meta-llama/llama-models, models/llama3/model.py; Llama 3.2's factor is 32.
     """
@@ -37,10 +37,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama; `num_heads / num_kv_heads` queries share one key and value.
+    """The configuration of a Llama; `num_heads / num_kv_heads` queries share one key and value.
 
-    Heads share the width unless `head_dim` gives them one of their own. Qwen2 has `qkv_bias`, Qwen3 `qk_norm`, an
-    RMSNorm of each query and key; small models have `tied_embeddings` in the place of an output matrix of their own.
+    `head_dim` defaults to `embed_dim / num_heads`. Qwen2 sets `qkv_bias`; Qwen3 sets `qk_norm`, an RMSNorm of queries
+    and keys; small models set `tied_embeddings`, which reuses the embedding as the output matrix.
     """
 
     vocab_size: int
@@ -83,14 +83,14 @@ INIT = nnx.initializers.normal(0.02)
 
 
 def residual_init(num_layers: int) -> nnx.Initializer:
-    """Two projections a block add to the residual stream: shrink each so that its variance stays flat in depth."""
+    """Returns the initializer of a block's two residual projections, scaled so that variance does not grow in depth."""
     return nnx.initializers.normal(0.02 / (2 * num_layers) ** 0.5)
 
 
 def rotate(x_BTHK: jax.Array, theta: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """Turns pairs of channels, `i` and `i + K/2`, by an angle that grows with the position.
+    """Rotates pairs of channels, `i` and `i + K/2`, by an angle proportional to the position.
 
-    Source: Su et al., "RoFormer", 2021 (arXiv 2104.09864), in the order of channels that Hugging Face keeps them in.
+    Source: Su et al., "RoFormer", 2021 (arXiv 2104.09864), with Hugging Face's order of channels.
     """
     half = x_BTHK.shape[-1] // 2
     speed_K = theta ** (-jnp.arange(half) / half)
@@ -159,7 +159,7 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer block: attention, then the gated MLP."""
+    """A pre-norm transformer block: attention, then the gated MLP."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         D, out_init = config.embed_dim, residual_init(config.num_layers)
@@ -186,7 +186,7 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Tokens in, logits out."""
+    """Maps tokens to logits."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
         self.config = config
@@ -203,6 +203,6 @@ class Llama(nnx.Module):
 
 
 def loss(model: Llama, batch: dict[str, jax.Array]) -> jax.Array:
-    """Mean next-token cross-entropy in float32; `batch` holds `inputs` and `targets`, int32 (B, T)."""
+    """Returns the mean next-token cross-entropy in float32; `batch` has `inputs` and `targets`, int32 (B, T)."""
     logits_BTV = model(batch["inputs"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"]).mean()

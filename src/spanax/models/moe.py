@@ -1,6 +1,6 @@
-"""Mixtral, and Qwen3's experts, in plain Flax NNX: Llama's attention, and a choice of experts in the place of its MLP.
+"""Mixtral and Qwen3's mixture of experts in plain Flax NNX: Llama's attention, and routed experts in place of its MLP.
 
-Shape suffixes: B batch, T positions, V vocab, D embed, F mlp, E experts, C capacity (places an expert has for the
+Shape suffixes: B batch, T positions, V vocab, D embed, F mlp, E experts, C capacity (slots of an expert for the
 tokens of one example).
 
 Source: Jiang et al., "Mixtral of Experts", 2024 (arXiv 2401.04088), table 1; Yang et al., "Qwen3 Technical Report",
@@ -20,17 +20,17 @@ from spanax.models.llama import INIT, Attention, residual_init
 from spanax.stack.stack import Stack
 
 BALANCE_WEIGHT = 0.01
-"""How much the balance of the experts counts in the loss. Source: Fedus et al., 2021, section 2.2; Mixtral's own
-is not in its paper."""
+"""The weight of the load-balancing loss. Source: Fedus et al., 2021, section 2.2; Mixtral's paper does not state
+its weight."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """The shape of a mixture of experts; each token goes to `experts_per_token` of them.
+    """The configuration of a mixture of experts; each token is routed to `experts_per_token` experts.
 
-    An expert has room for `capacity_factor` times its share of an example's tokens, and the rest goes past it. Where
-    that is None no token is dropped, as in the published models: every expert computes every token, and those that
-    were not chosen count nothing, at `num_experts / experts_per_token` times the work.
+    An expert has `capacity_factor` times its share of an example's tokens as slots, and tokens beyond these are
+    dropped. If `capacity_factor` is None no token is dropped, as in the published models: every expert computes every
+    token, with a gate of 0 for experts that were not chosen, at `num_experts / experts_per_token` times the cost.
     """
 
     vocab_size: int
@@ -58,15 +58,15 @@ SIZES = {
         capacity_factor=None, head_dim=128, qk_norm=True, norm_epsilon=1e-6,
     ),
 }  # fmt: skip
-"""`8x7b` was trained on 32,768 tokens an example; the one-hot dispatch here grows with the square of that."""
+"""`8x7b` was trained on 32,768 tokens per example; the cost of one-hot dispatch is quadratic in this length."""
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which a router picks some for each token; tokens with a place travel by products with one-hots.
+    """Gated MLPs, some of which a router selects per token; tokens are dispatched by products with one-hot matrices.
 
     Source: the gates of Jiang et al., 2024, section 2.1; dispatch and combine of Lepikhin et al., "GShard", 2020
     (arXiv 2006.16668), section 2.2; the balance of Fedus et al., "Switch Transformers", 2021 (arXiv 2101.03961),
-    equation 4, divided by the number of experts a token has, so that 1 is even.
+    equation 4, divided by the number of experts per token, so that 1 is a uniform load.
     """
 
     def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
@@ -92,7 +92,7 @@ class Experts(nnx.Module):
         return y_BTD, {"balance": balance, "dropped": dropped}
 
     def _of_all(self, x_BTD: jax.Array, gates_BTE: jax.Array) -> jax.Array:
-        """Every expert on every token, weighted by its gate: no token is sorted, sent or dropped."""
+        """Applies every expert to every token, weighted by its gate: no token is sorted, dispatched or dropped."""
         gate_BTEF, up_BTEF = (jnp.einsum("BTD,EDF->BTEF", x_BTD, w[...]) for w in (self.gate, self.up))
         h_BTEF = jax.nn.silu(gate_BTEF) * up_BTEF * gates_BTE[..., None]
         return jnp.einsum("BTEF,EFD->BTD", h_BTEF, self.down[...])
@@ -100,10 +100,10 @@ class Experts(nnx.Module):
     def _with_places(
         self, x_BTD: jax.Array, gates_BTE: jax.Array, chosen_BTE: jax.Array, capacity_factor: float
     ) -> tuple[jax.Array, jax.Array]:
-        """Each expert on as many tokens as it has places; and the share of the routed tokens that found none."""
+        """Applies each expert to the tokens in its slots; also returns the share of routed tokens that are dropped."""
         num_tokens, num_experts = chosen_BTE.shape[1:]
         capacity = math.ceil(capacity_factor * self.num_chosen * num_tokens / num_experts)
-        # Places go by position, so that no token takes one from a token before it.
+        # Slots are assigned in order of position, so that the model stays causal.
         place_BTE = jnp.where(chosen_BTE > 0, jnp.cumsum(chosen_BTE, axis=1) - 1, -1)
         slots_BTEC = jax.nn.one_hot(place_BTE.astype(jnp.int32), min(capacity, num_tokens), dtype=x_BTD.dtype)
 
@@ -117,7 +117,7 @@ class Experts(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer block: attention, then experts; what it tells of itself is added up in the carry."""
+    """A pre-norm transformer block: attention, then experts; the carry sums the experts' metrics over the layers."""
 
     def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
         D, out_init = config.embed_dim, residual_init(config.num_layers)
@@ -139,12 +139,12 @@ class Block(nnx.Module):
     def __call__(self, carry: tuple[jax.Array, dict[str, jax.Array]]) -> tuple[jax.Array, dict[str, jax.Array]]:
         x_BTD, totals = carry
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        y_BTD, found = self.experts(self.mlp_norm(x_BTD))
-        return x_BTD + y_BTD, jax.tree.map(jnp.add, totals, found)
+        y_BTD, metrics = self.experts(self.mlp_norm(x_BTD))
+        return x_BTD + y_BTD, jax.tree.map(jnp.add, totals, metrics)
 
 
 class Mixtral(nnx.Module):
-    """Tokens in; out come logits, and the mean over the layers of what the experts tell of themselves."""
+    """Maps tokens to logits, and the means over the layers of the experts' metrics."""
 
     def __init__(self, config: MoEConfig, rngs: nnx.Rngs):
         self.config = config
@@ -161,10 +161,10 @@ class Mixtral(nnx.Module):
 
 
 def loss(model: Mixtral, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Mean next-token cross-entropy in float32 plus the weighted balance of the experts (1 is even).
+    """Returns the mean next-token cross-entropy in float32 plus the weighted load-balancing loss (1 if uniform).
 
-    The metrics are both parts, and `dropped`: the share of the routed tokens for which an expert had no place.
+    The metrics are both terms, and `dropped`: the share of routed tokens that exceed an expert's capacity.
     """
-    logits_BTV, found = model(batch["inputs"])
+    logits_BTV, metrics = model(batch["inputs"])
     entropy = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), batch["targets"]).mean()
-    return entropy + BALANCE_WEIGHT * found["balance"], {"cross_entropy": entropy} | found
+    return entropy + BALANCE_WEIGHT * metrics["balance"], {"cross_entropy": entropy} | metrics

@@ -1,8 +1,8 @@
 """ResNet-50 in plain Flax NNX: bottleneck blocks with BatchNorm.
 
 Source: He et al., "Deep Residual Learning", 2015 (arXiv 1512.03385), table 1, with projections where
-shapes differ (option B); strides in the 3 x 3 convolutions, the last norm of a block born zero and the weights of the
-classes drawn at 0.01 as in Goyal et al., 2017 (arXiv 1706.02677), section 5.1.
+shapes differ (option B); strides in the 3 x 3 convolutions, the last norm of a block initialized to zero and the
+classifier's weights to a standard deviation of 0.01 as in Goyal et al., 2017 (arXiv 1706.02677), section 5.1.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from flax import nnx
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig:
-    """The shape of a ResNet: how many blocks each stage has, and the channels of the first."""
+    """The configuration of a ResNet; `width` is the number of channels in the first stage."""
 
     image_size: int
     stage_sizes: tuple[int, ...]
@@ -31,7 +31,7 @@ INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 class ConvNorm(nnx.Module):
-    """A convolution without bias, then BatchNorm over the whole batch."""
+    """A convolution without bias, then BatchNorm over the global batch."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class ConvNorm(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.norm(self.conv(x)).astype(x.dtype)  # its averages are kept in float32, and make it so
+        return self.norm(self.conv(x)).astype(x.dtype)  # the norm's float32 statistics promote the result
 
 
 class Bottleneck(nnx.Module):
-    """Narrow, convolve, widen fourfold; the input is added, projected where its shape differs."""
+    """A bottleneck block: 1 x 1, 3 x 3 and 1 x 1 convolutions, with a residual that is projected if shapes differ."""
 
     def __init__(self, fan_in: int, width: int, stride: int, rngs: nnx.Rngs):
         fan_out = 4 * width
@@ -71,15 +71,15 @@ class Bottleneck(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """Images (B, height, width, 3) in, logits of the classes out."""
+    """Maps images (B, height, width, 3) to logits of the classes."""
 
     def __init__(self, config: ResNetConfig, rngs: nnx.Rngs):
         self.stem = ConvNorm(3, config.width, 7, rngs, stride=2)
         blocks, fan_in = [], config.width
         for stage, num_blocks in enumerate(config.stage_sizes):
             width = config.width * 2**stage
-            for at in range(num_blocks):
-                blocks.append(Bottleneck(fan_in, width, 2 if stage and not at else 1, rngs))
+            for index in range(num_blocks):
+                blocks.append(Bottleneck(fan_in, width, 2 if stage and not index else 1, rngs))
                 fan_in = 4 * width
         self.blocks = nnx.List(blocks)
         self.head = nnx.Linear(fan_in, config.num_classes, kernel_init=nnx.initializers.normal(0.01), rngs=rngs)

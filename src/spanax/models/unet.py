@@ -1,9 +1,9 @@
 """The U-Net of denoising diffusion (DDPM) in plain Flax NNX: residual blocks, GroupNorm, attention at one size.
 
-Shape suffixes: B batch, Y and X rows and columns of pixels, C channels, T places in an image, D what the time becomes.
+Shape suffixes: B batch, Y and X rows and columns of pixels, C channels, T positions in an image, D time embedding.
 
 Source: Ho et al., "Denoising Diffusion Probabilistic Models", 2020 (arXiv 2006.11239), sections 2 to 4 and appendix B;
-what the paper leaves out is as in its authors' code, hojonathanho/diffusion.
+details that the paper omits follow its authors' code, hojonathanho/diffusion.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from spanax import logged
 
 @dataclasses.dataclass(frozen=True)
 class UNetConfig:
-    """The shape of a U-Net, and its diffusion; each of `multipliers` is a level, half the size of the one before."""
+    """The configuration of a U-Net and its diffusion; each of `multipliers` is a level with half the image size."""
 
     image_size: int
     width: int
@@ -39,18 +39,18 @@ SIZES = {
 
 INIT = nnx.initializers.variance_scaling(1.0, "fan_avg", "uniform")
 LAST_INIT = nnx.initializers.variance_scaling(1e-10, "fan_avg", "uniform")
-"""Of what ends a residual branch, and of the output: as good as zero."""
+"""For the last layer of a residual branch and for the output: close to zero."""
 
 
 def conv(
     fan_in: int, fan_out: int, size: int, rngs: nnx.Rngs, stride: int = 1, init: nnx.Initializer = INIT
 ) -> nnx.Conv:
-    """A square convolution with bias that keeps the size of an image, or divides it by the stride."""
+    """Returns a square convolution with bias that divides the image size by the stride."""
     return nnx.Conv(fan_in, fan_out, (size, size), stride, padding="SAME", kernel_init=init, rngs=rngs)
 
 
 def embed_time(time_B: jax.Array, dim: int) -> jax.Array:
-    """Sines and cosines of the time, at frequencies from 1 down to 1 / 10,000."""
+    """Returns sines and cosines of the time, at frequencies from 1 down to 1 / 10,000."""
     frequencies = jnp.exp(-jnp.log(10_000.0) * jnp.arange(dim // 2) / (dim // 2 - 1))
     angles = time_B[:, None] * frequencies
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -77,7 +77,7 @@ class Residual(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Self-attention of every place in an image to every place, with one head."""
+    """Self-attention over the positions of an image, with one head."""
 
     def __init__(self, config: UNetConfig, width: int, rngs: nnx.Rngs):
         self.norm = nnx.GroupNorm(width, config.num_groups, epsilon=1e-6, rngs=rngs)
@@ -92,7 +92,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """A residual block, with attention after it where `size` is the one that has it."""
+    """A residual block, followed by attention if `size` is the configuration's `attention_size`."""
 
     def __init__(self, config: UNetConfig, size: int, fan_in: int, fan_out: int, rngs: nnx.Rngs):
         self.residual = Residual(config, fan_in, fan_out, rngs)
@@ -104,14 +104,14 @@ class Block(nnx.Module):
 
 
 class Level(nnx.Module):
-    """The blocks at one size of the image, and the convolution after which it is half as large, or twice."""
+    """The blocks at one image size, and the convolution that halves or doubles the size afterwards."""
 
     def __init__(self, blocks: list[Block], resize: nnx.Conv | None):
         self.blocks, self.resize = nnx.List(blocks), resize
 
 
 class UNet(nnx.Module):
-    """Noisy images (B, height, width, 3) and their times (B,) in, the noise in them out."""
+    """Maps noisy images (B, height, width, 3) and their times (B,) to the predicted noise."""
 
     def __init__(self, config: UNetConfig, rngs: nnx.Rngs):
         self.config = config
@@ -120,24 +120,24 @@ class UNet(nnx.Module):
         self.time_out = nnx.Linear(4 * width, 4 * width, kernel_init=INIT, rngs=rngs)
         self.enter = conv(3, width, 3, rngs)
 
-        levels = [(config.image_size >> at, width * times) for at, times in enumerate(config.multipliers)]
+        levels = [(config.image_size >> level, width * times) for level, times in enumerate(config.multipliers)]
         last_size, _ = levels[-1]
-        kept, down = [width], []  # the channels of what the way down keeps for the way up
+        skip_widths, down = [width], []  # the channels of the skip connections
         for size, fan_out in levels:
             blocks = []
             for _ in range(config.blocks_per_level):
-                blocks.append(Block(config, size, kept[-1], fan_out, rngs))
-                kept.append(fan_out)
+                blocks.append(Block(config, size, skip_widths[-1], fan_out, rngs))
+                skip_widths.append(fan_out)
             down.append(Level(blocks, conv(fan_out, fan_out, 3, rngs, stride=2) if size != last_size else None))
-            kept.extend([fan_out] if size != last_size else [])
-        fan_in = kept[-1]
+            skip_widths.extend([fan_out] if size != last_size else [])
+        fan_in = skip_widths[-1]
         self.middle_in, self.middle_out = (Residual(config, fan_in, fan_in, rngs) for _ in range(2))
         self.middle_attention = Attention(config, fan_in, rngs)
         up = []
         for size, fan_out in reversed(levels):
             blocks = []
             for _ in range(config.blocks_per_level + 1):
-                blocks.append(Block(config, size, fan_in + kept.pop(), fan_out, rngs))
+                blocks.append(Block(config, size, fan_in + skip_widths.pop(), fan_out, rngs))
                 fan_in = fan_out
             up.append(Level(blocks, conv(fan_out, fan_out, 3, rngs) if size != config.image_size else None))
         self.down, self.up = nnx.List(down), nnx.List(up)
@@ -148,29 +148,29 @@ class UNet(nnx.Module):
 
     def __call__(self, x_BYXC: jax.Array, time_B: jax.Array) -> jax.Array:
         time_BD = self.time_out(jax.nn.silu(self.time_in(embed_time(time_B, self.config.width))))
-        kept = [self.enter(x_BYXC)]
+        skips = [self.enter(x_BYXC)]
         for level in self.down:
             for block in level.blocks:
-                kept.append(block(kept[-1], time_BD))
+                skips.append(block(skips[-1], time_BD))
             if level.resize:
-                kept.append(level.resize(kept[-1]))
-        x_BYXC = self.middle_attention(self.middle_in(kept[-1], time_BD))
+                skips.append(level.resize(skips[-1]))
+        x_BYXC = self.middle_attention(self.middle_in(skips[-1], time_BD))
         x_BYXC = self.middle_out(x_BYXC, time_BD)
         for level in self.up:
             for block in level.blocks:
-                x_BYXC = block(jnp.concatenate([x_BYXC, kept.pop()], axis=-1), time_BD)
+                x_BYXC = block(jnp.concatenate([x_BYXC, skips.pop()], axis=-1), time_BD)
             if level.resize:
                 x_BYXC = level.resize(x_BYXC.repeat(2, axis=1).repeat(2, axis=2))
         return self.leave(jax.nn.silu(self.norm(x_BYXC)))
 
 
 def signal_share(config: UNetConfig) -> jax.Array:
-    """How much of an image's variance is left at each time: the paper's alpha bar, for betas on a line."""
+    """Returns the share of signal variance at each time: the paper's alpha bar, for linearly spaced betas."""
     return jnp.cumprod(1 - jnp.linspace(*config.betas, config.num_times))
 
 
 def loss(model: UNet, batch: dict[str, jax.Array]) -> jax.Array:
-    """Mean squared error of the noise that the model finds in `images`, from -1 to 1, at random times (equation 14)."""
+    """Returns the mean squared error of the predicted noise at random times (equation 14); `images` are in [-1, 1]."""
     images_BYXC = batch["images"]
     time_B = jax.random.randint(model.noise(), images_BYXC.shape[:1], 0, model.config.num_times)
     noise_BYXC = jax.random.normal(model.noise(), images_BYXC.shape, images_BYXC.dtype)
@@ -180,14 +180,14 @@ def loss(model: UNet, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def sample(model: UNet, key: jax.Array, num_images: int) -> jax.Array:
-    """Images out of noise, one time after the other (algorithm 2, with variances of beta)."""
+    """Samples images from noise (algorithm 2, with variances of beta)."""
     config = model.config
     betas, share = jnp.linspace(*config.betas, config.num_times), signal_share(config)
 
-    def denoise(at: jax.Array, x_BYXC: jax.Array) -> jax.Array:
-        time = config.num_times - 1 - at
-        found_BYXC = model(x_BYXC, jnp.full(num_images, time))
-        mean_BYXC = (x_BYXC - betas[time] / jnp.sqrt(1 - share[time]) * found_BYXC) / jnp.sqrt(1 - betas[time])
+    def denoise(step: jax.Array, x_BYXC: jax.Array) -> jax.Array:
+        time = config.num_times - 1 - step
+        noise_BYXC = model(x_BYXC, jnp.full(num_images, time))
+        mean_BYXC = (x_BYXC - betas[time] / jnp.sqrt(1 - share[time]) * noise_BYXC) / jnp.sqrt(1 - betas[time])
         fresh_BYXC = jax.random.normal(jax.random.fold_in(key, time), x_BYXC.shape)
         return mean_BYXC + jnp.where(time > 0, jnp.sqrt(betas[time]), 0) * fresh_BYXC
 
@@ -196,9 +196,9 @@ def sample(model: UNet, key: jax.Array, num_images: int) -> jax.Array:
 
 
 def adam(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
-    """Adam with 5,000 steps to warm up (a twentieth of a shorter run), and gradients clipped to a norm of 1.
+    """Returns Adam with 5,000 warmup steps (1/20 of a shorter run) and gradients clipped to a norm of 1.
 
-    Only its first moment may lie in another dtype: the second is a mean over 1,000 steps, which bfloat16 cannot hold.
+    `state_dtype` applies to the first moment only: the second averages 1,000 steps, too many for bfloat16.
     """
     warmup = max(1, min(5000, num_steps // 20))
     schedule = optax.linear_schedule(0.0, learning_rate, warmup)
@@ -206,5 +206,5 @@ def adam(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> op
 
 
 def example_batch(batch_size: int, image_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch for `loss`."""
+    """Returns the shapes and dtypes of a batch for `loss`."""
     return {"images": jax.ShapeDtypeStruct((batch_size, image_size, image_size, 3), jnp.float32)}

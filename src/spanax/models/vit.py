@@ -20,7 +20,7 @@ from spanax.stack.stack import Stack
 
 @dataclasses.dataclass(frozen=True)
 class ViTConfig:
-    """The shape of a vision transformer on square images."""
+    """The configuration of a vision transformer for square images."""
 
     image_size: int
     patch_size: int
@@ -43,11 +43,11 @@ SIZES = {
 
 INIT, BIAS_INIT = nnx.initializers.xavier_uniform(), nnx.initializers.normal(1e-6)
 QKV_INIT = nnx.initializers.lecun_uniform()
-"""Of three square matrices side by side: what `INIT` gives each of them alone."""
+"""For the concatenated query, key and value matrices: the distribution of `INIT` for one of them."""
 
 
 class Attention(nnx.Module):
-    """Self-attention of every token to every token."""
+    """Bidirectional self-attention."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         D, heads = config.embed_dim, (config.num_heads, config.embed_dim // config.num_heads)
@@ -61,7 +61,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One pre-norm transformer block: attention, then an MLP."""
+    """A pre-norm transformer block: attention, then an MLP."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         D, F = config.embed_dim, config.mlp_dim
@@ -77,7 +77,7 @@ class Block(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Images (B, height, width, 3) in, logits of the classes out."""
+    """Maps images (B, height, width, 3) to logits of the classes."""
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
         self.config = config

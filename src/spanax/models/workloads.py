@@ -1,4 +1,4 @@
-"""The workloads that have names, and those that a user's file holds."""
+"""Named workloads, and workloads loaded from a user's file or from a folder of imported weights."""
 
 import importlib.util
 import inspect
@@ -35,13 +35,13 @@ def text_workload(
     nano: bool = False,
     accumulate: str = "exact",
 ) -> Workload:
-    """A language model on text; the large ones are for planning, and take as long to train as it sounds.
+    """Returns the workload of a language model on text.
 
     Args:
-      model: what a configuration is built into.
-      loss: of the model on `inputs` and `targets`.
-      config: a size of the model; the sizes given here replace those in it.
-      nano: whether the vocabulary is the tokenizer's, and no layer is computed twice.
+      model: builds a module from a configuration and rngs.
+      loss: the loss of the model on `inputs` and `targets`.
+      config: the configuration; the sizes passed here replace its sizes.
+      nano: whether `vocab_size` may be below the configuration's, and layers are not rematerialized.
       accumulate: how microbatches are combined.
     """
     config = replace(
@@ -67,7 +67,7 @@ def text_workload(
 def vit_workload(
     size: str, *, batch_size: int = 256, num_layers: int | None = None, embed_dim: int | None = None
 ) -> Workload:
-    """A vision transformer of a size in `vit.SIZES`; all but the nano one need images of your own."""
+    """Returns the workload of a vision transformer from `vit.SIZES`; only `nano` comes with a data source."""
     config = _widened(vit.SIZES[size], embed_dim)
     config = replace(config, num_layers=num_layers or config.num_layers, remat=size != "nano")
     workload = Workload(
@@ -81,7 +81,7 @@ def vit_workload(
 
 
 def resnet_workload(size: str, *, batch_size: int = 256) -> Workload:
-    """A ResNet of a size in `resnet.SIZES`; ResNet-50 needs images of your own."""
+    """Returns the workload of a ResNet from `resnet.SIZES`; only `nano` comes with a data source."""
     config = resnet.SIZES[size]
     workload = Workload(
         build=partial(resnet.ResNet, config),
@@ -95,7 +95,7 @@ def resnet_workload(size: str, *, batch_size: int = 256) -> Workload:
 
 
 def unet_workload(size: str, *, batch_size: int = 128) -> Workload:
-    """The diffusion of images by a U-Net of a size in `unet.SIZES`; CIFAR-10 is yours to bring."""
+    """Returns the workload of a diffusion U-Net from `unet.SIZES`; only `nano` comes with a data source."""
     config, is_nano = unet.SIZES[size], size == "nano"
     workload = Workload(
         build=partial(unet.UNet, config),
@@ -109,9 +109,9 @@ def unet_workload(size: str, *, batch_size: int = 128) -> Workload:
 
 
 def sgd(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
-    """SGD with Nesterov momentum, a twentieth of the run to warm up and a cosine down to nothing.
+    """Returns SGD with Nesterov momentum, warmup for 1/20 of the run, and cosine decay to zero.
 
-    Weights decay, biases and what BatchNorm learns do not.
+    Weight decay applies to weights, not to biases or BatchNorm's scales.
 
     Source: Goyal et al., 2017 (arXiv 1706.02677), sections 2.2, 5.1 and 5.3; the cosine of Loshchilov and Hutter, 2016
     (arXiv 1608.03983).
@@ -128,10 +128,10 @@ def _with_made_up_images(workload: Workload, config: Any, **options: Any) -> Wor
 
 
 def _widened(config: Any, embed_dim: int | None) -> Any:
-    """The same model with more or fewer heads of the same width, and an MLP in proportion.
+    """Returns the configuration with `embed_dim`: `head_dim` is unchanged, the number of heads and `mlp_dim` scale.
 
     Raises:
-      SpanaxError: that makes no whole number of heads, or of queries to a key.
+      SpanaxError: `embed_dim` does not divide by the width of the heads that share a key.
     """
     if embed_dim is None:
         return config
@@ -202,19 +202,19 @@ def load(
     num_layers: int | None = None,
     embed_dim: int | None = None,
 ) -> Workload:
-    """A workload by name, or from `file.py:name`, in the sizes asked for.
+    """Returns a workload by name or from `file.py:name`, with the requested sizes.
 
     Args:
-      name: one of `WORKLOADS`; a Workload or a function that returns one in a file of yours; or a folder that
+      name: one of `WORKLOADS`; `file.py:name` of a Workload or of a function that returns one; or a folder that
         `spanax import` wrote.
-      batch_size: examples in a batch.
-      seq_len: tokens in an example.
-      vocab_size: how many tokens the model knows; models with published sizes know no fewer than they do.
-      num_layers: how deep the model is.
-      embed_dim: how wide; heads keep their width, so there are more or fewer of them.
+      batch_size: examples per batch.
+      seq_len: tokens per example.
+      vocab_size: the number of tokens in the vocabulary; published sizes are a lower limit.
+      num_layers: the number of layers.
+      embed_dim: the embedding width; `head_dim` is unchanged, so the number of heads scales.
 
     Raises:
-      SpanaxError: there is no such workload, file or name, or it cannot have another size.
+      SpanaxError: the workload, file or name does not exist, or the workload has a fixed size.
 
     Example:
       >>> load("gpt2", batch_size=4).batch["inputs"].shape
@@ -227,19 +227,19 @@ def load(
         "num_layers": num_layers,
         "embed_dim": embed_dim,
     }
-    asked = {key: value for key, value in sizes.items() if value is not None}
-    for key, value in asked.items():
+    requested = {key: value for key, value in sizes.items() if value is not None}
+    for key, value in requested.items():
         if value < 1:
             raise SpanaxError(f"{key} is {value}; it takes a whole number from 1.")
-    made = WORKLOADS.get(name) or (from_folder(Path(name)) if is_imported(Path(name)) else _from_file(name))
-    if isinstance(made, Workload):
-        return _resized(name, made, asked)
-    takes = inspect.signature(made).parameters
-    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    workload = made(**{key: value for key, value in asked.items() if key in takes or is_open})
+    source = WORKLOADS.get(name) or (from_folder(Path(name)) if is_imported(Path(name)) else _from_file(name))
+    if isinstance(source, Workload):
+        return _resized(name, source, requested)
+    parameters = inspect.signature(source).parameters
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    workload = source(**{key: value for key, value in requested.items() if key in parameters or is_open})
     if not isinstance(workload, Workload):
         raise SpanaxError(f"'{name}' returned a {type(workload).__name__}, not a spanax.Workload.")
-    ignored = {key: value for key, value in asked.items() if key not in takes and not is_open}
+    ignored = {key: value for key, value in requested.items() if key not in parameters and not is_open}
     return _resized(name, workload, ignored)
 
 
@@ -248,24 +248,28 @@ _OWN_SIZES = {
     "num_layers": ("number of layers", "num_layers"),
     "embed_dim": ("width", "embed_dim"),
 }
-"""What only the model's author can make changeable, in words and as it is asked for."""
+"""Sizes that only the author of a workload can make configurable: their description and option."""
 
 
-def _resized(name: str, workload: Workload, asked: dict[str, int]) -> Workload:
-    """A ready-made workload with another batch size; its other sizes are its own."""
+def _resized(name: str, workload: Workload, requested: dict[str, int]) -> Workload:
+    """Returns the workload with another batch size.
+
+    Raises:
+      SizeError: another size was requested, which the workload fixes.
+    """
     for key, (words, flag) in _OWN_SIZES.items():
-        if key in asked:
+        if key in requested:
             raise SizeError(
                 f"'{name}' has no {words} to change.",
-                where=f"{flag} {asked[key]}",
+                where=f"{flag} {requested[key]}",
                 fix="change batch_size, or take another workload"
                 if name in WORKLOADS or is_imported(Path(name))
                 else f"let the name be a function of {key} that returns the Workload",
             )
-    if "batch_size" not in asked:
+    if "batch_size" not in requested:
         return workload
     shaped = jax.eval_shape(lambda tree: tree, workload.batch)
-    size = asked["batch_size"]
+    size = requested["batch_size"]
     return replace(
         workload, batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype), shaped)
     )
@@ -278,9 +282,9 @@ def _from_file(name: str) -> Workload | Callable[..., Workload]:
     if not Path(path).is_file():
         raise SpanaxError(f"there is no file '{path}'.", where=f"workload '{name}'")
     module = _imported(Path(path))
-    found = getattr(module, attribute, None)
-    if isinstance(found, Workload) or callable(found):
-        return found
+    value = getattr(module, attribute, None)
+    if isinstance(value, Workload) or callable(value):
+        return value
     known = [key for key, value in vars(module).items() if isinstance(value, Workload)]
     raise SpanaxError(
         f"'{path}' has no workload '{attribute}'.",
@@ -293,7 +297,7 @@ def _imported(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    # Like `python file.py`, so that a file finds its neighbours.
+    # Like `python file.py`, so that the file can import modules from its folder.
     sys.path.insert(0, str(path.resolve().parent))
     spec.loader.exec_module(module)
     return module

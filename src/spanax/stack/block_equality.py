@@ -1,4 +1,4 @@
-"""Whether two blocks are equal but for the values of their arrays, and in what they are not."""
+"""Compares two blocks for equality in everything but the values of their arrays."""
 
 import dataclasses
 import functools
@@ -11,9 +11,9 @@ from flax import nnx
 
 
 def difference(first: Any, second: Any, path: str = "") -> str:
-    """In what two blocks differ first, arrays' values aside; empty where in nothing.
+    """Returns the first difference between two blocks other than array values, or an empty string.
 
-    Functions are equal that are made alike, such as the initializers which two calls return.
+    Functions are equal if their code and closures are, such as the initializers that two equal calls return.
 
     Example:
       >>> make = lambda width: nnx.Linear(4, width, rngs=nnx.Rngs(0))
@@ -29,30 +29,30 @@ def _difference(first: Any, second: Any, path: str, seen: set[int]) -> str:
     if id(first) in seen:
         return ""
     if type(first) is not type(second):
-        return f"{_named(path)} is {_told(first)} and {_told(second)}"
+        return f"{_subject(path)} is {_summary(first)} and {_summary(second)}"
     if isinstance(first, nnx.Variable):
         if not same(first.get_metadata(), second.get_metadata()):
-            return f"{_named(path)} has other metadata in each"
+            return f"{_subject(path)} has different metadata"
         return _difference(first.get_value(), second.get_value(), path, seen)
     if isinstance(first, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         alike = first.shape == second.shape and first.dtype == second.dtype
-        return "" if alike else f"{_named(path)} is {_told(first)} and {_told(second)}"
-    inside = _inside(first)
-    if inside is None:
-        return "" if same(first, second) else f"{_named(path)} is {_told(first)} and {_told(second)}"
+        return "" if alike else f"{_subject(path)} is {_summary(first)} and {_summary(second)}"
+    children = _children(first)
+    if children is None:
+        return "" if same(first, second) else f"{_subject(path)} is {_summary(first)} and {_summary(second)}"
     seen.add(id(first))
-    other = _inside(second) or {}
-    for name in sorted({*inside, *other}, key=str):
-        below = f"{path}.{name}" if path else str(name)
-        if name not in inside or name not in other:
-            return f"only one has {_named(below)}"
-        if found := _difference(inside[name], other[name], below, seen):
-            return found
+    other_children = _children(second) or {}
+    for name in sorted({*children, *other_children}, key=str):
+        child_path = f"{path}.{name}" if path else str(name)
+        if name not in children or name not in other_children:
+            return f"{_subject(child_path)} is missing in one of them"
+        if difference := _difference(children[name], other_children[name], child_path, seen):
+            return difference
     return ""
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two values that are no arrays do the same.
+    """Returns whether two values are equal, where functions are equal if their code and closures are.
 
     Example:
       >>> from flax import nnx
@@ -79,10 +79,10 @@ def same(first: Any, second: Any) -> bool:
     return bool(np.all(first == second))
 
 
-def _inside(value: Any) -> dict[Any, Any] | None:
-    """What it consists of, by name; None for what is compared as a whole."""
+def _children(value: Any) -> dict[Any, Any] | None:
+    """Returns the attributes or items of a container by name, or None for a leaf."""
     if isinstance(value, nnx.Pytree):
-        return {name: held for name, held in vars(value).items() if not name.startswith("_pytree__")}
+        return {name: child for name, child in vars(value).items() if not name.startswith("_pytree__")}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
     if isinstance(value, dict):
@@ -90,11 +90,11 @@ def _inside(value: Any) -> dict[Any, Any] | None:
     return dict(enumerate(value)) if isinstance(value, list | tuple) else None
 
 
-def _named(path: str) -> str:
+def _subject(path: str) -> str:
     return f"`{path}`" if path else "the class"
 
 
-def _told(value: Any) -> str:
+def _summary(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{','.join(map(str, value.shape))}]"
     if isinstance(value, nnx.Pytree):

@@ -1,4 +1,4 @@
-"""Lists of equal blocks in a model that somebody wrote, found and stacked; the model's own loop over them runs on."""
+"""Replaces a model's lists of equal blocks by `spanax.Stack`s; the model's own loops over the lists still work."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,23 +23,23 @@ def stack(
     lists: Sequence[str] | None = None,
     remat: str | Callable[..., Any] | None = None,
 ) -> Model:
-    """The same model with its lists of equal blocks as `spanax.Stack`s, and its code as it is.
+    """Returns a copy of a model in which `spanax.Stack`s replace the lists of equal blocks.
 
-    A loop such as `for block in self.blocks: x = block(x)` then runs all layers in one scan: traced and compiled once,
-    whatever their number. What else a loop may do with a block or with what it returns would need the numbers of
-    single layers; it is met with an error when the model is called, and with `inputs` at once.
+    A loop such as `for block in self.blocks: x = block(x)` then runs all layers in one scan, which is traced and
+    compiled once, whatever the number of layers. Any other use of a block or of its result would need the values of a
+    single layer and raises an error: when the model is called, or right away if `inputs` are passed.
 
     Args:
-      model: stays as it is; what comes back is another one with the same values.
-      inputs: what the model may be called with, arrays or `jax.ShapeDtypeStruct`s, to try its loops without computing
-        and to hold the work of both models against each other.
-      lists: paths of the lists to stack, with `*` for any part; by default all with two equal blocks or more that are
-        not inside of such blocks.
-      remat: as of `spanax.Stack`.
+      model: the model to copy; it is not changed.
+      inputs: arguments for a call of the model, arrays or `jax.ShapeDtypeStruct`s. If given, both models are traced
+        without computing anything, and their operation counts are compared.
+      lists: paths of the lists to stack, where `*` matches any text; by default all lists of at least two equal blocks
+        that are not inside another such list.
+      remat: the rematerialization policy, see `spanax.Stack`.
 
     Raises:
-      SpanaxError: no list can be stacked, or one of `lists` cannot; it says why. With `inputs`, too, a loop that does
-        more than to pass x on.
+      SpanaxError: no list can be stacked, or one of `lists` cannot. With `inputs`, also if a loop does more than pass
+        x from block to block.
 
     Example:
       >>> class Deep(nnx.Module):
@@ -57,27 +57,27 @@ def stack(
     """
     listed, model = model, nnx.clone(model)
     refused: list[tuple[str, str]] = []
-    chosen = _chosen(list(_lists(model, "", set())), lists)
-    for one in chosen:
+    selected = _selected(list(_lists(model, "", set())), lists)
+    for candidate in selected:
         try:
-            one.replace(model, remat)
+            candidate.replace(model, remat)
         except SpanaxError as error:
-            if lists is not None or len(chosen) == 1:
+            if lists is not None or len(selected) == 1:
                 raise
-            refused.append((one.path, first_line(error)))  # raised or warned of below
-    if len(refused) == len(chosen):
-        told = "; ".join(f"`{path}`: {why}" for path, why in refused)
-        raise SpanaxError("no list of blocks can be stacked.", where=told, fix="blocks that are alike")
+            refused.append((candidate.path, first_line(error)))  # raised, or logged as a warning, below
+    if len(refused) == len(selected):
+        reasons = "; ".join(f"`{path}`: {why}" for path, why in refused)
+        raise SpanaxError("no list of blocks can be stacked.", where=reasons, fix="make the blocks equal")
     for path, why in refused:
-        warnings.warn(f"`{path}` stays a list: {why}", stacklevel=2)
+        warnings.warn(f"`{path}` remains a list: {why}", stacklevel=2)
     if inputs:
-        _try(listed, model, inputs, [one.path for one in chosen])
+        _try(listed, model, inputs, [candidate.path for candidate in selected])
     return model
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """A list of blocks in a model: its path, who holds it under which name, and the blocks."""
+class _BlockList:
+    """A list of blocks in a model: its path, the object and the attribute or key that hold it, and the blocks."""
 
     path: str
     parent: Any
@@ -85,17 +85,21 @@ class _Listed:
     blocks: Sequence[nnx.Module]
 
     def replace(self, model: nnx.Module, remat: Any) -> None:
-        """Puts a stack in the list's place; where it cannot, the list stays."""
-        made = Stack.of(self.blocks, remat=remat, path=self.path)
-        inside = dict(_variables(self.blocks))
+        """Replaces the list by a stack.
+
+        Raises:
+          SpanaxError: the blocks cannot be stacked; the model still has the list.
+        """
+        stacked = Stack.of(self.blocks, remat=remat, path=self.path)
+        paths_in_blocks = dict(_variables(self.blocks))
         old = vars(self.parent)[self.name] if isinstance(self.parent, nnx.Pytree) else self.parent[self.name]
-        self._put(made)
+        self._put(stacked)
         for key, path in _variables(model):
-            if key in inside:
+            if key in paths_in_blocks:
                 self._put(old)
                 raise SpanaxError(
-                    f"`{path}` and `{self.path}.{inside[key]}` are one variable; stacked, they would be two.",
-                    fix="a variable of its own for each, or leave them a list",
+                    f"`{path}` and `{self.path}.{paths_in_blocks[key]}` share a variable; stacking would copy it.",
+                    fix="use separate variables, or do not stack this list",
                 )
 
     def _put(self, value: Any) -> None:
@@ -105,76 +109,84 @@ class _Listed:
             self.parent[self.name] = value
 
 
-def _lists(value: Any, path: str, seen: set[int]) -> Iterator[_Listed]:
-    """Every list, tuple or nnx.List that holds modules only, those inside of a block before the list it is in."""
+def _lists(value: Any, path: str, seen: set[int]) -> Iterator[_BlockList]:
+    """Yields each list, tuple or nnx.List that contains only modules, nested lists before the lists around them."""
     if isinstance(value, Stack) or id(value) in seen:
         return
     seen.add(id(value))
-    for name, held in _items(value):
-        below = f"{path}.{name}" if path else str(name)
-        yield from _lists(held, below, seen)
-        is_list = isinstance(held, nnx.List | list | tuple) and not isinstance(value, tuple)
-        if is_list and len(held) and all(isinstance(one, nnx.Module) for one in held):
-            yield _Listed(below, value, name, list(held))
+    for name, child in _items(value):
+        child_path = f"{path}.{name}" if path else str(name)
+        yield from _lists(child, child_path, seen)
+        is_list = isinstance(child, nnx.List | list | tuple) and not isinstance(value, tuple)
+        if is_list and len(child) and all(isinstance(block, nnx.Module) for block in child):
+            yield _BlockList(child_path, value, name, list(child))
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, nnx.Variable):
         return []
     if isinstance(value, nnx.Pytree):
-        return [(name, held) for name, held in vars(value).items() if not name.startswith("_pytree__")]
+        return [(name, item) for name, item in vars(value).items() if not name.startswith("_pytree__")]
     if isinstance(value, dict):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, list | tuple) else []
 
 
 def _variables(value: Any) -> Iterator[tuple[int, str]]:
-    for path, held in nnx.iter_graph(value):
-        if isinstance(held, nnx.Variable):
-            yield id(held), ".".join(map(str, path))
+    for path, node in nnx.iter_graph(value):
+        if isinstance(node, nnx.Variable):
+            yield id(node), ".".join(map(str, path))
 
 
-def _chosen(found: list[_Listed], lists: Sequence[str] | None) -> list[_Listed]:
-    """The lists asked for; by default those that have two blocks or more and are in no other's blocks."""
-    long = [one for one in found if len(one.blocks) > 1]
-    if not long:
-        has = ", ".join(f"`{one.path}` has {len(one.blocks)}" for one in found[:3])
+def _selected(candidates: list[_BlockList], lists: Sequence[str] | None) -> list[_BlockList]:
+    """Returns the lists that match `lists`; by default the outermost lists of at least two blocks."""
+    stackable = [candidate for candidate in candidates if len(candidate.blocks) > 1]
+    if not stackable:
+        lengths = ", ".join(f"`{candidate.path}` has {len(candidate.blocks)}" for candidate in candidates[:3])
         raise SpanaxError(
-            "the model has no list of two blocks or more to stack.",
-            where=has,
+            "the model has no list of at least two blocks.",
+            where=lengths,
             fix="self.blocks = nnx.List([Block(rngs) for _ in range(12)]), or spanax.Stack(Block, 12, rngs=rngs)",
         )
     if lists is None:
-        return [one for one in long if not any(one.path.startswith(f"{other.path}.") for other in long)]
+        return [
+            candidate
+            for candidate in stackable
+            if not any(candidate.path.startswith(f"{other.path}.") for other in stackable)
+        ]
     for pattern in lists:
-        if not any(fnmatchcase(one.path, pattern) for one in long):
+        if not any(fnmatchcase(candidate.path, pattern) for candidate in stackable):
             raise SpanaxError(
-                f"the model has no list of two blocks or more at `{pattern}`.",
-                fix=nearest(pattern, [one.path for one in long]),
+                f"the model has no list of at least two blocks at `{pattern}`.",
+                fix=nearest(pattern, [candidate.path for candidate in stackable]),
             )
-    return [one for one in long if any(fnmatchcase(one.path, pattern) for pattern in lists)]
+    return [candidate for candidate in stackable if any(fnmatchcase(candidate.path, pattern) for pattern in lists)]
 
 
 def _try(listed: nnx.Module, stacked: nnx.Module, inputs: Sequence[Any], paths: Sequence[str]) -> None:
-    """Calls both models without computing anything: loops say what they do, and both must do the same work."""
+    """Traces both models and compares their operation counts.
+
+    Raises:
+      SpanaxError: a loop does more than pass x from block to block.
+    """
     try:
-        with read_tokens() as read:
-            found = operation_counts(*_called(stacked), inputs)
+        with read_tokens() as tokens:
+            stacked_counts = operation_counts(*_as_function(stacked), inputs)
     except TypeError as error:
-        if not read:
+        if not tokens:
             raise
-        raise refusal(", ".join(paths), "uses what a layer returned") from error
-    wanted = operation_counts(*_called(listed), inputs)
-    differ = sorted(key for key in found | wanted if found[key] != wanted[key])
+        raise refusal(", ".join(paths), "uses the result of a layer") from error
+    listed_counts = operation_counts(*_as_function(listed), inputs)
+    differ = sorted(key for key in stacked_counts | listed_counts if stacked_counts[key] != listed_counts[key])
     if differ:
         raise refusal(
             ", ".join(paths),
-            f"computes `{differ[0]}` {found[differ[0]]} times, and {wanted[differ[0]]} times in a list",
+            f"runs `{differ[0]}` {stacked_counts[differ[0]]} times, but {listed_counts[differ[0]]} times as a list",
         )
 
 
-def _called(model: nnx.Module) -> tuple[Callable[..., Any], nnx.State]:
-    """A call of the model as a function of its state, and the state."""
+def _as_function(model: nnx.Module) -> tuple[Callable[..., Any], nnx.State]:
+    """Returns the model's call as a function of its state and inputs, and the state."""
     graph, state = nnx.split(model)
 
     def call(state: nnx.State, inputs: Sequence[Any]) -> Any:

@@ -1,8 +1,8 @@
-"""A loop over stacked layers, run as one: `for block in self.blocks: x = block(x)`.
+"""Runs a Python loop over stacked layers, `for block in self.blocks: x = block(x)`, as one call of the stack.
 
-The loop's body runs once a layer, on stand-ins. The first keeps what it was given, each passes a token on, and the
-last, given the token of the one before it, runs the stack. A token can be passed on and nothing else, so a body that
-does more with a layer or with what it returns ends in an error, never in other numbers.
+The loop's body runs once per layer, on placeholders. The first placeholder records its arguments, each returns a
+token, and the last, called with the token of the previous layer, runs the stack. A token can only be passed to the
+next layer: a body that does anything else with a layer or its result raises an error and never computes other values.
 """
 
 import contextlib
@@ -19,26 +19,26 @@ from spanax.errors import SpanaxError
 
 @dataclasses.dataclass(eq=False)
 class Pass:
-    """One way through the layers: what the first was given, and how many were called."""
+    """One iteration over all layers: the arguments of the first layer, and the number of layers called."""
 
     stack: Any
     path: str
     x: Any
-    rest: Any
+    extra: Any
     num_called: int = 0
 
 
-# A loop may ask whether a block is the last one, so a stack's layers are the same objects for as long as it lives.
+# A loop may test whether a block is the last (`block is self.blocks[-1]`), so a stack always returns the same objects.
 _LAYERS: weakref.WeakKeyDictionary[Any, "list[Layer]"] = weakref.WeakKeyDictionary()
 
 
 def layers_of(stack: Any, kind: type, path: str) -> "list[Layer]":
-    """The stand-ins for a stack's layers.
+    """Returns the placeholders of a stack's layers.
 
     Args:
-      stack: what runs all of them; its length is their number.
-      kind: the blocks' class, which a loop may ask for.
-      path: where in the model the list was.
+      stack: the callable that runs all layers; its length is the number of layers.
+      kind: the class of the blocks, which `isinstance` sees.
+      path: the path of the list in the model.
     """
     if stack not in _LAYERS:
         reference = weakref.ref(stack)
@@ -51,17 +51,17 @@ _READ: contextvars.ContextVar["list[Token] | None"] = contextvars.ContextVar("re
 
 @contextlib.contextmanager
 def read_tokens() -> "Iterator[list[Token]]":
-    """Collects the tokens that JAX tries to read as arrays: it raises a TypeError of its own then."""
-    read: list[Token] = []
-    before = _READ.set(read)
+    """Collects the tokens that JAX tries to read as arrays, for which JAX raises its own TypeError."""
+    tokens: list[Token] = []
+    reset_token = _READ.set(tokens)
     try:
-        yield read
+        yield tokens
     finally:
-        _READ.reset(before)
+        _READ.reset(reset_token)
 
 
 class Layer:
-    """Layer `index` of a stack in somebody's loop; it may be called, once a pass and in its turn."""
+    """Placeholder of layer `index` of a stack in a loop; it can only be called, once per pass and in order."""
 
     def __init__(self, stack: weakref.ref[Any], index: int, kind: type, path: str):
         self._stack, self._index, self._kind, self._path = stack, index, kind, path
@@ -72,43 +72,49 @@ class Layer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args:
-            self._refuse("gives a block no x by position", "block(x, ...), x first")
-        x, rest = args[0], (args[1:], kwargs)
-        strangers = [leaf for leaf in jax.tree.leaves(rest if self._index else args) if type(leaf) is Token]
-        if strangers:
-            self._refuse(f"gives layer {self._index} {strangers[0]!r}")
-        run = self._continued(x, rest) if self._index else Pass(self._stack(), self._path, x, rest)
+            self._refuse("calls a block without a positional argument", "block(x, ...), with x first")
+        x, extra = args[0], (args[1:], kwargs)
+        tokens = [leaf for leaf in jax.tree.leaves(extra if self._index else args) if type(leaf) is Token]
+        if tokens:
+            self._refuse(f"passes {tokens[0]!r} to layer {self._index}")
+        run = self._continued(x, extra) if self._index else Pass(self._stack(), self._path, x, extra)
         run.num_called += 1
         leaves, structure = jax.tree.flatten(run.x)
         if run.num_called < len(run.stack):
-            return structure.unflatten([Token(run, self._index, at, leaf) for at, leaf in enumerate(leaves)])
-        result = run.stack(run.x, *rest[0], **rest[1])
+            return structure.unflatten(
+                [Token(run, self._index, leaf_index, leaf) for leaf_index, leaf in enumerate(leaves)]
+            )
+        result = run.stack(run.x, *extra[0], **extra[1])
         if jax.tree.structure(result) != structure:
-            self._refuse("has layers that return more than they take")
+            self._refuse("has layers that return another structure than that of x")
         return result
 
-    def _continued(self, x: Any, rest: Any) -> Pass:
-        """The pass that the layer before it is in."""
-        index, before = self._index, self._index - 1
+    def _continued(self, x: Any, extra: Any) -> Pass:
+        """Returns the pass of the previous layer.
+
+        Raises:
+          SpanaxError: x is not the result of the previous layer, or the other arguments differ from layer 0's.
+        """
+        index, previous = self._index, self._index - 1
         leaves, structure = jax.tree.flatten(x)
         run = leaves[0]._run if leaves and type(leaves[0]) is Token else None
         if run is None or run.stack is not self._stack() or structure != jax.tree.structure(run.x):
-            self._refuse(f"gives layer {index} something else than layer {before} returned")
-        found = [(leaf._run, leaf._index, leaf._at) for leaf in leaves if type(leaf) is Token]
-        if found != [(run, before, at) for at in range(len(leaves))]:
-            self._refuse(f"gives layer {index} something else than layer {before} returned")
+            self._refuse(f"calls layer {index} with another value than the result of layer {previous}")
+        positions = [(leaf._run, leaf._index, leaf._leaf_index) for leaf in leaves if type(leaf) is Token]
+        if positions != [(run, previous, leaf_index) for leaf_index in range(len(leaves))]:
+            self._refuse(f"calls layer {index} with another value than the result of layer {previous}")
         if run.num_called != index:
             self._refuse(f"calls layer {index} twice")
-        if not _identical(rest, run.rest):
-            fix = "arguments that are the same for all, made before the loop"
-            self._refuse(f"gives layer {index} other arguments beside x than layer 0", fix)
+        if not _identical(extra, run.extra):
+            fix = "compute the arguments before the loop, and pass the same ones to all layers"
+            self._refuse(f"calls layers 0 and {index} with different arguments after x", fix)
         return run
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
-            fix = "nnx.remat around a block becomes remat='full' of spanax.stack"
-            self._refuse(f"hands layer {self._index} to something that is no block", fix)
-        self._refuse(f"asks layer {self._index} for `{name}`")
+            fix = "in place of nnx.remat around a block, use spanax.stack(..., remat='full')"
+            self._refuse(f"passes layer {self._index} to another function", fix)
+        self._refuse(f"reads `{name}` of layer {self._index}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in ("_stack", "_index", "_kind", "_path"):
@@ -123,19 +129,19 @@ class Layer:
 
 
 class Token(jax.Array):
-    """What a layer is said to have returned, while the loop runs: shape and dtype are there, numbers are not."""
+    """Placeholder of a layer's result while the loop runs: it has a shape and a dtype, but no values."""
 
     _run: Pass
     _index: int
-    _at: int
+    _leaf_index: int
     _leaf: Any
 
-    def __init__(self, run: Pass, index: int, at: int, leaf: Any):
-        self._run, self._index, self._at, self._leaf = run, index, at, leaf
+    def __init__(self, run: Pass, index: int, leaf_index: int, leaf: Any):
+        self._run, self._index, self._leaf_index, self._leaf = run, index, leaf_index, leaf
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        # A loop may ask whether it is an array, or one that is traced.
+        # A loop may test whether x is an array or a tracer.
         return type(self._leaf) if isinstance(self._leaf, jax.Array) else Token
 
     def __getattribute__(self, name: str) -> Any:
@@ -143,7 +149,7 @@ class Token(jax.Array):
             return object.__getattribute__(self, name)
         if name in ("shape", "dtype", "ndim", "size"):
             return getattr(jax.typeof(self._leaf), name)
-        if name == "__jax_array__":  # JAX asks from C, where Python 3.13 lets no other error through
+        if name == "__jax_array__":  # JAX reads it from C, where Python 3.13 allows no other error
             read = _READ.get()
             if read is not None:
                 read.append(self)
@@ -151,20 +157,20 @@ class Token(jax.Array):
         return self.refuse()
 
     def __repr__(self) -> str:
-        return f"what layer {self._index} of `{self._run.path}` returned"
+        return f"the result of layer {self._index} of `{self._run.path}`"
 
     def refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Says what cannot be done with it.
+        """Raises the error for any use of the token but passing it to the next layer.
 
         Raises:
           SpanaxError: always.
         """
         count, total = self._index + 1, len(self._run.stack)
         stops = f", or stops after {count} of {total}" if self._run.num_called == count else ""
-        raise refusal(self._run.path, f"uses what layer {self._index} returned{stops}")
+        raise refusal(self._run.path, f"uses the result of layer {self._index}{stops}")
 
 
-_OF_TOKENS = {"_run", "_index", "_at", "_leaf", "refuse", "__class__", "__dict__"}
+_OF_TOKENS = {"_run", "_index", "_leaf_index", "_leaf", "refuse", "__class__", "__dict__"}
 _BINARY = "add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or".split()
 _USES = [f"{side}{name}" for name in _BINARY for side in ("", "r")]
 _USES += "eq ne lt le gt ge neg pos abs invert bool int float complex index len iter getitem contains".split()
@@ -174,15 +180,15 @@ for _name in _USES:
 
 
 def refusal(path: str, does: str, fix: str = "") -> SpanaxError:
-    """The error for a loop that does more than to pass x on."""
+    """Returns the error for a loop that does more than pass x from layer to layer."""
     return SpanaxError(
-        f"the loop over `{path}` cannot run as one: it {does}.",
-        fix=fix or "a body that is x = block(x) and no more, or leave it a list: spanax.stack(model, lists=[...])",
+        f"the loop over `{path}` cannot run as one scan: it {does}.",
+        fix=fix or "reduce the body to x = block(x), or leave the list out of spanax.stack(model, lists=[...])",
     )
 
 
 def _identical(first: Any, second: Any) -> bool:
-    """Whether they are the same arrays, and equal where they are none."""
+    """Returns whether the array leaves are the same objects and the other leaves are equal."""
     if jax.tree.structure(first) != jax.tree.structure(second):
         return False
     plain = (bool, int, float, complex, str, bytes)

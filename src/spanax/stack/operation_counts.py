@@ -1,4 +1,4 @@
-"""What a model computes, counted: the same for a list of blocks and for the stack of them."""
+"""Counts of a function's operations, which are equal for a list of blocks and for the stack of those blocks."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,32 +9,34 @@ from jax.extend import core
 
 
 def operation_counts(function: Callable[..., Any], *args: Any) -> Counter[str]:
-    """How often each operation runs, by name, and by the shapes and literals that it takes; nothing is computed.
+    """Returns how often each operation runs, by primitive name and operand types or literals, without computing it.
+
+    The body of a scan counts once per iteration.
 
     Example:
       >>> def looped(x):
       ...     return jax.lax.scan(lambda x, _: (2 * jax.numpy.sin(x), None), x, length=3)[0]
-      >>> sorted(work(looped, jax.ShapeDtypeStruct((4,), "float32")).items())
+      >>> sorted(operation_counts(looped, jax.ShapeDtypeStruct((4,), "float32")).items())
       [('mul 2.0 float32[4]', 3), ('sin float32[4]', 3)]
     """
-    found: Counter[str] = Counter()
-    _count(jax.make_jaxpr(function)(*args).jaxpr, 1, found)
-    return found
+    counts: Counter[str] = Counter()
+    _count(jax.make_jaxpr(function)(*args).jaxpr, 1, counts)
+    return counts
 
 
-def _count(jaxpr: Any, times: int, found: Counter[str]) -> None:
+def _count(jaxpr: Any, times: int, counts: Counter[str]) -> None:
     for eqn in jaxpr.eqns:
         bodies = [body for value in eqn.params.values() for body in _bodies(value)]
         for body in bodies:
-            _count(body, times * eqn.params.get("length", 1), found)
+            _count(body, times * eqn.params.get("length", 1), counts)
         if not bodies:
-            found[" ".join([eqn.primitive.name, *map(_told, eqn.invars)])] += times
+            counts[" ".join([eqn.primitive.name, *map(_operand_text, eqn.invars)])] += times
 
 
 def _bodies(value: Any) -> list[Any]:
-    held = value if isinstance(value, tuple | list) else (value,)
-    return [getattr(one, "jaxpr", one) for one in held if isinstance(one, core.ClosedJaxpr | core.Jaxpr)]
+    values = value if isinstance(value, tuple | list) else (value,)
+    return [getattr(item, "jaxpr", item) for item in values if isinstance(item, core.ClosedJaxpr | core.Jaxpr)]
 
 
-def _told(atom: Any) -> str:
+def _operand_text(atom: Any) -> str:
     return str(atom.val) if isinstance(atom, core.Literal) else atom.aval.str_short()

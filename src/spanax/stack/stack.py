@@ -1,4 +1,4 @@
-"""Equal layers stacked along a leading dim and run in one loop: compile time does not grow with depth."""
+"""`Stack`: equal layers stacked along a leading dim and run in one scan, so compile time does not grow with depth."""
 
 import dataclasses
 import operator
@@ -15,11 +15,11 @@ from spanax.stack.block_equality import difference
 from spanax.stack.layer_loop import layers_of
 
 ANNOTATIONS = ("out_sharding", "sharding_names", "sharding_metadata", "sharding")
-"""What NNX has called the author's names of a variable's dims; a stacked one has one dim more."""
+"""The metadata keys under which NNX versions store the names of a variable's dims."""
 
 
 def _keeps_matmuls(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """`dots` as `spanax.trace` knows it: a convolution counts as the matmul it is."""
+    """The `dots` policy as `spanax.trace` defines it, which also saves the results of convolutions."""
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return primitive.name == "conv_general_dilated" or dots(primitive, *avals, **params)
 
@@ -29,10 +29,10 @@ _POLICIES = {"none": None, "dots": _keeps_matmuls, "full": jax.checkpoint_polici
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """What a stack knows beyond its layers.
+    """The static configuration of a stack.
 
-    `in_loop` says that somebody's loop over a list goes through it, and `path` where that is; `inner` is what the
-    stacks know that it is a stack of.
+    `in_loop` marks a stack that replaces a list in a model, at `path`; `inner` holds the settings of the blocks if
+    they are stacks themselves.
     """
 
     kind: type[nnx.Module]
@@ -44,25 +44,25 @@ class _Settings:
 
 
 class Stack(nnx.Module):
-    """Equal blocks as one module: every array has a leading dim of layers, and calling it runs them first to last.
+    """A module of equal blocks: every array has a leading layer dim, and a call runs the layers in order.
 
-    `stack(x, *args, **kwargs)` hands `x` from layer to layer and the rest to each of them, in one `jax.lax.scan`. A
-    layer returns what it takes, or `(x, y)`: then the call returns `(x, ys)`, the ys stacked. What layers keep
-    (dropout counts, BatchNorm statistics) is kept, stacked. The attributes are those of a block, so that a
-    parameter's path is that of the list without the number: `blocks.up.kernel` for `blocks.0.up.kernel`.
+    `stack(x, *args, **kwargs)` passes `x` from layer to layer and the other arguments to every layer, in one
+    `jax.lax.scan`. A layer returns a new `x`, or `(x, y)`; in the second case the call returns `(x, ys)` with the ys
+    stacked. State of the layers (dropout counts, BatchNorm statistics) is updated, stacked. The attributes are those
+    of a block, so a parameter's path is that in a list without the index: `blocks.up.kernel` for `blocks.0.up.kernel`.
 
-    `stack[i]` and iteration give layers as blocks of their own: what is written to them does not reach the stack.
+    `stack[i]` and iteration return copies of single layers: writing to them does not change the stack.
 
     Args:
-      block: makes one layer from an `nnx.Rngs`; called once, with numbers of its own for each layer.
-      num_layers: how many.
-      rngs: where the layers' numbers come from.
-      remat: what the backward pass keeps of a layer: `none` or None forgets nothing; `dots` keeps the results of
-        matmuls without batch dims and of convolutions, `full` only what enters a layer; or a policy of JAX.
+      block: creates a layer from an `nnx.Rngs`; called once under `nnx.vmap`, with different keys per layer.
+      num_layers: the number of layers, at least 1.
+      rngs: the random streams from which the layers' keys are split.
+      remat: what the backward pass saves of a layer: `none` or None saves everything; `dots` saves the results of
+        matmuls without batch dims and of convolutions; `full` saves only the layer's input; or a JAX checkpoint policy.
 
     Raises:
-      SpanaxError: fewer layers than one, no such policy, a block that is no module; when called, a layer returns
-        something else than it takes.
+      SpanaxError: `num_layers` is less than 1, `remat` is unknown, or `block` does not return a module; when called,
+        if the shape or dtype of a layer's output differs from its input's.
 
     Example:
       >>> layers = Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 3, rngs=nnx.Rngs(0), remat="full")
@@ -81,32 +81,33 @@ class Stack(nnx.Module):
         remat: str | Callable[..., Any] | None = None,
     ):
         if num_layers < 1:
-            raise SpanaxError(f"num_layers is {num_layers}; it takes a whole number from 1.")
+            raise SpanaxError(f"num_layers is {num_layers}; it must be an integer of at least 1.")
 
-        def made(rngs: nnx.Rngs) -> nnx.Module:
+        def layer_of(rngs: nnx.Rngs) -> nnx.Module:
             layer = block(rngs)
             if not isinstance(layer, nnx.Module):
                 what = f"`block` returned a {type(layer).__name__}, not an nnx.Module."
                 raise SpanaxError(what, fix="a class or a function of rngs: spanax.Stack(partial(Block, config), ...)")
             return layer
 
-        layers = nnx.split_rngs(splits=num_layers)(nnx.vmap(made))(rngs)
+        layers = nnx.split_rngs(splits=num_layers)(nnx.vmap(layer_of))(rngs)
         self._take_over(layers, num_layers, remat, None)
 
     @classmethod
     def of(
         cls, blocks: Sequence[nnx.Module], *, remat: str | Callable[..., Any] | None = None, path: str | None = None
     ) -> Self:
-        """A stack of blocks that are there, with their values.
+        """Returns a stack of existing blocks, with their values.
 
         Args:
-          blocks: equal but for the values of their arrays.
-          remat: as of `Stack`.
-          path: where in a model the list of the blocks is, whose loop over them is to run as one: indexing and
-            iteration then give what such a loop may pass `x` through, and no more. `spanax.stack` gives it.
+          blocks: blocks that are equal in everything but the values of their arrays.
+          remat: the rematerialization policy, see `Stack`.
+          path: the path of the list that the stack replaces in a model, passed by `spanax.stack`. Indexing and
+            iteration then return placeholders, with which the model's loop over the list runs as one scan.
 
         Raises:
-          SpanaxError: there are none, two differ, or share a variable; the first difference is named.
+          SpanaxError: `blocks` is empty, or two blocks differ or share a variable; the error names the first
+            difference.
 
         Example:
           >>> blocks = [nnx.Linear(4, 4, rngs=nnx.Rngs(seed)) for seed in range(3)]
@@ -115,20 +116,22 @@ class Stack(nnx.Module):
         """
         blocks = list(blocks)
         if not blocks:
-            raise SpanaxError("there are no blocks to stack.")
+            raise SpanaxError("cannot stack an empty list of blocks.")
         for number, block in enumerate(blocks):
             if not isinstance(block, nnx.Module):
                 raise SpanaxError(f"block {number} is a {type(block).__name__}, not an nnx.Module.")
-            if found := difference(blocks[0], block):
+            if mismatch := difference(blocks[0], block):
                 raise SpanaxError(
-                    f"blocks 0 and {number} are not alike: {found}.",
+                    f"blocks 0 and {number} differ: {mismatch}.",
                     where=path or "",
-                    fix="blocks that differ in nothing but the values of their arrays",
+                    fix="use blocks that differ only in the values of their arrays",
                 )
         _check_separate(blocks, path)
         graph, first = nnx.split(blocks[0])
         values = zip(*(jax.tree.leaves(nnx.state(block)) for block in blocks), strict=True)
-        layers = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(first), [jnp.stack(each) for each in values]))
+        layers = nnx.merge(
+            graph, jax.tree.unflatten(jax.tree.structure(first), [jnp.stack(leaves) for leaves in values])
+        )
         stack = object.__new__(cls)
         stack._take_over(layers, len(blocks), remat, path)
         return stack
@@ -139,14 +142,14 @@ class Stack(nnx.Module):
         _rename_dims(layers, lambda names: (None, *names))
         self.__dict__.update(vars(layers))
         if len(jax.tree.leaves(nnx.state(self))) < len(jax.tree.leaves(nnx.state(layers))):
-            what = f"a {type(layers).__name__} holds layers where a pytree would not see them."
+            what = f"a {type(layers).__name__} holds layers in a plain list or dict, which is not part of the pytree."
             raise SpanaxError(
                 what, where=path or "", fix="nnx.List([...]) in place of a list, nnx.Dict in place of a dict"
             )
         self._stack = _Settings(type(layers), num_layers, remat, path is not None, path, vars(layers).get("_stack"))
 
     def _as_block(self) -> nnx.Module:
-        """A block that holds this stack's variables, the very ones."""
+        """Returns a block that shares this stack's variables."""
         block = object.__new__(self._stack.kind)
         block.__dict__.update(vars(self))
         del block._stack
@@ -155,29 +158,29 @@ class Stack(nnx.Module):
         return block
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        graph, params, rest = nnx.split(self._as_block(), nnx.Param, ...)
+        graph, params, state = nnx.split(self._as_block(), nnx.Param, ...)
 
         def body(x: Any, layer: tuple[nnx.State, nnx.State]) -> tuple[Any, tuple[nnx.State, tuple[Any, ...]]]:
             block = nnx.merge(graph, *layer, copy=True)
             x, *ys = _passed_on(x, block(x, *args, **kwargs))
-            given = {id(value) for value in jax.tree.leaves(layer[0])}
-            is_kept = lambda _, held: not isinstance(held, nnx.Param) or id(held.get_value()) not in given  # noqa: E731
-            return x, (nnx.state(block, is_kept), tuple(ys))
+            inputs = {id(value) for value in jax.tree.leaves(layer[0])}
+            is_new = lambda _, leaf: not isinstance(leaf, nnx.Param) or id(leaf.get_value()) not in inputs  # noqa: E731
+            return x, (nnx.state(block, is_new), tuple(ys))
 
         policy = self._stack.remat
         if policy not in (None, "none"):
-            # Inside a loop there is nothing to merge the replay with.
-            known = _POLICIES[policy] if isinstance(policy, str) else policy
-            body = jax.checkpoint(body, policy=known, prevent_cse=False)
+            # Inside a scan XLA cannot merge the recomputation with the forward pass, so CSE needs no barrier.
+            checkpoint_policy = _POLICIES[policy] if isinstance(policy, str) else policy
+            body = jax.checkpoint(body, policy=checkpoint_policy, prevent_cse=False)
         try:
-            x, (rest, ys) = jax.lax.scan(body, x, (params, rest))
+            x, (state, ys) = jax.lax.scan(body, x, (params, state))
         except TraceContextError as error:
             raise SpanaxError(
-                "a layer writes to something that is not its own.",
+                "a layer writes to a variable outside the block.",
                 where=str(error).split(" (")[0],
-                fix="random numbers and counts kept in the block: self.rngs = rngs.fork()",
+                fix="store random streams and counts in the block: self.rngs = rngs.fork()",
             ) from error
-        nnx.update(self, rest)
+        nnx.update(self, state)
         return (x, *ys) if ys else x
 
     def __len__(self) -> int:
@@ -189,61 +192,65 @@ class Stack(nnx.Module):
     def __getitem__(self, index: int | slice) -> Any:
         count = self._stack.num_layers
         if isinstance(index, slice):
-            return [self[at] for at in range(count)[index]]
-        at = operator.index(index)
-        if not -count <= at < count:
-            what = f"there is no layer {at}: the stack has {count}."
+            return [self[layer] for layer in range(count)[index]]
+        layer = operator.index(index)
+        if not -count <= layer < count:
+            what = f"layer index {layer} is out of range for a stack of {count} layers."
             raise SpanaxError(what, fix=f"0 to {count - 1}, or {-count} to -1 from the end")
-        at %= count
+        layer %= count
         if self._stack.path is not None:
-            return layers_of(self, self._stack.kind, self._stack.path)[at]
+            return layers_of(self, self._stack.kind, self._stack.path)[layer]
         graph, state = nnx.split(self._as_block())
-        block = nnx.merge(graph, jax.tree.map(lambda stacked: stacked[at], state))
+        block = nnx.merge(graph, jax.tree.map(lambda stacked: stacked[layer], state))
         _rename_dims(block, lambda names: names[1:])
         return block
 
 
 def _passed_on(x: Any, result: Any) -> tuple[Any, ...]:
-    """`(x,)` or `(x, y)`, whichever a layer returned; what looks like that which it takes is the x."""
+    """Returns `(x,)` or `(x, y)`, whichever the layer returned: a result with the types of `x` is an x.
+
+    Raises:
+      SpanaxError: neither the result nor its first item has the types of `x`.
+    """
     if _is_like(result, x):
         return (result,)
     if isinstance(result, tuple) and len(result) == 2 and _is_like(result[0], x):
         return result
     raise SpanaxError(
-        "a layer returns something else than it takes, so that none can follow it.",
-        where=f"it takes {_told(x)} and returns {_told(result)}",
-        fix="blocks that return what they take, or (that, what else there is)",
+        "the output of a layer does not match its input.",
+        where=f"it takes {_summary(x)} and returns {_summary(result)}",
+        fix="return x with the shape and dtype of the input, or (x, y)",
     )
 
 
 def _is_like(result: Any, x: Any) -> bool:
-    """Whether the next layer can take it. A weak dtype, that of a Python number, gives way."""
+    """Returns whether the next layer accepts the result; a weakly typed `x` accepts any dtype."""
     if jax.tree.structure(result) != jax.tree.structure(x):
         return False
     pairs = zip(map(jax.typeof, jax.tree.leaves(result)), map(jax.typeof, jax.tree.leaves(x)), strict=True)
     return all(new.shape == old.shape and (new.dtype == old.dtype or old.weak_type) for new, old in pairs)
 
 
-def _told(value: Any) -> str:
+def _summary(value: Any) -> str:
     return str(jax.tree.map(lambda leaf: jax.typeof(leaf).str_short(), value)).replace("'", "")
 
 
 def _check_separate(blocks: Sequence[nnx.Module], path: str | None) -> None:
-    """Refuses a variable that two blocks share: stacked, each would have a copy."""
+    """Raises if two blocks share a variable, since each would get its own copy in the stack."""
     owner: dict[int, int] = {}
     for number, block in enumerate(blocks):
         for name, value in nnx.iter_graph(block):
             if isinstance(value, nnx.Variable) and owner.setdefault(id(value), number) != number:
                 shared = ".".join(map(str, name))
                 raise SpanaxError(
-                    f"blocks {owner[id(value)]} and {number} share `{shared}`; stacked, each has its own.",
+                    f"blocks {owner[id(value)]} and {number} share `{shared}`; stacking would copy it.",
                     where=path or "",
-                    fix="rngs.fork() for each" if isinstance(value, nnx.RngState) else "leave them a list",
+                    fix="rngs.fork() per block" if isinstance(value, nnx.RngState) else "do not stack this list",
                 )
 
 
 def _rename_dims(module: nnx.Module, renamed: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> None:
-    """Keeps the names of dims beside their dims where the author gave some."""
+    """Applies `renamed` to the dim names of each annotated variable."""
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Variable):
             for name in ANNOTATIONS:
