@@ -112,13 +112,17 @@ def _report_start(run: Run, data: Batches, records: Records) -> None:
     process = {"pid": os.getpid(), "hosts": jax.process_count()}
     telemetry.report({"event": "begin", **process, **placement(records.job.plan), "step": run.num_steps})
     telemetry.report(_start_event(run, config, telemetry.folder, data))
+    _warn_of_public_ports(telemetry)
+    if config.init_partial and run.loaded is not None:
+        telemetry.report({"event": "init", **asdict(run.loaded)})
+
+
+def _warn_of_public_ports(telemetry: Telemetry) -> None:
     if jax.process_count() > 1 and (addresses := [address for address in open_ports() if is_public(address)]):
         message = public_warning(addresses)
         if not is_first():  # its events are dropped, and its standard error goes to its log
             print(f"spanax: {message}", file=sys.stderr)
         telemetry.warn(message)
-    if config.init_partial and run.loaded is not None:
-        telemetry.report({"event": "init", **asdict(run.loaded)})
 
 
 def _start_event(run: Run, config: TrainConfig, folder: Path, data: Batches) -> Event:

@@ -262,7 +262,7 @@ def test_only_what_is_not_packed_is_mapped(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
     names = ("plain.feather", "stream.arrow", "packed.feather", "a.parquet")
     kinds = [type(open_table(written(tmp_path, name)).parts[0]).__name__ for name in names]
-    assert kinds == ["Mapped", "Mapped", "Packed", "Packed"]
+    assert kinds == ["MappedTable", "MappedTable", "CompressedTable", "CompressedTable"]
 
 
 @pytest.mark.skipif(

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ import pytest
 
 from spanax.errors import HostsError, SpanaxError
 from spanax.run import trainer
-from spanax.run.config import TrainConfig
 from spanax.run.distributed.processes import Hosts, _bound_to, _check_free, bind_data_sockets, detected_processes
+from spanax.run.record.telemetry import open_telemetry
 
 GROUP = {"SPANAX_COORDINATOR": "127.0.0.1:9911", "SPANAX_NUM_HOSTS": "4"}
 
@@ -275,13 +276,16 @@ def test_a_library_program_never_trains_alone_in_a_group(environ: dict[str, str]
 
 
 def test_a_port_on_every_interface_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as server:
-        monkeypatch.setattr(trainer, "_start_event", lambda *_: {"event": "start"})
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        monkeypatch.setattr(trainer, "is_first", lambda: False)
-        events = list(trainer._first_events(None, TrainConfig(), None, None))  # type: ignore[arg-type]
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(trainer, "is_first", lambda: False)
+    with (
+        socket.create_server(("0.0.0.0", 0)) as server,
+        open_telemetry(tmp_path, rank=0, attempt=0, emit=events.append) as telemetry,
+    ):
+        trainer._warn_of_public_ports(telemetry)
         address = f"0.0.0.0:{server.getsockname()[1]}"
-    assert [event["event"] for event in events] == ["start", "warning"] and address in events[1]["message"]
+    assert [event["event"] for event in events] == ["warning"] and address in events[0]["message"]
     assert address in capsys.readouterr().err
