@@ -96,7 +96,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "batch that does not divide": (
         ["train", "--batch", "30", "--layout", "data"],
         2,
-        "'batch' of size 30 does not divide 8 ways",
+        "'batch' of size 30 is not divisible by 8",
     ),
     "no steps": (["train", "--steps", "0"], 2, "--steps is 0"),
     "a negative rate": (["train", "--lr", "-1"], 2, "--lr is -1"),

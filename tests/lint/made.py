@@ -19,7 +19,7 @@ from spanax.check.measure.profile import Profiled
 from spanax.check.report import Figures, Report
 from spanax.models import gpt
 from spanax.models.workloads import load
-from spanax.plan.evaluate import candidate_of
+from spanax.plan.evaluate import evaluate
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
@@ -190,7 +190,7 @@ def tight(make: Callable[..., Program], share: float, *, on: str, **how: Any) ->
 
     def found() -> list[Finding]:
         made = case(make(), on, **how)
-        needed = candidate_of(made.program, made.plan, made.cluster).peak_bytes
+        needed = evaluate(made.program, made.plan, made.cluster).candidate.peak_bytes
         return dataclasses.replace(
             made, cluster=dataclasses.replace(made.cluster, memory_bytes=int(needed / share))
         ).found()

@@ -1,16 +1,9 @@
 """Predicted: what the plan says of a step, in the numbers that a compiled program has as well."""
 
-import numpy as np
-
 from spanax.check.report import Figures
 from spanax.hardware.cluster import Cluster
-from spanax.plan.cost.collective_bytes import laid_as_planned, moved_bytes, moved_of, num_shares
-from spanax.plan.cost.step_time import ways_table
-from spanax.plan.evaluate import memory_of
-from spanax.plan.pipeline.stages import inside_stage
+from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
-from spanax.plan.spmd.count_terms import count_terms
-from spanax.plan.spmd.deferred_reductions import unreduced
 from spanax.trace.program import Program
 
 
@@ -39,18 +32,11 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
       >>> told.collectives["data"]["all-reduce"] >= 16 * 32 * 4
       True
     """
-    laid = laid_as_planned(program, plan)
-    terms = count_terms(laid, adds_first=adds_first, late=unreduced(laid, plan.schedule))
-    sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes], float)
-    works = terms.matmuls
-    stages = np.where(works.in_layers, num_shares(laid, plan), 1)
-    flops = float((works.flops * works.runs / ways_table(sizes)[works.work, 0] / stages).sum())
-    collectives = moved_bytes(laid, plan, terms)
-    peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
-    return Figures(plan.state_bytes(), peak_bytes, flops, collectives)
+    cost = evaluate(program, plan, cluster, adds_first=adds_first)
+    return Figures(plan.state_bytes(), round(cost.peak_bytes), cost.matmul_flops, cost.collectives)
 
 
-def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
+def gathered_bytes(program: Program, plan: Plan, cluster: Cluster, path: str) -> dict[str, int]:
     """Bytes of one device and step that the plan gathers of one parameter, by mesh axes.
 
     Raises:
@@ -65,8 +51,9 @@ def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
       ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> gathered_bytes(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), "kernel")
+      >>> machine = spanax.cluster("cpu:8")
+      >>> gathered_bytes(program, spanax.plan(program, machine, layout="fsdp"), machine, "kernel")
       {'fsdp': 2048}
     """
-    of_one = moved_of(laid_as_planned(program, plan), plan, path)
-    return {axes: kinds["all-gather"] for axes, kinds in of_one.items() if "all-gather" in kinds}
+    collectives = evaluate(program, plan, cluster).collectives_of(path)
+    return {axes: kinds["all-gather"] for axes, kinds in collectives.items() if "all-gather" in kinds}

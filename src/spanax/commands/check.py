@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from spanax.commands.source_text import source_text
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.choose import plan
+from spanax.plan.evaluate import evaluate
 from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
 from spanax.plan.plan import Plan
-from spanax.plan.predict import with_prediction
 from spanax.run.config import OF_PLAN, check_alone
 from spanax.run.distributed.devices import DEFAULT_SIMULATED, simulate
 from spanax.show.parity import parity_text
@@ -104,7 +104,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
 def _priced(program: Program, made: Plan, machine: Cluster) -> tuple[Plan, list[str]]:
     """Returns the plan with its price, or without one and a note that says why."""
     try:
-        return with_prediction(program, made, machine), []
+        return replace(made, price=evaluate(program, made, machine).prediction), []
     except SpanaxError as error:
         return made, [f"note: the certificate has no price: {first_line(error)}"]
 

@@ -22,7 +22,8 @@ from spanax.commands.requests import CompareCommand
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import cluster, local
 from spanax.hardware.mesh import MeshShape
-from spanax.plan.candidate import Candidate, Search, collectives_of
+from spanax.plan.candidate import Candidate, Search
+from spanax.plan.evaluate import collectives_of
 from spanax.show.search import candidate_json
 from spanax.show.tables import table_text
 from spanax.trace.rewrites.remat_policies import known_dtype

@@ -12,11 +12,11 @@ from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import warnings
 from spanax.plan.advice.what_if import budget, fewest_devices, largest
-from spanax.plan.candidate import Search, collectives_of, shortfall
+from spanax.plan.candidate import Search, shortfall
 from spanax.plan.choose import Request, decided, searched
+from spanax.plan.evaluate import collectives_of, evaluate
 from spanax.plan.loss_chunks import saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan
-from spanax.plan.predict import with_prediction
 from spanax.show.page.document import write
 from spanax.show.page.search import ranked_page
 from spanax.show.search import candidate_json, search_json, search_text
@@ -122,7 +122,8 @@ def _extras(
     data: Data = {}
     if asked.out is not None or asked.html is not None:
         try:
-            made = with_prediction(next(iter(found.programs.values())), made, machine, best)
+            program = next(iter(found.programs.values()))
+            made = replace(made, price=evaluate(program, made, machine).prediction)
         except SpanaxError as error:
             text.append(f"note: the plan is without its price: {first_line(error)}")
     if asked.html is not None:
@@ -163,7 +164,8 @@ def _extras(
 def _logits(program: Program, made: Plan, machine: Cluster) -> tuple[str, Data]:
     count, saved = made.schedule.loss_chunks, saved_bytes(program, made, machine)
     line = f"logits in {count} chunks of tokens: {bytes_text(saved)} a device less than whole"
-    return line if count > 1 else suiting_chunks(program, made, machine)[1], {"chunks": count, "saved_bytes": saved}
+    text = line if count > 1 else str(suiting_chunks(program, made, machine)[1])
+    return text, {"chunks": count, "saved_bytes": saved}
 
 
 def _max(load: Callable[..., Workload], asked: PlanCommand, machine: Cluster) -> tuple[str, Data]:

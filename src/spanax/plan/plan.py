@@ -303,6 +303,16 @@ class Plan:
         return "\n".join([*head, *([f"  XLA: {flags}"] if flags else []), *_rows(self)])
 
 
+def path_pattern(path: str) -> str:
+    """Returns a path with the numbers of repeated blocks replaced by `*`.
+
+    Example:
+      >>> path_pattern("blocks.11.mlp.up.kernel")
+      'blocks.*.mlp.up.kernel'
+    """
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
 @functools.lru_cache(maxsize=4096)
 def _shared_sharding(mesh: "Mesh", spec: Spec) -> "NamedSharding":
     # At every step JAX compares the sharding of every array with the compiled one: by identity first, and by value, in
@@ -317,8 +327,7 @@ def _rows(plan: Plan) -> list[str]:
     groups: dict[tuple[Any, ...], list[Placement]] = {}
     for leaf in (*plan.batch, *plan.leaves):
         if leaf.kind in ("param", "batch"):
-            pattern = ".".join("*" if part.isdigit() else part for part in leaf.path.split("."))
-            groups.setdefault((pattern, leaf.shape, leaf.spec, leaf.reason), []).append(leaf)
+            groups.setdefault((path_pattern(leaf.path), leaf.shape, leaf.spec, leaf.reason), []).append(leaf)
     rows = []
     for (pattern, *_), leaves in groups.items():
         leaf = leaves[0]

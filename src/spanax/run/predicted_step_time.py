@@ -4,13 +4,13 @@ A report holds the run against it; the run itself can do without, and does not w
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.errors import first_line
 from spanax.hardware.cluster import local
+from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
-from spanax.plan.predict import with_prediction
 from spanax.trace.program import Program
 
 
@@ -31,7 +31,8 @@ class Pricing:
     def find(self, write: Callable[[str], None], warn: Callable[[str], None]) -> None:
         """Work it out and write the plan anew, as JSON; a failure is no more than a warning."""
         try:
-            self.plan = with_prediction(self.program, self.plan, local(self.devices[: self.plan.mesh.size]))
+            cost = evaluate(self.program, self.plan, local(self.devices[: self.plan.mesh.size]))
+            self.plan = replace(self.plan, price=cost.prediction)
             write(self.plan.to_json())
         except Exception as error:
             warn(f"the plan has no price: {first_line(error)}")

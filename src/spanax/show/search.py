@@ -6,7 +6,8 @@ from rich.table import Table
 
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import RESERVE, Candidate, Search, collectives_of, plan_of, shortfall
+from spanax.plan.candidate import RESERVE, Candidate, Search, plan_of, shortfall
+from spanax.plan.evaluate import collectives_of
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
 
@@ -67,7 +68,7 @@ def search_json(found: Search, top: int) -> dict[str, Any]:
         "usable_bytes": found.cluster.memory_bytes,
         "reserve": RESERVE,
         "candidates": [candidate_json(found, one) for one in found.candidates[:top]],
-        "rejected": found.rejected,
+        "rejected": {str(reason): count for reason, count in found.rejected.items()},
         "compute_dtype": next(iter(found.programs.values())).compute_dtype,
         "loss_chunks": next(iter(found.programs.values())).loss_chunks,
         "attention": [str(each) for each in found.attention] or list(setting.attention),

@@ -7,7 +7,7 @@ from spanax.check.lint.message import Said
 from spanax.check.lint.subject import Checked
 from spanax.hardware.mesh import CANONICAL_AXES
 from spanax.plan.plan import Placement
-from spanax.plan.sharding.assign import Uneven
+from spanax.plan.reason import Code, Reason
 from spanax.trace.axes.naming import STRENGTH
 
 LARGE = 0.01
@@ -37,11 +37,11 @@ def left_whole(checked: Checked) -> Iterator[Said]:
 
 def does_not_divide(checked: Checked) -> Iterator[Said]:
     """A mesh axis does not split a dim that it was meant to split, in arrays that count; a size near it would do."""
-    by_reason: dict[tuple[str, Uneven], list[Placement]] = {}
+    by_reason: dict[tuple[str, Reason], list[Placement]] = {}
     for leaf, reason in _uneven(checked):
         if not _is_served(checked, leaf, reason.name):
             by_reason.setdefault((leaf.kind, reason), []).append(leaf)
-    seen = set[Uneven]()
+    seen = set[Reason]()
     for (kind, reason), leaves in by_reason.items():
         if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= MISSED * checked.plan.state_bytes(kind):
             seen.add(reason)
@@ -50,19 +50,19 @@ def does_not_divide(checked: Checked) -> Iterator[Said]:
                 yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
 
 
-def _uneven(checked: Checked) -> Iterator[tuple[Placement, Uneven]]:
+def _uneven(checked: Checked) -> Iterator[tuple[Placement, Reason]]:
     """Yields every placement with each of its dims that is not sharded because its size does not divide."""
     program = checked.program
     rows = zip(program.leaves, program.step.graph.body.inputs, checked.plan.leaves, strict=False)
     for leaf, value, placement in rows:
-        for reason in checked.resolver.unsplit(leaf, program.step.axes.classes[value]):
-            if isinstance(reason, Uneven):
+        for reason in checked.resolver.not_sharded(leaf, program.step.axes.classes[value]):
+            if reason.code is Code.NOT_DIVISIBLE:
                 yield placement, reason
 
 
-def _dividing(reason: Uneven) -> str:
+def _dividing(reason: Reason) -> str:
     """The nearest that works: a little more, or fewer ways; empty where it takes much more, as of three colours."""
-    size, ways = reason.size, reason.ways
+    size, ways = reason.size, reason.num_shards
     more, fewer = -(-size // ways) * ways, math.gcd(size, ways)
     near = [f"{reason.name} {more}"] if more <= (1 + PADDED) * size else []
     near += [f"{fewer} ways"] if fewer > 1 else []

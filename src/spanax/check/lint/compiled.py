@@ -99,7 +99,9 @@ def _weights(checked: Checked, report: Report) -> Iterator[tuple[list[Collective
     for (axes, paths), found in groups.items():
         moved = sum(one.num_bytes for one in found)
         if moved > SMALL_BYTES:
-            meant = sum(gathered_bytes(checked.program, checked.plan, path).get(axes, 0) for path in paths)
+            meant = sum(
+                gathered_bytes(checked.program, checked.plan, checked.cluster, path).get(axes, 0) for path in paths
+            )
             if moved - meant > max(SMALL_BYTES, UNPLANNED * meant):
                 yield found, moved, meant
 

@@ -20,6 +20,7 @@ from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.choose import Request, searched
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
+from spanax.plan.reason import Code, Reason
 from spanax.plan.search import search
 from spanax.run.run import Run, start
 from spanax.run.state.placement import assert_placed
@@ -34,7 +35,7 @@ EVERY = 1_000_000
 CHEAPEST = 5
 """So many layouts are compared whatever their names, unless another number is requested."""
 
-PRUNED = "priced, not compared"
+PRUNED = Reason(Code.NOT_COMPARED)
 
 WARM_UP = 1
 """Steps that are not counted: the first one of a program."""
@@ -121,7 +122,10 @@ def layouts(
         raise SpanaxError(
             f"no layout of this workload can be run on {here}" + (f" as {mesh}." if mesh else "."),
             where=f"a batch of {found.batch_size}; "
-            + "; ".join(f"left out {count}: {reason}" for reason, count in sorted(found.rejected.items())),
+            + "; ".join(
+                f"left out {count}: {reason}"
+                for reason, count in sorted((str(reason), count) for reason, count in found.rejected.items())
+            ),
             fix="another --mesh or --batch",
         )
     if top is not None:

@@ -6,7 +6,8 @@ from spanax.errors import NoLayoutError, SpanaxError
 from spanax.plan.advice.what_if import cluster_of_size
 from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.loss_chunks import chunks_to_try
-from spanax.plan.search import UNASKED, search
+from spanax.plan.reason import Code, Reason
+from spanax.plan.search import search
 from spanax.trace.program import Program
 
 MOST = 16
@@ -49,7 +50,7 @@ def _switches(previous: Search, program: Program, leanest: Candidate, limit: flo
     optimizer = leanest.memory["optimizer"]
     if any(leaf.kind == "optimizer" and leaf.shape and leaf.dtype == "float32" for leaf in program.leaves):
         yield "--optimizer-state bfloat16", leanest.peak_bytes - optimizer / 2 <= limit
-    if UNASKED in previous.rejected:
+    if Reason(Code.NOT_REQUESTED) in previous.rejected:
         best = search(program, previous.cluster, pins=previous.pins, top=1).best
         if best is not None:
             yield f"--layout {best.layout} --mesh {best.mesh}", True

@@ -10,7 +10,8 @@ from typing import Any, overload
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
-from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, Reason, assign, pinned
+from spanax.plan.reason import Code, Reason
+from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, assign, pinned
 from spanax.trace.analysis.op_groups import label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.jaxpr.provenance import Origin
@@ -116,8 +117,8 @@ class Resolver:
         """Returns the kind a leaf is stored as; other state shaped like a parameter (its average) is stored like it."""
         return "param" if leaf.kind == "other" and label_key(labels) in self.program.param_keys else leaf.kind
 
-    def placed(self, leaf: Leaf, labels: Labels) -> tuple[Spec, str]:
-        """Returns the spec of a leaf of the state or the batch between steps, and the reason.
+    def placed(self, leaf: Leaf, labels: Labels) -> tuple[Spec, list[Reason]]:
+        """Returns the spec of a leaf of the state or the batch between steps, and the reasons for it.
 
         Raises:
           SpanaxError: the spec that its author wrote does not divide it.
@@ -127,27 +128,28 @@ class Resolver:
         if written is not None:
             return self._annotated(leaf, written, labels, used, kind)
         if kind == "batch":
-            return used, ""
+            return used, []
         spec, axes = self.stored(used, labels, leaf.shape, kind), self._stored_axes(used, kind)
         if leaf.shape and axes and spec == used:
-            sizes, ways = "x".join(map(str, leaf.shape)), self.mesh.ways(axes)
-            return spec, f"stored whole: no dim of {sizes} divides {'+'.join(axes)} ({ways} ways)"
-        return spec, self._why(labels, spec, f"stored over {'+'.join(axes)}" if spec != used else "")
+            sizes, num_shards = "x".join(map(str, leaf.shape)), self.mesh.ways(axes)
+            return spec, [Reason(Code.REPLICATED, sizes, "+".join(axes), num_shards=num_shards)]
+        stored = [Reason(Code.STORED, axis="+".join(axes))] if spec != used else []
+        return spec, stored + self._reasons(labels, spec)
 
-    def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, str]:
+    def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, list[Reason]]:
         """Returns the spec of an annotated leaf; the layout decides for names not of this mesh, and for storage."""
         taken = {axis for by in written for axis in by}
         is_open = [isinstance(entry, str) and entry not in self.mesh.names for entry in leaf.annotation or ()]
         merged = tuple(
-            tuple(axis for axis in by if axis not in taken) if free else mine
-            for mine, by, free in zip(written, used, is_open, strict=True)
+            tuple(axis for axis in by if axis not in taken) if is_free else annotation
+            for annotation, by, is_free in zip(written, used, is_open, strict=True)
         )
-        spec, parts = self.stored(merged, labels, leaf.shape, kind), ["as the model's author annotated it"]
+        spec, reasons = self.stored(merged, labels, leaf.shape, kind), [Reason(Code.ANNOTATED)]
         if dropped := [axis for axis in _mesh_axes(leaf, self.mesh) if axis not in taken]:
-            parts = [f"annotated over {'+'.join(dropped)}, which does not divide 1", *parts[: any(written)]]
+            reasons = [Reason(Code.ANNOTATED_SIZE_1, axis="+".join(dropped)), *reasons[: any(written)]]
         if spec != merged:
-            parts.append(f"stored over {'+'.join(self._stored_axes(merged, kind))}")
-        return spec, "; ".join(parts)
+            reasons.append(Reason(Code.STORED, axis="+".join(self._stored_axes(merged, kind))))
+        return spec, reasons
 
     def constraints(self, traced: Traced) -> "Constraints":
         """Returns the constraint of every value of a traced function, by index; None: left to the compiler."""
@@ -170,7 +172,7 @@ class Resolver:
             return Constraint(spec, used=None if used == spec else used)
         return Constraint(used, is_open=True) if any(used) else None
 
-    def unsplit(self, leaf: Leaf, labels: Labels) -> list[Reason]:
+    def not_sharded(self, leaf: Leaf, labels: Labels) -> list[Reason]:
         """Returns why dims of a leaf that a mesh axis could shard are not sharded; empty for annotated leaves."""
         if annotated(leaf, self.mesh) is not None or leaf.kind == "batch":
             return []
@@ -187,9 +189,6 @@ class Resolver:
         return list(
             dict.fromkeys(reasons[label] for label, by in pairs if label is not None and label in reasons and not by)
         )
-
-    def _why(self, labels: Labels, spec: Spec, extra: str) -> str:
-        return "; ".join(dict.fromkeys([extra] * bool(extra) + [str(each) for each in self._reasons(labels, spec)]))
 
 
 def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
@@ -209,7 +208,7 @@ def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
     for dim, (size, by) in enumerate(zip(leaf.shape, spec, strict=True)):
         if size % mesh.ways(by):
             raise SpanaxError(
-                f"`{leaf.path}` is annotated to be split {'+'.join(by)} along dim {dim}, "
+                f"`{leaf.path}` is annotated to be sharded over {'+'.join(by)} along dim {dim}, "
                 f"and {size} % {mesh.ways(by)} = {size % mesh.ways(by)}.",
                 where=f"{leaf.path} {leaf.shape} {leaf.annotation}, mesh {mesh}",
                 fix="a mesh axis that divides it, or another annotation",

@@ -29,7 +29,8 @@ def ranked_page(found: Search, plan: Plan | None, workload: str) -> Page:
     note = f"{shown:,} of {priced}: the fastest, and the fastest of every kind. Press a head to sort."
     blocks = [Block("Layouts", [ranked(found)], note)]
     if found.rejected:
-        left = [(reason, f"{count:,}") for reason, count in sorted(found.rejected.items(), key=lambda item: -item[1])]
+        rejected = sorted(found.rejected.items(), key=lambda item: -item[1])
+        left = [(str(reason), f"{count:,}") for reason, count in rejected]
         blocks.append(Block("Left out", [table("left out", ("why", "layouts"), left, {1})]))
     if plan is not None:
         blocks += of_plan.blocks(plan)
