@@ -159,7 +159,7 @@ def test_where_nothing_fits_the_message_names_what_would_make_it_fit() -> None:
     assert said["fits_with"] == switches and f"it fits with {switches[0]}" in search_text(found, said, 1)
     with pytest.raises(
         SpanaxError,
-        match=r"no layout fits.*\n.*the leanest layout needs.*\n.*fix: .*(--optimizer-state bfloat16|devices)",
+        match=r"no layout fits.*\n.*the lowest peak needs.*\n.*fix: .*(--optimizer-state bfloat16|devices)",
     ):
         spanax.plan(program, dataclasses.replace(roomy, memory_bytes=two.state_bytes // 10))
 

@@ -283,7 +283,7 @@ def test_no_layout_means_the_fastest_that_fits() -> None:
     assert dataclasses.replace(spanax.plan(program(), tight), why="") == dataclasses.replace(
         plan_of(other, other.best), why=""
     )
-    with pytest.raises(SpanaxError, match=r"no layout fits.*\n.*the leanest layout needs"):
+    with pytest.raises(SpanaxError, match=r"no layout fits.*\n.*the layout with the lowest peak needs"):
         spanax.plan(program(), dataclasses.replace(tight, memory_bytes=1000))
 
 
@@ -401,7 +401,7 @@ def test_mesh_axes_written_in_a_model_are_honoured(names: tuple[Any, Any]) -> No
 
 
 def test_an_annotation_that_does_not_divide() -> None:
-    with pytest.raises(spanax.SpanaxError, match="`kernel` is annotated to be split") as caught:
+    with pytest.raises(spanax.SpanaxError, match="`kernel` is annotated to be sharded over") as caught:
         spanax.plan(annotated((None, "fsdp"), width=130), spanax.cluster("cpu:4"), layout="fsdp", mesh="fsdp=4")
     assert "130 % 4 = 2" in str(caught.value)
 

@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a sequence without tensor": (lambda: plan(program(), layout="fsdp+seq"), "unknown layout 'fsdp+seq'.", "known:"),
     "a sequence without tensor, as an option": (
         lambda: plan(program(), layout="fsdp", sequence_parallel=True),
-        "layout 'fsdp' has no model axis to split the sequence over.",
+        "layout 'fsdp' has no model axis to shard the sequence over.",
         "fsdp+tensor+seq",
     ),
     "a mesh that is larger than the cluster": (
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a mesh axis with no meaning": (
         lambda: plan(program(), mesh="x=8"),
-        "mesh axis 'x' has no meaning by itself.",
+        "mesh axis 'x' has no default meaning.",
         "name a layout for it",
     ),
     "a mesh axis that the layout does not use": (
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a layout of one's own without a mesh": (
         lambda: plan(program(), layout=Layout("mine", computed=(("x", ("batch",)),))),
-        "a Layout of your own needs a mesh.",
+        "a custom Layout needs a mesh.",
         "mesh={'data': 8}",
     ),
     "a batch that does not divide": (

@@ -200,7 +200,7 @@ def test_where_nothing_fits_the_nearest_are_told() -> None:
     assert found.nearest[0].peak_bytes == pytest.approx(leanest, abs=8)
     assert [one.peak_bytes for one in found.nearest] == sorted(one.peak_bytes for one in found.nearest)
     assert found.rejected[Reason(Code.TOO_LARGE)] == found.layouts_priced
-    assert "the leanest layout needs" in shortfall(found) and "there are 1 MiB" in shortfall(found)
+    assert "the layout with the lowest peak needs" in shortfall(found) and "a device has 1 MiB" in shortfall(found)
 
 
 def test_what_does_not_fit_is_counted() -> None:

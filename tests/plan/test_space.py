@@ -12,7 +12,7 @@ from flax import nnx
 
 import spanax
 from programs import array, workload
-from spanax.plan.cost.peak_memory import held, state_of, walk
+from spanax.plan.cost.peak_memory import memory_use, state_of, walk
 from spanax.plan.cost.step_time import Grid, price
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.resolve import Resolver, resolve
@@ -95,7 +95,7 @@ def priced(
     stages = family.num_stages[at : at + 1]
     grid = Grid(family.sizes[:, at : at + 1], stages, one, one)
     seconds = price(count_terms(ShardedProgram(resolver, program.step)), cluster, grid).step_seconds
-    memory = held(
+    memory = memory_use(
         state_of(resolver), walk(ShardedProgram(resolver, program.step)), grid.sizes,
         num_stages=stages, num_microbatches=one, in_flight=one, scale=one,
     )  # fmt: skip

@@ -197,7 +197,7 @@ def shortfall(search: Search) -> str:
         return "no layout divides these devices and this batch"
     needed = search.nearest[0].peak_bytes / (1 - RESERVE)
     limit = bytes_text(search.cluster.memory_bytes)
-    return f"the leanest layout needs {bytes_text(needed)} a device, and there are {limit}"
+    return f"the layout with the lowest peak needs {bytes_text(needed)} per device, and a device has {limit}"
 
 
 def plan_of(search: Search, candidate: Candidate) -> Plan:

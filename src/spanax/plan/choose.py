@@ -318,7 +318,7 @@ def _choose(
 ) -> tuple[str, Layout, MeshShape]:
     if isinstance(layout, Layout):
         if mesh is None:
-            raise SpanaxError("a Layout of your own needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
+            raise SpanaxError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
         return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
     if layout is not None:
         shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)

@@ -16,7 +16,7 @@ from spanax.plan.cost.calibration import Assumptions
 from spanax.plan.cost.peak_memory import Level, MemoryUse, State, memory_per_device, state_of, walk
 from spanax.plan.cost.prediction import Prediction
 from spanax.plan.cost.stage_transfers import stage_transfer_bytes
-from spanax.plan.cost.step_time import Costs, Grid, TableAt, price, ways_table
+from spanax.plan.cost.step_time import Costs, Grid, GridTable, price, shard_counts
 from spanax.plan.cost.terms import Terms
 from spanax.plan.pipeline.layer_partition import shares
 from spanax.plan.pipeline.stages import AXIS, inside_stage
@@ -73,7 +73,7 @@ class LayoutCosts:
         """Returns the peak memory per device on every mesh of a grid."""
         return memory_per_device(self.state, self.level, grid, fused_attention=self.assumptions.fused_attention)
 
-    def costs(self, grid: Grid, table: TableAt | None = None) -> Costs:
+    def costs(self, grid: Grid, table: GridTable | None = None) -> Costs:
         """Returns the step time on every mesh of a grid; `table` caches matmuls and links of many layouts."""
         return price(self.terms, self.cluster, grid, self.assumptions, table)
 
@@ -150,7 +150,7 @@ class Evaluation:
         matmuls = self.terms.matmuls
         sizes = np.asarray([[size] for _, size in inside_stage(self.plan).mesh.axes], float)
         stages = np.where(matmuls.in_layers, self._num_shares, 1)
-        return float((matmuls.flops * matmuls.runs / ways_table(sizes)[matmuls.work, 0] / stages).sum())
+        return float((matmuls.flops * matmuls.runs / shard_counts(sizes)[matmuls.work, 0] / stages).sum())
 
     @property
     def collectives(self) -> Moved:

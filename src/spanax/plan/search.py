@@ -22,7 +22,7 @@ from spanax.plan.presets import PRESETS, as_ring
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
 from spanax.plan.space import AXES, STORING, Family, Rejections, families, is_standard, layout_on, mesh_of
-from spanax.plan.spmd.sharded_program import Known, ShardedProgram
+from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import RING
 
@@ -244,14 +244,14 @@ def _price(
 ) -> list[_Priced]:
     """Prices every mesh of every family under every policy and schedule."""
     table, result = Table(cluster, AXES, sum(grids, []), assumptions), list[_Priced]()
-    indices = [[(grid, table.at(grid)) for grid in family_grids] for family_grids in grids]
+    indices = [[(grid, table.select(grid)) for grid in family_grids] for family_grids in grids]
     states = [state_of(family.resolver) for family in space]
     for program in programs:
-        known = Known()
+        cache = ShardingCache()
         for family, state, family_grids in zip(space, states, indices, strict=True):
             if not family_grids:
                 continue
-            sharded = ShardedProgram(family.resolver.of(program), program.step, known)
+            sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
             layout = LayoutCosts(sharded, state, cluster, assumptions)
             for grid, grid_table in family_grids:
                 memory, costs = layout.memory(grid), layout.costs(grid, grid_table)

@@ -252,7 +252,7 @@ def test_channels_split_no_further_than_their_groups(groups: int, expected: int)
     ],
 )
 def test_an_operated_dim_is_kept_whole(function: Callable[..., Any], args: tuple[Any, ...], dim: int) -> None:
-    assert {at for _, at in dims_of(function, *args).kept_whole} == {dim}
+    assert {at for _, at in dims_of(function, *args).replicated} == {dim}
 
 
 def mystery_primitive() -> Primitive:

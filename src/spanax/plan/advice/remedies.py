@@ -14,22 +14,22 @@ MOST = 16
 """The largest multiple of the requested number of devices to price."""
 
 
-def remedies(found: Search) -> list[str]:
+def remedies(result: Search) -> list[str]:
     """Returns command-line options, each of which makes the program fit.
 
     Where no single option is enough, the first entry joins all options that lower the memory.
 
     Args:
-      found: a search where nothing fits.
+      result: a search where nothing fits.
     """
-    if not found.nearest or found.cluster.memory_bytes is None:
+    if not result.nearest or result.cluster.memory_bytes is None:
         return ["another batch size or another number of devices"]
-    program, leanest = next(iter(found.programs.values())), found.nearest[0]
-    switches = list(_switches(found, program, leanest, found.cluster.memory_bytes * (1 - RESERVE)))
+    program, leanest = next(iter(result.programs.values())), result.nearest[0]
+    switches = list(_switches(result, program, leanest, result.cluster.memory_bytes * (1 - RESERVE)))
     enough = [text for text, fits in switches if fits]
     joined = " with ".join(text for text, fits in switches if not fits)
     lines = enough or [joined] * bool(joined)
-    if devices := _more_devices(found, program, leanest):
+    if devices := _more_devices(result, program, leanest):
         lines.append(f"{devices} devices")
     return lines or ["a smaller model, or a chip with more memory"]
 

@@ -33,10 +33,10 @@ class Assignment:
     reasons: Mapping[int, Reason]
     parts: Mapping[int, Parts] = field(default_factory=dict)
 
-    def kept(self, label: int | None, size: int) -> int:
+    def padded_size(self, label: int | None, size: int) -> int:
         """Returns the stored size of a dim of a class; layers that the stages do not divide evenly are padded."""
         parts = None if label is None else self.parts.get(label)
-        return size if parts is None or size != parts.num_layers else parts.num_kept
+        return size if parts is None or size != parts.num_layers else parts.num_padded
 
 
 def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Layout:

@@ -121,7 +121,7 @@ def in_forms(program: Program, plan: Plan) -> Program:
 def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
     labels = resolver.program.step.axes.classes[value]
     spec, reasons = resolver.placed(leaf, labels)
-    padded = resolver.kept(labels, leaf.shape)
+    padded = resolver.padded_shape(labels, leaf.shape)
     local = tuple(size // resolver.mesh.ways(by) for size, by in zip(padded, spec, strict=True))
     num_bytes = itemsize(leaf.dtype)
     for size in local:

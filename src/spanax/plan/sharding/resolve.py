@@ -59,7 +59,7 @@ class Resolver:
         return replace(self, program=program, assignment=assign(program, self.layout, self.mesh, {}))
 
     def computed(
-        self, labels: Labels, shape: Sequence[int], whole: frozenset[int] = frozenset(), *, is_routed: bool
+        self, labels: Labels, shape: Sequence[int], replicated: frozenset[int] = frozenset(), *, is_routed: bool
     ) -> Spec:
         """Returns the spec of a value in computation: each mesh axis shards the first dim of its list that divides."""
         spec: list[tuple[str, ...]] = [()] * len(shape)
@@ -68,8 +68,8 @@ class Resolver:
                 (ranks[label], dim) for dim, label in enumerate(labels) if label is not None and label in ranks
             ]
             for _, dim in sorted(candidate for candidate in candidates if not is_routed or candidate[0] != SENT_TO):
-                size = self.assignment.kept(labels[dim], shape[dim])
-                if dim not in whole and size % self.mesh.ways((*spec[dim], axis)) == 0:
+                size = self.assignment.padded_size(labels[dim], shape[dim])
+                if dim not in replicated and size % self.mesh.ways((*spec[dim], axis)) == 0:
                     spec[dim] = (*spec[dim], axis)
                     break
         return tuple(spec)
@@ -89,7 +89,7 @@ class Resolver:
         axes = self._stored_axes(used, kind)
         if not axes:
             return used
-        ways, padded = self.mesh.ways(axes), self.kept(labels, shape)
+        ways, padded = self.mesh.ways(axes), self.padded_shape(labels, shape)
         local = [size // self.mesh.ways(by) for size, by in zip(padded, used, strict=True)]
         order = [
             (self.reluctance(label), bool(used[dim]), -local[dim], label if label is not None else -1, dim)
@@ -99,9 +99,9 @@ class Resolver:
         dim = min(order)[-1] if order else None
         return tuple((*by, *axes) if index == dim else by for index, by in enumerate(used))
 
-    def kept(self, labels: Labels, shape: Sequence[int]) -> tuple[int, ...]:
+    def padded_shape(self, labels: Labels, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the stored shape of an array of the state, padding included."""
-        return tuple(self.assignment.kept(label, size) for label, size in zip(labels, shape, strict=True))
+        return tuple(self.assignment.padded_size(label, size) for label, size in zip(labels, shape, strict=True))
 
     def _stored_axes(self, used: Spec, kind: str) -> tuple[str, ...]:
         """Returns the mesh axes that shard an array in storage, in addition to those of its computed spec."""
@@ -158,8 +158,8 @@ class Resolver:
     def constraint(self, key: ShardingKey) -> Constraint | None:
         """Returns the sharding of all values with one key during the step; None: left to the compiler."""
         labels, shape, origin = key.labels, key.shape, key.origin
-        if key.whole:
-            return Constraint(self.computed(labels, shape, key.whole, is_routed=key.is_routed))
+        if key.replicated:
+            return Constraint(self.computed(labels, shape, key.replicated, is_routed=key.is_routed))
         if not any(label is not None for label in labels):
             return None
         is_weight = label_key(labels) in self.program.param_keys

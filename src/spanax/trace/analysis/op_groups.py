@@ -237,7 +237,7 @@ def inert_ops(traced: "Traced") -> frozenset[Op]:
     for op in traced.graph.ops():
         if op.name in ELEMENTWISE:
             distinct = {
-                (key.labels, key.shape, key.origin & storage_origin, key.is_computed, key.whole)
+                (key.labels, key.shape, key.origin & storage_origin, key.is_computed, key.replicated)
                 for key in (keys[value] for value in (*op.inputs, *op.outputs))
                 if key.shape
             }

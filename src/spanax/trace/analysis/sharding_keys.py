@@ -26,7 +26,7 @@ class ShardingKey:
       shape: the size of each dim.
       origin: what it was computed from (`Origin`).
       is_computed: it is an activation, or an operand of one at its point of use: computed, not stored.
-      whole: dims that its operation works along, so that they cannot be sharded freely.
+      replicated: dims that its operation works along, so that they cannot be sharded freely.
       is_routed: it has a dim of experts, but selects experts instead of being stored or computed by them.
     """
 
@@ -34,14 +34,14 @@ class ShardingKey:
     shape: tuple[int, ...]
     origin: int
     is_computed: bool
-    whole: frozenset[int]
+    replicated: frozenset[int]
     is_routed: bool
 
 
 def sharding_keys(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> list[ShardingKey]:
     """Returns the sharding key of every value, by index; equal keys are one object."""
     unsharded_dims: dict[int, set[int]] = {}
-    for value, dim in axes.kept_whole:
+    for value, dim in axes.replicated:
         unsharded_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes

@@ -29,7 +29,7 @@ class Dims:
         self._pieces: list[tuple[tuple[int, int], list[tuple[int, int]]]] = []
         self._turns: list[tuple[tuple[int, int], tuple[int, int] | None, tuple[int, int]]] = []
         self._looped = looped
-        self.kept_whole: set[tuple[int, int]] = set()
+        self.replicated: set[tuple[int, int]] = set()
         self.unknown: Counter[str] = Counter()
         self.opaque: Counter[str] = Counter()
 
@@ -134,7 +134,7 @@ class Dims:
 
     def keep_whole(self, value: int, dim: int) -> None:
         """Records that the producer of `value` operates along this dim (sort, cumsum): sharding it is not free."""
-        self.kept_whole.add((value, dim))
+        self.replicated.add((value, dim))
 
     def join_pieces(self) -> None:
         """Joins concatenated dims with their parts until nothing changes; call it once, after all rules."""

@@ -116,7 +116,7 @@ def rows_of(program: Program, plan: Plan) -> Rows | None:
     labels = [axes.classes[value] for value in program.step.graph.body.inputs[: len(program.leaves)]]
     dims = tuple(of.index(label) if label in of else None for of in labels)
     shapes = tuple(
-        tuple(parts.num_kept if at == dim else size for at, size in enumerate(leaf.shape))
+        tuple(parts.num_padded if at == dim else size for at, size in enumerate(leaf.shape))
         for leaf, dim in zip(program.leaves, dims, strict=True)
     )
     shown = plan.leaves

@@ -58,7 +58,7 @@ class Padded:
           SpanaxError: one is longer by something else than rows.
         """
         dim = longer_dim(self.written.graph, self.step.graph, value)
-        if dim is not None and self.step.graph.shape(value)[dim] != self.rows.parts.num_kept:
+        if dim is not None and self.step.graph.shape(value)[dim] != self.rows.parts.num_padded:
             maker = next(op for op in self.step.graph.ops() if value in op.outputs)
             raise self._refused(maker)
         return dim

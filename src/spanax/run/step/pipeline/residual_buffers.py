@@ -77,13 +77,13 @@ class Storage:
     def blank(self) -> Held:
         """Everything but sums and states, before the first tick."""
         ticks = self.ticks
-        kept = [self.zeros(value, ticks.num_kept, self.num_rows, num_scanned=1) for value in self.residuals]
+        kept = [self.zeros(value, ticks.num_in_flight, self.num_rows, num_scanned=1) for value in self.residuals]
         return {
             "forward": [self.zeros(value, ticks.num_received[0]) for value in self.cut.payload_forward],
             "backward": [self.zeros(value, ticks.num_received[1]) for value in self.cut.payload_backward],
             "sends_forward": [self.zeros(value) for value in self.cut.payload_forward],
             "sends_backward": [self.zeros(value) for value in self.cut.payload_backward],
-            "kept": kept + [self.zeros(value, ticks.num_kept) for value in self.cut.ridden],
+            "kept": kept + [self.zeros(value, ticks.num_in_flight) for value in self.cut.ridden],
             "split": [self.zeros(value, ticks.num_split, self.num_rows) for value in self.between]
             + [self.zeros(value, ticks.num_split) for value in self.returned],
             "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.cut.results],

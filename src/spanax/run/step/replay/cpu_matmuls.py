@@ -1,7 +1,8 @@
 """Matmuls: a product summed over neighbouring dims is handed to XLA's CPU compiler as a sum over one.
 
 A weight's gradient sums over batch and positions. Given two dims, that compiler writes an operand out anew, transposed,
-and what computes it is computed again for that; given one, it reads the operand as it lies.
+and what computes it is computed again for that (`CPU_TRANSPOSES` in `plan/sharding/xla_workarounds`); given one, it
+reads the operand as it lies.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Lookup: rows of a table that is split along what is looked up, found by each device for the rows it has.
 
 XLA's partitioner does this well on its own, but for a mesh of which an axis is split by hand: there it dies
-(jaxlib 0.10.2 and 0.12.0.1, "Check failed: partition_group_list", three axes). So inside of a pipeline it is done here.
+(`MANUAL_LOOKUPS` in `plan/sharding/xla_workarounds`). So inside of a pipeline it is done here.
 """
 
 from collections.abc import Sequence

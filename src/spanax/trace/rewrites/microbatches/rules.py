@@ -255,7 +255,7 @@ def _by_joins(equation: Equation, sized: Sequence[tuple[int, Dependence]]) -> li
         labels = {dims.find(position, operand.dim) for position, operand in sized}
         into = [dim for dim, label in enumerate(dims.classes(value)) if label in labels]
         inners = {operand.inner for _, operand in sized} - {None}
-        is_replicated = any((value, dim) in dims.kept_whole for dim in into)
+        is_replicated = any((value, dim) in dims.replicated for dim in into)
         if len(labels) > 1 or len(inners) > 1 or len(into) > 1 or is_replicated or _scatters(equation, sized):
             outs.append(mixed(line))
         elif into:
