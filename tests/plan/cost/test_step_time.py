@@ -321,7 +321,7 @@ def test_a_table_made_once_is_that_made_for_each_grid() -> None:
 def test_a_table_takes_a_matmul_apart_from_what_differs_in_one_number() -> None:
     cluster, alone = spanax.cluster("a100:8"), grid((8,))
     shapes = [(4096, 4096, 4096), (4096, 4096, 2048), (4096, 4096, 4096)]
-    table = Table(cluster, ("data",), [alone], Assumptions()).at(alone)
+    table = Table(cluster, ("data",), [alone], Assumptions()).select(alone)
     found = [float(table.matmul_seconds(one_matmul(*shape))[0, 0]) for shape in shapes]
     assert found[0] == found[2] > 1.5 * found[1]
     narrow = one_matmul(4096, 4096, 4096, dtype="fp32")

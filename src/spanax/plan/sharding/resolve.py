@@ -244,10 +244,10 @@ class Constraints(Sequence[Constraint | None]):
             return [self[index] for index in range(*value.indices(len(self)))]
         if value >= len(self):
             raise IndexError(value)
-        key = self._traced.sharding_keys[value]  # equal ones are one object
-        if id(key) not in self._known:
-            self._known[id(key)] = self._resolver.constraint(key)
-        return self._known[id(key)]
+        key = self._traced.sharding_keys[value]
+        if key.number not in self._known:
+            self._known[key.number] = self._resolver.constraint(key)
+        return self._known[key.number]
 
 
 def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_chunks: int = 1) -> Resolver:

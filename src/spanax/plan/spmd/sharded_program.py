@@ -91,7 +91,7 @@ class ShardedProgram:
         return self._divisions[op]
 
     def _numbered_masks(self, value: int) -> tuple[int, Masks]:
-        key = id(self.traced.sharding_keys[value])
+        key = self.traced.sharding_keys[value].number
         if key not in self._masks_by_key:
             constraint, numbers = self.constraints[value], self.cache.numbers
             number = numbers.setdefault(constraint, len(numbers))

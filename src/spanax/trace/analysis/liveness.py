@@ -71,7 +71,7 @@ def _of_body(traced: "Traced", body: Body, counted: set[int], in_matmuls: bool) 
             continue
         aval = traced.graph.avals[value]
         itemsize = getattr(aval.dtype, "itemsize", 4)
-        group = groups.setdefault((id(traced.sharding_keys[value]), itemsize), len(groups))
+        group = groups.setdefault((traced.sharding_keys[value].number, itemsize), len(groups))
         if group == len(values):
             values.append(value)
             sizes.append(float(math.prod(aval.shape)) * itemsize)

@@ -104,7 +104,7 @@ def traffic(traced: "Traced") -> Traffic:
             if not in_layers and not traced.batch_labels.intersection(labels):
                 phase = Phase.UPDATE  # independent of the batch: once per step for any number of microbatches
             is_layer = in_layers or not traced.layer_labels.isdisjoint(labels)
-            key = (id(traced.sharding_keys[access.value]), getattr(graph.avals[access.value], "dtype", None))
+            key = (traced.sharding_keys[access.value].number, getattr(graph.avals[access.value], "dtype", None))
             row = rows.setdefault((key, phase, is_layer), [access.value, int(phase), is_layer, 0.0])
             row[3] += runs * (access.writes + access.reads)
         kernels[body_phase][in_layers] += runs * num_kernels
@@ -282,11 +282,11 @@ def layer_carry(traced: "Traced") -> tuple[int | None, int]:
 
 def _signature(traced: "Traced", op: Op) -> tuple[Any, ...]:
     if op.bodies:
-        return (id(op),)
+        return (op,)
     keys, graph = traced.sharding_keys, traced.graph
     params = tuple((key, value) for key, value in op.params.items() if _is_plain(value))
-    ins = tuple((id(keys[value]), getattr(graph.avals[value], "dtype", None)) for value in op.inputs)
-    outs = tuple((id(keys[value]), getattr(graph.avals[value], "dtype", None)) for value in op.outputs)
+    ins = tuple((keys[value].number, getattr(graph.avals[value], "dtype", None)) for value in op.inputs)
+    outs = tuple((keys[value].number, getattr(graph.avals[value], "dtype", None)) for value in op.outputs)
     return (op.name, params, ins, outs)
 
 

@@ -1,7 +1,7 @@
 """The attributes of a value that determine its sharding, independently of any layout."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spanax.trace.analysis.moe_routing import Labels
@@ -28,6 +28,7 @@ class ShardingKey:
       is_computed: it is an activation, or an operand of one at its point of use: computed, not stored.
       replicated: dims that its operation works along, so that they cannot be sharded freely.
       is_routed: it has a dim of experts, but selects experts instead of being stored or computed by them.
+      number: its index among the distinct keys of a traced function, for caches.
     """
 
     labels: tuple[int | None, ...]
@@ -36,6 +37,7 @@ class ShardingKey:
     is_computed: bool
     replicated: frozenset[int]
     is_routed: bool
+    number: int = field(compare=False)
 
 
 def sharding_keys(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> list[ShardingKey]:
@@ -61,6 +63,7 @@ def sharding_keys(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> l
             is_activation[value] or is_operand or value in in_chunks,
             frozenset(unsharded_dims.get(value, ())),
             labels in routed,
+            len(known),
         )
         keys.append(known.setdefault(key, key))
     return keys
