@@ -419,7 +419,7 @@ BANNED_NAMES = frozenset("found one told said wanted kept given made own way".sp
 MAX_BANNED_IN = {
     ".": 9, "check": 21, "check/compilers": 26, "check/hlo": 75, "check/lint": 38, "check/measure": 10,
     "check/parity": 17, "commands": 56, "doctor": 21, "hardware": 23, "interop": 46, "launch": 18, "models": 8,
-    "plan": 12, "plan/advice": 8, "plan/cost": 8, "plan/sharding": 3, "plan/spmd": 1, "run": 14, "run/data": 25,
+    "run": 14, "run/data": 25,
     "run/data/formats": 31, "run/data/text": 7, "run/distributed": 5, "run/record": 11, "run/state": 18, "run/step":
     5, "run/step/attention": 36, "run/step/pipeline": 36, "run/step/replay": 14, "run/store": 13, "show": 41,
     "show/page": 64, "show/page/parts": 25, "stack": 22, "trace": 1, "trace/axes": 2, "trace/optimizers": 1,

@@ -136,7 +136,7 @@ def test_a_plan_keeps_what_it_allows() -> None:
     assert Plan.from_json(plan.to_json()) == plan and plan.diff(plain)
     for wrong in ("SPX001", [1], {"SPX001": "embed"}):
         written = json.dumps(json.loads(plan.to_json()) | {"allow": wrong})
-        with pytest.raises(DataError, match="'allow' is no list of texts"):
+        with pytest.raises(DataError, match="'allow' is not a list of strings"):
             Plan.from_json(written)
 
 
