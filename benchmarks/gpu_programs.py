@@ -92,9 +92,9 @@ def main() -> None:
     from jax.experimental import topologies
 
     import spanax
-    from spanax.check.compilers.target import missing, target_of
+    from spanax.check.compilers.target import install_command, target_of
 
-    if line := missing("cuda"):
+    if line := install_command("cuda"):
         sys.exit(f"XLA's GPU compiler is not installed: {line}")
     target = target_of(spanax.cluster(args.on))
     there = topologies.get_topology_desc("", platform="cuda", topology=target.topology, **target.options)

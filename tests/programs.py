@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+from itertools import zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -13,8 +15,12 @@ import spanax
 import zoo
 from spanax.models import gpt
 from spanax.models.workloads import load
+from spanax.trace.analysis.step_analysis import StepAnalysis
+from spanax.trace.axes.axes import discover
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 from spanax.trace.program import Program
+from spanax.trace.traced import Traced
+from spanax.trace.variables import Leaf
 
 
 class Net(nnx.Module):
@@ -83,3 +89,18 @@ def graph_of(function: Any, *shapes: Any) -> Graph:
     """A function's graph; its inputs as shapes."""
     shapes = tuple(array(*one) if isinstance(one, tuple) else one for one in shapes)
     return from_jaxpr(jax.make_jaxpr(function)(*shapes))
+
+
+def leaf(shape: jax.ShapeDtypeStruct, kind: str, annotation: tuple[Any, ...] | None = None) -> Leaf:
+    return Leaf(kind, shape.shape, np.dtype(shape.dtype), kind, annotation=annotation)
+
+
+def step_of(
+    function: Any, params: list[jax.ShapeDtypeStruct], batch: jax.ShapeDtypeStruct, *annotations: tuple[Any, ...]
+) -> StepAnalysis:
+    """A function of parameters and a batch as a step that returns its result and leaves the parameters unchanged."""
+    graph = graph_of(lambda *args: (*args[:-1], function(*args)), *params, batch)
+    leaves = [leaf(shape, "param", annotation) for shape, annotation in zip_longest(params, annotations)]
+    axes = discover(graph, leaves, [leaf(batch, "batch")])
+    result = jax.tree.structure(jax.eval_shape(function, *params, batch))
+    return StepAnalysis(Traced(graph, axes, result))

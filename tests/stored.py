@@ -14,7 +14,7 @@ from flax import nnx
 import spanax
 from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
-from spanax.check.compilers.target import missing, target_of
+from spanax.check.compilers.target import install_command, target_of
 
 # The stored programs name the lines of `Block`: they stay where they are.
 FOLDER = Path(__file__).parent / "data" / "compiled"
@@ -88,7 +88,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for case in CASES:
         target = target_of(case.cluster)
-        if line := missing(target.platform):
+        if line := install_command(target.platform):
             print(f"{case.path.name}: left as it is; {line}")
             continue
         plan = case.plan(traced)

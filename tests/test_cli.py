@@ -175,7 +175,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "reporting nothing": (["report", "nowhere"], 65, "there is no folder 'nowhere'"),
     "reporting what is neither": (["report", "bad.json", "-o", "x.html"], 65, "neither a plan nor a check"),
     "reporting what is no run": (["report", "old"], 65, "'old' is not a run folder"),
-    "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is no address"),
+    "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is not an address"),
     "importing nothing": (["import", "nowhere", "--as", "gpt2", "--out", "new"], 65, "no file or folder 'nowhere'"),
     "importing as what is unknown": (["import", "old", "--as", "gpt3", "--out", "new"], 2, "did you mean 'gpt2'"),
     "importing pickled weights": (["import", "pickled", "--as", "gpt2", "--out", "new"], 65, "which run code"),

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from spanax.run.tracking import track
     from spanax.stack.block_lists import stack
     from spanax.stack.stack import Stack
-    from spanax.trace.jaxpr.dim_rules import rule
+    from spanax.trace.jaxpr.dim_maps.rule import rule
     from spanax.trace.optimizers.learning_rates import logged
     from spanax.trace.program import Program
     from spanax.trace.tracing import trace
@@ -66,7 +66,7 @@ _HOME = {
     "mixture": "run.data.mixture",
     "plan": "plan.choose",
     "restore": "run.state.restore",
-    "rule": "trace.jaxpr.dim_rules",
+    "rule": "trace.jaxpr.dim_maps.rule",
     "search": "plan.search",
     "simulate": "run.distributed.devices",
     "stack": "stack.block_lists",

@@ -293,23 +293,23 @@ def _probe(command: ProbeCommand) -> None:
 def _compare(command: CompareCommand) -> None:
     from functools import partial
 
-    from spanax.commands.compare import compared
+    from spanax.commands.compare import answer
     from spanax.commands.progress import progress
     from spanax.models.workloads import load
     from spanax.run.distributed.devices import devices
 
     stream = _clean_stdout() if command.json else sys.stdout
     with progress(sys.stderr) as tell:
-        text, data = compared(partial(load, command.workload), command, devices(command.devices), tell=tell)
+        text, data = answer(partial(load, command.workload), command, devices(command.devices), tell=tell)
     print(json_line(data) if command.json else printable_lines(text), file=stream)
 
 
 def _inspect(command: InspectCommand) -> None:
-    from spanax.commands.inspect import inspected
+    from spanax.commands.inspect import answer
     from spanax.models.workloads import load
     from spanax.run.distributed.devices import devices
 
-    text, data = inspected(command, load, devices)
+    text, data = answer(command, load, devices)
     print(json_line(data) if command.json else text)
 
 
@@ -349,10 +349,10 @@ def _report(command: ReportCommand) -> None:
 
 
 def _doctor(command: DoctorCommand) -> None:
-    from spanax.doctor.diagnosis import examined
+    from spanax.doctor.diagnosis import diagnose
     from spanax.show.doctor import is_well, verdicts_json, verdicts_text
 
-    found = examined(out=command.out, hosts=command.hosts, timeout=command.timeout)
+    found = diagnose(out=command.out, hosts=command.hosts, timeout=command.timeout)
     in_colours = wants_colours(sys.stdout)
     print(json_line(verdicts_json(found)) if command.json else verdicts_text(found, in_colours=in_colours))
     if not is_well(found):

@@ -9,13 +9,13 @@ import spanax
 import stored
 from spanax.check.compilers.compile import compile_for
 from spanax.check.compilers.lowered_step import lower
-from spanax.check.compilers.target import TPUS, missing, target_of
+from spanax.check.compilers.target import TPUS, install_command, target_of
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.hlo.module import read_module
 from spanax.check.report import Report
 
-TPU = pytest.mark.skipif(bool(missing("tpu")), reason=f"libtpu is not installed: {missing('tpu')}")
-CUDA = pytest.mark.skipif(bool(missing("cuda")), reason=f"no CUDA plugin: {missing('cuda')}")
+TPU = pytest.mark.skipif(bool(install_command("tpu")), reason=f"libtpu is not installed: {install_command('tpu')}")
+CUDA = pytest.mark.skipif(bool(install_command("cuda")), reason=f"no CUDA plugin: {install_command('cuda')}")
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_a_tpus_compiler_agrees_with_the_plan(name: str, on: str, layout: str, m
 
 
 @TPU
-def test_what_does_not_fit_is_a_finding_with_its_largest_arrays() -> None:
+def test_a_program_that_does_not_fit_reports_its_largest_arrays() -> None:
     found = check("gpt2-xl", "v5e:2x4", "data", batch_size=8)
     assert found.fits is False and found.limit_bytes == int(15.75 * 2**30)
     assert found.compiled.peak_bytes > found.limit_bytes and found.buffers
@@ -77,7 +77,7 @@ def test_every_chip_of_the_catalogue_is_known_to_the_compiler(chip: str) -> None
 
 
 @TPU
-def test_the_stored_programs_are_what_the_compiler_writes() -> None:
+def test_the_stored_programs_are_up_to_date() -> None:
     case, program = stored.CASES[0], stored.program()
     plan = case.plan(program)
     fresh = compile_for(target_of(case.cluster), lower(program, plan, "tpu"), plan.mesh)

@@ -1,4 +1,4 @@
-"""Inspect: what is drawn is what lies there: of a plan without a device, and of a run as it was saved."""
+"""`spanax inspect` shows the placement of a plan without devices, and of a run as it was saved."""
 
 import json
 import xml.etree.ElementTree as xml
@@ -14,7 +14,7 @@ from flax import nnx
 import spanax
 from programs import zoo_program
 from spanax import cli
-from spanax.check.array_placement import copies, placed, shards
+from spanax.check.array_placement import array_placement, copies, shards
 from spanax.check.compilers.annotated_step import annotated_program
 from spanax.errors import DataError, SpanaxError
 from spanax.sealed import sealed
@@ -63,7 +63,7 @@ def test_the_parts_are_those_of_real_arrays(layout: str, mesh: str) -> None:
         assert {len(devices) for devices in wanted.values()} == {copies(leaf, plan.mesh)}
 
 
-def test_a_grid_shows_every_part_once_or_says_what_it_leaves_out() -> None:
+def test_a_grid_shows_every_shard_once_or_reports_omissions() -> None:
     for layout, mesh in LAYOUTS:
         plan = planned(layout, mesh)
         for leaf in plan.leaves:
@@ -74,7 +74,7 @@ def test_a_grid_shows_every_part_once_or_says_what_it_leaves_out() -> None:
 
 
 def test_a_checkpoint_says_how_it_really_was_saved(saved: Path) -> None:
-    found, plan = placed(saved), planned("fsdp+tensor", "fsdp=4,model=2")
+    found, plan = array_placement(saved), planned("fsdp+tensor", "fsdp=4,model=2")
     assert found.origin == "checkpoint 0" and found.plan == plan and found.elsewhere == ()
     text = saved / "checkpoints" / "0" / "arrays" / "state" / "_sharding"
     assert text.is_file(), "the newest Orbax writes down elsewhere how arrays lay"
@@ -99,13 +99,13 @@ def test_a_run_with_random_keys_is_inspected(tmp_path: Path, capsys: pytest.Capt
     plan = spanax.plan(program, spanax.cluster("cpu", 8), layout="fsdp")
     assert {leaf.shape for leaf in plan.leaves if leaf.is_key} == {(), (4,)}
     spanax.start(program, plan).save(tmp_path / "checkpoints").wait()
-    found = placed(tmp_path)
+    found = array_placement(tmp_path)
     assert found.origin == "checkpoint 0" and found.plan == plan and found.elsewhere == ()
     cli.main(["inspect", str(tmp_path)])
     assert "fsdp on 8 devices" in capsys.readouterr().out
 
 
-def test_what_was_saved_otherwise_than_planned_is_said(
+def test_saved_specs_that_differ_from_the_plan_are_reported(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from shutil import copytree
@@ -119,7 +119,7 @@ def test_what_was_saved_otherwise_than_planned_is_said(
     changed["leaves"][at]["spec"] = [list(by) for by in other["mid.kernel"].spec]
     changed["leaves"][at]["local_shape"] = list(other["mid.kernel"].local_shape)
     (tmp_path / "run" / "checkpoints" / "0" / "plan.json").write_text(json.dumps(changed))
-    found = placed(tmp_path / "run")
+    found = array_placement(tmp_path / "run")
     assert [path for path, *_ in found.elsewhere] == ["mid.kernel"] and found.plan["mid.kernel"].spec == leaf.spec
     cli.main(["inspect", str(tmp_path / "run")])
     assert "ELSEWHERE mid.kernel: planned" in capsys.readouterr().out
@@ -182,16 +182,16 @@ def test_the_program_of_a_plan_file_and_of_a_run(tmp_path: Path, monkeypatch: py
     assert "tensor<16x16xf32>" in Path("b.mlir").read_text()
 
 
-def test_what_is_neither_is_told(tmp_path: Path) -> None:
+def test_a_path_that_is_neither_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no plan or run"):
-        placed(tmp_path / "nowhere")
+        array_placement(tmp_path / "nowhere")
     with pytest.raises(DataError, match="neither plan nor checkpoint"):
-        placed(tmp_path)
+        array_placement(tmp_path)
     np.save(tmp_path / "a.npy", np.zeros(3))
     with pytest.raises(DataError, match="cannot read the plan|no plan file"):
-        placed(tmp_path / "a.npy")
+        array_placement(tmp_path / "a.npy")
     planned("fsdp", "fsdp=8").save(tmp_path / "plan.json")
     with pytest.raises(SystemExit):
         cli.main(["inspect", str(tmp_path / "plan.json"), "--hlo", str(tmp_path / "x")])
     with pytest.raises(SpanaxError, match="no leaf"):
-        placed(tmp_path / "plan.json").plan["nothing"]
+        array_placement(tmp_path / "plan.json").plan["nothing"]

@@ -19,7 +19,7 @@ from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import Module, read_module, read_text
 from spanax.check.hlo.protobuf import fields, raw
 from spanax.check.hlo.tpu_tiles import padded_bytes
-from spanax.check.predictions import predicted
+from spanax.check.predictions import predictions
 
 LAYERS, MATRIX = 3, 256 * 1024
 BY_NAME = {case.on: case for case in stored.CASES}
@@ -45,11 +45,11 @@ def test_flops_are_those_of_the_plan_to_the_last(on: str) -> None:
     # Six matmuls of 64 x 256 x 1024 a layer, less the gradient of the batch; over all devices.
     assert program_flops(module(on)) == LAYERS * 6 * 2 * 64 * MATRIX / 8
     case = BY_NAME[on]
-    assert predicted(program(), case.plan(program()), case.cluster).flops == program_flops(module(on))
+    assert predictions(program(), case.plan(program()), case.cluster).flops == program_flops(module(on))
 
 
 @pytest.mark.parametrize("on", BY_NAME)
-def test_the_state_takes_what_level_0_says(on: str) -> None:
+def test_the_bytes_of_the_state_equal_level_0(on: str) -> None:
     case = BY_NAME[on]
     leaves = case.plan(program()).leaves
     arguments = module(on).entry.parameters

@@ -129,7 +129,7 @@ def test_findings_are_in_the_answer_and_may_be_allowed(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "# spanax: allow SPX017\n")
     assert "SPX017" not in [one["code"] for one in ask_mine()[1]["findings"]]
     file.write_text(file.read_text() + "# spanax: allow SPX999\n")
-    with pytest.raises(SpanaxError, match="SPX999, and there is no such rule"):
+    with pytest.raises(SpanaxError, match="SPX999, but there is no such rule"):
         ask_mine()
 
 
@@ -144,7 +144,7 @@ def test_a_plan_file_may_allow_what_is_found(tmp_path: Path) -> None:
         dataclasses.replace(plan, allow=allow).save(tmp_path / "p.json")
         assert ("SPX017" in [one["code"] for one in ask_planned()[1]["findings"]]) == is_said
     dataclasses.replace(plan, allow=("SPX999",)).save(tmp_path / "p.json")
-    with pytest.raises(SpanaxError, match="the plan allows SPX999, and there is no such rule"):
+    with pytest.raises(SpanaxError, match="the plan allows SPX999, but there is no such rule"):
         ask_planned()
 
 

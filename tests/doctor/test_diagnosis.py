@@ -28,13 +28,13 @@ NAMES = {
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX starts, without starting it."""
     outcome = Outcome({"platform": "cpu", "kind": "cpu", "devices": 1}, seconds=0.5)
-    monkeypatch.setattr(jax_probe, "tried", lambda *args: outcome)
+    monkeypatch.setattr(jax_probe, "probe_jax", lambda *args: outcome)
 
 
 def test_all_is_looked_at(started: None, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        found = examine.examined(out=tmp_path / "runs", hosts=f"{address},{address}", environ={})
+        found = examine.diagnose(out=tmp_path / "runs", hosts=f"{address},{address}", environ={})
     assert {one.name for one in found} == NAMES | {"hosts"}
     assert [one.what.split(":")[0] for one in found if one.name == "disk"] == [
         "run folder",
@@ -46,7 +46,7 @@ def test_all_is_looked_at(started: None, tmp_path: Path) -> None:
 
 
 def test_a_cache_in_a_bucket_is_not_looked_at(started: None, tmp_path: Path) -> None:
-    found = examine.examined(out=tmp_path, environ={"JAX_COMPILATION_CACHE_DIR": "gs" + "://bucket/cache"})
+    found = examine.diagnose(out=tmp_path, environ={"JAX_COMPILATION_CACHE_DIR": "gs" + "://bucket/cache"})
     assert [one.what.split(":")[0] for one in found if one.name == "disk"] == ["run folder", "temporary"]
 
 
@@ -54,8 +54,8 @@ def test_a_group_is_met(started: None, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     environ = {"SPANAX_COORDINATOR": address, "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "0", "http_proxy": "x"}
-    found = {one.name: one for one in examine.examined(out=tmp_path, timeout=0.2, environ=environ)}
-    assert found["group"].state == "problem" and "host 1 did not come" in found["group"].what
+    found = {one.name: one for one in examine.diagnose(out=tmp_path, timeout=0.2, environ=environ)}
+    assert found["group"].state == "problem" and "host 1 did not connect" in found["group"].what
     assert found["settings"].state == "warning"
 
 
@@ -85,7 +85,7 @@ def test_a_clock_that_is_set_meanwhile(started: None, tmp_path: Path, monkeypatc
     ahead = iter([0.0])
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + next(ahead, 3600.0))
-    found = {one.name: one for one in examine.examined(out=tmp_path, environ={})}
+    found = {one.name: one for one in examine.diagnose(out=tmp_path, environ={})}
     assert found["clock"].state == "warning" and "set by +3600" in found["clock"].what
 
 

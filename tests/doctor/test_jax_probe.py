@@ -28,7 +28,7 @@ def fake(code: str) -> list[str]:
 def test_jax_starts_and_splits_the_cpu() -> None:
     one, eight = devices(ENVIRON, HANG_SECONDS), simulated(ENVIRON, HANG_SECONDS)
     assert one.state == "ok" and one.what.startswith("1 x cpu, JAX starts in"), one
-    assert eight.state == "ok" and eight.what.startswith("8 devices on the CPU add up"), eight
+    assert eight.state == "ok" and eight.what.startswith("8 CPU devices reduce"), eight
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_jax_starts_and_splits_the_cpu() -> None:
         ("import os; os.abort()", "the process died of SIGABRT", "JAX_PLATFORMS=cpu"),
         ("import sys; sys.exit('no TPU is here')", "the process ended with code 1", "JAX_PLATFORMS=cpu"),
         (f"print('{MARK}{{}}'); raise SystemExit(3)", "ended with code 3", "JAX_PLATFORMS=cpu"),
-        ("print('hello')", "it says nothing", "JAX_PLATFORMS=cpu"),
-        ("raise SystemExit('Unknown flags in XLA_FLAGS: --xla_no')", "ended with code 1", "take the flag out"),
+        ("print('hello')", "no output", "JAX_PLATFORMS=cpu"),
+        ("raise SystemExit('Unknown flags in XLA_FLAGS: --xla_no')", "ended with code 1", "remove the flag"),
     ],
 )
 def test_a_backend_that_does_not_start(code: str, what: str, fix: str) -> None:
@@ -116,13 +116,15 @@ def test_an_accelerator_that_jax_does_not_use(tmp_path: Path) -> None:
         assert devices({}, HANG_SECONDS, command=command, dev=dev).state == "ok"
         (dev / name).touch()
         found = devices({}, HANG_SECONDS, command=command, dev=dev)
-        assert found.state == "warning" and f"there is a {kind}, and JAX uses the CPU" in found.what and found.fix
+        assert (
+            found.state == "warning" and f"this machine has a {kind}, but JAX uses the CPU" in found.what and found.fix
+        )
         assert devices({"JAX_PLATFORMS": "cpu"}, HANG_SECONDS, command=command, dev=dev).state == "ok"
 
 
 def test_a_flag_that_xla_does_not_know_ends_the_trial_and_not_us() -> None:
     found = devices({**ENVIRON, "XLA_FLAGS": "--xla_no_such_flag=1"}, HANG_SECONDS)
-    assert found.state == "problem" and "take the flag out of XLA_FLAGS" in found.fix, found
+    assert found.state == "problem" and "remove the flag from XLA_FLAGS" in found.fix, found
 
 
 def test_the_parent_has_no_jax() -> None:

@@ -67,7 +67,7 @@ def test_a_disk_with_little_room_few_files_or_slow(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "statvfs", statvfs)
     found = machine.disk("run folder", tmp_path)
-    assert found.state == "warning" and "only 1 GiB are free" in found.what and "make room" in found.fix
+    assert found.state == "warning" and "only 1 GiB are free" in found.what and "free disk space" in found.fix
     changed["f_bavail"] = 1 << 30
     found = machine.disk("run folder", tmp_path)
     assert found.state == "warning" and "only 9 more files fit" in found.what
@@ -95,9 +95,9 @@ def test_a_disk_that_cannot_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("after", "is_synchronised", "state", "what"),
     [
-        (Reading(102, 12), True, "ok", "steady, set by a time server"),
-        (Reading(102, 12), None, "ok", "cannot be told"),
-        (Reading(102, 12), False, "warning", "no time server sets the clock"),
+        (Reading(102, 12), True, "ok", "steady, synchronized"),
+        (Reading(102, 12), None, "ok", "synchronization unknown"),
+        (Reading(102, 12), False, "warning", "the clock is not synchronized"),
         (Reading(3702, 12), True, "warning", "set by +3600.0 s"),
         (Reading(72, 12), True, "warning", "set by -30.0 s"),
     ],

@@ -49,10 +49,10 @@ def test_the_coordinators_port() -> None:
         taken = {"SPANAX_COORDINATOR": f"127.0.0.1:{port}"}
         found = network.coordinator(taken)
         assert (
-            found.state == "problem" and f"port {port} of 127.0.0.1 is taken" in found.what and "ss -ltnp" in found.fix
+            found.state == "problem" and f"port {port} of 127.0.0.1 is in use" in found.what and "ss -ltnp" in found.fix
         )
         assert network.coordinator(taken | {"SPANAX_HOST": "1"}).state == "ok"
-    assert network.coordinator(taken).what == f"127.0.0.1:{port} is free, and no other interface is listened on"
+    assert network.coordinator(taken).what == f"127.0.0.1:{port} is free; no other interface is used"
     found = network.coordinator(taken | {"SPANAX_NUM_HOSTS": "2"})
     assert found.state == "ok" and "only processes of this host can reach it" in found.what
 
@@ -60,19 +60,19 @@ def test_the_coordinators_port() -> None:
 def test_the_coordinators_address(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {"SPANAX_COORDINATOR": f"{ELSEWHERE}:9911"}
     found = network.coordinator(there)
-    assert found.state == "problem" and "is no address of this host" in found.what
+    assert found.state == "problem" and "is not an address of this host" in found.what
     assert network.coordinator(there | {"SPANAX_HOST": "3"}).state == "ok"
     monkeypatch.setattr(network, "_address_of", lambda host: None)
     found = network.coordinator(there)
     assert found.state == "problem" and "has no address" in found.what
     monkeypatch.setattr(network, "_address_of", lambda host: "127.0.1.1")
     monkeypatch.setattr(network, "_own_address", lambda: "10.0.0.7")
-    assert "reach it at 10.0.0.7, not by its name, which is 127.0.1.1 here" in network.coordinator({}).what
+    assert "reach this one at 10.0.0.7, not by its name, which is 127.0.1.1 here" in network.coordinator({}).what
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", ":80", "host:", "host:0", "host:65536", "host:http", "host:9²"])
 def test_addresses_that_are_none(address: str) -> None:
-    with pytest.raises(SpanaxError, match="is no address"):
+    with pytest.raises(SpanaxError, match="is not an address"):
         network.parse_address(address, "--hosts")
 
 
@@ -120,8 +120,8 @@ def test_a_group_that_meets(monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(partial(join, address, 4), range(4), (0.0, 0.0, -7.0, 7.0)))
-    assert found[0].state == "ok" and "all 4 hosts came" in found[0].what
-    assert found[1].state == "ok" and re.search(r"its clock is [+-]0\.000 s from ours", found[1].what)
+    assert found[0].state == "ok" and "all 4 hosts connected" in found[0].what
+    assert found[1].state == "ok" and re.search(r"its clock differs by [+-]0\.000 s", found[1].what)
     assert found[2].state == "warning" and "+7.0" in found[2].what and "timedatectl" in found[2].fix
     assert found[3].state == "warning" and "-7.0" in found[3].what
 
@@ -137,14 +137,14 @@ def test_a_host_of_a_group_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -
         with suppress(ConnectionRefusedError):  # The leader waits for a connection, or has ended.
             socket.create_connection(("127.0.0.1", int(address.partition(":")[2]))).close()
         verdict = leader.result()
-    assert verdict.state == "problem" and f"host 1 did not come within {HANG_SECONDS} s" in verdict.what
+    assert verdict.state == "problem" and f"host 1 did not connect within {HANG_SECONDS} s" in verdict.what
 
 
 def test_a_coordinator_that_does_not_come() -> None:
     environ = {"SPANAX_COORDINATOR": f"127.0.0.1:{free_port()}", "SPANAX_NUM_HOSTS": "2", "SPANAX_HOST": "1"}
     verdict = network.group(environ, 0.3)
     assert verdict is not None and verdict.state == "problem"
-    assert "host 0 was not met" in verdict.what and "firewall" in verdict.fix
+    assert "host 0 was not reached" in verdict.what and "firewall" in verdict.fix
 
 
 def test_something_else_where_the_coordinator_should_be() -> None:
@@ -192,7 +192,7 @@ def test_a_stranger_does_not_stop_the_group() -> None:
 
 
 def test_an_environment_of_nonsense() -> None:
-    with pytest.raises(SpanaxError, match="cannot be read from the environment"):
+    with pytest.raises(SpanaxError, match="does not define the rank of this host"):
         network.place({"SPANAX_HOST": "one"})
     assert network.place({"SLURM_PROCID": "3", "SPANAX_NUM_HOSTS": "4"}) == (3, 4)
 

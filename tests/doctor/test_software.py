@@ -57,10 +57,18 @@ def test_a_good_shelf_is_well() -> None:
 @pytest.mark.parametrize(
     ("changes", "what", "fix"),
     [
-        ({"jax": "0.9.1"}, "spanax needs jax<0.13,>=0.10.2, and 0.9.1 is here.", "pip install 'jax<0.13,>=0.10.2'"),
-        ({"jax": "0.13.0.dev1"}, "and 0.13.0.dev1 is here", "jax<0.13"),
-        ({"jaxlib": "0.10.0"}, "jax needs jaxlib<=0.10.2,>=0.10.1, and 0.10.0 is here.", "'jaxlib<=0.10.2,>=0.10.1'"),
-        ({"flax": None}, "spanax needs flax>=0.12.8, and none is here.", "pip install 'flax>=0.12.8'"),
+        (
+            {"jax": "0.9.1"},
+            "spanax needs jax<0.13,>=0.10.2, but 0.9.1 is installed.",
+            "pip install 'jax<0.13,>=0.10.2'",
+        ),
+        ({"jax": "0.13.0.dev1"}, "but 0.13.0.dev1 is installed", "jax<0.13"),
+        (
+            {"jaxlib": "0.10.0"},
+            "jax needs jaxlib<=0.10.2,>=0.10.1, but 0.10.0 is installed.",
+            "'jaxlib<=0.10.2,>=0.10.1'",
+        ),
+        ({"flax": None}, "spanax needs flax>=0.12.8, but none is installed.", "pip install 'flax>=0.12.8'"),
     ],
 )
 def test_versions_that_do_not_go_together(changes: dict[str, str | None], what: str, fix: str) -> None:
@@ -82,19 +90,19 @@ def test_a_plugin_of_another_jaxlib() -> None:
     good = software.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.10.2", libtpu="0.0.51"))
     assert good.state == "ok" and "libtpu 0.0.51" in good.what
     found = software.plugins(shelf(jax_cuda12_plugin="0.10.2", jax_cuda12_pjrt="0.9.0"))
-    assert found.state == "problem" and "jax-cuda12-pjrt 0.9.0 does not go with jaxlib 0.10.2" in found.what
+    assert found.state == "problem" and "jax-cuda12-pjrt 0.9.0 is incompatible with jaxlib 0.10.2" in found.what
     assert found.fix == "pip install jax-cuda12-pjrt==0.10.2 jax-cuda12-plugin==0.10.2"
 
 
 @pytest.mark.parametrize(
     ("environ", "what"),
     [
-        ({"NPROC": "2"}, "NPROC=2: simulated devices may wait"),
+        ({"NPROC": "2"}, "NPROC=2: simulated devices may deadlock"),
         ({"NPROC": "many"}, "NPROC=many"),
-        ({"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4"}, "JAX refuses"),
+        ({"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4"}, "JAX rejects"),
         ({"JAX_DEBUG_NANS": "True"}, "JAX_DEBUG_NANS is set"),
         ({"JAX_DISABLE_JIT": "1"}, "nothing is compiled"),
-        ({"JAX_ENABLE_X64": "on"}, "twice the bytes"),
+        ({"JAX_ENABLE_X64": "on"}, "twice the memory"),
         ({"https_proxy": "http" + "://proxy:3128"}, "a proxy is set"),
     ],
 )

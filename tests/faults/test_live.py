@@ -14,7 +14,7 @@ import pytest
 
 import fuzzed
 from spanax import cli
-from spanax.check.array_placement import placed
+from spanax.check.array_placement import array_placement
 from spanax.commands.report import report, report_text, sections
 from spanax.entries.folder import Folder
 from spanax.entries.names import PLAN
@@ -65,7 +65,7 @@ def read(live: Path, count: int) -> None:
         elif number % 4 == 1:
             text, problems = verify(live, as_json=True)
         elif number % 4 == 2:
-            text, problems = placed(live).origin, []
+            text, problems = array_placement(live).origin, []
             assert text.startswith("checkpoint ")
         else:
             found = report(live)
@@ -173,12 +173,12 @@ def test_inspect_reads_the_newest_step_where_one_goes_meanwhile(
         return plan or of_run(folder)
 
     monkeypatch.setattr(Plan, "of_run", moving)
-    assert placed(tmp_path / place).origin == "checkpoint 4" and next(moments, None) is None
+    assert array_placement(tmp_path / place).origin == "checkpoint 4" and next(moments, None) is None
 
 
 def test_a_run_that_removes_each_step_that_is_read_ends_the_reading(tmp_path: Path) -> None:
     finished(tmp_path, *map(str, range(20)))
-    with pytest.raises(DataError, match="every step in '.*' was removed while it was read"):
+    with pytest.raises(DataError, match="every step in '.*' was removed while it was being read"):
         view.newest(tmp_path, lambda step, folder: manifest.discard(folder))
     assert len(manifest.steps(tmp_path)) == 20 - view.MOST_ROUNDS
 

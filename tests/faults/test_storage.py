@@ -23,7 +23,7 @@ from spanax.entries.names import METRICS
 from spanax.errors import EntryError, WriteError
 from spanax.run.config import TrainConfig
 from spanax.run.record import events, heartbeat
-from spanax.run.record.append_log import Lines
+from spanax.run.record.append_log import AppendLog
 from spanax.run.record.run_lock import claimed
 from spanax.run.state import saves
 from spanax.run.store import checkpoint, manifest
@@ -144,7 +144,7 @@ def test_files_that_cannot_grow_end_no_run(tmp_path: Path, size_limit: Callable[
 def test_lines_wait_for_room(
     tmp_path: Path, size_limit: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines, path = Lines(Folder.of(tmp_path), METRICS), tmp_path / METRICS
+    lines, path = AppendLog(Folder.of(tmp_path), METRICS), tmp_path / METRICS
     lines.write("first" + "." * 4000)
     size_limit(4010)
     for at in range(3):
@@ -157,7 +157,7 @@ def test_lines_wait_for_room(
 
 
 def test_of_ten_thousand_waiting_lines_the_oldest_go(tmp_path: Path) -> None:
-    lines = Lines(Folder.of(tmp_path / "run"), METRICS)
+    lines = AppendLog(Folder.of(tmp_path / "run"), METRICS)
     for number in range(10_003):
         lines.write(str(number))
     (tmp_path / "run").mkdir()

@@ -118,7 +118,7 @@ def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
     assert watched.watch() == 70
     assert told(tmp_path) == ["died", "restart"] * 2 + ["died", "stopped"]
     assert said[-2:] == [
-        "rank 0 ended with 1. Not starting again: it ended 3 times at step 7.", "rank 0: bad luck",
+        "rank 0 exited with code 1. Not starting again: it ended 3 times at step 7.", "rank 0: bad luck",
     ]  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def test_a_hanging_process_is_noticed_and_every_stack_is_in_the_logs(tmp_path: P
     assert told(tmp_path) == ["stuck", "restart", "end"]
     stuck = events.read(tmp_path).records[0]
     assert stuck["rank"] == 0 and stuck["step"] == 5 and stuck["stopped"] == ([0] if what == "is stopped" else [])
-    assert "gave no sign of life" in said[0] and ("stopped by a signal" in said[0]) == (what == "is stopped")
+    assert "sent no heartbeat" in said[0] and ("stopped by a signal" in said[0]) == (what == "is stopped")
     for rank in range(2):
         text = (tmp_path / LOGS / f"rank{rank}.log").read_text()
         assert "most recent call first" in text and ("in_a_loader" in text or (rank == 0 and what == "is stopped"))
@@ -260,7 +260,7 @@ def test_what_does_not_stop_in_time_is_killed(tmp_path: Path) -> None:
     watched.limits = Limits(stop_seconds=0.5)
     assert asked(watched, (tmp_path / "up0").exists) == 70
     what = "the processes did not stop within 0.5 s."
-    assert said == [f"asked to stop: {what} What was saved before is there."]
+    assert said == [f"stopped on request: {what} Earlier checkpoints are intact."]
 
 
 def test_asked_to_stop_between_two_attempts_it_starts_none(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_a_process_does_not_begin_without_its_supervisor() -> None:
     code = "from spanax.run.distributed.processes import obey_supervisor; obey_supervisor(); print('began')"
     environ = os.environ | {"SPANAX_SUPERVISOR": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stdout == "" and "the supervisor is gone" in done.stderr
+    assert done.returncode == 1 and done.stdout == "" and "the supervisor has exited" in done.stderr
 
 
 def test_one_signal_to_one_process_is_a_preemption_too(tmp_path: Path) -> None:

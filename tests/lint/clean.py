@@ -1,4 +1,4 @@
-"""Layouts of which nothing is to be said; and near misses, of which one thing is not."""
+"""Layouts without findings, and near misses that must not trigger one code."""
 
 import functools
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 import programs
-from lint.made import (
+from lint.cases import (
     Make,
     compiled,
     learner,
@@ -14,10 +14,10 @@ from lint.made import (
     named,
     own_layout,
     planned,
+    profiled,
+    reported,
     tall,
     tight,
-    told,
-    watched,
     wide,
 )
 from lint.mistakes import GATHER, SHORT, stages
@@ -28,15 +28,15 @@ BEST = [
     ("gpt2-medium", "v5e:2x4:2"), ("llama-nano", "v5p:2x2x2"), ("llama-nano", "cpu:8"), ("moe-nano", "h100:8"),
     ("resnet-nano", "v5e:2x2:2"), ("resnet-nano", "cpu:8"), ("vit-nano", "cpu:8"),
 ]  # fmt: skip
-"""The planner's own choice for a model on devices."""
+"""Models and devices whose best plan has no findings."""
 
 CLEAN: dict[str, Make] = {
     **{f"the best for {name} on {on}": planned(model, name, on=on) for name, on in BEST},
-    "a matrix that fits, copied": planned(wide, on="a100:8", layout="data"),
+    "a replicated matrix that fits": planned(wide, on="a100:8", layout="data"),
     "an MLP with float32 on a CPU": planned(wide, 1024, 1024, 4096, None, on="cpu:8", layout="data"),
     "half of the memory": tight(wide, 0.5, on="a100:8", layout="data"),
     "7 layers in a list": planned(tall, 7, on="a100:8", layout="data"),
-    "FSDP of what does not fit": planned(model, "gpt2-xl", on="v5e:4x4", layout="fsdp"),
+    "FSDP of a model that does not fit": planned(model, "gpt2-xl", on="v5e:4x4", layout="fsdp"),
     "FSDP of Llama 3 8B on a node": planned(model, "llama3-8b", on="h100:8", layout="fsdp", sizes=SHORT),
     "HSDP of Llama 3 8B on two nodes": planned(
         model, "llama3-8b", on="h100:2x8", mesh="data=2,fsdp=8", layout="hsdp", sizes=SHORT
@@ -54,7 +54,7 @@ CLEAN: dict[str, Make] = {
 
 
 class Near(NamedTuple):
-    """The code that is not to be said; others may."""
+    """A code that must not be reported; others may be."""
 
     code: str
     make: Make
@@ -68,13 +68,13 @@ zoo_compiled = functools.partial(compiled, programs.zoo_program)
 
 NEAR: dict[str, Near] = {
     "1,024 columns": Near("SPX001", planned(wide, 1024, 1024, on="a100:8", layout="fsdp")),
-    "whole, as data parallel has it": Near("SPX001", planned(wide, 1024, 1021, on="a100:8", layout="data")),
+    "replicated, as in data parallelism": Near("SPX001", planned(wide, 1024, 1021, on="a100:8", layout="data")),
     "an axis of one device": Near("SPX002", planned(model, "gpt2", on="v5e:2x4", mesh="x=8,y=1", layout=own_layout())),
-    "a sequence axis alone": Near("SPX002", planned(model, "gpt2", on="h100:8", mesh="data=2,context=4")),
-    "arithmetic 3 % over": Near("SPX003", told(wide, on="a100:8", layout="data", flops=1.03)),
+    "an axis that shards the sequence": Near("SPX002", planned(model, "gpt2", on="h100:8", mesh="data=2,context=4")),
+    "3 % more FLOPs": Near("SPX003", reported(wide, on="a100:8", layout="data", flops=1.03)),
     "ZeRO-1": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="zero1")),
-    "all of it whole": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="data")),
-    "a pin that holds": Near(
+    "a fully replicated state": Near("SPX004", planned(model, "gpt2", on="h100:8", layout="data")),
+    "a pin that takes effect": Near(
         "SPX005",
         planned(model, "gpt2", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor", pin={"mlp": "model"}),
     ),
@@ -89,7 +89,7 @@ NEAR: dict[str, Near] = {
     "16 heads over 8, a vocabulary that divides": Near(
         "SPX006", planned(model, "llama3-8b", on="a100:8", layout="tensor", sizes=SHORT)
     ),
-    "three of q, k, v beside heads that are split": Near(
+    "q, k and v of size 3, with sharded heads": Near(
         "SPX006", planned(model, "gpt-nano", on="h100:8", layout="tensor")
     ),
     "32 microbatches on four stages": Near(
@@ -102,30 +102,30 @@ NEAR: dict[str, Near] = {
     "a tensor axis inside the node": Near(
         "SPX008", planned(model, "gpt2-medium", on="a100:2x8", mesh="fsdp=2,model=8", layout="fsdp+tensor")
     ),
-    "FSDP of what does not fit whole": Near("SPX009", planned(model, "gpt2-xl", on="v5e:2x4", layout="fsdp")),
-    "HSDP the right way round": Near(
+    "FSDP of a state that does not fit": Near("SPX009", planned(model, "gpt2-xl", on="v5e:2x4", layout="fsdp")),
+    "HSDP with its axes in order": Near(
         "SPX010", planned(model, "gpt2", on="a100:2x8", mesh="data=2,fsdp=8", layout="hsdp")
     ),
     "FSDP on one node": Near("SPX010", planned(model, "gpt2", on="a100:8", layout="fsdp")),
     "no stages": Near("SPX011", planned(model, "gpt2", on="a100:8", layout="fsdp")),
-    "gathers that the plan means": Near("SPX012", told(wide, on="h100:8", layout="fsdp", moved=(PLANNED,))),
+    "planned gathers": Near("SPX012", reported(wide, on="h100:8", layout="fsdp", moved=(PLANNED,))),
     "8 blocks in a scan": Near(
         "SPX013", planned(model, "gpt-nano", on="v5p:2x2x2", layout="data", sizes={"num_layers": 8})
     ),
-    "nine tenths of the memory": Near("SPX014", tight(wide, 0.9, on="a100:8", layout="data")),
-    "a compiler that needs nine tenths": Near("SPX014", told(wide, on="h100:8", layout="data", peak=0.9)),
-    "the optimizer stored split": Near("SPX015", planned(model, "gpt2-xl", on="v5e:2x4", layout="zero1")),
-    "an MLP, which the compiler lays out well": Near("SPX016", zoo_compiled("mlp", layout="fsdp", inputs_only=True)),
-    "a parameter gathered, and no activation": Near(
-        "SPX016", told(wide, on="h100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor", moved=(GATHER,))
+    "90 % of the memory": Near("SPX014", tight(wide, 0.9, on="a100:8", layout="data")),
+    "90 % of the memory, as compiled": Near("SPX014", reported(wide, on="h100:8", layout="data", peak=0.9)),
+    "a sharded optimizer state": Near("SPX015", planned(model, "gpt2-xl", on="v5e:2x4", layout="zero1")),
+    "an MLP that XLA partitions well": Near("SPX016", zoo_compiled("mlp", layout="fsdp", inputs_only=True)),
+    "an unplanned gather of a parameter, not an activation": Near(
+        "SPX016", reported(wide, on="h100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor", moved=(GATHER,))
     ),
     "bfloat16": Near("SPX017", planned(wide, 1024, 1024, 4096, jnp.bfloat16, on="h100:8", layout="data")),
-    "float32 where the units round it by themselves": Near(
+    "float32 on matrix units that round to bfloat16": Near(
         "SPX017", planned(model, "gpt-nano", 64, None, on="v5e:2x4", layout="data")
     ),
-    "a host that takes a tenth": Near("SPX018", watched(host=0.05)),
-    "batches that come in time": Near("SPX019", watched(input_wait=0.01)),
-    "batch and experts on one axis, one after the other": Near(
+    "a host that takes 10 % of the step": Near("SPX018", profiled(host=0.05)),
+    "batches that arrive in time": Near("SPX019", profiled(input_wait=0.01)),
+    "batch and experts on one axis, resharded in between": Near(
         "SPX020", planned(model, "moe-nano", on="h100:8", mesh="data=1,expert=8", layout="expert")
     ),
     "a loss and its accuracy": Near("SPX021", learner("ordinary", on="a100:8")),
@@ -133,7 +133,7 @@ NEAR: dict[str, Near] = {
     "a loss of the batch and of fixed inputs": Near("SPX023", learner("both inputs", on="a100:8")),
     "fixed random features": Near("SPX024", learner("fixed features", on="a100:8")),
     "an unused head outside `wrt`": Near("SPX025", learner("frozen head", on="a100:8")),
-    "batch and weights on axes of their own": Near(
+    "batch and weights on separate axes": Near(
         "SPX020", planned(model, "gpt2-medium", on="a100:8", mesh="fsdp=4,model=2", layout="fsdp+tensor")
     ),
 }  # fmt: skip

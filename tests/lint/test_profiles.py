@@ -1,4 +1,4 @@
-"""Rules on a profile, both ways, and where a user sees what they find."""
+"""Lint rules on profiles, and where their findings are shown."""
 
 import json
 from functools import partial
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spanax.check.lint.lint import lint_profile
-from spanax.check.measure.profile import Profiled, read_profile
+from spanax.check.measure.profile import StepProfile, read_profile
 from spanax.commands.check import answer
 from spanax.commands.requests import CheckCommand
 from spanax.errors import DataError
@@ -15,12 +15,12 @@ from spanax.models.workloads import load
 from spanax.show.profile import profile_text
 
 
-def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Profiled:
-    return Profiled(11, 8, 0.5, 0.5 - host - idle - input_wait, 0.0, {}, input_wait, host, idle, {"fusion.1": 0.2})
+def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> StepProfile:
+    return StepProfile(11, 8, 0.5, 0.5 - host - idle - input_wait, 0.0, {}, input_wait, host, idle, {"fusion.1": 0.2})
 
 
 @pytest.mark.parametrize(
-    "seen, codes",
+    "summary, codes",
     [
         (profile(host=0.4), ["SPX018"]),
         (profile(host=0.06, idle=0.06), ["SPX018"]),
@@ -32,61 +32,61 @@ def profile(host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Pr
     ],
     ids=["host", "host and idle", "a sixth", "data", "a little data", "both", "busy"],
 )
-def test_what_waits_is_found(seen: Profiled, codes: list[str]) -> None:
-    found = lint_profile(seen)
-    assert [one.code for one in found] == codes
-    for one in found:
-        assert "0.5 s" in one.message and one.fix and len(str(one).splitlines()) == 2
+def test_idle_devices_are_reported(summary: StepProfile, codes: list[str]) -> None:
+    findings = lint_profile(summary)
+    assert [finding.code for finding in findings] == codes
+    for finding in findings:
+        assert "0.5 s" in finding.message and finding.fix and len(str(finding).splitlines()) == 2
 
 
-def kept(folder: Path, seen: Profiled) -> Path:
+def saved(folder: Path, summary: StepProfile) -> Path:
     (folder / "profile").mkdir(parents=True)
-    (folder / "profile" / "summary.json").write_text(json.dumps(seen.to_json()))
+    (folder / "profile" / "summary.json").write_text(json.dumps(summary.to_json()))
     return folder
 
 
 def test_a_summary_reads_back_equal(tmp_path: Path) -> None:
-    seen = profile(host=0.1, input_wait=0.01)
-    assert read_profile(kept(tmp_path / "a", seen)) == seen
+    summary = profile(host=0.1, input_wait=0.01)
+    assert read_profile(saved(tmp_path / "a", summary)) == summary
 
 
-def test_a_check_says_what_a_profiled_run_waited_for(tmp_path: Path) -> None:
-    asked = CheckCommand("gpt-nano", "cpu:8", batch=16, layout="fsdp", level=0)
-    for seen, codes in ((profile(input_wait=0.3), {"SPX019"}), (profile(), set())):
-        run = kept(tmp_path / f"run{len(codes)}", seen)
-        text, data = answer(partial(load, "gpt-nano"), CheckCommand(**vars(asked) | {"profiled": run}))
-        assert {one["code"] for one in data["findings"]} & {"SPX018", "SPX019"} == codes
+def test_a_check_reports_the_findings_of_a_profiled_run(tmp_path: Path) -> None:
+    command = CheckCommand("gpt-nano", "cpu:8", batch=16, layout="fsdp", level=0)
+    for summary, codes in ((profile(input_wait=0.3), {"SPX019"}), (profile(), set())):
+        run = saved(tmp_path / f"run{len(codes)}", summary)
+        text, data = answer(partial(load, "gpt-nano"), CheckCommand(**vars(command) | {"profiled": run}))
+        assert {finding["code"] for finding in data["findings"]} & {"SPX018", "SPX019"} == codes
         assert all(code in text for code in codes)
 
 
-def test_the_profile_of_a_run_ends_with_what_is_wrong() -> None:
+def test_the_profile_text_ends_with_findings() -> None:
     event = profile(host=0.4).to_json() | {"out": "runs/a/profile"}
-    event["findings"] = [one.to_json() for one in lint_profile(profile(host=0.4))]
-    assert "SPX018 warning: 80 % of a step of 0.5 s no operation runs" in profile_text(event)
+    event["findings"] = [finding.to_json() for finding in lint_profile(profile(host=0.4))]
+    assert "SPX018 warning: devices are idle for 80 % of a step of 0.5 s" in profile_text(event)
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text, message",
     [
-        ("{", "no summary of a profile"),
-        ("[]", "no summary of a profile"),
-        ('{"steps": 1}', "no summary of a profile"),
-        (json.dumps(profile().to_json() | {"step_seconds": 0}), "a step takes no time"),
-        (json.dumps(profile().to_json() | {"seconds": {"sleep": 1}}), "no summary of a profile"),
+        ("{", "not a profile summary"),
+        ("[]", "not a profile summary"),
+        ('{"steps": 1}', "not a profile summary"),
+        (json.dumps(profile().to_json() | {"step_seconds": 0}), "step time is not positive"),
+        (json.dumps(profile().to_json() | {"seconds": {"sleep": 1}}), "not a profile summary"),
     ],
 )
-def test_a_broken_summary_is_told(tmp_path: Path, text: str, said: str) -> None:
-    run = kept(tmp_path / "run", profile())
+def test_a_broken_summary_raises(tmp_path: Path, text: str, message: str) -> None:
+    run = saved(tmp_path / "run", profile())
     (run / "profile" / "summary.json").write_text(text)
-    with pytest.raises(DataError, match=said) as error:
+    with pytest.raises(DataError, match=message) as error:
         read_profile(run)
     assert "summary.json" in str(error.value) and len(str(error.value).splitlines()) <= 4
 
 
-def test_a_run_without_a_profile_is_told_with_the_nearest_that_has_one(tmp_path: Path) -> None:
+def test_a_run_without_a_profile_suggests_the_nearest_with_one(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no profile in") as error:
         read_profile(tmp_path / "runa")
     assert "--profile 10:20" in str(error.value) and error.value.exit_code == 65
-    kept(tmp_path / "run-a", profile())
+    saved(tmp_path / "run-a", profile())
     with pytest.raises(DataError, match="did you mean '.*run-a'"):
         read_profile(tmp_path / "runa")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spanax.models.unet import SIZES, UNet, UNetConfig, adam, embed_time, kept_share, loss, sample
+from spanax.models.unet import SIZES, UNet, UNetConfig, adam, embed_time, loss, sample, signal_share
 
 TINY = UNetConfig(8, width=8, multipliers=(1, 2), blocks_per_level=1, attention_size=4, num_groups=4, dropout=0)
 
@@ -68,14 +68,14 @@ def test_the_loss_is_that_of_unit_noise_where_nothing_is_found_and_drawn_anew_ea
 
 def test_what_is_kept_of_an_image_falls_from_all_to_nothing():
     """The paper's betas: section 4 says that at the last time hardly anything is left."""
-    share = np.asarray(kept_share(TINY))
+    share = np.asarray(signal_share(TINY))
     assert share[0] == pytest.approx(1 - 1e-4) and share[-1] == pytest.approx(4e-5, rel=0.05)
     assert np.all(np.diff(share) < 0)
 
 
 def test_sampling_with_perfect_knowledge_gives_the_images_asked_for():
     """Of images that are noise of spread 0.5 themselves, what is noise in a sum is known in closed form."""
-    share = kept_share(TINY)
+    share = signal_share(TINY)
 
     class Perfect:
         config = TINY

@@ -98,7 +98,7 @@ def test_a_bad_step_inside_of_a_call_changes_nothing(devices: Any) -> None:
 
 def test_limits_that_follow_from_the_step_before_are_refused(devices: Any) -> None:
     run = begun("data=1", guard=spanax.Guard("skip", spike=3))
-    with pytest.raises(SpanaxError, match="2 steps in one call cannot skip spikes"):
+    with pytest.raises(SpanaxError, match="2 steps per call cannot skip spikes"):
         run.steps(batches(num=2))
     with pytest.raises(SpanaxError, match="there is no batch"):
         run.steps([])

@@ -18,7 +18,7 @@ from launched import arrays
 from spanax.commands.report import report
 from spanax.plan.plan import Plan
 from spanax.run.record.events import read
-from spanax.run.record.time_account import Account, account
+from spanax.run.record.time_account import TimeAccount, account
 from spanax.run.store import manifest
 from spanax.show.events import line
 from spanax.show.page.document import document
@@ -155,7 +155,7 @@ def test_killed_in_training_then_resumed_is_bit_equal(place: Path, whole: list[d
     adds_up(account(place / "killed"), before, begin["time"])
 
 
-def adds_up(found: Account, before: float, begin: float) -> None:
+def adds_up(found: TimeAccount, before: float, begin: float) -> None:
     """The account covers the time since the first process was started, and counts steps taken twice apart."""
     first, second = found.attempts
     assert (first.outcome, second.outcome) == ("killed", "finished") and found.reached == 8

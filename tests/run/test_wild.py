@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import spanax
-from spanax.check.parity.example_batches import made_up
+from spanax.check.parity.example_batches import example_batch
 from spanax.run.run import Run
 from spanax.trace.program import Program
 from wild import WILD
@@ -117,4 +117,4 @@ def test_tables_of_numpy_in_a_model_and_keys_and_plain_numbers_in_a_batch() -> N
     made = spanax.trace(build=Offset, optimizer=optax.sgd(0.1), loss=noisy, batch=batch)
     assert {leaf.path: str(leaf.dtype) for leaf in made.leaves}["by"] == "float32"
     run = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"))
-    assert run.step(batch)["loss"].shape == () and made_up(made, 0)["key"].dtype == batch["key"].dtype
+    assert run.step(batch)["loss"].shape == () and example_batch(made, 0)["key"].dtype == batch["key"].dtype

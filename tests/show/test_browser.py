@@ -17,7 +17,7 @@ from spanax.hardware.cluster import cluster
 from spanax.plan.search import search
 from spanax.show.page.document import document
 from spanax.show.page.pages import page_of
-from spanax.show.page.search import ranked_page
+from spanax.show.page.search import search_page
 
 playwright = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install "spanax[browser]"')
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     run = report(a_run(folder / "run", a_plan()))
     pages = {name: page_of(value) for name, value in (("plan", a_plan()), ("run", run), ("check", a_certificate()))}
     found = search(zoo_program("gpt"), cluster("h100:8"), top=20, each=True)
-    pages["ranked"] = ranked_page(found, a_plan(), "gpt")
+    pages["ranked"] = search_page(found, a_plan(), "gpt")
     for name, page in pages.items():
         (folder / f"{name}.html").write_text(document(page))
     return {name: (folder / f"{name}.html").as_uri() for name in pages}

@@ -153,7 +153,7 @@ def test_what_a_file_says_stays_text(tmp_path: Path) -> None:
         assert not any(name.startswith("on") for _, attributes in read.elements for name in attributes)
         assert not any(tag == "img" for tag, _ in read.elements)
         text.encode()
-    assert "4 of 64 values of the loss are no numbers" in read.text and "this is no summary of a profile" in read.text
+    assert "4 of 64 values of the loss are no numbers" in read.text and "this is not a profile summary" in read.text
 
 
 def test_a_run_without_its_files_is_told_of_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_the_kind_of_a_file_is_told_by_what_is_in_it(tmp_path: Path, capsys: pyt
         ('{"best": null}', "it has 'best'"),
         ("[1]", "it is no object"),
         ("<html>", "cannot read"),
-        ('{"predicted": {}, "compiled": 3}', "this is no certificate"),
+        ('{"predicted": {}, "compiled": 3}', "this is not a certificate"),
         ('{"predicted": {}, "compiled": {}, "version": 99}', "another version"),
         ('{"fingerprint": 1, "leaves": []}', "this is not a plan file"),
     ],

@@ -12,7 +12,7 @@ import spanax
 from pages import Read, a_certificate, a_plan
 from programs import zoo_program
 from spanax import cli
-from spanax.check.lint.subject import Checked
+from spanax.check.lint.subject import LintSubject
 from spanax.displays import display
 from spanax.hardware.cluster import cluster
 from spanax.plan.pipeline.ticks import ticks
@@ -20,7 +20,7 @@ from spanax.plan.plan import Plan
 from spanax.plan.search import search
 from spanax.show.page.document import document
 from spanax.show.page.notebook import SHOWN
-from spanax.show.page.search import ranked_page
+from spanax.show.page.search import search_page
 
 
 def test_a_plan_written_and_drawn_says_what_was_ranked_first(
@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_on_the_page_too() -> None:
         tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
         assert all(one.peak_bytes > limit * 0.94 for one in tight.too_large)
         assert bool(tight.candidates) == ("yes" in fits)
-        read = Read(document(ranked_page(tight, None, "gpt")))
+        read = Read(document(search_page(tight, None, "gpt")))
         assert {a["data-fits"] for tag, a in read.elements if tag == "tr" and "data-fits" in a} == fits
         assert not read.problems and (tight.best is not None or "the layout with the lowest peak needs" in read.text)
 
@@ -74,7 +74,7 @@ def made() -> dict[str, Any]:
     """One of each kind of value that a notebook may show."""
     program, machine = zoo_program("mlp"), cluster("h100:8")
     plan, found = spanax.plan(program, machine, layout="fsdp"), search(program, machine, top=30)
-    checked = Checked(program, plan, machine)
+    checked = LintSubject(program, plan, machine)
     more = {"Program": program, "Traced": program.step, "Search": found, "Candidate": found.best, "Checked": checked}
     return VALUES | more
 

@@ -1,4 +1,4 @@
-"""Placed: where every array lies, device by device: as a plan says, or as the checkpoints of a run were saved."""
+"""The placement of every array on devices, according to a plan file or to the newest checkpoint of a run."""
 
 import base64
 import itertools
@@ -21,9 +21,9 @@ from spanax.run.store import manifest, view
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of an array, and the devices that hold it; devices count along the mesh, the last axis fastest.
+    """A shard of an array: its slice of each dim, from `start` to `stop`, and the devices that store it.
 
-    `start` and `stop` are those of each dim.
+    Devices are indexed in row-major order of the mesh.
     """
 
     start: tuple[int, ...]
@@ -32,13 +32,13 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """All arrays of a plan or run.
+class ArrayPlacement:
+    """The placement of all arrays of a plan or run.
 
     Attributes:
-      plan: the plan, with the specs that were found.
+      plan: the plan; for a checkpoint, with the specs of the saved arrays.
       origin: `plan`, or `checkpoint N`.
-      elsewhere: arrays that were saved otherwise than planned, each with both specs.
+      elsewhere: the arrays whose saved spec differs from the plan: path, planned spec and saved spec.
     """
 
     plan: Plan
@@ -46,47 +46,50 @@ class Placed:
     elsewhere: tuple[tuple[str, Spec, Spec], ...] = ()
 
 
-def placed(path: Path) -> Placed:
-    """What a plan file says, or how the newest finished checkpoint of a run folder was saved. No device is touched.
+def array_placement(path: Path) -> ArrayPlacement:
+    """Returns the placement in a plan file, or in the newest complete checkpoint of a run folder. Uses no devices.
 
     Raises:
-      DataError: it is neither.
+      DataError: the path is neither.
     """
     if path.is_file():
-        return Placed(Plan.load(path), "plan")
+        return ArrayPlacement(Plan.load(path), "plan")
     if not path.is_dir():
         raise DataError(f"there is no plan or run '{path}'.", fix="a plan file, or a run folder")
     saved = view.newest(manifest.steps_of_run(path), _saved)
     if saved is not None:
         return saved
     if Folder.of(path).kind(PLAN) is not None:
-        return Placed(Plan.of_run(path), "plan")
-    raise DataError(f"'{path}' is no run: it has neither plan nor checkpoint.", fix="a plan file, or a run folder")
+        return ArrayPlacement(Plan.of_run(path), "plan")
+    raise DataError(
+        f"'{path}' is not a run folder: it has neither plan nor checkpoint.", fix="a plan file, or a run folder"
+    )
 
 
-def _saved(step: int, folder: Folder) -> Placed:
-    """How a checkpoint was saved."""
+def _saved(step: int, folder: Folder) -> ArrayPlacement:
+    """Returns the placement of the arrays of a checkpoint."""
     plan, specs = Plan.of_run(folder), _saved_specs(folder)
     leaves, elsewhere = [], []
     for leaf in plan.leaves:
-        # JAX leaves out what is whole at the end of a spec.
+        # JAX omits trailing unsharded dims of a spec.
         saved = specs.get(leaf.path, leaf.spec)
-        if leaf.is_key and not any(saved[len(leaf.shape) :]):  # saved as its words, in a trailing dim
+        if leaf.is_key and not any(saved[len(leaf.shape) :]):  # a random key is saved as words, in a trailing dim
             saved = saved[: len(leaf.shape)]
         spec = (*saved, *((),) * (len(leaf.shape) - len(saved)))
         by_dim = [axis for axes in spec for axis in axes]
         if len(spec) != len(leaf.shape) or not set(plan.mesh.names) >= set(by_dim):
             raise DataError(
-                f"'{leaf.path}' was saved in {len(spec)} dims over {by_dim}.", where=f"{folder.path / PLACES}"
+                f"'{leaf.path}' was saved with {len(spec)} dims, sharded over {by_dim}.",
+                where=f"{folder.path / PLACES}",
             )
         if spec != leaf.spec:
             elsewhere.append((leaf.path, leaf.spec, spec))
         leaves.append(_moved(leaf, spec, plan.mesh))
-    return Placed(replace(plan, leaves=tuple(leaves)), f"checkpoint {step}", tuple(elsewhere))
+    return ArrayPlacement(replace(plan, leaves=tuple(leaves)), f"checkpoint {step}", tuple(elsewhere))
 
 
 def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:
-    """The parts of an array in order of their place, each with all devices that hold a copy of it, without padding.
+    """Returns the shards of an array in index order, each with all devices that store a replica, without padding.
 
     Example:
       >>> leaf = Placement("w", (4, 6), "float32", "param", (None, None), ((), ("model",)), (4, 3), 48, "")
@@ -96,34 +99,34 @@ def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:
       (0, 3) (4, 6) (1, 3)
     """
     names = mesh.names
-    found: dict[tuple[int, ...], list[int]] = {}
-    for device, at in enumerate(itertools.product(*(range(size) for _, size in mesh.axes))):
-        place = dict(zip(names, at, strict=True))
+    devices_by_part: dict[tuple[int, ...], list[int]] = {}
+    for device, position in enumerate(itertools.product(*(range(size) for _, size in mesh.axes))):
+        coordinates = dict(zip(names, position, strict=True))
         parts = []
         for by in leaf.spec:
             part = 0
             for axis in by:
-                part = part * dict(mesh.axes)[axis] + place[axis]
+                part = part * dict(mesh.axes)[axis] + coordinates[axis]
             parts.append(part)
-        found.setdefault(tuple(parts), []).append(device)
+        devices_by_part.setdefault(tuple(parts), []).append(device)
     dims = [Parts(size, mesh.ways(by)) for size, by in zip(leaf.shape, leaf.spec, strict=True)]
     return [
         Shard(
-            tuple(of.first_layer(part) for of, part in zip(dims, parts, strict=True)),
-            tuple(of.first_layer(part + 1) for of, part in zip(dims, parts, strict=True)),
+            tuple(partition.first_layer(part) for partition, part in zip(dims, parts, strict=True)),
+            tuple(partition.first_layer(part + 1) for partition, part in zip(dims, parts, strict=True)),
             tuple(devices),
         )
-        for parts, devices in sorted(found.items())
+        for parts, devices in sorted(devices_by_part.items())
     ]
 
 
 def copies(leaf: Placement, mesh: MeshShape) -> int:
-    """How many devices hold the same part of an array."""
+    """Returns the number of replicas of each shard of an array."""
     return mesh.size // mesh.ways([axis for by in leaf.spec for axis in by])
 
 
 def _moved(leaf: Placement, spec: Spec, mesh: MeshShape) -> Placement:
-    """A leaf under another spec."""
+    """Returns a leaf with another spec."""
     if spec == leaf.spec:
         return leaf
     local = tuple(size // mesh.ways(by) for size, by in zip(leaf.shape, spec, strict=True))
@@ -132,25 +135,25 @@ def _moved(leaf: Placement, spec: Spec, mesh: MeshShape) -> Placement:
 
 
 def _saved_specs(folder: Folder) -> dict[str, Spec]:
-    """The specs of a checkpoint's arrays by path, as far as they were written down.
+    """Returns the saved specs of a checkpoint's arrays, by path.
 
     Raises:
-      DataError: the file makes no sense.
+      DataError: the file is invalid.
     """
     try:
-        found = {}
+        specs = {}
         for key, text in parse_json(folder.read(PLACES)).items():
             saved = parse_json(text)
             if saved.get("sharding_type") == "NamedSharding":
                 name = urllib.parse.unquote(base64.b64decode(key).decode())
-                found[name] = tuple(_axes(by) for by in saved["partition_spec"])
-        return found
+                specs[name] = tuple(_axes(by) for by in saved["partition_spec"])
+        return specs
     except FileNotFoundError:
         return {}
     except EntryError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"'{folder.path / PLACES}' makes no sense.", where=f"{type(error).__name__}: {error}") from None
+        raise DataError(f"'{folder.path / PLACES}' is invalid.", where=f"{type(error).__name__}: {error}") from None
 
 
 def _axes(by: Any) -> tuple[str, ...]:

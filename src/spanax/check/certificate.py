@@ -1,4 +1,4 @@
-"""Certificate: a report with what the rules found and the plan that it is about; the file of `spanax check --out`."""
+"""The certificate of a check: its report, lint findings and plan, as written by `spanax check --out`."""
 
 import json
 from collections.abc import Mapping
@@ -17,18 +17,18 @@ from spanax.schema import parsed
 
 @dataclass(frozen=True)
 class Certificate:
-    """All that is known of a plan that was checked.
+    """The results of checking a plan.
 
     Attributes:
-      report: the plan beside what XLA made of it.
-      findings: what the rules say, the gravest first.
-      plan: the plan; None where the file does not have it, as what `spanax check --json` prints.
+      report: the predicted and compiled figures.
+      findings: the findings of the lint rules, most severe first.
+      plan: the plan; None if the file lacks it, as the output of `spanax check --json` does.
 
     Example:
       >>> from spanax.check.report import Figures
       >>> report = Report(3, "v5e:4x4", "fsdp", "fsdp=16", True, "the compiler", Figures(98, 75), Figures(98, 150))
-      >>> told = Certificate(report, (Finding("SPX001", Severity.INFO, "embed", "`embed` lies whole."),))
-      >>> Certificate.from_json(told.to_json()) == told
+      >>> certificate = Certificate(report, (Finding("SPX001", Severity.INFO, "embed", "`embed` is replicated."),))
+      >>> Certificate.from_json(certificate.to_json()) == certificate
       True
     """
 
@@ -40,33 +40,33 @@ class Certificate:
         return display(self)
 
     def to_json(self) -> str:
-        """The certificate as JSON text; `Certificate.from_json` reads it back equal, `Report.from_json` its report."""
-        told: dict[str, Any] = {"version": VERSION, **asdict(self.report), "errors": self.report.errors}
-        told["findings"] = [one.to_json() for one in self.findings]
+        """Returns the certificate as JSON text, which `Certificate.from_json` and `Report.from_json` parse."""
+        fields: dict[str, Any] = {"version": VERSION, **asdict(self.report), "errors": self.report.errors}
+        fields["findings"] = [finding.to_json() for finding in self.findings]
         if self.plan is not None:
-            told["plan"] = json.loads(self.plan.to_json())
-        return json.dumps(told, indent=1) + "\n"
+            fields["plan"] = json.loads(self.plan.to_json())
+        return json.dumps(fields, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> "Certificate":
-        """The certificate that `to_json` wrote, or that `spanax check --json` printed.
+        """Parses the JSON text of `to_json`, or the output of `spanax check --json`.
 
         Raises:
-          DataError: the text is neither, or one of another version.
+          DataError: the text is neither, or has another version.
         """
         try:
             data = parse_json(text)
             report = Report.of(data)
-            findings = tuple(_finding(one) for one in data.get("findings", ()))
+            findings = tuple(_finding(entry) for entry in data.get("findings", ()))
             plan = Plan.from_json(json.dumps(data["plan"])) if "plan" in data else None
             return Certificate(report, findings, plan)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError("this is no certificate.", where=f"{type(error).__name__}: {error}") from None
+            raise DataError("this is not a certificate.", where=f"{type(error).__name__}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the certificate to a file.
+        """Writes the certificate to a file.
 
         Raises:
           WriteError: it cannot be written.
@@ -78,5 +78,5 @@ class Certificate:
 
 
 def _finding(data: Mapping[str, Any]) -> Finding:
-    told = {key: value for key, value in data.items() if key not in ("bytes", "severity")}
-    return parsed(Finding, told | {"num_bytes": data["bytes"], "severity": Severity.of(data["severity"])})
+    fields = {key: value for key, value in data.items() if key not in ("bytes", "severity")}
+    return parsed(Finding, fields | {"num_bytes": data["bytes"], "severity": Severity.of(data["severity"])})

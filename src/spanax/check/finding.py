@@ -1,4 +1,4 @@
-"""Finding: one thing that a check has to say, with a code that stays."""
+"""Findings of a check: a permanent code, a severity, a message and a fix."""
 
 import re
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ CODE = re.compile(r"SPX\d{3}")
 
 @total_ordering
 class Severity(Enum):
-    """How much a finding weighs; the gravest first, and `error > warning > info`.
+    """The severity of a finding: `error > warning > info`; iteration starts with the most severe.
 
     Example:
       >>> max(Severity.INFO, Severity.ERROR), Severity.of("warning") >= Severity.WARNING
@@ -34,12 +34,12 @@ class Severity(Enum):
 
     @staticmethod
     def of(name: str) -> "Severity":
-        """The severity of a name.
+        """Returns the severity with a name.
 
         Raises:
-          SpanaxError: there is none of that name.
+          SpanaxError: no severity has that name.
         """
-        names = [one.value for one in Severity]
+        names = [severity.value for severity in Severity]
         if name not in names:
             raise SpanaxError(f"unknown severity '{name}'.", fix=nearest(name, names))
         return Severity(name)
@@ -47,22 +47,23 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong, or may be: with which array, how many bytes it is about, and what to do.
+    """A problem, or a possible problem, of a plan.
 
     Attributes:
-      code: `SPX001` and on; a code never changes its meaning.
-      severity: how much it weighs.
-      path: the array, axis or flag that it is about; empty where it is about all of it.
+      code: a code such as `SPX001`, whose meaning never changes.
+      severity: how severe the problem is.
+      path: the array, axis or flag; empty if the finding concerns the whole plan.
       message: one line, with the values.
-      fix: the nearest thing that works; empty where nothing does.
-      num_bytes: the bytes of one device that it is about; 0 where it is not about bytes.
+      fix: the nearest change that resolves it; empty if there is none.
+      num_bytes: the bytes per device concerned, or 0.
 
     Example:
-      >>> found = Finding("SPX001", Severity.WARNING, "embed", "`embed` lies whole on 8 devices.", "layout fsdp", 4096)
-      >>> print(found)
-      SPX001 warning: `embed` lies whole on 8 devices. (4 KiB a device)
+      >>> message = "`embed` is replicated on 8 devices."
+      >>> finding = Finding("SPX001", Severity.WARNING, "embed", message, "layout fsdp", 4096)
+      >>> print(finding)
+      SPX001 warning: `embed` is replicated on 8 devices. (4 KiB per device)
         fix: layout fsdp
-      >>> list(found.to_json())
+      >>> list(finding.to_json())
       ['code', 'severity', 'path', 'message', 'fix', 'bytes']
     """
 
@@ -75,15 +76,15 @@ class Finding:
 
     def __post_init__(self) -> None:
         if not CODE.fullmatch(self.code):
-            raise SpanaxError(f"'{self.code}' is no code of a finding.", fix="SPX001")
+            raise SpanaxError(f"'{self.code}' is not the code of a finding.", fix="SPX001")
 
     def __str__(self) -> str:
-        size = f" ({bytes_text(self.num_bytes)} a device)" if self.num_bytes else ""
+        size = f" ({bytes_text(self.num_bytes)} per device)" if self.num_bytes else ""
         fix = f"\n  fix: {self.fix}" if self.fix else ""
         return f"{self.code} {self.severity.value}: {self.message}{size}{fix}"
 
     def to_json(self) -> dict[str, Any]:
-        """The finding as the contract of `--json` has it."""
+        """Returns the finding as an entry of `findings` in the output of `--json`."""
         return {
             "code": self.code,
             "severity": self.severity.value,
@@ -94,7 +95,7 @@ class Finding:
         }
 
 
-def gravest_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings by severity, then by bytes, then by code and path."""
+def most_severe_first(findings: Iterable[Finding]) -> list[Finding]:
+    """Returns findings sorted by severity, then by bytes, code and path."""
     order = list(Severity)
-    return sorted(findings, key=lambda one: (order.index(one.severity), -one.num_bytes, one.code, one.path))
+    return sorted(findings, key=lambda entry: (order.index(entry.severity), -entry.num_bytes, entry.code, entry.path))

@@ -1,4 +1,4 @@
-"""Predicted: what the plan says of a step, in the numbers that a compiled program has as well."""
+"""A plan's predictions for a step, in the same figures that are read from a compiled program."""
 
 from spanax.check.report import Figures
 from spanax.hardware.cluster import Cluster
@@ -7,11 +7,11 @@ from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 
 
-def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
-    """State, peak, FLOPs and collectives of one device in one step, as the plan has them. No layout is padded.
+def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: bool = False) -> Figures:
+    """Returns the predicted state, peak memory, FLOPs and collectives per device and step, without layout padding.
 
-    `adds_first`: sums over devices that are added to each other are one, as in a final program for chips that have such
-    a compiler (`Cluster.adds_first`).
+    With `adds_first`, all-reduces whose results are added to each other count as one, as in the final programs of
+    compilers that combine them (`Cluster.adds_first`).
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
@@ -26,10 +26,10 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
       >>> machine = spanax.cluster("cpu:8")
-      >>> told = predicted(program, spanax.plan(program, machine, layout="data"), machine)
-      >>> told.state_bytes == 16 * 32 * 4 + 4, told.flops == 2 * 2 * 1 * 16 * 32
+      >>> figures = predictions(program, spanax.plan(program, machine, layout="data"), machine)
+      >>> figures.state_bytes == 16 * 32 * 4 + 4, figures.flops == 2 * 2 * 1 * 16 * 32
       (True, True)
-      >>> told.collectives["data"]["all-reduce"] >= 16 * 32 * 4
+      >>> figures.collectives["data"]["all-reduce"] >= 16 * 32 * 4
       True
     """
     cost = evaluate(program, plan, cluster, adds_first=adds_first)
@@ -37,7 +37,7 @@ def predicted(program: Program, plan: Plan, cluster: Cluster, *, adds_first: boo
 
 
 def gathered_bytes(program: Program, plan: Plan, cluster: Cluster, path: str) -> dict[str, int]:
-    """Bytes of one device and step that the plan gathers of one parameter, by mesh axes.
+    """Returns the bytes per device and step of the planned all-gathers of one parameter, by mesh axes.
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.

@@ -1,4 +1,4 @@
-"""Report: what the plan says of a step beside what XLA says of it; and the certificate that keeps both."""
+"""Reports of `spanax.check`: predicted and compiled figures of a step, and their JSON format."""
 
 import json
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo.collectives import Collective
-from spanax.check.hlo.replicated_tensors import Replicated
+from spanax.check.hlo.replicated_tensors import ReplicatedTensor
 from spanax.displays import display
 from spanax.documents import parse_json
 from spanax.errors import DataError, WriteError
@@ -16,19 +16,19 @@ from spanax.schema import parsed
 VERSION = 2
 
 LEVELS = {0: "static", 1: "partitioner, abstract", 2: "partitioner, simulated devices", 3: "compiler"}
-"""What produced the compiled figures of each level."""
+"""The source of the compiled figures of each level."""
 
 
 ADDED = ("version", "errors", "by", "findings", "parity", "plan")
-"""What a certificate or `spanax check --json` says beside the fields of a report."""
+"""The keys of a certificate, or of the output of `spanax check --json`, that are not fields of a report."""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes and FLOPs of one device in one step; None: this level does not say.
+    """Bytes and FLOPs per device and step; None for figures that a level does not provide.
 
-    `collectives` are bytes by mesh axes and kind, results counted: of a gather all that is gathered, of an all-reduce
-    the sum, of a reduce-scatter or all-to-all the device's own part.
+    `collectives` has the bytes of the results by mesh axes and kind: the gathered array of an all-gather, the sum of an
+    all-reduce, the local shard of a reduce-scatter or all-to-all.
     """
 
     state_bytes: int | None = None
@@ -39,7 +39,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One of the largest arrays of a program that does not fit, and the arrays of the state that have its shape."""
+    """One of the largest buffers of a program that does not fit, and the paths of the state arrays with its shape."""
 
     num_bytes: int
     shapes: str
@@ -48,33 +48,33 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Report:
-    """One check of a plan. The compiler accepts the program and predicts these figures; nothing has run.
+    """The result of checking a plan. The compiler accepts the program and predicts these figures; nothing has run.
 
     Attributes:
-      level: what was asked: 0 static, 1 abstract, 2 simulated devices, 3 the target's own compiler.
+      level: 0 static, 1 abstract mesh, 2 simulated devices, 3 the target's compiler.
       target: the devices.
-      layout: the plan's.
-      mesh: the plan's.
-      fits: whether it fits the devices' memory; None: nobody knows the memory, or the level does not tell.
-      fits_by: who says so.
+      layout: the layout of the plan.
+      mesh: the mesh of the plan.
+      fits: whether the step fits in the memory of the devices; None if unknown.
+      fits_by: the source of `fits`.
       predicted: the plan's figures.
       compiled: XLA's figures.
-      memory: the compiler's own count, by what the bytes are for.
-      limit_bytes: what one device may hold.
+      memory: the compiler's memory statistics, in bytes.
+      limit_bytes: the memory of one device.
       collectives: every collective of the compiled program.
-      buffers: the largest arrays, where it does not fit.
-      replicated: what the partitioner said that it made whole on every device, for want of a better way.
-      inputs_only: whether only the state and the batch were split as planned, and all between left to the compiler.
-      versions: of everything that had a part in it.
-      flags: what the compiler was told beyond its defaults.
-      is_whole: whether the compiler went on to machine code.
+      buffers: the largest buffers, if the step does not fit.
+      replicated: the tensors that the partitioner logged as replicated because it could not reshard them.
+      inputs_only: whether only the state and the batch have the planned shardings.
+      versions: versions of the packages and of the compiler.
+      flags: compiler options in addition to its defaults.
+      is_whole: whether the compiler generated machine code.
       program_hash: SHA-256 of the lowered program.
-      seconds: how long it took, or took when it was kept.
-      is_kept: whether it was read from the cache.
+      seconds: duration of the check; of the original check if the report is cached.
+      is_kept: whether the report was read from the cache.
 
     Example:
-      >>> told = Report(3, "v5e:4x4", "fsdp", "fsdp=16", True, "the compiler", Figures(98, 75), Figures(98, 150))
-      >>> told.by, told.errors, Report.from_json(told.to_json()) == told
+      >>> report = Report(3, "v5e:4x4", "fsdp", "fsdp=16", True, "the compiler", Figures(98, 75), Figures(98, 150))
+      >>> report.by, report.errors, Report.from_json(report.to_json()) == report
       ('compiler', {'state_bytes': 0.0, 'peak_bytes': -0.5}, True)
     """
 
@@ -90,7 +90,7 @@ class Report:
     limit_bytes: int | None = None
     collectives: tuple[Collective, ...] = ()
     buffers: tuple[Buffer, ...] = ()
-    replicated: tuple[Replicated, ...] = ()
+    replicated: tuple[ReplicatedTensor, ...] = ()
     inputs_only: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -104,65 +104,67 @@ class Report:
 
     @property
     def by(self) -> str:
-        """What produced the compiled figures."""
+        """The source of the compiled figures."""
         return LEVELS[self.level]
 
     @property
     def errors(self) -> dict[str, Any]:
-        """Predicted over compiled, less 1, by the same keys; collectives by mesh axes, all kinds together."""
-        found: dict[str, Any] = {}
+        """Relative errors, predicted / compiled - 1, by figure; collectives by mesh axes, summed over kinds."""
+        errors: dict[str, Any] = {}
         for name in ("state_bytes", "peak_bytes", "flops"):
-            ours, theirs = getattr(self.predicted, name), getattr(self.compiled, name)
-            if ours is not None and theirs:
-                found[name] = ours / theirs - 1
+            predicted, compiled = getattr(self.predicted, name), getattr(self.compiled, name)
+            if predicted is not None and compiled:
+                errors[name] = predicted / compiled - 1
         if self.predicted.collectives is not None and self.compiled.collectives is not None:
-            ours, theirs = (_by_axes(one.collectives or {}) for one in (self.predicted, self.compiled))
-            found["collectives"] = {
-                axes: ours.get(axes, 0) / theirs[axes] - 1 if theirs.get(axes) else None
-                for axes in sorted(ours.keys() | theirs.keys())
+            predicted, compiled = (_by_axes(figures.collectives or {}) for figures in (self.predicted, self.compiled))
+            errors["collectives"] = {
+                axes: predicted.get(axes, 0) / compiled[axes] - 1 if compiled.get(axes) else None
+                for axes in sorted(predicted.keys() | compiled.keys())
             }
-        return found
+        return errors
 
     def to_json(self) -> str:
-        """The certificate as JSON text; `Report.from_json` reads it back equal."""
+        """Returns the report as JSON text, which `Report.from_json` parses."""
         return json.dumps({"version": VERSION, **asdict(self), "errors": self.errors}, indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str) -> "Report":
-        """The report that `to_json` wrote.
+        """Parses the JSON text of `to_json`.
 
         Raises:
-          DataError: the text is no report, or one of another version.
+          DataError: the text is not a report, or has another version.
         """
         try:
             return Report.of(parse_json(text))
         except ValueError as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError("this is no certificate.", where=str(error)) from None
+            raise DataError("this is not a certificate.", where=str(error)) from None
 
     @staticmethod
     def of(data: Any) -> "Report":
-        """The report in what was read from a certificate, or from what `spanax check --json` printed.
+        """Returns the report in the parsed JSON of a certificate or of `spanax check --json`.
 
         Raises:
-          DataError: it is of another version.
-          ValueError: it is no report.
+          DataError: it has another version.
+          ValueError: it is not a report.
         """
         if not isinstance(data, dict) or "predicted" not in data:
-            raise ValueError("it has no prediction")
+            raise ValueError("it has no 'predicted' figures")
         if data.get("version", VERSION) != VERSION:
-            raise DataError("this certificate is of another version of Spanax.")
-        told = {key: value for key, value in data.items() if key not in ADDED}
-        moved = [one for one in told.get("collectives") or () if isinstance(one, dict)]
-        told["collectives"] = [{key: value for key, value in one.items() if key != "bytes"} for one in moved]
-        found = parsed(Report, told)
-        if found.level not in LEVELS:
-            raise ValueError(f"level = {found.level} is none")
-        return found
+            raise DataError("this certificate was written by another version of Spanax.")
+        fields = {key: value for key, value in data.items() if key not in ADDED}
+        collectives = [entry for entry in fields.get("collectives") or () if isinstance(entry, dict)]
+        fields["collectives"] = [
+            {key: value for key, value in entry.items() if key != "bytes"} for entry in collectives
+        ]
+        report = parsed(Report, fields)
+        if report.level not in LEVELS:
+            raise ValueError(f"level = {report.level} is unknown")
+        return report
 
     def save(self, path: str | Path) -> None:
-        """Write the certificate to a file.
+        """Writes the report to a file.
 
         Raises:
           WriteError: it cannot be written.
@@ -172,8 +174,8 @@ class Report:
         except OSError as error:
             raise WriteError(f"cannot write the certificate '{path}'.", where=error.strerror or str(error)) from None
 
-    def kept(self) -> "Report":
-        """The same report, as read from the cache."""
+    def as_cached(self) -> "Report":
+        """Returns the report, marked as read from the cache."""
         return replace(self, is_kept=True)
 
 

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from spanax.check.certificate import Certificate
 from spanax.check.check import check
-from spanax.check.finding import gravest_first
+from spanax.check.finding import most_severe_first
 from spanax.check.hlo.collectives import Collective
-from spanax.check.lint.lint import lint, lint_profile, waived
+from spanax.check.lint.lint import lint, lint_profile, without_allowed
 from spanax.check.measure.profile import read_profile
 from spanax.check.parity.parity import Parity
 from spanax.check.parity.shrink import parity_of
@@ -43,7 +43,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
 
     Raises:
       SpanaxError: the request cannot be carried out.
-      CompilerError: the compiler died, refused the program or took too long.
+      CompilerError: the compiler crashed, rejected the program or exceeded the time limit.
     """
     if not asked.workload:
         raise SpanaxError("spanax check needs a workload.", fix="spanax check gpt2 --on v5e:4x4 --layout fsdp")
@@ -70,7 +70,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
     )
     check_requested_schedule(asked.schedule, made)
     text = source_text(asked.workload)
-    waived([], text, made.allow)  # a code that does not exist is told before anything is compiled
+    without_allowed([], text, made.allow)  # a code that does not exist is told before anything is compiled
     watched = lint_profile(read_profile(asked.profiled)) if asked.profiled is not None else []
     report = check(
         program,
@@ -82,7 +82,7 @@ def answer(load: Callable[..., Workload], asked: CheckCommand) -> tuple[str, Dat
         inputs_only=asked.inputs_only,
         cache=asked.cache,
     )
-    findings = waived(gravest_first([*lint(program, made, machine, report), *watched]), text, made.allow)
+    findings = without_allowed(most_severe_first([*lint(program, made, machine, report), *watched]), text, made.allow)
     notes: list[str] = []
     if asked.out is not None:
         certified, notes = _priced(program, made, machine)

@@ -35,7 +35,7 @@ Data = dict[str, Any]
 MEMORY_FROM = "XLA's memory analysis of the step compiled for the devices present"
 
 
-def compared(
+def answer(
     load: Callable[..., Workload],
     asked: CompareCommand,
     devices: Sequence[Any],

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from spanax.check.array_placement import Placed, copies, placed, shards
+from spanax.check.array_placement import ArrayPlacement, array_placement, copies, shards
 from spanax.check.compilers.annotated_step import annotated_program, program_for
 from spanax.commands.requests import InspectCommand
 from spanax.errors import SpanaxError, WriteError
@@ -29,7 +29,7 @@ MOST = 12
 """How many arrays are listed as copied."""
 
 
-def inspected(
+def answer(
     asked: InspectCommand, load: Callable[..., Workload], devices: Callable[[int], list[Any]]
 ) -> tuple[str, Data]:
     """What `spanax inspect` prints: as text, and as the object of --json; and the files it was asked to write.
@@ -42,7 +42,7 @@ def inspected(
     Raises:
       SpanaxError: the request cannot be carried out; also DataError and WriteError.
     """
-    found = placed(asked.path)
+    found = array_placement(asked.path)
     chosen = [found.plan[asked.leaf]] if asked.leaf is not None else _one_of_each(found)
     text, data = printable_lines(_summary(found)), _json(found)
     if asked.leaf is not None:
@@ -63,7 +63,7 @@ def inspected(
     return "\n".join([text, *wrote]), data
 
 
-def _ticks(found: Placed) -> Ticks:
+def _ticks(found: ArrayPlacement) -> Ticks:
     schedule = found.plan.schedule
     if schedule.num_stages == 1:
         raise SpanaxError(
@@ -74,7 +74,7 @@ def _ticks(found: Placed) -> Ticks:
     return ticks_of(schedule)
 
 
-def _summary(found: Placed) -> str:
+def _summary(found: ArrayPlacement) -> str:
     plan, mesh = found.plan, found.plan.mesh
     held = ", ".join(f"{kind} {bytes_text(plan.state_bytes(kind))}" for kind in ("param", "optimizer", "other"))
     lines = [
@@ -104,7 +104,7 @@ def _summary(found: Placed) -> str:
     return "\n".join([*lines, "", table_text(table)])
 
 
-def _drawing(found: Placed, leaf: Placement) -> str:
+def _drawing(found: ArrayPlacement, leaf: Placement) -> str:
     line, table = drawn(leaf, found.plan.mesh)
     colours = "auto" if wants_colours(sys.stdout) else None
     console = Console(highlight=False, markup=False, emoji=False, color_system=colours)  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def _drawing(found: Placed, leaf: Placement) -> str:
     return f"{printable(line)}{reason}\n{captured.get().rstrip()}"
 
 
-def _json(found: Placed) -> Data:
+def _json(found: ArrayPlacement) -> Data:
     plan = found.plan
     return {
         "from": found.origin,
@@ -130,7 +130,7 @@ def _json(found: Placed) -> Data:
     }
 
 
-def _leaf_json(found: Placed, leaf: Placement, *, with_shards: bool) -> Data:
+def _leaf_json(found: ArrayPlacement, leaf: Placement, *, with_shards: bool) -> Data:
     data: Data = {
         "path": leaf.path,
         "kind": leaf.kind,
@@ -149,18 +149,18 @@ def _leaf_json(found: Placed, leaf: Placement, *, with_shards: bool) -> Data:
     return data
 
 
-def _copied(found: Placed) -> list[Placement]:
+def _copied(found: ArrayPlacement) -> list[Placement]:
     """Arrays of the state that lie on several devices, the largest first; single numbers are not worth a line."""
     whole = [leaf for leaf in found.plan.leaves if leaf.shape and copies(leaf, found.plan.mesh) > 1]
     return sorted(whole, key=lambda leaf: (-_spare_bytes(leaf, found), leaf.path))
 
 
-def _spare_bytes(leaf: Placement, found: Placed) -> int:
+def _spare_bytes(leaf: Placement, found: ArrayPlacement) -> int:
     """What a device would not hold if no two held the same."""
     return leaf.local_bytes - leaf.local_bytes // copies(leaf, found.plan.mesh)
 
 
-def _one_of_each(found: Placed) -> list[Placement]:
+def _one_of_each(found: ArrayPlacement) -> list[Placement]:
     """Parameters and batch; of repeated blocks the first, where the others lie alike."""
     seen: dict[tuple[Any, ...], Placement] = {}
     for leaf in (*found.plan.batch, *found.plan.leaves):

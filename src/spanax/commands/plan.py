@@ -18,7 +18,7 @@ from spanax.plan.evaluate import collectives_of, evaluate
 from spanax.plan.loss_chunks import saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan
 from spanax.show.page.document import write
-from spanax.show.page.search import ranked_page
+from spanax.show.page.search import search_page
 from spanax.show.search import candidate_json, search_json, search_text
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import known_attention, known_chunks, known_dtype, known_policy
@@ -53,7 +53,7 @@ def answer(load: Callable[..., Workload], asked: PlanCommand) -> tuple[str, Data
         extra_text, extra = _extras(load, asked, found, made, machine)
         text, data = "\n".join([text, *extra_text]), data | extra
     elif asked.html is not None:
-        text += "\n" + write(ranked_page(found, None, asked.workload), asked.html)
+        text += "\n" + write(search_page(found, None, asked.workload), asked.html)
     return text, data
 
 
@@ -127,7 +127,7 @@ def _extras(
         except SpanaxError as error:
             text.append(f"note: the plan is without its price: {first_line(error)}")
     if asked.html is not None:
-        text.append(write(ranked_page(found, made, asked.workload), asked.html))
+        text.append(write(search_page(found, made, asked.workload), asked.html))
     if asked.out is not None:
         made.save(asked.out)
         text.append(f"written to {asked.out}: spanax train {asked.workload} --plan {asked.out}")

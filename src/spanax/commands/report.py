@@ -17,7 +17,7 @@ from spanax.errors import DataError, EntryError
 from spanax.printable import printable
 from spanax.run.record import heartbeat
 from spanax.run.record.folder import read_settings
-from spanax.run.record.time_account import Account, account
+from spanax.run.record.time_account import TimeAccount, account
 from spanax.run.record.time_ledger import BUCKETS
 from spanax.run.store import view
 from spanax.show.tables import table_text
@@ -66,8 +66,8 @@ class Report:
 
     folder: Path
     workload: str
-    account: Account
-    checkpoint: view.Saved | None
+    account: TimeAccount
+    checkpoint: view.SavedStep | None
     metrics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: Sequence[str] = ()
     saving: int | None = None

@@ -1,4 +1,4 @@
-"""Examine: everything that is looked at, in order; without JAX in this process."""
+"""Runs all checks of a machine, in order, without JAX in this process."""
 
 import os
 import tempfile
@@ -9,26 +9,26 @@ from spanax.doctor import jax_probe, machine, network, software
 from spanax.doctor.verdict import Verdict
 
 
-def examined(
+def diagnose(
     *, out: Path, hosts: str = "", timeout: float = 60.0, environ: Mapping[str, str] = os.environ
 ) -> list[Verdict]:
-    """What would stop or hinder a run on this machine; takes about as long as JAX takes to start twice.
+    """Returns what would stop or slow down a run on this machine; takes about two starts of JAX.
 
     Args:
-      out: where runs are to be written to.
-      hosts: `host:port` of other hosts, with commas.
-      timeout: seconds that JAX may take to start, and that the hosts of a group wait for each other.
-      environ: the environment that a run would have.
+      out: the folder for runs.
+      hosts: `host:port` of other hosts, separated by commas.
+      timeout: seconds for JAX to start, and for the hosts of a group to connect.
+      environ: the environment of a run.
 
     Raises:
-      SpanaxError: an address is none.
+      SpanaxError: an address is invalid.
     """
     addresses = [address for address in hosts.split(",") if address.strip()]
     for address in addresses:
         network.parse_address(address, "--hosts")
-    before, installed = machine.Reading.now(), software.Installed()
+    reading, installed = machine.Reading.now(), software.Installed()
     is_group = bool(addresses) or network.place(environ)[1] > 1
-    found = [
+    verdicts = [
         software.python(installed),
         software.packages(installed),
         software.plugins(installed),
@@ -42,14 +42,14 @@ def examined(
         network.coordinator(environ),
         *map(network.reach, addresses),
     ]
-    met = network.group(environ, timeout)
-    found += [met] if met is not None else []
-    return [*found, machine.clock(before, machine.Reading.now(), machine.synchronised())]
+    group_verdict = network.group(environ, timeout)
+    verdicts += [group_verdict] if group_verdict is not None else []
+    return [*verdicts, machine.clock(reading, machine.Reading.now(), machine.synchronised())]
 
 
 def _folders(out: Path, environ: Mapping[str, str]) -> dict[str, Path]:
-    """The folders that a run writes to."""
+    """Returns the folders that a run writes to."""
     home = environ.get("JAX_COMPILATION_CACHE_DIR") or environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folders = {"run folder": out, "temporary": Path(tempfile.gettempdir())}
-    # It may be a bucket, which JAX reaches and we do not.
+    # It may be a bucket, which only JAX can access.
     return folders if "://" in home else folders | {"compile cache": Path(home)}

@@ -1,6 +1,6 @@
-"""Trial: JAX started in a process of its own, `python -P -m spanax.doctor.jax_probe [NUM_SIMULATED]`.
+"""Starts JAX in a separate process, `python -P -m spanax.doctor.jax_probe [NUM_SIMULATED]`.
 
-A plugin may hang, abort, or print what it likes; none of that may happen to the process that asks.
+A plugin may hang, abort or print anything; the process that runs the checks must not be affected.
 """
 
 import json
@@ -21,19 +21,19 @@ from spanax.doctor.verdict import Verdict
 
 COMMAND = (sys.executable, "-P", "-m", "spanax.doctor.jax_probe")
 MARK = "spanax-doctor-trial:"
-"""What the line with the answer begins with: C++ libraries print to standard output, too."""
+"""Prefix of the line with the answer: C++ libraries print to standard output, too."""
 
 SIMULATED = 8
 ACCELERATORS = {"nvidia[0-9]*": ("GPU", "jax[cuda12]"), "accel[0-9]*": ("TPU", "jax[tpu]"), "kfd": ("GPU", "jax[rocm]")}
-"""By what lies in /dev: what it is, and what to install for it."""
+"""For patterns of files in /dev, the accelerator and the package that supports it."""
 
 END_SECONDS = 5.0
-"""How long a process that was killed is waited for; one that hangs in a driver cannot be killed at all."""
+"""How long to wait for a killed process; one that hangs in a driver cannot be killed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a trial ended: with an answer, or with the reason why not."""
+    """The result of a probe: an answer, or the reason for its absence."""
 
     answer: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
@@ -44,46 +44,48 @@ class Outcome:
 def devices(
     environ: Mapping[str, str], timeout: float, *, command: Sequence[str] = COMMAND, dev: Path = Path("/dev")
 ) -> Verdict:
-    """Whether JAX starts, computes on every device, and uses the accelerators that are there."""
+    """Checks that JAX starts, computes on every device, and uses the installed accelerators."""
     platforms = environ.get("JAX_PLATFORMS", "")
-    # Several processes of a host may ask at once, and each would take most of a GPU's memory.
-    outcome = tried(command, {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, timeout)
+    # Several processes of a host may probe at once, and each would preallocate most of a GPU's memory.
+    outcome = probe_jax(command, {**environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, timeout)
     if outcome.reason:
-        fix = "JAX_PLATFORMS=cpu starts without accelerators; end other processes that hold them"
+        fix = "end other processes that use the accelerators, or start without them: JAX_PLATFORMS=cpu"
         if "XLA_FLAGS" in outcome.last_line:
-            fix = "take the flag out of XLA_FLAGS"
+            fix = "remove the flag from XLA_FLAGS"
         where = "; ".join(filter(None, [f"JAX_PLATFORMS={platforms}" if platforms else "", outcome.last_line]))
         return Verdict("devices", "problem", f"JAX does not start: {outcome.reason}.", where, fix)
-    found = outcome.answer
-    kind = found["kind"] + (f" ({found['platform']})" if found["platform"] not in found["kind"] else "")
-    told = f"{found['devices']} x {kind}, JAX starts in {outcome.seconds:.1f} s"
-    for pattern, (missed, package) in ACCELERATORS.items():
-        # What JAX was told not to use is not missed.
-        if found["platform"] == "cpu" and "cpu" not in platforms and any(dev.glob(pattern)):
-            what = f"there is a {missed}, and JAX uses the CPU."
-            return Verdict("devices", "warning", what, told, f"pip install '{package}', of jaxlib's version")
-    return Verdict("devices", "ok", told)
+    answer = outcome.answer
+    kind = answer["kind"] + (f" ({answer['platform']})" if answer["platform"] not in answer["kind"] else "")
+    summary = f"{answer['devices']} x {kind}, JAX starts in {outcome.seconds:.1f} s"
+    for pattern, (accelerator, package) in ACCELERATORS.items():
+        # Accelerators that JAX_PLATFORMS excludes are not reported.
+        if answer["platform"] == "cpu" and "cpu" not in platforms and any(dev.glob(pattern)):
+            message = f"this machine has a {accelerator}, but JAX uses the CPU."
+            return Verdict("devices", "warning", message, summary, f"pip install '{package}' in the version of jaxlib")
+    return Verdict("devices", "ok", summary)
 
 
 def simulated(environ: Mapping[str, str], timeout: float, *, command: Sequence[str] = COMMAND) -> Verdict:
-    """Whether a CPU can be split into devices that add up numbers among each other."""
-    changed = {"JAX_PLATFORMS": "cpu", "NPROC": str(THREADS), "XLA_FLAGS": ""}
-    outcome = tried([*command, str(SIMULATED)], {**environ, **changed}, timeout)
+    """Checks that simulated CPU devices can run a reduction."""
+    overrides = {"JAX_PLATFORMS": "cpu", "NPROC": str(THREADS), "XLA_FLAGS": ""}
+    outcome = probe_jax([*command, str(SIMULATED)], {**environ, **overrides}, timeout)
     if outcome.reason:
-        what = f"{SIMULATED} simulated devices do not work: {outcome.reason}."
-        return Verdict("simulated", "problem", what, outcome.last_line, "more threads (ulimit -u), or a newer jaxlib")
-    return Verdict("simulated", "ok", f"{SIMULATED} devices on the CPU add up in {outcome.seconds:.1f} s")
+        message = f"{SIMULATED} simulated devices do not work: {outcome.reason}."
+        return Verdict(
+            "simulated", "problem", message, outcome.last_line, "more threads (ulimit -u), or a newer jaxlib"
+        )
+    return Verdict("simulated", "ok", f"{SIMULATED} CPU devices reduce in {outcome.seconds:.1f} s")
 
 
-def tried(command: Sequence[str], environ: Mapping[str, str], timeout: float) -> Outcome:
-    """Run a trial; it and all that it started are gone when this returns, or cannot be killed."""
+def probe_jax(command: Sequence[str], environ: Mapping[str, str], timeout: float) -> Outcome:
+    """Runs a probe; terminates its process group before returning, unless it cannot be killed."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as out:
-        # Files, not pipes: a grandchild that lives on holds no one up.
+        # Files, not pipes: a grandchild that survives would block the reader.
         child = subprocess.Popen(command, env=dict(environ), stdout=out, stderr=out, start_new_session=True)
         try:
             code = child.wait(timeout)
-            reason = "" if code == 0 else _told(code)
+            reason = "" if code == 0 else _exit_reason(code)
         except subprocess.TimeoutExpired:
             reason = f"no answer within {timeout:g} s"
         finally:
@@ -97,32 +99,32 @@ def tried(command: Sequence[str], environ: Mapping[str, str], timeout: float) ->
     answers = [line.removeprefix(MARK) for line in lines if line.startswith(MARK)]
     if not reason and answers:
         return Outcome(json.loads(answers[-1]), seconds=seconds)
-    return Outcome({}, reason or "it says nothing", lines[-1][:300] if lines else "", seconds)
+    return Outcome({}, reason or "no output", lines[-1][:300] if lines else "", seconds)
 
 
-def _told(code: int) -> str:
+def _exit_reason(code: int) -> str:
     return f"the process died of {signal.Signals(-code).name}" if code < 0 else f"the process ended with code {code}"
 
 
 def main(num_simulated: int | None) -> None:
-    """Start JAX, compute on every device, or across all simulated ones, and say what there is."""
+    """Starts JAX, computes on every device, or across all simulated ones, and prints the result."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     if num_simulated is not None:
         jax.config.update("jax_num_cpu_devices", num_simulated)
-    found = jax.local_devices()
-    assert num_simulated in (None, len(found)), found
-    for device in found:
+    devices = jax.local_devices()
+    assert num_simulated in (None, len(devices)), devices
+    for device in devices:
         assert float(jnp.sum(jax.device_put(np.arange(8.0), device))) == 28.0, device
     if num_simulated is not None:
-        mesh = jax.sharding.Mesh(np.array(found), ("all",))
-        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-        assert float(jax.jit(jnp.sum)(jax.device_put(np.arange(8.0), split))) == 28.0
-    answer = {"platform": found[0].platform, "kind": found[0].device_kind, "devices": len(found)}
+        mesh = jax.sharding.Mesh(np.array(devices), ("all",))
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
+        assert float(jax.jit(jnp.sum)(jax.device_put(np.arange(8.0), sharding))) == 28.0
+    answer = {"platform": devices[0].platform, "kind": devices[0].device_kind, "devices": len(devices)}
     print(f"{MARK}{json.dumps(answer)}", flush=True)
-    os._exit(0)  # what a plugin does while Python ends is no part of the trial
+    os._exit(0)  # ignores what plugins do while Python exits
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Machine: room and speed of its disks, shared memory, clock, and the limits of a process."""
+"""Checks disks, shared memory, the clock, and process limits."""
 
 import ctypes
 import fcntl
@@ -22,81 +22,83 @@ LEAST_PROCESSES = 1024
 JUMP_SECONDS = 0.1
 
 PLENTY = {"run folder": FEW_BYTES, "compile cache": 1 << 30, "temporary": 1 << 30}
-"""What is looked at for its room, and with how much of it nothing is said."""
+"""Free space below which each folder gets a warning."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Two clocks at one moment, in seconds: one that people can set, and one that only goes on."""
+    """Two clocks at one time, in seconds: the wall clock, which can be set, and a monotonic clock."""
 
     wall: float
     monotonic: float
 
     @staticmethod
     def now() -> "Reading":
-        """Both clocks now."""
+        """Reads both clocks."""
         return Reading(time.time(), time.monotonic())
 
 
 def disk(name: str, folder: Path) -> Verdict:
-    """Whether a folder can be written to, has room, keeps what it is given, and how fast; nothing is left there."""
+    """Checks that a folder is writable, has free space and is fast enough with locks and fsync; leaves no files."""
     place = folder.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     try:
-        room = os.statvfs(place)
-        free = room.f_bavail * room.f_frsize
+        filesystem = os.statvfs(place)
+        free = filesystem.f_bavail * filesystem.f_frsize
         speed = _written(place)
     except OSError as error:
-        what = f"{name}: '{folder}' cannot be written to: {error.strerror}."
-        return Verdict("disk", "problem", what, f"tried in '{place}'", _fix(name))
-    told = f"{bytes_text(free)} free, {bytes_text(speed)}/s with fsync"
+        message = f"{name}: '{folder}' cannot be written to: {error.strerror}."
+        return Verdict("disk", "problem", message, f"tried in '{place}'", _fix(name))
+    summary = f"{bytes_text(free)} free, {bytes_text(speed)}/s with fsync"
     if free < PLENTY[name]:
         return Verdict(
-            "disk", "warning", f"{name}: only {bytes_text(free)} are free.", f"'{place}', {told}", _fix(name)
+            "disk", "warning", f"{name}: only {bytes_text(free)} are free.", f"'{place}', {summary}", _fix(name)
         )
-    if room.f_files and room.f_favail < 10_000:
-        return Verdict("disk", "warning", f"{name}: only {room.f_favail} more files fit.", f"'{place}'", _fix(name))
+    if filesystem.f_files and filesystem.f_favail < 10_000:
+        return Verdict(
+            "disk", "warning", f"{name}: only {filesystem.f_favail} more files fit.", f"'{place}'", _fix(name)
+        )
     if name == "run folder" and speed < SLOW_BYTES_PER_SECOND:
-        what = f"{name}: a checkpoint of 1 GiB takes {2**30 / speed:.0f} s to write."
-        return Verdict("disk", "warning", what, f"'{place}', {told}", "a faster disk, or a longer --save-every")
-    return Verdict("disk", "ok", f"{name}: {told}", f"'{place}'")
+        message = f"{name}: a checkpoint of 1 GiB takes {2**30 / speed:.0f} s to write."
+        return Verdict("disk", "warning", message, f"'{place}', {summary}", "a faster disk, or a longer --save-every")
+    return Verdict("disk", "ok", f"{name}: {summary}", f"'{place}'")
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Verdict:
-    """Whether processes of one machine can hand each other arrays."""
-    fix = "in a container --shm-size=8g, else mount -o remount,size=8G /dev/shm"
+    """Checks that processes of one machine can exchange arrays in shared memory."""
+    fix = "--shm-size=8g for a container, otherwise mount -o remount,size=8G /dev/shm"
     try:
-        room = os.statvfs(path)
+        filesystem = os.statvfs(path)
     except OSError as error:
-        what = f"there is no shared memory: {error.strerror}."
-        return Verdict("shared memory", "warning", what, str(path), fix)
-    size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+        message = f"there is no shared memory: {error.strerror}."
+        return Verdict("shared memory", "warning", message, str(path), fix)
+    size, free = filesystem.f_blocks * filesystem.f_frsize, filesystem.f_bavail * filesystem.f_frsize
     if free < LEAST_SHARED_BYTES:
-        what = f"{bytes_text(free)} are free: workers of a data loader and GPUs of one host share arrays there."
-        return Verdict("shared memory", "warning", what, f"{path}, {bytes_text(size)} in all", fix)
+        message = f"{bytes_text(free)} are free: workers of a data loader and GPUs of one host share arrays there."
+        return Verdict("shared memory", "warning", message, f"{path}, {bytes_text(size)} in all", fix)
     return Verdict("shared memory", "ok", f"{bytes_text(free)} free", str(path))
 
 
 def clock(before: Reading, after: Reading, is_synchronised: bool | None) -> Verdict:
-    """Whether the clock of the machine was set in between, or is one that nobody sets."""
+    """Checks that the wall clock was not set between two readings, and is synchronized."""
     jump = (after.wall - before.wall) - (after.monotonic - before.monotonic)
     fix = "timedatectl set-ntp true, or start chronyd"
     if abs(jump) > JUMP_SECONDS:
         seconds = after.monotonic - before.monotonic
-        what = f"the clock was set by {jump:+.1f} s while it was watched: times in reports are wrong."
-        return Verdict("clock", "warning", what, f"watched for {seconds:.1f} s", fix)
+        message = f"the clock was set by {jump:+.1f} s during the check: times in reports are wrong."
+        return Verdict("clock", "warning", message, f"checked for {seconds:.1f} s", fix)
     if is_synchronised is False:
-        what = "no time server sets the clock: hosts of one run drift apart."
-        return Verdict("clock", "warning", what, "the kernel says so (adjtimex)", fix)
-    told = {True: "set by a time server", None: "whether a time server sets it cannot be told"}[is_synchronised]
-    return Verdict("clock", "ok", f"steady, {told}")
+        message = "the clock is not synchronized: the clocks of hosts drift apart."
+        return Verdict("clock", "warning", message, "as reported by the kernel (adjtimex)", fix)
+    source = {True: "synchronized", None: "synchronization unknown"}[is_synchronised]
+    return Verdict("clock", "ok", f"steady, {source}")
 
 
 def synchronised() -> bool | None:
-    """Whether the kernel's clock follows a time server, as it says itself; None where it says nothing."""
+    """Returns whether the kernel reports a synchronized clock; None if it does not report."""
     try:
-        # A zeroed `struct timex` asks and changes nothing; state 5 is TIME_ERROR: not synchronised (adjtimex(2)).
+        # A zeroed `struct timex` only queries; state 5 is TIME_ERROR: not synchronized (adjtimex(2)).
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(512))
     except (OSError, AttributeError):
         return None
@@ -104,20 +106,22 @@ def synchronised() -> bool | None:
 
 
 def limits(limit: Callable[[int], tuple[int, int]] = resource.getrlimit) -> list[Verdict]:
-    """Whether a process may open as many files, and start as many threads, as a run does."""
-    found = []
-    asked = (
+    """Checks that a process may open as many files, and start as many threads, as a run needs."""
+    verdicts = []
+    checks = (
         ("open files", resource.RLIMIT_NOFILE, LEAST_FILES, "ulimit -n 65536"),
         ("processes", resource.RLIMIT_NPROC, LEAST_PROCESSES, "ulimit -u 65536"),
     )
-    for name, which, least, fix in asked:
+    for name, which, least, fix in checks:
         soft, hard = limit(which)
         if soft != resource.RLIM_INFINITY and soft < least:
             bound = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
-            what = f"{soft} {name} are allowed, and a run may take {least}."
-            found.append(Verdict("limits", "warning", what, f"at most {bound}", fix))
-    told = f"{_limit(limit(resource.RLIMIT_NOFILE)[0])} open files, {_limit(limit(resource.RLIMIT_NPROC)[0])} processes"
-    return found or [Verdict("limits", "ok", told)]
+            message = f"{soft} {name} are allowed, but a run may need {least}."
+            verdicts.append(Verdict("limits", "warning", message, f"at most {bound}", fix))
+    summary = (
+        f"{_limit(limit(resource.RLIMIT_NOFILE)[0])} open files, {_limit(limit(resource.RLIMIT_NPROC)[0])} processes"
+    )
+    return verdicts or [Verdict("limits", "ok", summary)]
 
 
 def _limit(value: int) -> str:
@@ -125,7 +129,7 @@ def _limit(value: int) -> str:
 
 
 def _written(place: Path) -> float:
-    """Bytes a second into a file of this folder, as a checkpoint and a lock are written."""
+    """Returns the write speed of a file in this folder in bytes per second, with a lock and fsync."""
     block = os.urandom(1 << 20)
     with NamedTemporaryFile(dir=place, prefix=".spanax-doctor-") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -138,5 +142,9 @@ def _written(place: Path) -> float:
 
 
 def _fix(name: str) -> str:
-    places = {"run folder": "--out elsewhere", "compile cache": "another XDG_CACHE_HOME", "temporary": "another TMPDIR"}
-    return f"make room or give yourself the right to write there, or {places[name]}"
+    alternatives = {
+        "run folder": "--out elsewhere",
+        "compile cache": "another XDG_CACHE_HOME",
+        "temporary": "another TMPDIR",
+    }
+    return f"free disk space, or get write permission, or {alternatives[name]}"

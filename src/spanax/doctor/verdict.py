@@ -1,4 +1,4 @@
-"""Verdict: one thing that was looked at, and what to do about it."""
+"""Defines the result of a check: what was found, and what to do about it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,14 +8,14 @@ State = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one thing.
+    """The result of one check.
 
     Attributes:
-      name: the thing, such as `disk` or `clock`.
-      state: `problem` stops a run or will lose work, `warning` slows it down or may do so later.
+      name: the subject, such as `disk` or `clock`.
+      state: `problem` stops a run or loses work, `warning` slows it down or may do so later.
       what: one line, with values.
-      where: the values around it.
-      fix: what to do; empty where all is well.
+      where: further values.
+      fix: what to do; empty if all is well.
     """
 
     name: str

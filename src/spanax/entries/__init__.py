@@ -1,1 +1,1 @@
-"""Entries: what a run folder holds, by name, and how it is opened. Nothing here imports JAX."""
+"""Names and opens the entries of a run folder. Does not import JAX."""

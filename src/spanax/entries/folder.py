@@ -1,9 +1,9 @@
-"""Folder: what a run folder holds, opened so that nothing outside of the folder is read, written or deleted.
+"""Opens the entries of a run folder so that nothing outside of the folder is read, written or deleted.
 
-A run folder may come from a stranger, who may have put a symbolic link, a FIFO or a device in place of any file in it.
-So every entry is opened relative to a descriptor of the folder that holds it, one component after another. No link is
-followed, only regular files are opened, and what is read is bounded. The path of the folder itself is the user's:
-links in that are followed.
+A run folder may be untrusted: any file in it may have been replaced by a symbolic link, a FIFO or a device. Every entry
+is therefore opened relative to a descriptor of its parent folder, one path component at a time. Links are not followed,
+only regular files are opened, and reads are bounded. The path of the folder itself is the user's: links in it are
+followed.
 
 Nothing else in Spanax opens files of a run folder (`tests/test_house.py`, `unbounded_entries`).
 """
@@ -26,22 +26,22 @@ from spanax.entries.names import Name
 from spanax.errors import EntryError
 
 Place = str | os.PathLike[str]
-"""What names a folder: a path of the user, or a `Folder`."""
+"""A path of the user, or a `Folder`."""
 
 MAX_DEPTH = 16
-"""Folders in each other, below a run folder."""
+"""Maximum depth of folders below a run folder."""
 
 TEMPORARY = re.compile(r"\.[^/]+\.[0-9a-f]{16}\.new")
-"""The names of files that are being written."""
+"""Names of files that are being written."""
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder of a run, which may not be there yet.
+    """A folder of a run, which may not exist yet.
 
     Attributes:
       root: the folder that the user names; links in its path are followed.
-      below: what leads from there to this one; a link in it is refused.
+      below: the path components from there to this folder; a link among them is refused.
 
     Example:
       >>> import tempfile
@@ -63,7 +63,7 @@ class Folder:
 
     @staticmethod
     def of(place: Place) -> "Folder":
-        """The folder that a path of the user names; a `Folder` as it is."""
+        """Returns the folder at a path of the user; a `Folder` is returned unchanged."""
         return place if isinstance(place, Folder) else Folder(Path(place))
 
     def __fspath__(self) -> str:
@@ -74,62 +74,62 @@ class Folder:
 
     @property
     def path(self) -> Path:
-        """Its path, for messages and comparisons."""
+        """The path, for messages and comparisons."""
         return self.root.joinpath(*self.below)
 
     @property
     def name(self) -> str:
-        """Its own name."""
+        """The last component of the path."""
         return self.path.name
 
     @property
     def outer(self) -> "Folder":
-        """The folder that holds this one."""
+        """The parent folder."""
         return replace(self, below=self.below[:-1]) if self.below else Folder(self.root.parent)
 
     def inner(self, *names: str) -> "Folder":
-        """A folder in this one."""
+        """Returns a folder below this one."""
         return replace(self, below=(*self.below, *(part for name in names for part in _parts(name))))
 
     def resolved(self) -> "Folder":
-        """The same, without links in the path of the user."""
+        """Returns the same folder, with links in the user's path resolved."""
         return replace(self, root=self.root.resolve())
 
-    # ---- looking
+    # ---- inspecting
 
     def kind(self, name: str = "") -> Kind | None:
-        """What an entry is, or this folder without a name; None where there is nothing.
+        """Returns the kind of an entry, or of this folder; None if it does not exist.
 
         Raises:
-          EntryError: a folder on the way to it is not a folder.
-          OSError: it cannot be looked at.
+          EntryError: a component of its path is not a folder.
+          OSError: its status cannot be read.
         """
         status = self.stat(name)
         return None if status is None else Kind.of(status.st_mode)
 
     def stat(self, name: str = "") -> os.stat_result | None:
-        """The status of an entry itself, and not of what a link leads to; None where there is nothing."""
+        """Returns the status of an entry, without following a link; None if it does not exist."""
         try:
             if not name and not self.below:
                 return os.stat(self.root)
-            within, last = self._holder(name)
-            with within.opened() as descriptor:
+            parent, last = self._parent(name)
+            with parent.opened() as descriptor:
                 return os.stat(last, dir_fd=descriptor, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            if error.errno == errno.ELOOP:  # the path of the user leads to itself
+            if error.errno == errno.ELOOP:  # the user's path contains a cycle of links
                 return None
             raise
 
     def link(self, name: str) -> str:
-        """What a link leads to, as it says."""
-        within, last = self._holder(name)
-        with within.opened() as descriptor:
+        """Returns the target of a link."""
+        parent, last = self._parent(name)
+        with parent.opened() as descriptor:
             return os.readlink(last, dir_fd=descriptor)
 
     def names(self) -> list[str]:
-        """The names of what it holds, sorted; none where there is no folder."""
+        """Returns the names of the entries, sorted; empty if the folder does not exist."""
         try:
             with self.opened() as descriptor:
                 return sorted(os.listdir(descriptor))
@@ -137,14 +137,14 @@ class Folder:
             return []
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Everything below it, with its name from here and its own status.
+        """Yields every entry below this folder, with its relative name and its own status.
 
         Raises:
-          EntryError: it is nested too deep.
+          EntryError: folders are nested too deep.
         """
-        waiting: list[tuple[str, ...]] = [()]
-        while waiting:
-            parts = waiting.pop()
+        pending: list[tuple[str, ...]] = [()]
+        while pending:
+            parts = pending.pop()
             if len(parts) > MAX_DEPTH:
                 raise EntryError(f"folders are nested deeper than {MAX_DEPTH} in '{self}'.", fix="remove them")
             with self.inner(*parts).opened() as descriptor:
@@ -152,20 +152,20 @@ class Folder:
                     status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
                     yield "/".join((*parts, name)), status
                     if stat.S_ISDIR(status.st_mode):
-                        waiting.append((*parts, name))
+                        pending.append((*parts, name))
 
     def checked_path(self, *, may_link_inside: bool = False) -> Path:
-        """The path for a library that opens files by path, once there are only folders and regular files below it.
+        """Returns the path, for a library that opens files by path, after checking that everything below is regular.
 
-        Somebody who can write to the folder could still swap an entry between this check and the library's own opening
-        of it: a folder that comes from a stranger is checked by it, one that a stranger writes to at the time is not.
+        An attacker who can write to the folder at the same time could still replace an entry after the check; the check
+        protects against folders that were received from others.
 
         Args:
-          may_link_inside: whether there may be links that cannot lead out, as Weights & Biases makes them: relative,
-            and without `..`.
+          may_link_inside: allow links that cannot lead out of the folder: relative and without `..`, as those of
+            Weights & Biases.
 
         Raises:
-          EntryError: there is something else.
+          EntryError: an entry is neither a regular file nor a folder.
         """
         for name, status in self.walk():
             kind = Kind.of(status.st_mode)
@@ -180,26 +180,26 @@ class Folder:
 
     @contextmanager
     def reading(self, name: Name) -> Iterator[IO[bytes]]:
-        """A regular file of at most as many bytes as its name allows, open to be read.
+        """Opens a regular file for reading; its size is bounded by the name's `max_bytes`.
 
         Raises:
-          EntryError: it is something else, or larger.
+          EntryError: it is not a regular file, or larger.
           OSError: it cannot be read.
         """
         with os.fdopen(self._open(name, os.O_RDONLY), "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
             if size_bytes > name.max_bytes:
-                what = f"'{self._full_name(name)}' has {size_bytes:,} bytes, and at most {name.max_bytes:,} are read."
-                raise EntryError(what, where=f"in '{self.root}'", fix="remove it, or bring a good copy back")
+                message = f"'{self._full_name(name)}' has {size_bytes:,} bytes, over the limit of {name.max_bytes:,}."
+                raise EntryError(message, where=f"in '{self.root}'", fix="remove it, or restore a backup")
             yield file
 
     def read(self, name: Name) -> bytes:
-        """What a regular file holds; see `reading`."""
+        """Returns the content of a regular file; see `reading`."""
         with self.reading(name) as file:
             return file.read(name.max_bytes)
 
     def lines(self, name: Name) -> Iterator[Mapping[str, Any] | None]:
-        """The objects of a file of JSON lines, None for a damaged line; nothing where there is no file."""
+        """Yields the objects of a JSON-lines file, None for a damaged line; nothing if the file does not exist."""
         try:
             with self.reading(name) as file:
                 yield from json_lines(file)
@@ -209,11 +209,11 @@ class Folder:
     # ---- writing
 
     def make(self, name: str = "") -> "Folder":
-        """Makes a folder in this one, which must be there; without a name this one and all that lead to it. Returns it.
+        """Creates a folder in this one, which must exist; without a name, this folder and its parents. Returns it.
 
         Raises:
-          EntryError: a link, or something else that is not a folder, has its name.
-          OSError: it cannot be made.
+          EntryError: a link, or another entry that is not a folder, has its name.
+          OSError: it cannot be created.
         """
         folder, first = (self.inner(name), len(self.below)) if name else (self, 0)
         if not name:
@@ -225,28 +225,28 @@ class Folder:
             return folder
 
     def make_new(self) -> None:
-        """Makes this folder, which must not be there.
+        """Creates this folder, which must not exist.
 
         Raises:
-          FileExistsError: something has its name.
+          FileExistsError: an entry has its name.
         """
         with self.outer.opened() as descriptor:
             os.mkdir(self.name, dir_fd=descriptor)
 
     def replace(self, name: str, parts: Iterable[str | bytes], *, is_durable: bool = True) -> None:
-        """Writes a file anew: another process sees the old content or the new one, and never a part of it.
+        """Replaces the content of a file atomically: other processes see the old content or the new one.
 
         Args:
-          name: the file; the folder that it lies in must be there.
-          parts: its content; text is written as UTF-8.
-          is_durable: whether it is flushed to disk first, so that it outlasts a power cut.
+          name: the file; its parent folder must exist.
+          parts: the content; text is encoded as UTF-8.
+          is_durable: flush it to disk first, so that it survives a power failure.
 
         Raises:
-          EntryError: something other than a regular file has its name.
-          OSError: it cannot be written; the file stays as it was.
+          EntryError: an entry that is not a regular file has its name.
+          OSError: it cannot be written; the file is unchanged.
         """
-        within, last = self._holder(name)
-        with within.opened() as descriptor:
+        parent, last = self._parent(name)
+        with parent.opened() as descriptor:
             self._check_regular(name, descriptor, last)
             temporary = f".{last}.{secrets.token_hex(8)}.new"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -266,67 +266,67 @@ class Folder:
 
     @contextmanager
     def appending(self, name: str) -> Iterator[int]:
-        """A descriptor of a regular file, created where it is missing, that writes to its end and reads anywhere.
+        """Opens a regular file, created if missing, and yields a descriptor that appends, and reads anywhere.
 
-        A file with a second name (a hard link) is refused: what is appended would also change what has the other name.
+        A file with a second name (a hard link) is refused: appending would also change the other name's content.
 
         Raises:
-          EntryError: it is something else.
+          EntryError: it is not a regular file, or has another name.
           OSError: it cannot be opened.
         """
         descriptor = self._open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             if os.fstat(descriptor).st_nlink > 1:
-                what = f"'{self._full_name(name)}' has another name (a hard link), which would change with it."
-                raise EntryError(what, where=f"in '{self.root}'", fix="copy the run folder: cp -r")
+                message = f"'{self._full_name(name)}' has another name (a hard link), whose content would change too."
+                raise EntryError(message, where=f"in '{self.root}'", fix="copy the run folder: cp -r")
             yield descriptor
         finally:
             os.close(descriptor)
 
     def touch(self, name: str) -> None:
-        """Sets the time of a regular file to now, if it is there."""
+        """Sets the modification time of a regular file to now, if it exists."""
         if self.kind(name) is not None:
             with self.appending(name) as descriptor:
                 os.utime(descriptor)
 
     def rename(self, name: str, to: str) -> None:
-        """Gives an entry another name in this folder."""
+        """Renames an entry of this folder."""
         with self.opened() as descriptor:
             os.rename(_only(name), _only(to), src_dir_fd=descriptor, dst_dir_fd=descriptor)
 
     def flush(self) -> None:
-        """Makes new names in it outlast a power cut."""
+        """Flushes the folder's entries to disk, so that new names survive a power failure."""
         with self.opened() as descriptor:
             os.fsync(descriptor)
 
     # ---- deleting
 
     def remove(self, name: str) -> None:
-        """Removes an entry that is not a folder, if it is there; of a link the link itself."""
-        within, last = self._holder(name)
-        with suppress(FileNotFoundError), within.opened() as descriptor:
+        """Removes an entry that is not a folder, if it exists; links are removed, not followed."""
+        parent, last = self._parent(name)
+        with suppress(FileNotFoundError), parent.opened() as descriptor:
             os.unlink(last, dir_fd=descriptor)
 
     def remove_folder(self, name: str) -> None:
-        """Removes a folder and what is in it, if it is there; of links in it the links themselves.
+        """Removes a folder with its content, if it exists; links are removed, not followed.
 
         Raises:
           EntryError: it is not a folder.
           OSError: it cannot be removed.
         """
-        within, last = self._holder(name)
+        parent, last = self._parent(name)
         kind = self.kind(name)
         if kind is not None and kind is not Kind.FOLDER:
             raise refused(self.root, self._full_name(name), kind, Kind.FOLDER)
-        with suppress(FileNotFoundError), within.opened() as descriptor:
+        with suppress(FileNotFoundError), parent.opened() as descriptor:
             try:
                 shutil.rmtree(last, dir_fd=descriptor)
             except RecursionError:
-                what = f"'{self._full_name(name)}' holds folders that are nested too deep to be removed."
-                raise EntryError(what, where=f"in '{self.root}'", fix="remove it") from None
+                message = f"'{self._full_name(name)}' contains folders that are nested too deep to be removed."
+                raise EntryError(message, where=f"in '{self.root}'", fix="remove it") from None
 
     def remove_if_empty(self, name: str = "") -> bool:
-        """Removes an empty folder, or this one; whether it is gone."""
+        """Removes an empty folder, by default this one; returns whether it was removed."""
         folder = self.inner(name) if name else self
         with suppress(OSError), folder.outer.opened() as descriptor:
             os.rmdir(folder.name, dir_fd=descriptor)
@@ -334,7 +334,7 @@ class Folder:
         return False
 
     def sweep(self) -> None:
-        """Removes the temporary files that a killed process left in this folder."""
+        """Removes temporary files that a killed process left in this folder."""
         for name in self.names():
             if TEMPORARY.fullmatch(name) and self.kind(name) is Kind.FILE:
                 self.remove(name)
@@ -343,7 +343,7 @@ class Folder:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor of this folder; see `open_folder`."""
+        """Yields a descriptor of this folder; see `open_folder`."""
         descriptor = open_folder(self.root, self.below)
         try:
             yield descriptor
@@ -351,16 +351,16 @@ class Folder:
             os.close(descriptor)
 
     def _open(self, name: str, flags: int) -> int:
-        """A descriptor of a regular file."""
-        within, last = self._holder(name)
-        with within.opened() as holder:
-            # Opening a device may already do something, such as rewinding a tape.
-            self._check_regular(name, holder, last)
+        """Returns a descriptor of a regular file."""
+        parent, last = self._parent(name)
+        with parent.opened() as parent_descriptor:
+            # Opening a device may have side effects, such as rewinding a tape.
+            self._check_regular(name, parent_descriptor, last)
             flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
             try:
-                descriptor = os.open(last, flags, 0o666, dir_fd=holder)
+                descriptor = os.open(last, flags, 0o666, dir_fd=parent_descriptor)
             except OSError:
-                self._check_regular(name, holder, last)  # it may have been swapped in between
+                self._check_regular(name, parent_descriptor, last)  # it may have been replaced meanwhile
                 raise
         kind = Kind.of(os.fstat(descriptor).st_mode)
         if kind is not Kind.FILE:
@@ -368,15 +368,15 @@ class Folder:
             raise refused(self.root, self._full_name(name), kind, Kind.FILE)
         return descriptor
 
-    def _check_regular(self, name: str, holder: int, last: str) -> None:
+    def _check_regular(self, name: str, parent_descriptor: int, last: str) -> None:
         with suppress(FileNotFoundError):
-            kind = Kind.of(os.stat(last, dir_fd=holder, follow_symlinks=False).st_mode)
+            kind = Kind.of(os.stat(last, dir_fd=parent_descriptor, follow_symlinks=False).st_mode)
             if kind is not Kind.FILE:
-                link = os.readlink(last, dir_fd=holder) if kind is Kind.LINK else ""
+                link = os.readlink(last, dir_fd=parent_descriptor) if kind is Kind.LINK else ""
                 raise refused(self.root, self._full_name(name), kind, Kind.FILE, link)
 
-    def _holder(self, name: str) -> tuple["Folder", str]:
-        """The folder that holds an entry, and its name there; without a name this folder in its own."""
+    def _parent(self, name: str) -> tuple["Folder", str]:
+        """Returns the parent folder of an entry and the entry's name there; without a name, those of this folder."""
         *before, last = (*self.below, *_parts(name))
         return replace(self, below=tuple(before)), last
 

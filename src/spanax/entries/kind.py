@@ -1,4 +1,4 @@
-"""Kind: what an entry of a run folder is, and a folder opened on a path in which no link is followed."""
+"""Provides the kinds of entries in a run folder, and opens a folder without following links."""
 
 import os
 import stat
@@ -11,11 +11,11 @@ from spanax.errors import EntryError, SpanaxError
 SUPPORTED = {os.open, os.stat, os.mkdir, os.unlink, os.rmdir, os.rename, os.readlink} <= (
     os.supports_dir_fd
 ) and os.listdir in os.supports_fd
-"""Whether this system opens files relative to a folder: Linux and macOS do."""
+"""Whether this system opens files relative to a folder, as Linux and macOS do."""
 
 
 class Kind(Enum):
-    """What an entry is."""
+    """The kind of an entry."""
 
     FILE = "a regular file"
     FOLDER = "a folder"
@@ -26,7 +26,7 @@ class Kind(Enum):
 
     @staticmethod
     def of(mode: int) -> "Kind":
-        """The kind that a mode of `os.stat` stands for."""
+        """Returns the kind for a mode of `os.stat`."""
         return _KINDS.get(stat.S_IFMT(mode), Kind.DEVICE)
 
 
@@ -37,16 +37,16 @@ _KINDS = {
 
 
 def open_folder(root: Path, below: Sequence[str]) -> int:
-    """A descriptor of a folder: `root`, in whose path links are followed, and from there `below`, in which none is.
+    """Returns a descriptor of the folder `below` a root; links are followed in the path of `root` only.
 
     Raises:
-      EntryError: something other than a folder is on the way from the root to it.
-      FileNotFoundError: it is not there.
+      EntryError: a component of `below` is not a folder.
+      FileNotFoundError: the folder does not exist.
       OSError: it cannot be opened.
-      SpanaxError: this system opens no files relative to a folder.
+      SpanaxError: this system cannot open files relative to a folder.
     """
     if not SUPPORTED:
-        raise SpanaxError("this system cannot open files relative to a folder.", fix="Linux or macOS")
+        raise SpanaxError("this system cannot open files relative to a folder.", fix="use Linux or macOS")
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
     descriptor = os.open(root, flags)
     try:
@@ -59,21 +59,21 @@ def open_folder(root: Path, below: Sequence[str]) -> int:
     return descriptor
 
 
-def _open_inner(holder: int, name: str, flags: int, root: Path, full_name: str) -> int:
+def _open_inner(parent: int, name: str, flags: int, root: Path, full_name: str) -> int:
     try:
-        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=holder)
+        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=parent)
     except FileNotFoundError:
         raise
     except OSError:
-        kind = Kind.of(os.stat(name, dir_fd=holder, follow_symlinks=False).st_mode)
+        kind = Kind.of(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
         if kind is Kind.FOLDER:
             raise
-        link = os.readlink(name, dir_fd=holder) if kind is Kind.LINK else ""
+        link = os.readlink(name, dir_fd=parent) if kind is Kind.LINK else ""
         raise refused(root, full_name, kind, Kind.FOLDER, link) from None
 
 
 def refused(root: Path, name: str, kind: Kind, expected: Kind, link: str = "") -> EntryError:
-    """The error of an entry that is another kind of thing than it has to be; `link` is what it leads to."""
+    """Returns the error for an entry of the wrong kind; `link` is the target of a link."""
     return EntryError(
         f"'{name}' is {kind.value}, and has to be {expected.value}.",
         where=f"in '{root}'" + (f"; it leads to {link}" if link else ""),

@@ -1,4 +1,4 @@
-"""Names: every file of a run folder that Spanax opens, and how many bytes of it are read at most."""
+"""Provides the name of every file in a run folder that Spanax opens, and a limit on its size."""
 
 import re
 
@@ -8,7 +8,7 @@ UNBOUNDED = 1 << 62
 
 
 class Name(str):
-    """The name of a file below its folder, `*` for the part that differs, and how many bytes of it are read at most.
+    """The name of a file relative to its folder, with `*` for a variable part, and the maximum number of bytes to read.
 
     Example:
       >>> Name("heartbeats/*.json", 1 << 16).of(3)
@@ -23,11 +23,11 @@ class Name(str):
         return created
 
     def of(self, value: object) -> "Name":
-        """The name of a single file."""
+        """Returns the name with `*` replaced by a value."""
         return Name(self.replace("*", str(value)), self.max_bytes)
 
     def value(self, name: str) -> str | None:
-        """What stands for the `*` in the name of a file; None where it has another name.
+        """Returns the part of a file name that matches `*`; None if the name does not match.
 
         Example:
           >>> HEARTBEAT.value("heartbeats/3.json"), HEARTBEAT.value("heartbeats/3.new")
@@ -56,7 +56,7 @@ WANDB_ID = Name("wandb/id", 1 << 6)
 MODEL = Name("model.json", MAX_BYTES)
 
 MODEL_FILE_BYTES = 1 << 28
-"""Of a file that comes with weights; the largest tokenizers have a tenth of that."""
+"""Limit for files that accompany weights; the largest tokenizers have a tenth of that."""
 
 IMPORTED = tuple(
     Name(name, MODEL_FILE_BYTES)
@@ -66,13 +66,13 @@ IMPORTED = tuple(
         "preprocessor_config.json", "model.safetensors.index.json",
     )
 )  # fmt: skip
-"""The files that `spanax import` copies byte for byte, the index of several files last."""
+"""The files that `spanax import` copies unchanged; the index of sharded weights is last."""
 
 IN_RUN = (
     CONFIG, PLAN, ENVIRONMENT, METRICS, EVENTS, LOCK, LEADER_LOCK, RANK_LOCK, HEARTBEAT, RANK_LOG, JOB_LOG, JOB_SCRIPT,
     PROGRAM, PROFILE_SUMMARY, TRACE, EVENT_FILE, WANDB_ID, MODEL,
 )  # fmt: skip
-"""The files of a run folder, but for its checkpoints."""
+"""The files of a run folder, without its checkpoints."""
 
 MANIFEST = Name("manifest.json", MAX_BYTES)
 META = Name("meta.json", MAX_BYTES)
@@ -85,9 +85,9 @@ IN_STEP = (MANIFEST, META, PLAN, PLACES, ARRAYS)
 CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB = (
     "checkpoints", "heartbeats", "log", "profile", "tensorboard", "wandb",
 )  # fmt: skip
-"""The folders in a run folder."""
+"""The folders of a run folder."""
 
 FOLDERS = (CHECKPOINTS, HEARTBEATS, LOGS, PROFILE, TENSORBOARD, WANDB)
 
 FILES = (*IN_RUN, *(Name(f"{CHECKPOINTS}/*/{name}", name.max_bytes) for name in IN_STEP))
-"""All of them, by their names from the run folder."""
+"""All files, relative to the run folder."""

@@ -14,7 +14,7 @@ from spanax.errors import DataError, EntryError, WriteError, first_line
 from spanax.interop.safetensors import INDEX, SINGLE, inside
 
 
-def kept(folder: Path) -> list[Path]:
+def auxiliary_files(folder: Path) -> list[Path]:
     """The files of a folder that go with its weights.
 
     Raises:

@@ -14,12 +14,12 @@ from flax import nnx
 
 import spanax
 from spanax.errors import DataError, SpanaxError, nearest
-from spanax.interop.auxiliary_files import kept, write_model, writing
+from spanax.interop.auxiliary_files import auxiliary_files, write_model, writing
 from spanax.interop.configs import read_config
 from spanax.interop.dims import ours
 from spanax.interop.families import family
 from spanax.interop.safetensors import Tensor, tensors
-from spanax.interop.tensor_matching import Array, Matched, arrays_of, matched
+from spanax.interop.tensor_matching import Array, TensorMatch, arrays_of, match_tensors
 from spanax.models.imported import MODELS, shaped
 from spanax.run.state import weights
 from spanax.units import count_text
@@ -99,7 +99,7 @@ def import_weights(
         what = f"'{folder / 'config.json'}' says {config.num_layers:,} layers, and there are {len(found)} tensors."
         raise DataError(what, fix="the config.json that belongs to these weights")
     arrays = arrays_of(tables, params_of(kind, config))
-    match = matched(tables, arrays, found, str(source))
+    match = match_tensors(tables, arrays, found, str(source))
     if match.twice:
         _check_equal(found[match.twice[0]], match.tensors[tables.tied[1]], match.twice[0])
     dtypes = _dtypes(arrays, match, dtype)
@@ -107,7 +107,7 @@ def import_weights(
         array.path: weights.Part(array.shape, np.dtype(dtypes[array.path]), partial(_made, array, match, dtypes))
         for array in arrays
     }
-    beside = kept(folder)
+    beside = auxiliary_files(folder)
     with writing(out):
         for path in beside:
             shutil.copyfile(path, out / path.name)
@@ -137,7 +137,7 @@ def params_of(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
     return {".".join(map(str, path)): tuple(value.shape) for path, value in flat}
 
 
-def _made(array: Array, match: Matched, dtypes: Mapping[str, str]) -> np.ndarray:
+def _made(array: Array, match: TensorMatch, dtypes: Mapping[str, str]) -> np.ndarray:
     """An array, read now."""
     into = np.empty(array.shape, dtypes[array.path])
     for at, name in enumerate(array.names):
@@ -145,7 +145,7 @@ def _made(array: Array, match: Matched, dtypes: Mapping[str, str]) -> np.ndarray
     return into
 
 
-def _dtypes(arrays: list[Array], match: Matched, dtype: str | None) -> dict[str, str]:
+def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[str, str]:
     """In which dtype each array is saved: that of its tensors, which must be one, in all layers, or the one asked for.
 
     Raises:

@@ -62,7 +62,7 @@ def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Arr
 
 
 @dataclass(frozen=True)
-class Matched:
+class TensorMatch:
     """A file's tensors by the names of a whole model.
 
     Attributes:
@@ -78,7 +78,7 @@ class Matched:
     is_bare: bool
 
 
-def matched(family: Family, arrays: list[Array], found: Mapping[str, Any], where: str) -> Matched:
+def match_tensors(family: Family, arrays: list[Array], found: Mapping[str, Any], where: str) -> TensorMatch:
     """The tensors of a file, every one of them accounted for.
 
     Raises:
@@ -93,7 +93,7 @@ def matched(family: Family, arrays: list[Array], found: Mapping[str, Any], where
     left_out = Counter(pattern for pattern in patterns.values() if pattern in family.left_out)
     unknown = [name for name, pattern in patterns.items() if pattern not in family.left_out]
     _check(wanted, whole, [name for name in unknown if name.removeprefix(family.prefix) not in twice], where)
-    return Matched({name: whole[name] for name in wanted}, dict(left_out), twice, is_bare)
+    return TensorMatch({name: whole[name] for name in wanted}, dict(left_out), twice, is_bare)
 
 
 def _pattern(name: str) -> str:

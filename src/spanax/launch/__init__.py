@@ -1,1 +1,1 @@
-"""Launch: processes for a run, here or on a cluster, and the one that watches them. Nothing here imports JAX."""
+"""Starts and supervises the processes of a run, on this machine or on a cluster. Does not import JAX."""

@@ -1,4 +1,4 @@
-"""Ending: how the processes of a run ended, and what their exit codes ask for."""
+"""Interprets the exit codes of the processes of a run."""
 
 import os
 import signal
@@ -11,18 +11,18 @@ from spanax.entries.names import RANK_LOG
 from spanax.errors import INTERNAL, MISTAKE, PREEMPTED
 
 FINAL = {
-    2: "its request cannot be carried out",
-    65: "its data is bad",
-    73: "its folder cannot be written",
-    78: "its configuration is another",
+    2: "invalid request",
+    65: "invalid data",
+    73: "its folder is not writable",
+    78: "its configuration differs",
 }
-"""Exit codes that a restart does not change."""
+"""Exit codes for which a restart fails the same way."""
 
-KNOWN = FINAL | {MISTAKE: "its own code raised"}
-"""Exit codes that an attempt ends with as its processes do; any other is an internal error."""
+KNOWN = FINAL | {MISTAKE: "an error in the user's code"}
+"""Exit codes that the supervisor passes on; any other becomes an internal error."""
 
 ATTEMPT = "== attempt"
-"""What the part of an attempt in a log begins with."""
+"""Prefix of the line that starts an attempt in a log."""
 
 MAX_WORDS_LINES, MAX_LOG_BYTES = 8, 1 << 16
 
@@ -32,10 +32,10 @@ class Ending:
     """How an attempt ended.
 
     Attributes:
-      code: what to exit with, if this is the last one.
+      code: the exit code, if this is the last attempt.
       what: a sentence, or `done`.
-      rank: whose end it was.
-      step: how far any process had come.
+      rank: the rank that determined it.
+      step: the largest step of any process.
       is_killed: whether SIGKILL ended it.
     """
 
@@ -47,49 +47,49 @@ class Ending:
 
     @property
     def is_final(self) -> bool:
-        """Whether the next attempt would end in the same way."""
+        """Whether the next attempt would end the same way."""
         return self.code in FINAL
 
     def at(self, step: int) -> "Ending":
-        """The same, at a step."""
+        """Returns the ending with its step."""
         return replace(self, step=step)
 
 
 def ending_of(codes: Sequence[int | None]) -> Ending:
-    """What the exit codes of an attempt say, None for a process that still runs; a signal is a negative number.
+    """Returns the ending for the exit codes of an attempt: None for a running process, negative for a signal.
 
-    When one dies the others abort: so an error of its own tells more than a signal, and any other signal more than
-    that abort.
+    If one process dies, the others abort. An error of its own therefore takes precedence over a signal, and any other
+    signal over SIGABRT.
 
     Example:
       >>> ending_of([-6, 65]).what, ending_of([-6, -9]).what
-      ('rank 1 ended with 65: its data is bad.', 'rank 1 was killed by SIGKILL.')
+      ('rank 1 exited with code 65: invalid data.', 'rank 1 was killed by SIGKILL.')
     """
 
-    def weight(code: int) -> int:
+    def priority(code: int) -> int:
         return 0 if code in FINAL else 1 if code > 0 and code != PREEMPTED else 3 if code == -signal.SIGABRT else 2
 
-    failed = [(weight(code), rank, code) for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
+    failed = [(priority(code), rank, code) for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
     if not failed:
-        return Ending(PREEMPTED, "stopped where it was asked to.")
+        return Ending(PREEMPTED, "stopped on request.")
     _, rank, code = min(failed)
     if code < 0:
         return Ending(
             70, f"rank {rank} was killed by {signal.Signals(-code).name}.", rank, is_killed=code == -signal.SIGKILL
         )
     reason = f": {KNOWN[code]}" if code in KNOWN else ""
-    return Ending(code if code in KNOWN else INTERNAL, f"rank {rank} ended with {code}{reason}.", rank)
+    return Ending(code if code in KNOWN else INTERNAL, f"rank {rank} exited with code {code}{reason}.", rank)
 
 
 def last_words(folder: Path, rank: int) -> str:
-    """The last lines that a process wrote into its log in its last attempt."""
+    """Returns the last lines that a process logged in its last attempt."""
     try:
         with Folder.of(folder).reading(RANK_LOG.of(rank)) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LOG_BYTES))
             lines = file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return ""
-    begins = [at for at, line in enumerate(lines) if line.startswith(ATTEMPT)]
-    lines = lines[begins[-1] + 1 :] if begins else lines
-    told = [line for line in lines if line.strip() and not line.startswith("[Gloo]")]
-    return "\n".join(told[-MAX_WORDS_LINES:])
+    attempts = [number for number, line in enumerate(lines) if line.startswith(ATTEMPT)]
+    lines = lines[attempts[-1] + 1 :] if attempts else lines
+    logged = [line for line in lines if line.strip() and not line.startswith("[Gloo]")]
+    return "\n".join(logged[-MAX_WORDS_LINES:])

@@ -1,7 +1,6 @@
-"""Kubernetes: `spanax launch kubernetes` writes a JobSet and hands it to kubectl.
+"""Writes a JobSet for `spanax launch kubernetes` and submits it with kubectl.
 
-One pod a host, one process of the run in each, under a supervisor of its own; the JobSet starts all of them again
-when one is lost.
+Each host is a pod with one process of the run, under its own supervisor; the JobSet restarts all of them if one fails.
 """
 
 import os
@@ -21,7 +20,7 @@ from spanax.launch.request import TrainRequest, count
 from spanax.printable import printable_lines, to_stdout
 
 PORT = 8476
-"""The coordinator's, in the pod of the first host."""
+"""Port of the coordinator in the pod of the first host."""
 
 GRACE_SECONDS = 120
 
@@ -30,21 +29,21 @@ RESOURCES = {"gpu": "nvidia.com/gpu", "tpu": "google.com/tpu", "cpu": "cpu"}
 
 @dataclass(frozen=True)
 class KubernetesCommand:
-    """Write a JobSet for the command behind `--`, and create it with kubectl.
+    """Write a JobSet for the command after `--`, and create it with kubectl.
 
     Attributes:
-      image: the container image; it has spanax and the model in it.
-      claim: the PersistentVolumeClaim that all hosts share (ReadWriteMany); the run folder lies on it.
-      mount: where the claim is seen in the containers.
-      hosts: pods; one process runs in each.
+      image: container image with spanax and the model.
+      claim: PersistentVolumeClaim shared by all hosts (ReadWriteMany); it contains the run folder.
+      mount: mount path of the claim in the containers.
+      hosts: number of pods; each runs one process.
       devices_per_host: chips of each pod, or simulated devices with --device cpu.
       device: gpu (nvidia.com/gpu), tpu (google.com/tpu), or cpu to simulate devices.
-      node_selector: a label that the nodes must have, as key=value; repeatable.
-      restarts: how often to start again; preemptions are not counted.
-      namespace: as kubectl takes it.
-      name: the JobSet's name; by default that of the run folder.
-      python: the interpreter in the image.
-      dry_run: print the manifest, and create nothing.
+      node_selector: label that nodes must have, as key=value; repeatable.
+      restarts: maximum number of restarts; preemptions do not count.
+      namespace: Kubernetes namespace.
+      name: name of the JobSet; by default that of the run folder.
+      python: interpreter in the image.
+      dry_run: print the manifest without creating anything.
     """
 
     image: str
@@ -62,10 +61,10 @@ class KubernetesCommand:
 
 
 def manifest(command: KubernetesCommand, request: TrainRequest) -> dict[str, Any]:
-    """The JobSet.
+    """Returns the JobSet.
 
     Raises:
-      SpanaxError: a value that Kubernetes cannot take, or a run folder that the hosts would not share.
+      SpanaxError: a value is invalid for Kubernetes, or the run folder is not on the shared volume.
     """
     hosts, name = count("hosts", command.hosts), _name(command, request)
     if not PurePosixPath(os.path.normpath(request.folder)).is_relative_to(command.mount):
@@ -100,7 +99,7 @@ def manifest(command: KubernetesCommand, request: TrainRequest) -> dict[str, Any
             "failurePolicy": {
                 "maxRestarts": command.restarts,
                 "rules": [
-                    # Which of its own rules failed a Job is told in its message alone.
+                    # Only the message of a failed Job names the rule that matched.
                     _rule("hopeless", "FailJobSet") | {"onJobFailureMessagePatterns": ["rule at index 0$"]},
                     _rule("preempted", "RestartJobSetAndIgnoreMaxRestarts"),
                 ],
@@ -111,10 +110,10 @@ def manifest(command: KubernetesCommand, request: TrainRequest) -> dict[str, Any
 
 
 def launch(command: KubernetesCommand, argv: Sequence[str]) -> int:
-    """Create the JobSet, or print it; the exit code.
+    """Creates the JobSet, or prints it; returns the exit code.
 
     Raises:
-      SpanaxError: there is no kubectl here, or it refuses the manifest.
+      SpanaxError: kubectl is not installed, or rejects the manifest.
     """
     import yaml
 
@@ -125,15 +124,15 @@ def launch(command: KubernetesCommand, argv: Sequence[str]) -> int:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise SpanaxError(
-            "there is no kubectl on this machine.",
-            fix="--dry-run to see the manifest, and kubectl create -f - where it is",
+            "kubectl is not installed on this machine.",
+            fix="use --dry-run to print the manifest, and kubectl create -f - where it is installed",
         )
-    # Not `apply`: a JobSet of this name that has ended would stay as it is, and nothing would run.
-    done = subprocess.run([kubectl, "create", "-f", "-"], input=text, capture_output=True, text=True)
-    if done.returncode:
-        refused = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
-        raise SpanaxError("kubectl did not create the JobSet.", where=refused, fix="--dry-run shows the manifest")
-    print(printable_lines(done.stdout.strip()))
+    # Not `apply`: a finished JobSet of this name would stay unchanged, and nothing would run.
+    process = subprocess.run([kubectl, "create", "-f", "-"], input=text, capture_output=True, text=True)
+    if process.returncode:
+        reason = next(iter(process.stderr.strip().splitlines()), f"exit code {process.returncode}")
+        raise SpanaxError("kubectl did not create the JobSet.", where=reason, fix="--dry-run shows the manifest")
+    print(printable_lines(process.stdout.strip()))
     return 0
 
 
@@ -143,7 +142,7 @@ def _pod(command: KubernetesCommand, request: TrainRequest, name: str, hosts: in
     container = {
         "name": "worker",
         "image": command.image,
-        # Whoever loses a host must start all of them again, so a supervisor in one pod restarts nothing.
+        # If one host fails all must restart, which the JobSet does; the supervisor in a pod restarts nothing.
         "command": [command.python, "-P", "-m", "spanax", "launch", "workers", "--restarts", "0", "--"]
         + request.argv(is_again=False),
         "env": _environment(command, name, hosts),
@@ -158,7 +157,7 @@ def _pod(command: KubernetesCommand, request: TrainRequest, name: str, hosts: in
         "containers": [container],
         "volumes": [
             shared | {"persistentVolumeClaim": {"claimName": command.claim}},
-            # A container's own /dev/shm has 64 MiB, too few for data workers and NCCL.
+            # The default /dev/shm of a container has 64 MiB, too little for data workers and NCCL.
             memory | {"emptyDir": {"medium": "Memory"}},
         ],
     }
@@ -166,16 +165,16 @@ def _pod(command: KubernetesCommand, request: TrainRequest, name: str, hosts: in
 
 
 def _environment(command: KubernetesCommand, name: str, hosts: int) -> list[dict[str, Any]]:
-    said: dict[str, str] = {}
+    values: dict[str, str] = {}
     if hosts > 1:
-        said = {"SPANAX_COORDINATOR": f"{name}-workers-0-0.{name}:{PORT}", "SPANAX_NUM_HOSTS": str(hosts)}
+        values = {"SPANAX_COORDINATOR": f"{name}-workers-0-0.{name}:{PORT}", "SPANAX_NUM_HOSTS": str(hosts)}
     fields = {
         "SPANAX_HOST": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
         "SPANAX_ATTEMPT": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']",
     }
     if command.device == "cpu":
-        said |= {"JAX_PLATFORMS": "cpu", "SPANAX_HOST_DEVICES": str(command.devices_per_host)}
-    return [{"name": key, "value": value} for key, value in said.items()] + [
+        values |= {"JAX_PLATFORMS": "cpu", "SPANAX_HOST_DEVICES": str(command.devices_per_host)}
+    return [{"name": key, "value": value} for key, value in values.items()] + [
         {"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}} for key, path in fields.items()
     ]
 
@@ -190,12 +189,12 @@ def _rule(name: str, action: str) -> dict[str, Any]:
 
 def _name(command: KubernetesCommand, request: TrainRequest) -> str:
     name = command.name or request.name
-    # Of the 63 letters of a pod's name its job, its index and a suffix take some.
-    most = 63 - len(f"-workers-0-{command.hosts - 1}-abcde")
-    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > most:
+    # A pod's name has at most 63 characters, including its job, its index and a suffix.
+    max_length = 63 - len(f"-workers-0-{command.hosts - 1}-abcde")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > max_length:
         raise SpanaxError(
-            f"'{name}' cannot be the name of a JobSet.",
-            fix=f"--name with at most {most} small letters, digits and dashes, a letter first",
+            f"'{name}' is not a valid name of a JobSet.",
+            fix=f"--name with at most {max_length} lowercase letters, digits and dashes, starting with a letter",
         )
     return name
 

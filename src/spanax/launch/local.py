@@ -1,4 +1,4 @@
-"""Local: the processes of a run on this machine, met on the loopback interface, under a supervisor."""
+"""Starts the processes of a run on this machine, connected over the loopback interface, under a supervisor."""
 
 import os
 import socket
@@ -24,12 +24,12 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class LocalCommand:
-    """Train in one or several processes on this machine, and start again from the newest checkpoint what fails.
+    """Train in one or several processes on this machine, and restart failures from the newest checkpoint.
 
     Attributes:
-      hosts: how many processes.
-      devices_per_host: devices in each; GPUs are divided among them, and CPU devices simulated (8 in all by default).
-      limits: when to start again, and when to give up.
+      hosts: number of processes.
+      devices_per_host: devices of each process: its share of the GPUs, or simulated CPU devices (by default 8 in all).
+      limits: when to restart, and when to give up.
     """
 
     hosts: int = 1
@@ -38,10 +38,10 @@ class LocalCommand:
 
 
 def launch(command: LocalCommand, argv: Sequence[str]) -> int:
-    """Run `train ...` in as many processes as wanted until it ends; returns the exit code.
+    """Runs `train ...` in the requested number of processes until it ends; returns the exit code.
 
     Raises:
-      SpanaxError: the request cannot be carried out.
+      SpanaxError: the request is invalid.
     """
     for name, value in (("hosts", command.hosts), ("devices-per-host", command.devices_per_host)):
         if value is not None and value < 1:
@@ -51,9 +51,9 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
 
 
 def start(command: LocalCommand, request: TrainRequest, attempt: int) -> list[subprocess.Popen[bytes]]:
-    """Start every process of an attempt; the first one talks to whoever called, all others into their logs."""
+    """Starts all processes of an attempt; the first one writes to this process's output, the others to their logs."""
     shared = {"SPANAX_ATTEMPT": str(attempt)}
-    if command.hosts > 1:  # alone it may be one of a cluster that JAX detects
+    if command.hosts > 1:  # a single process may belong to a cluster that JAX detects
         shared |= {"SPANAX_COORDINATOR": f"{LOOPBACK}:{_free_port()}", "SPANAX_NUM_HOSTS": str(command.hosts)}
     if command.devices_per_host is not None:
         shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_host)
@@ -67,7 +67,7 @@ def start(command: LocalCommand, request: TrainRequest, attempt: int) -> list[su
 def started(
     argv: Sequence[str], environment: Mapping[str, str], folder: Path, rank: int, *, talks: bool = True
 ) -> subprocess.Popen[bytes]:
-    """A process of a run, a child of this one, that obeys it; what it says goes into its log, or to whoever called."""
+    """Starts a supervised child process of a run; without `talks`, its standard output goes to its log as well."""
     place = Folder.of(folder).make()
     place.make(LOGS)
     with place.appending(RANK_LOG.of(rank)) as log:
@@ -78,13 +78,13 @@ def started(
             stdin=subprocess.DEVNULL,
             stdout=None if talks else log,
             stderr=log,
-            # Ctrl-C on a terminal goes to the supervisor alone, which asks all of them to stop.
+            # Ctrl-C on a terminal reaches only the supervisor, which stops all processes.
             start_new_session=True,
         )
 
 
 def _gpus(command: LocalCommand, rank: int) -> dict[str, str]:
-    """The process's share of the machine's GPUs, where there are several processes to divide them among."""
+    """Returns the environment that assigns a process its share of the GPUs, if several processes use them."""
     if command.hosts == 1 or command.devices_per_host is None or not Path("/dev/nvidiactl").exists():
         return {}
     first = rank * command.devices_per_host
@@ -92,7 +92,7 @@ def _gpus(command: LocalCommand, rank: int) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """A port that nobody has now; should somebody take it first, the attempt fails and the next one has another."""
-    with socket.socket() as found:
-        found.bind((LOOPBACK, 0))
-        return int(found.getsockname()[1])
+    """Returns a free port; if another process takes it first, the attempt fails and the next one chooses another."""
+    with socket.socket() as server:
+        server.bind((LOOPBACK, 0))
+        return int(server.getsockname()[1])

@@ -1,6 +1,6 @@
-"""Ray: `spanax launch ray` starts one process a host on a Ray cluster, and supervises them from where it runs.
+"""Starts one process on each host of a Ray cluster for `spanax launch ray`, and supervises them from the driver.
 
-Ray places the processes and carries signals; the run's own traffic is JAX's.
+Ray places the processes and delivers signals; the collectives of the run are JAX's.
 """
 
 import os
@@ -30,19 +30,19 @@ RESOURCES = {"gpu": "GPU", "tpu": "TPU", "cpu": "CPU"}
 
 @dataclass(frozen=True)
 class RayCommand:
-    """Run the command behind `--` on a Ray cluster, or submit it there as a job.
+    """Run the command after `--` on a Ray cluster, or submit it there as a job.
 
     Attributes:
-      address: auto for the cluster that this machine is part of, HOST:PORT of a head, or the http://HOST:8265 of a
-        dashboard, to submit a job.
-      hosts: processes; each gets devices on one node.
+      address: auto for the cluster of this machine, HOST:PORT of a head node, or the http://HOST:8265 of a dashboard,
+        to submit a job.
+      hosts: number of processes; each gets devices on one node.
       devices_per_host: chips of each process, or simulated devices with --device cpu.
       device: gpu, tpu, or cpu to simulate devices.
-      together: let processes share a node; else each gets one of its own.
-      wait_seconds: how long to wait for room on the cluster.
-      limits: when to start again, and when to give up.
-      python: the interpreter on the nodes.
-      dry_run: print what would be placed or submitted, and do nothing.
+      together: allow several processes on a node; by default each gets a separate one.
+      wait_seconds: how long to wait for free resources on the cluster.
+      limits: when to restart, and when to give up.
+      python: interpreter on the nodes.
+      dry_run: print what would be placed or submitted, without doing it.
     """
 
     address: str = "auto"
@@ -57,9 +57,9 @@ class RayCommand:
 
 
 def job(command: RayCommand, request: TrainRequest) -> list[str]:
-    """The command line that submits a driver to a dashboard."""
-    said = {"hosts": command.hosts, "devices-per-host": command.devices_per_host, "device": command.device}
-    flags = [word for name, value in said.items() for word in (f"--{name}", str(value))]
+    """Returns the command line that submits a driver to a dashboard."""
+    options = {"hosts": command.hosts, "devices-per-host": command.devices_per_host, "device": command.device}
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     flags += ["--wait-seconds", f"{command.wait_seconds:g}", *as_flags(command.limits)]
     flags += ["--together"] * command.together
     driver = [command.python, "-P", "-m", "spanax", "launch", "ray", *flags, "--python", command.python, "--"]
@@ -68,78 +68,78 @@ def job(command: RayCommand, request: TrainRequest) -> list[str]:
 
 
 def bundle(command: RayCommand) -> dict[str, float]:
-    """What one process takes of a node; a simulated device takes nothing that Ray counts."""
+    """Returns the resources of one process; simulated devices count for nothing in Ray."""
     devices = count("devices-per-host", command.devices_per_host)
     return {"CPU": 1.0} | ({} if command.device == "cpu" else {RESOURCES[command.device]: float(devices)})
 
 
 @dataclass(eq=False)
 class Worker:
-    """A process on some node of the cluster, as a supervisor knows it."""
+    """The driver's handle on a process of the cluster."""
 
     host: Any
     returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs. A node that is lost took its process along."""
+        """Returns the exit code; None while it runs. If its node is lost, the process counts as killed."""
         if self.returncode is None:
             self.returncode = self._ask("poll", lost=-signal.SIGKILL)
         return self.returncode
 
     def wait(self) -> int:
-        """The exit code, once it has ended."""
+        """Blocks until the process ends, and returns the exit code."""
         while (code := self.poll()) is None:
             time.sleep(POLL_SECONDS)
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Sends the process a signal."""
         if self.returncode is None:
             self._ask("send_signal", number)
 
     def kill(self) -> None:
-        """End it, and what it started itself."""
+        """Kills the process and its children."""
         if self.returncode is None:
             self._ask("kill")
 
     def must(self, method: str, *args: Any) -> Any:
-        """What a method of the host returns.
+        """Calls a method of the host and returns its result.
 
         Raises:
-          SpanaxError: it fails there.
+          SpanaxError: the call fails there.
         """
         import ray
 
         try:
             return ray.get(getattr(self.host, method).remote(*args))
         except ray.exceptions.RayError as error:
-            why = str(error).strip().splitlines()[-1:]
-            raise SpanaxError("cannot start a process on a node of the Ray cluster.", where="".join(why)) from None
+            reason = str(error).strip().splitlines()[-1:]
+            raise SpanaxError("cannot start a process on a node of the Ray cluster.", where="".join(reason)) from None
 
     def _ask(self, method: str, *args: Any, lost: Any = None) -> Any:
         try:
             return self.must(method, *args)
         except SpanaxError:
-            return lost  # what the caller takes as the answer of a node that is gone
+            return lost  # the caller's value for a lost node
 
 
 class Host:
-    """Lives on a node as a Ray actor, and holds the process there."""
+    """A Ray actor that owns the process on its node."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
 
     def coordinator(self) -> str:
-        """An address and a free port of this node, as the cluster sees it."""
+        """Returns an address of this node in the cluster, with a free port."""
         import ray
 
         address = ray.util.get_node_ip_address()
-        with socket.socket() as one:
-            one.bind((address, 0))
-            return f"{address}:{one.getsockname()[1]}"
+        with socket.socket() as server:
+            server.bind((address, 0))
+            return f"{address}:{server.getsockname()[1]}"
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], folder: str, run_folder: str) -> None:
-        """Start the process, in a folder and with its output at the end of its log in the run folder."""
+        """Starts the process in a working directory, and appends its output to its log in the run folder."""
         place = Folder.of(run_folder).make()
         place.make(LOGS)
         with place.appending(RANK_LOG.of(environment["SPANAX_HOST"])) as output:
@@ -155,33 +155,33 @@ class Host:
             )
 
     def poll(self) -> int | None:
-        """The process's exit code; None while it runs."""
+        """Returns the exit code of the process; None while it runs."""
         return None if self.process is None else self.process.poll()
 
     def send_signal(self, number: int) -> None:
-        """Send the process a signal."""
+        """Sends the process a signal."""
         if self.process is not None:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """End the process and its group."""
+        """Kills the process group."""
         if self.process is not None and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
 @dataclass(eq=False)
 class Cluster:
-    """The nodes of a run on Ray; every start places them anew, where there is room then."""
+    """The nodes of a run on Ray; every start places the processes again where resources are free."""
 
     command: RayCommand
     request: TrainRequest
     _group: Any = None
 
     def start(self, attempt: int) -> list[Worker]:
-        """Start one process a host.
+        """Starts one process for each host.
 
         Raises:
-          SpanaxError: the cluster has no room for them.
+          SpanaxError: the cluster does not have the resources.
         """
         hosts = [Worker(host) for host in self._placed()]
         command = self.command
@@ -199,7 +199,7 @@ class Cluster:
         return hosts
 
     def close(self) -> None:
-        """Give the nodes back."""
+        """Releases the nodes."""
         if self._group is not None:
             from ray.util import remove_placement_group
 
@@ -212,19 +212,19 @@ class Cluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.close()
-        one, hosts = bundle(self.command), count("hosts", self.command.hosts)
-        how = "PACK" if self.command.together else "STRICT_SPREAD"
-        self._group = placement_group([one] * hosts, strategy=how)
+        resources, hosts = bundle(self.command), count("hosts", self.command.hosts)
+        strategy = "PACK" if self.command.together else "STRICT_SPREAD"
+        self._group = placement_group([resources] * hosts, strategy=strategy)
         if not self._group.wait(self.command.wait_seconds):
             self.close()
             free = ", ".join(f"{value:g} {name}" for name, value in _free(ray).items()) or "nothing"
             raise SpanaxError(
-                f"the Ray cluster has no room for {hosts} x {one} after {self.command.wait_seconds:g} s.",
+                f"the Ray cluster has no room for {hosts} x {resources} after {self.command.wait_seconds:g} s.",
                 where=f"free on {len(ray.nodes())} nodes: {free}",
                 fix="fewer --hosts or --devices-per-host" + ("" if self.command.together else ", or --together"),
             )
-        others = {name: value for name, value in one.items() if name not in ("CPU", "GPU")}
-        actor = ray.remote(num_cpus=1, num_gpus=one.get("GPU", 0), resources=others or None, max_restarts=0)(Host)
+        custom = {name: value for name, value in resources.items() if name not in ("CPU", "GPU")}
+        actor = ray.remote(num_cpus=1, num_gpus=resources.get("GPU", 0), resources=custom or None, max_restarts=0)(Host)
         return [
             actor.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
@@ -234,21 +234,21 @@ class Cluster:
 
 
 def launch(command: RayCommand, argv: Sequence[str]) -> int:
-    """Run on the cluster to the end, or submit to it, or print what would be done; the exit code.
+    """Runs on the cluster until the end, submits to it, or prints what it would do; returns the exit code.
 
     Raises:
-      SpanaxError: there is no Ray here, no cluster, or no room on it.
+      SpanaxError: Ray is not installed, there is no cluster, or it lacks the resources.
     """
-    one, hosts, request = bundle(command), count("hosts", command.hosts), TrainRequest.of(argv)
+    resources, hosts, request = bundle(command), count("hosts", command.hosts), TrainRequest.of(argv)
     is_submitted = command.address.startswith(("http://", "https://"))
     if command.dry_run:
         words = [command.python, "-P", "-m", "spanax", *request.argv(is_again=False)]
-        text = shlex.join(job(command, request)) if is_submitted else f"{hosts} x {one}: {shlex.join(words)}"
+        text = shlex.join(job(command, request)) if is_submitted else f"{hosts} x {resources}: {shlex.join(words)}"
         to_stdout(f"{text}\n")
         return 0
     if is_submitted:
         if shutil.which("ray") is None:
-            raise SpanaxError("there is no ray on this machine.", fix="pip install 'spanax[ray]', or --dry-run")
+            raise SpanaxError("ray is not installed on this machine.", fix="pip install 'spanax[ray]', or --dry-run")
         return subprocess.run(job(command, request)).returncode
     return _driven(command, request)
 
@@ -261,7 +261,7 @@ def _driven(command: RayCommand, request: TrainRequest) -> int:
     host, _, port = command.address.rpartition(":")
     try:
         if port.isdigit():
-            # Ray itself would try for minutes.
+            # Ray itself would retry for minutes.
             socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=command.address, log_to_driver=False, logging_level="warning")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Request: the command behind `--`, and the run folder that it names."""
+"""Parses the command after `--`, and the run folder that it names."""
 
 import re
 import time
@@ -15,10 +15,10 @@ from spanax.run.record.folder import read_config
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """`train ...` as it was asked for, with a run folder.
+    """A `train ...` command with a run folder.
 
     Attributes:
-      args: what follows `train`, `--out` among it.
+      args: the arguments of `train`, including `--out`.
       folder: the run folder.
 
     Example:
@@ -32,15 +32,15 @@ class TrainRequest:
 
     @staticmethod
     def of(argv: Sequence[str]) -> "TrainRequest":
-        """The request, with a folder of its own where it names none.
+        """Returns the request, with a new run folder if it names none.
 
         Raises:
-          SpanaxError: it is no `train`, or `train` would refuse it: a queue is a slow place to learn that.
+          SpanaxError: it is not a valid `train` command; this is checked before it waits in a queue.
         """
         if not argv or argv[0] != "train":
-            shown = f"'-- {argv[0]} ...'" if argv else "nothing"
+            received = f"'-- {argv[0]} ...'" if argv else "nothing"
             raise SpanaxError(
-                f"expected '-- train ...', got {shown}.",
+                f"expected '-- train ...', got {received}.",
                 fix="-- train gpt-nano --steps 10 after the flags of launch",
             )
         args = list(argv[1:])
@@ -56,7 +56,7 @@ class TrainRequest:
 
     @property
     def name(self) -> str:
-        """A name for schedulers, from that of the folder: small letters, digits and dashes.
+        """The folder's name for schedulers: lowercase letters, digits and dashes.
 
         Example:
           >>> TrainRequest.of(["train", "--out", "runs/First_try"]).name
@@ -65,16 +65,16 @@ class TrainRequest:
         return re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-") or "spanax"
 
     def argv(self, *, is_again: bool) -> list[str]:
-        """The words to start a process of the run with; the second time it goes on from what is saved."""
+        """Returns the arguments for a process of the run; a restart resumes from the newest checkpoint."""
         resume = ["--resume"] if is_again and "--resume" not in self.args else []
         return ["train", *self.args, *resume]
 
 
 def count(name: str, value: int) -> int:
-    """A number of hosts or devices, if it is one.
+    """Validates a number of hosts or devices.
 
     Raises:
-      SpanaxError: it is not.
+      SpanaxError: it is below 1.
     """
     if value < 1:
         raise SpanaxError(f"--{name} is {value}; it takes a number from 1.", fix=f"--{name} 1")

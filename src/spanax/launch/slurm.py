@@ -1,6 +1,6 @@
-"""Slurm: `spanax launch slurm` writes an sbatch script and submits it.
+"""Writes an sbatch script for `spanax launch slurm` and submits it.
 
-The script's own process becomes the supervisor (`spanax launch workers`); one `srun` of it starts every rank.
+The process of the script is the supervisor (`spanax launch workers`); it starts every rank with one `srun`.
 """
 
 import os
@@ -32,21 +32,21 @@ from spanax.run.record.run_lock import check_entries
 
 @dataclass(frozen=True)
 class SlurmCommand:
-    """Write an sbatch script for the command behind `--` into its run folder, and submit it.
+    """Write an sbatch script for the command after `--` into its run folder, and submit it.
 
     Attributes:
-      hosts: nodes; one process runs on each.
+      hosts: number of nodes; each runs one process.
       devices_per_host: GPUs of each node, or simulated devices with --device cpu.
       device: gpu, or cpu to simulate devices.
-      partition: as sbatch takes it.
-      account: as sbatch takes it.
-      time: as sbatch takes it, such as 24:00:00; the run saves and is queued again two minutes before it is over.
-      cpus_per_host: cores of each node for its process; Slurm gives one where this is left out.
-      name: the job's name; by default that of the run folder.
-      limits: when to start again within the job, and when to give up.
-      python: the interpreter on the nodes; this one by default.
-      extra: a line to put into the script as it is, such as '#SBATCH --qos=high' or 'module load cuda'; repeatable.
-      dry_run: print the script, and submit nothing.
+      partition: Slurm partition.
+      account: Slurm account.
+      time: time limit, such as 24:00:00; two minutes before it the run saves and is requeued.
+      cpus_per_host: cores of each node for its process; Slurm's default is one.
+      name: name of the job; by default that of the run folder.
+      limits: when to restart within the job, and when to give up.
+      python: interpreter on the nodes; this one by default.
+      extra: line to insert into the script, such as '#SBATCH --qos=high' or 'module load cuda'; repeatable.
+      dry_run: print the script without submitting it.
     """
 
     hosts: int = 1
@@ -64,10 +64,10 @@ class SlurmCommand:
 
 
 def script(command: SlurmCommand, request: TrainRequest) -> str:
-    """The sbatch script.
+    """Returns the sbatch script.
 
     Raises:
-      SpanaxError: a value that Slurm cannot take.
+      SpanaxError: a value is invalid for Slurm.
     """
     hosts, devices = count("hosts", command.hosts), count("devices-per-host", command.devices_per_host)
     folder = Path(os.path.abspath(request.folder))
@@ -80,7 +80,7 @@ def script(command: SlurmCommand, request: TrainRequest) -> str:
         "partition": command.partition,
         "account": command.account,
         "time": command.time,
-        # To the supervisor alone: it tells the ranks, and they save.
+        # To the supervisor only, which signals the ranks; they save.
         "signal": "B:TERM@120",
         "requeue": True,
         "open-mode": "append",
@@ -103,12 +103,12 @@ def script(command: SlurmCommand, request: TrainRequest) -> str:
 
 
 def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
-    """Submit the script, or print it; the exit code.
+    """Submits the script, or prints it; returns the exit code.
 
     Raises:
-      SpanaxError: there is no Slurm here, or it refuses the job.
-      EntryError: something other than a regular file or folder is in the run folder.
-      WriteError: the run folder cannot be written.
+      SpanaxError: Slurm is not installed, or rejects the job.
+      EntryError: the run folder contains an entry that is neither a regular file nor a folder.
+      WriteError: the run folder is not writable.
     """
     request = TrainRequest.of(argv)
     text = script(command, request)
@@ -119,18 +119,18 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
     place, file = Folder.of(request.folder), request.folder / JOB_SCRIPT
     try:
         check_entries(place.make())
-        # Slurm opens its log by path, before anything of ours runs, and makes no folders.
+        # Slurm opens its log by path before Spanax runs, and does not create folders.
         place.make(LOGS)
         with place.appending(JOB_LOG):
             pass
         place.replace(JOB_SCRIPT, [text])
     except OSError as error:
         raise WriteError(f"cannot write to the run folder '{request.folder}'.", where=str(error)) from None
-    done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True)
-    if done.returncode:
-        raise SpanaxError("sbatch refused the job.", where=_first_line(done.stderr), fix=f"edit and sbatch {file}")
-    job = done.stdout.strip().partition(";")[0]
-    print(f"submitted job {job}; it writes to {request.folder / LOGS}; scancel {job} ends it")
+    process = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True)
+    if process.returncode:
+        raise SpanaxError("sbatch refused the job.", where=_first_line(process.stderr), fix=f"edit and sbatch {file}")
+    job = process.stdout.strip().partition(";")[0]
+    print(f"submitted job {job}; it writes to {request.folder / LOGS}; scancel {job} cancels it")
     return 0
 
 
@@ -139,11 +139,11 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
 
 @dataclass(eq=False)
 class Step:
-    """An `srun`, which starts every rank of the job and waits for them.
+    """An `srun` process, which starts every rank of the job and waits for them.
 
     Attributes:
       process: srun.
-      errors: what it writes to standard error.
+      errors: its standard error.
     """
 
     process: subprocess.Popen[bytes]
@@ -151,21 +151,21 @@ class Step:
 
     @cached_property
     def failed(self) -> tuple[int, int]:
-        """The rank that failed first and its exit code, once all have ended."""
+        """The rank that failed first and its exit code; blocks until all have ended."""
         code = self.process.wait()
         with self.errors:
             self.errors.seek(0)
-            told = self.errors.read().decode(errors="replace")
-        print(printable_lines(told), end="", file=sys.stderr, flush=True)
-        return first_failed(told, code)
+            stderr = self.errors.read().decode(errors="replace")
+        print(printable_lines(stderr), end="", file=sys.stderr, flush=True)
+        return first_failed(stderr, code)
 
     def send_signal(self, number: int) -> None:
-        """Send every rank a signal, through scancel.
+        """Sends every rank a signal, through scancel.
 
-        srun takes a SIGTERM for the order to kill its ranks, and killed itself it leaves them running (Slurm 22.05).
+        On SIGTERM srun kills its ranks, and if srun is killed, they keep running (Slurm 22.05).
         """
-        listed = _output("squeue", f"--job={os.environ['SLURM_JOB_ID']}", "--steps", "--noheader", "--format=%i")
-        ids = [step for step in listed.split() if step.rpartition(".")[2].isdigit()]
+        steps = _output("squeue", f"--job={os.environ['SLURM_JOB_ID']}", "--steps", "--noheader", "--format=%i")
+        ids = [step for step in steps.split() if step.rpartition(".")[2].isdigit()]
         if ids:
             subprocess.run(["scancel", f"--signal={signal.Signals(number).name[3:]}", *ids], check=False)
         elif self.process.poll() is None:
@@ -174,36 +174,36 @@ class Step:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a step, as a supervisor knows it; all end together, and the first one takes the signals for all."""
+    """The supervisor's handle on a rank of a step; all ranks end together, and rank 0 receives signals for all."""
 
     step: Step
     number: int
 
     def poll(self) -> int | None:
-        """The exit code of the rank that failed first, 0 of all others; None while they run."""
+        """Returns the exit code of the rank that failed first, 0 for all others; None while they run."""
         return None if self.step.process.poll() is None else self.wait()
 
     def wait(self) -> int:
-        """The same, once they have ended."""
+        """Blocks until all ranks have ended, and returns the same."""
         first, code = self.step.failed
         return code if self.number == first else 0
 
     def send_signal(self, number: int) -> None:
-        """Send every rank a signal, if this is the first one."""
+        """Sends every rank a signal, if this is rank 0."""
         if self.number == 0:
             self.step.send_signal(number)
 
     def kill(self) -> None:
-        """End every rank, if this is the first one."""
+        """Kills every rank, if this is rank 0."""
         self.send_signal(signal.SIGKILL)
 
 
-def first_failed(told: str, code: int) -> tuple[int, int]:
-    """The rank that failed first, and its exit code, a signal as a negative number.
+def first_failed(stderr: str, code: int) -> tuple[int, int]:
+    """Returns the rank that failed first and its exit code, negative for a signal.
 
     Args:
-      told: what srun said.
-      code: its own exit code, the highest of all: mostly that of a rank that it ended because of the first.
+      stderr: standard error of srun.
+      code: exit code of srun, the highest of all: usually that of a rank that it terminated because of the first.
 
     Example:
       >>> first_failed("srun: error: n1: task 1: Exited with exit code 65\\nsrun: error: n0: task 0: Terminated", 143)
@@ -211,25 +211,25 @@ def first_failed(told: str, code: int) -> tuple[int, int]:
       >>> first_failed("srun: error: n1: tasks 1-3: Killed\\nsrun: error: n0: task 0: Exited with exit code 75", 137)
       (1, -9)
     """
-    first = re.search(r"tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|([A-Z][a-z ]+))", told)
+    first = re.search(r"tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|([A-Z][a-z ]+))", stderr)
     if not code or not first:
         return 0, code
     if first[2]:
         return int(first[1]), int(first[2])
-    named = {signal.strsignal(number): number for number in signal.Signals}
-    return int(first[1]), -named.get(first[3].strip(), signal.SIGABRT)
+    signals = {signal.strsignal(number): number for number in signal.Signals}
+    return int(first[1]), -signals.get(first[3].strip(), signal.SIGABRT)
 
 
 def started(command: Sequence[str], hosts: int, environment: Mapping[str, str], folder: Path) -> list[Rank]:
-    """Start every rank of the job.
+    """Starts every rank of the job.
 
-    Slurm tells each rank its number. The coordinator JAX would name by a host name; here it is the address that the
-    second node has seen this one under.
+    Slurm sets the number of each rank. As coordinator JAX would use a host name; here it is the address of this node as
+    the second node reports it.
 
     Args:
-      command: `srun` and what every rank runs.
-      hosts: the nodes of the job.
-      environment: more of it for the ranks.
+      command: `srun` and the command of every rank.
+      hosts: number of nodes of the job.
+      environment: additional environment of the ranks.
       folder: the run folder.
 
     Raises:
@@ -245,16 +245,16 @@ def started(command: Sequence[str], hosts: int, environment: Mapping[str, str], 
     for number in range(hosts):
         with place.appending(RANK_LOG.of(number)) as log:
             os.write(log, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
-    joined = {"SPANAX_COORDINATOR": f"{host}:{_free_port(host)}", "SPANAX_NUM_HOSTS": str(hosts)}
-    # The parent of a rank is Slurm's.
-    told = {**os.environ, **environment, **(joined if hosts > 1 else {}), "SPANAX_SUPERVISOR": "0"}
+    group_variables = {"SPANAX_COORDINATOR": f"{host}:{_free_port(host)}", "SPANAX_NUM_HOSTS": str(hosts)}
+    # The parent of a rank is a process of Slurm.
+    rank_environment = {**os.environ, **environment, **(group_variables if hosts > 1 else {}), "SPANAX_SUPERVISOR": "0"}
     errors = tempfile.TemporaryFile()  # noqa: SIM115
-    step = Step(subprocess.Popen(command, env=told, stderr=errors, start_new_session=True), errors)
+    step = Step(subprocess.Popen(command, env=rank_environment, stderr=errors, start_new_session=True), errors)
     return [Rank(step, number) for number in range(hosts)]
 
 
 def requeue() -> None:
-    """Put this job back into the queue, unless it was cancelled; Slurm then ends this process."""
+    """Requeues this job, unless it was cancelled; Slurm then ends this process."""
     job = os.environ["SLURM_JOB_ID"]
     if "JobState=RUNNING" in _output("scontrol", "show", "job", job):
         subprocess.run(["scontrol", "requeue", job], check=False)
@@ -264,24 +264,27 @@ def _directive(name: str, value: object) -> str:
     if value is True:
         return f"#SBATCH --{name}"
     if not re.fullmatch(r"[^\s'\"\\]+( [^\s'\"\\]+)*", str(value)):
-        raise SpanaxError(f"sbatch cannot take --{name} {value!r}.", fix="a value without quotes and line breaks")
+        raise SpanaxError(
+            f"--{name} {value!r} is invalid for sbatch.", fix="use a value without quotes and line breaks"
+        )
     return f"#SBATCH --{name}={value}" if " " not in str(value) else f'#SBATCH --{name}="{value}"'
 
 
 def _environment(command: SlurmCommand) -> dict[str, str]:
-    """JAX gives a process under Slurm one GPU unless told; a simulated device is told of here too."""
+    """Returns the environment of the job: simulated devices, or all GPUs, as JAX uses one for each task by default."""
     if command.device == "cpu":
         return {"JAX_PLATFORMS": "cpu", "SPANAX_HOST_DEVICES": str(command.devices_per_host)}
     return {"JAX_LOCAL_DEVICE_IDS": ",".join(str(index) for index in range(command.devices_per_host))}
 
 
 def _tool(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise SpanaxError(
-            f"there is no {name} on this machine.", fix="run it where Slurm is, or --dry-run to see the script"
+            f"{name} is not installed on this machine.",
+            fix="run it on a Slurm node, or use --dry-run to print the script",
         )
-    return found
+    return path
 
 
 def _output(*command: str) -> str:
@@ -289,9 +292,9 @@ def _output(*command: str) -> str:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as one:
-        one.bind((host, 0))
-        return one.getsockname()[1]
+    with socket.socket() as server:
+        server.bind((host, 0))
+        return server.getsockname()[1]
 
 
 def _first_line(text: str) -> str:

@@ -1,7 +1,7 @@
-"""Supervisor: starts the processes of a run, notices which of them died or hang, and starts all of them again.
+"""Starts the processes of a run, detects which of them died or hang, and restarts all of them.
 
-What JAX does when a process dies is an abort that no Python can catch, and when one hangs, nothing: so this is a
-process of its own, without JAX, that sees only exit codes, heartbeats and the run folder.
+If a process dies, JAX aborts the others, which Python cannot catch; if one hangs, nothing happens. The supervisor is
+therefore a separate process without JAX, which reads only exit codes, heartbeats and the run folder.
 """
 
 import os
@@ -25,27 +25,27 @@ from spanax.run.record.run_lock import supervised
 POLL_SECONDS = 0.2
 
 STACKS_SECONDS = 2.0
-"""How long the processes have to write their stacks down before they are killed."""
+"""How long the processes have to dump their stacks before they are killed."""
 
 LONGEST_BACKOFF_SECONDS = 60.0
 
 SAME_STEP, SAME_STEP_KILLED = 3, 10
-"""So many ends at one step in a row are no accident; a kill may come from anyone, or from a lack of memory."""
+"""Consecutive failures at one step after which the run stops; a SIGKILL may have other causes, such as memory."""
 
 STEP_FACTOR = 10
-"""A step may take so many times the median step before it counts as stuck, or `stuck_seconds` if that is longer."""
+"""A step may take this many median steps before it counts as stuck, or `stuck_seconds` if that is longer."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a silence may be, and how often to start again.
+    """Timeouts for heartbeats, and limits on restarts.
 
     Attributes:
-      stuck_seconds: the shortest silence within steps that counts as stuck.
-      quiet_seconds: the longest silence while starting, compiling, saving, restoring and evaluating.
-      stop_seconds: how long the processes have to save and end when asked to stop.
-      restarts: how often to start again at most.
-      backoff_seconds: the wait before the first restart; it doubles while no step is gained.
+      stuck_seconds: minimum time without a heartbeat within a step that counts as stuck.
+      quiet_seconds: maximum time without a heartbeat while starting, compiling, saving, restoring and evaluating.
+      stop_seconds: how long the processes have to save and exit when asked to stop.
+      restarts: maximum number of restarts.
+      backoff_seconds: delay before the first restart; it doubles while no step is gained.
     """
 
     stuck_seconds: float = 60.0
@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Silence:
-    """A process that was not heard of for too long, and where it was last."""
+    """A process whose heartbeat is overdue, and its last phase and step."""
 
     rank: int
     pid: int
@@ -68,19 +68,19 @@ class Silence:
 
 
 class Process(Protocol):
-    """A process of a run: a child of this one, or what stands for one on another machine."""
+    """A process of a run: a child process, or a handle on one of another machine."""
 
     def poll(self) -> int | None:
-        """Its exit code, a signal as a negative number; None while it runs."""
+        """Returns the exit code, negative for a signal; None while it runs."""
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Blocks until it ends, and returns the exit code."""
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Sends it a signal."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kills it."""
 
 
 Start = Callable[[int], Sequence[Process]]
@@ -89,15 +89,15 @@ Start = Callable[[int], Sequence[Process]]
 
 @dataclass
 class Supervisor:
-    """One run under watch.
+    """Supervises one run.
 
     Attributes:
       start: starts the processes of an attempt.
       folder: the run folder.
-      limits: when to give up on them.
-      say: takes a line for people.
-      begun: how often the run was begun before by who started this process; its attempts count from there.
-      rank: the first of the processes that it starts, where each host of a run has a supervisor.
+      limits: timeouts and limits on restarts.
+      say: prints a line for people.
+      begun: the number of earlier starts by the launcher of this process; attempts are counted from it.
+      rank: the first rank that it starts, if each host of a run has a supervisor.
     """
 
     start: Start
@@ -109,61 +109,63 @@ class Supervisor:
     _asked: list[int] = field(default_factory=list)
 
     def watch(self) -> int:
-        """Start, watch and start again until the run has ended; returns its exit code.
+        """Starts the run, and restarts it until it has ended; returns its exit code.
 
         Raises:
-          EntryError: something other than a regular file or folder is in the run folder.
-          WriteError: the run folder is in use, or cannot be written; nothing in it was touched.
+          EntryError: the run folder contains an entry that is neither a regular file nor a folder.
+          WriteError: the run folder is in use or not writable; it is unchanged.
         """
         with supervised(self.folder, self.rank):
             return self._watch()
 
     def _watch(self) -> int:
-        attempt = fallen = 0
+        attempt = num_same_step = 0
         last_step, backoff_seconds = -1, self.limits.backoff_seconds
         with self._signals():
             while True:
                 events = Events(self.folder, by="supervisor", attempt=self.begun + attempt)
-                ended = self._attempt(attempt, events)
-                if ended.code in (0, PREEMPTED) or self._asked:
-                    if ended.code not in (0, PREEMPTED):
-                        self.say(f"asked to stop: {ended.what} What was saved before is there.")
-                    events.tell("end", how=ended.what, code=ended.code)
-                    return ended.code
-                fallen = fallen + 1 if ended.step == last_step else 1
-                gained, last_step = ended.step > last_step, ended.step
-                backoff_seconds = self.limits.backoff_seconds if gained else backoff_seconds * 2
-                why = ended.is_final and "it would end the same way again"
-                allowed = SAME_STEP_KILLED if ended.is_killed else SAME_STEP
-                why = why or (fallen >= allowed and f"it ended {fallen} times at step {ended.step}")
-                why = why or (attempt >= self.limits.restarts and f"it was started again {attempt} times")
-                if why:
-                    events.tell("stopped", why=why, what=ended.what, step=ended.step, code=ended.code)
-                    self.say(f"{ended.what} Not starting again: {why}.")
-                    self._tell_words(ended)
-                    return ended.code
+                ending = self._attempt(attempt, events)
+                if ending.code in (0, PREEMPTED) or self._asked:
+                    if ending.code not in (0, PREEMPTED):
+                        self.say(f"stopped on request: {ending.what} Earlier checkpoints are intact.")
+                    events.tell("end", how=ending.what, code=ending.code)
+                    return ending.code
+                num_same_step = num_same_step + 1 if ending.step == last_step else 1
+                has_progress, last_step = ending.step > last_step, ending.step
+                backoff_seconds = self.limits.backoff_seconds if has_progress else backoff_seconds * 2
+                reason = ending.is_final and "it would end the same way again"
+                max_same_step = SAME_STEP_KILLED if ending.is_killed else SAME_STEP
+                reason = reason or (
+                    num_same_step >= max_same_step and f"it ended {num_same_step} times at step {ending.step}"
+                )
+                reason = reason or (attempt >= self.limits.restarts and f"it was started again {attempt} times")
+                if reason:
+                    events.tell("stopped", why=reason, what=ending.what, step=ending.step, code=ending.code)
+                    self.say(f"{ending.what} Not starting again: {reason}.")
+                    self._tell_words(ending)
+                    return ending.code
                 attempt += 1
                 wait_seconds = min(backoff_seconds, LONGEST_BACKOFF_SECONDS)
-                events.tell("restart", what=ended.what, step=ended.step, wait_seconds=wait_seconds)
-                self.say(f"{ended.what} Starting again in {wait_seconds:g} s ({attempt} of {self.limits.restarts}).")
+                events.tell("restart", what=ending.what, step=ending.step, wait_seconds=wait_seconds)
+                self.say(f"{ending.what} Starting again in {wait_seconds:g} s ({attempt} of {self.limits.restarts}).")
                 self._sleep(wait_seconds)
                 if self._asked:
                     return PREEMPTED
 
     def _attempt(self, attempt: int, events: Events) -> Ending:
-        """Start the processes once, and see them all to their end."""
+        """Runs one attempt until all of its processes have ended."""
         time_account.keep_beat(events)
         heartbeat.forget(self.folder)
         processes = list(self.start(self.begun + attempt))
         try:
-            ended = self._watched(processes, events)
+            ending = self._watched(processes, events)
         finally:
             self._kill(processes)
-        return ended.at(max((beat.step for beat in heartbeat.read(self.folder).values()), default=0))
+        return ending.at(max((beat.step for beat in heartbeat.read(self.folder).values()), default=0))
 
     def _watched(self, processes: Sequence[Process], events: Events) -> Ending:
         seen: dict[int, tuple[int | None, float]] = {}
-        born = time.monotonic()
+        started_at = time.monotonic()
         stop_at: float | None = None
         while True:
             codes = [process.poll() for process in processes]
@@ -171,33 +173,33 @@ class Supervisor:
                 return self._died(codes, events) if any(codes) else Ending(0, "done")
             failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, PREEMPTED)]
             if failed and stop_at is None:
-                ended = self._died(codes, events)
+                ending = self._died(codes, events)
                 self._write_stacks(processes)
-                return ended
+                return ending
             if self._asked and stop_at is None:
                 stop_at = time.monotonic() + self.limits.stop_seconds
                 for process in processes:
                     process.send_signal(signal.SIGTERM)
             if stop_at is not None and time.monotonic() > stop_at:
                 return Ending(70, f"the processes did not stop within {self.limits.stop_seconds:g} s.")
-            if silent := self._silent(seen, born):
-                stopped = [one.rank for one in silent if _is_stopped(one)]
+            if silent := self._silent(seen, started_at):
+                stopped = [silence.rank for silence in silent if _is_stopped(silence)]
                 self._write_stacks(processes)
-                first = min(silent, key=lambda one: (one.rank not in stopped, one.step, one.rank))
-                ranks = [one.rank for one in silent]
+                first = min(silent, key=lambda silence: (silence.rank not in stopped, silence.step, silence.rank))
+                ranks = [silence.rank for silence in silent]
                 events.tell("stuck", ranks=ranks, stopped=stopped, **asdict(first))
                 return Ending(70, _stuck_text(first, ranks, stopped), first.rank)
             self._sleep(POLL_SECONDS)
 
     def _died(self, codes: Sequence[int | None], events: Events) -> Ending:
-        ended = ending_of(codes)
-        if ended.code != PREEMPTED:
-            words = last_words(self.folder, ended.rank)
-            events.tell("died", rank=ended.rank, what=ended.what, code=ended.code, words=words)
-        return ended
+        ending = ending_of(codes)
+        if ending.code != PREEMPTED:
+            words = last_words(self.folder, ending.rank)
+            events.tell("died", rank=ending.rank, what=ending.what, code=ending.code, words=words)
+        return ending
 
-    def _silent(self, seen: dict[int, tuple[int | None, float]], born: float) -> list[Silence]:
-        """The silent ranks, once one of them was silent for too long; by this process's clock alone."""
+    def _silent(self, seen: dict[int, tuple[int | None, float]], started_at: float) -> list[Silence]:
+        """Returns the silent ranks, once one of them has exceeded its limit; uses only this process's clock."""
         now, is_late = time.monotonic(), False
         silent = []
         for rank, beat in heartbeat.read(self.folder).items():
@@ -205,18 +207,18 @@ class Supervisor:
             if seen.get(rank, (None, 0.0))[0] != stamp:
                 seen[rank] = (stamp, now)
             seconds = now - seen[rank][1]
-            allowed = max(self.limits.stuck_seconds, STEP_FACTOR * beat.step_seconds)
-            allowed = allowed if beat.phase == "step" else self.limits.quiet_seconds
-            is_late = is_late or (beat.phase != "end" and seconds > allowed)
-            # Those that wait for it may have beaten before or after it.
-            if beat.phase != "end" and seconds > allowed / 2:
+            limit_seconds = max(self.limits.stuck_seconds, STEP_FACTOR * beat.step_seconds)
+            limit_seconds = limit_seconds if beat.phase == "step" else self.limits.quiet_seconds
+            is_late = is_late or (beat.phase != "end" and seconds > limit_seconds)
+            # Ranks that wait for it may have sent their last heartbeat before or after it.
+            if beat.phase != "end" and seconds > limit_seconds / 2:
                 silent.append(Silence(rank, beat.pid, beat.host, beat.phase, beat.step, round(seconds, 1)))
-        if not seen and now - born > self.limits.quiet_seconds:
-            return [Silence(0, 0, "", "start", 0, round(now - born, 1))]
+        if not seen and now - started_at > self.limits.quiet_seconds:
+            return [Silence(0, 0, "", "start", 0, round(now - started_at, 1))]
         return silent if is_late else []
 
     def _write_stacks(self, processes: Sequence[Process]) -> None:
-        """Have every process that lives write down where it is, into its own log; a stopped one is woken for it."""
+        """Makes every live process dump its stacks to its log; a stopped process is continued first."""
         alive = [process for process in processes if process.poll() is None]
         for process in alive:
             process.send_signal(signal.SIGUSR1)
@@ -230,8 +232,8 @@ class Supervisor:
                 if not isinstance(process, subprocess.Popen):
                     process.kill()
                     continue
-                # Its own process group: what it started itself goes with it.
-                with _gone_is_fine():
+                # The process group includes its children.
+                with _ignore_exited():
                     os.killpg(process.pid, signal.SIGKILL)
         for process in processes:
             process.wait()
@@ -241,45 +243,45 @@ class Supervisor:
             self.say(f"rank {ended.rank}: {line}")
 
     def _sleep(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self._asked and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, POLL_SECONDS))
+        deadline = time.monotonic() + seconds
+        while not self._asked and (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(remaining, POLL_SECONDS))
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """What asks this process to stop is passed on; the second time ends everything at once."""
+        """Records stop signals, which `_watched` passes on; a second signal raises KeyboardInterrupt."""
 
-        def ask(number: int, frame: object) -> None:
+        def request_stop(number: int, frame: object) -> None:
             if self._asked:
                 raise KeyboardInterrupt
             self._asked.append(number)
 
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-        before = {number: signal.signal(number, ask) for number in numbers}
+        previous = {number: signal.signal(number, request_stop) for number in numbers}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
 
 def _stuck_text(first: Silence, ranks: Sequence[int], stopped: Sequence[int]) -> str:
-    who = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    why = f"; rank {first.rank} was stopped by a signal" if first.rank in stopped else ""
-    return f"{who} gave no sign of life for {first.seconds:g} s in {first.phase}, behind step {first.step}{why}."
+    subject = f"rank {first.rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    cause = f"; rank {first.rank} was stopped by a signal" if first.rank in stopped else ""
+    return f"{subject} sent no heartbeat for {first.seconds:g} s in {first.phase}, after step {first.step}{cause}."
 
 
-def _is_stopped(one: Silence) -> bool:
-    """Whether a process was stopped by a signal; not known of another machine's, and where there is no /proc."""
+def _is_stopped(silence: Silence) -> bool:
+    """Returns whether a process was stopped by a signal; False for another machine, or without /proc."""
     try:
-        state = Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state = Path(f"/proc/{silence.pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return False
-    return one.host == socket.gethostname() and state == "T"
+    return silence.host == socket.gethostname() and state == "T"
 
 
 @contextmanager
-def _gone_is_fine() -> Iterator[None]:
+def _ignore_exited() -> Iterator[None]:
     try:
         yield
     except ProcessLookupError:
@@ -287,7 +289,7 @@ def _gone_is_fine() -> Iterator[None]:
 
 
 def as_flags(limits: Limits) -> list[str]:
-    """The flags that say what differs from the defaults.
+    """Returns the flags that differ from their defaults.
 
     Example:
       >>> as_flags(Limits(restarts=5, stop_seconds=30.0))
@@ -298,15 +300,17 @@ def as_flags(limits: Limits) -> list[str]:
 
 
 def check(limits: Limits) -> Limits:
-    """The limits, if they are possible.
+    """Returns the limits after validating them.
 
     Raises:
-      SpanaxError: they are not.
+      SpanaxError: a limit is out of range.
     """
     for name in ("stuck_seconds", "quiet_seconds", "stop_seconds"):
         value = getattr(limits, name)
         if not value > 0:
-            raise SpanaxError(f"--{name.replace('_', '-')} is {value:g}; it takes seconds above 0.")
+            raise SpanaxError(f"--{name.replace('_', '-')} is {value:g}; it must be positive.")
     if limits.restarts < 0 or not limits.backoff_seconds >= 0:
-        raise SpanaxError(f"--restarts {limits.restarts} and --backoff-seconds {limits.backoff_seconds:g} start at 0.")
+        raise SpanaxError(
+            f"--restarts {limits.restarts} and --backoff-seconds {limits.backoff_seconds:g} must not be negative."
+        )
     return limits

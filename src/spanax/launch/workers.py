@@ -1,4 +1,4 @@
-"""Workers: what the scripts of the other launchers call, inside of a job: a supervisor and the processes it starts."""
+"""Supervises the processes of a job; the scripts of the cluster launchers call it."""
 
 import os
 import shlex
@@ -17,12 +17,12 @@ from spanax.launch.supervisor import Limits, Process, Supervisor, check
 
 @dataclass(frozen=True)
 class WorkersCommand:
-    """Start the processes of a run that belong to this machine or job, and watch over them.
+    """Start the processes of a run that belong to this machine or job, and supervise them.
 
     Attributes:
-      start: the command that starts them, before `train ...`; an `srun ...` starts every rank of the job.
-      hosts: how many processes an srun starts.
-      limits: when to start again, and when to give up.
+      start: command that starts them, before `train ...`; an `srun ...` starts every rank of the job.
+      hosts: number of processes that srun starts.
+      limits: when to restart, and when to give up.
     """
 
     start: str = f"{shlex.quote(sys.executable)} -P -m spanax"
@@ -31,10 +31,10 @@ class WorkersCommand:
 
 
 def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
-    """Watch over the processes until the run ends; returns the exit code.
+    """Supervises the processes until the run ends; returns the exit code.
 
     Raises:
-      SpanaxError: the request cannot be carried out.
+      SpanaxError: the request is invalid.
     """
     hosts, request, words = count("hosts", command.hosts), TrainRequest.of(argv), shlex.split(command.start)
     is_slurm = words[:1] == ["srun"]
@@ -42,13 +42,13 @@ def launch(command: WorkersCommand, argv: Sequence[str]) -> int:
 
     def start(attempt: int) -> Sequence[Process]:
         environment = {"SPANAX_ATTEMPT": str(attempt)}
-        full = [*words, *request.argv(is_again=attempt > 0)]
+        argv_of_attempt = [*words, *request.argv(is_again=attempt > 0)]
         if is_slurm:
-            return slurm.started(full, hosts, environment, request.folder)
-        # The one process of this machine, one of several of its run where the environment says so.
-        return [local.started(full, environment, request.folder, rank)]
+            return slurm.started(argv_of_attempt, hosts, environment, request.folder)
+        # This machine has one process; the environment says whether the run has others.
+        return [local.started(argv_of_attempt, environment, request.folder, rank)]
 
-    # How often the job itself was begun again: a JobSet tells the first, Slurm the second.
+    # Earlier starts of the job itself, as reported by a JobSet or by Slurm.
     begun = int(os.environ.get("SPANAX_ATTEMPT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
     code = Supervisor(start, request.folder, check(command.limits), begun=begun, rank=rank).watch()
     if code == PREEMPTED and is_slurm:

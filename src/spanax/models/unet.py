@@ -164,7 +164,7 @@ class UNet(nnx.Module):
         return self.leave(jax.nn.silu(self.norm(x_BYXC)))
 
 
-def kept_share(config: UNetConfig) -> jax.Array:
+def signal_share(config: UNetConfig) -> jax.Array:
     """How much of an image's variance is left at each time: the paper's alpha bar, for betas on a line."""
     return jnp.cumprod(1 - jnp.linspace(*config.betas, config.num_times))
 
@@ -174,7 +174,7 @@ def loss(model: UNet, batch: dict[str, jax.Array]) -> jax.Array:
     images_BYXC = batch["images"]
     time_B = jax.random.randint(model.noise(), images_BYXC.shape[:1], 0, model.config.num_times)
     noise_BYXC = jax.random.normal(model.noise(), images_BYXC.shape, images_BYXC.dtype)
-    share_B111 = kept_share(model.config)[time_B][:, None, None, None].astype(images_BYXC.dtype)
+    share_B111 = signal_share(model.config)[time_B][:, None, None, None].astype(images_BYXC.dtype)
     noisy_BYXC = jnp.sqrt(share_B111) * images_BYXC + jnp.sqrt(1 - share_B111) * noise_BYXC
     return jnp.mean(jnp.square(model(noisy_BYXC, time_B) - noise_BYXC).astype(jnp.float32))
 
@@ -182,7 +182,7 @@ def loss(model: UNet, batch: dict[str, jax.Array]) -> jax.Array:
 def sample(model: UNet, key: jax.Array, num_images: int) -> jax.Array:
     """Images out of noise, one time after the other (algorithm 2, with variances of beta)."""
     config = model.config
-    betas, share = jnp.linspace(*config.betas, config.num_times), kept_share(config)
+    betas, share = jnp.linspace(*config.betas, config.num_times), signal_share(config)
 
     def denoise(at: jax.Array, x_BYXC: jax.Array) -> jax.Array:
         time = config.num_times - 1 - at

@@ -49,7 +49,7 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
     if program.evaluation is None:
         attention = (FusedAttention(None, ": the program has a train step of its own"),)
     elif kernel is not None:
-        fused = program.with_context(kernel)
+        fused = program.variant(replace(program.form, context=kernel))
         if any(each.kernel == kernel for each in fused.attention):
             return fused
         attention = fused.attention

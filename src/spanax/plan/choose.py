@@ -155,7 +155,8 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
     def make(program: Program) -> Plan:
         return _placed(in_attention(program, cluster, request), cluster, request, program.loss_chunks)
 
-    return make(program.with_loss_chunks(count)) if count else in_chunks(program.with_loss_chunks(1), cluster, make)
+    program = program.variant(replace(program.form, loss_chunks=count or 1))
+    return make(program) if count else in_chunks(program, cluster, make)
 
 
 def in_attention(program: Program, cluster: Cluster, request: Request) -> Program:
@@ -219,9 +220,10 @@ def searched(
         return result
 
     count = default_chunks(program, cluster, request.chunks)
+    program = program.variant(replace(program.form, loss_chunks=count or 1))
     if count:
-        return replace(fastest(program.with_loss_chunks(count)), requested=reason)
-    result = search_in_chunks(fastest, program.with_loss_chunks(1), cluster)
+        return replace(fastest(program), requested=reason)
+    result = search_in_chunks(fastest, program, cluster)
     is_reported = request.chunks is not None or (result.best and plan_of(result, result.best).schedule.loss_chunks > 1)
     return replace(result, requested=reason, logits=result.logits if is_reported else None)
 

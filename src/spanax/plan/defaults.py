@@ -1,6 +1,6 @@
 """Default values of the options that a request leaves open, for all commands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
@@ -63,7 +63,7 @@ def computed_in(program: Program, compute_dtype: str | None) -> Program:
             f"compute_dtype '{program.compute_dtype}'.",
             fix="trace the program without compute_dtype, or plan it again",
         )
-    return program.with_compute_dtype(compute_dtype)
+    return program.variant(replace(program.form, compute_dtype=compute_dtype))
 
 
 def default_dtype(program: Program, cluster: Cluster) -> str | None:

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -28,7 +28,6 @@ from spanax.plan.space import AXES, layout_on
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.leaf_aliases import leaf_aliases
 from spanax.trace.analysis.op_groups import Phase, contraction_flops
 from spanax.trace.jaxpr.graph import CONTRACTIONS
 from spanax.trace.pipeline.partition import pipeline_partition
@@ -100,8 +99,8 @@ class Evaluation:
     def layout(self) -> LayoutCosts:
         """The costs of one microbatch."""
         variant, remat = in_forms(self.program, self.plan), self.plan.schedule.remat
-        variant = variant if remat in (None, variant.remat) else variant.with_remat(remat)
-        variant = variant if variant.microbatches == 1 else variant.with_microbatches(1)
+        policy = variant.form.remat if remat in (None, variant.remat) else remat
+        variant = variant.variant(replace(variant.form, remat=policy, microbatches=1))
         sharded = ShardedProgram(resolver_of(self.program, inside_stage(self.plan)).of(variant), variant.step)
         return LayoutCosts(sharded, state_of(sharded.resolver), self.cluster, self.assumptions)
 
@@ -165,7 +164,7 @@ class Evaluation:
     def collectives_of(self, path: str) -> Moved:
         """Returns the bytes of the collectives of one leaf of the state, its gradient and its update."""
         program = self.step.resolver.program
-        values = leaf_aliases(self.step.traced, [leaf.path for leaf in program.leaves].index(path))
+        values = self.step.traced.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
         return self._by_axes(count_terms(self.step, values, late=unreduced(self.step, self.plan.schedule)))
 
     @property
@@ -259,7 +258,7 @@ def collectives_of(search: Search, candidate: Candidate, path: str | None = None
     layout = layout_on(candidate.storing, candidate.sequence, candidate.mesh)
     values = None
     if path is not None:
-        values = leaf_aliases(program.step, [leaf.path for leaf in program.leaves].index(path))
+        values = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
     sharded = ShardedProgram(resolve(program, layout, mesh, search.pins), program.step)
     moved = count_terms(sharded, values, adds_first=search.cluster.adds_first).moved_bytes(
         mesh,

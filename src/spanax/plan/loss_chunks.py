@@ -41,7 +41,7 @@ def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan
     """
     unchunked = make(program)
     count, reason = suiting_chunks(program, unchunked, cluster)
-    plan = unchunked if count == 1 else make(program.with_loss_chunks(count))
+    plan = unchunked if count == 1 else make(program.variant(replace(program.form, loss_chunks=count)))
     return replace(plan, why=f"{plan.why}; {reason}")
 
 
@@ -52,7 +52,8 @@ def search_in_chunks(find: Callable[[Program], Search], program: Program, cluste
     if candidate is None:
         return result
     count, reason = suiting_chunks(program, plan_of(result, candidate), cluster)
-    return replace(result if count == 1 else find(program.with_loss_chunks(count)), logits=reason)
+    chunked = result if count == 1 else find(program.variant(replace(program.form, loss_chunks=count)))
+    return replace(chunked, logits=reason)
 
 
 def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int, Reason]:
@@ -145,7 +146,7 @@ def _divided(program: Program, check: Callable[..., Any], counts: Sequence[int] 
     for count in counts:
         try:
             check(program, count=count)
-            return program.with_loss_chunks(count)
+            return program.variant(replace(program.form, loss_chunks=count))
         except SpanaxError as error:
             message = first_line(error)  # the plan reports it
     return Reason(Code.LOGITS_UNSUPPORTED, detail=message)

@@ -155,7 +155,9 @@ def _is_inexact(program: Program, result: Search) -> bool:
 
 def _attending(program: Program, cluster: Cluster, layout: str | None, attention: str | None) -> Program:
     is_ring = layout is not None and RING in layout.split("+")
-    return program.with_context(RING) if is_ring else with_attention(program, cluster, attention)
+    if is_ring:
+        return program.variant(replace(program.form, context=RING))
+    return with_attention(program, cluster, attention)
 
 
 def check_request(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -> None:
@@ -204,8 +206,8 @@ def _programs(program: Program, remat: Sequence[str] | None, rejected: Rejection
     programs, errors = dict[str, Program](), list[SpanaxError]()
     for name in REMAT if remat is None else remat:
         try:
-            variant = program if name == program.remat else program.with_remat(name)
-            programs[name] = variant.with_microbatches(1)
+            policy = program.form.remat if name == program.remat else name
+            programs[name] = program.variant(replace(program.form, remat=policy, microbatches=1))
         except SpanaxError as error:
             rejected[Reason(Code.NO_REMAT, name, detail=first_line(error))] += 1
             errors.append(error)

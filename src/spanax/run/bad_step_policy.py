@@ -15,7 +15,7 @@ CURE = "a lower --lr"
 
 
 @dataclass(eq=False)
-class Remedy:
+class BadStepPolicy:
     """What follows on bad steps of a run.
 
     Attributes:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from spanax.plan.plan import Plan
-from spanax.run.step.pipeline.layer_order import Rows
+from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program
 
 
@@ -64,7 +64,7 @@ def num_fewer(program: Program, batch: Any) -> int:
 
 
 def smaller_evaluation(
-    program: Program, plan: Plan, mesh: jax.sharding.Mesh, rows: Rows | None, count: int
+    program: Program, plan: Plan, mesh: jax.sharding.Mesh, rows: LayerOrder | None, count: int
 ) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
     """A function from a state and a batch of `count` examples to the metrics of the loss.
 
@@ -79,7 +79,7 @@ def smaller_evaluation(
     batch = [placement.sharding(mesh) if is_sharded else replicated for placement in plan.batch]
 
     def evaluate(values: Sequence[Any], batch: Sequence[Any]) -> Any:
-        values = list(values) if rows is None else rows.in_order(values)
+        values = list(values) if rows is None else rows.to_layers(values)
         with nnx.use_eager_sharding(False):
             return run_loss(values, jax.tree.unflatten(program.batch_treedef, batch))[1]
 

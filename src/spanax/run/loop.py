@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spanax.errors import DataError
-from spanax.run.bad_step_policy import Remedy
+from spanax.run.bad_step_policy import BadStepPolicy
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
 from spanax.run.data.text.bigram import bigram_loss
@@ -69,7 +69,7 @@ class Loop:
     config: TrainConfig
     saves: Saves
     tell: Callable[[Event], None]
-    remedy: Remedy
+    remedy: BadStepPolicy
     is_over: Callable[[int], bool]
     pulse: Pulse
     ledger: Ledger

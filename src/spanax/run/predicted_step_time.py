@@ -15,7 +15,7 @@ from spanax.trace.program import Program
 
 
 @dataclass(eq=False)
-class Pricing:
+class StepTimePrediction:
     """A plan that gets its price in time.
 
     Attributes:

@@ -20,20 +20,20 @@ from spanax.run.distributed.compile_barrier import compiled_with_barrier
 from spanax.run.evaluation import num_fewer, smaller_evaluation
 from spanax.run.state.placement import abstract_arrays, assert_placed, build_mesh
 from spanax.run.state.program_digest import meta_of
-from spanax.run.state.sharded_init import born
+from spanax.run.state.sharded_init import init_sharded_state
 from spanax.run.state.weights import Loaded, load
 from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
-from spanax.run.step.guarded_step import Guarded, unsound
-from spanax.run.step.multi_step import several
-from spanax.run.step.pipeline.layer_order import Rows, rows_of
-from spanax.run.step.pipeline.layer_padding import Padded
+from spanax.run.step.guarded_step import GuardedStep, unsound
+from spanax.run.step.multi_step import multi_step
+from spanax.run.step.pipeline.layer_order import LayerOrder, layer_order
+from spanax.run.step.pipeline.layer_padding import PaddedStep
 from spanax.run.step.platform import platform_of
-from spanax.run.step.replay.sharded_function import replayed
-from spanax.run.step.validate_batch import given
+from spanax.run.step.replay.sharded_function import sharded_function
+from spanax.run.step.validate_batch import validate_batch
 from spanax.run.store import checkpoint
 from spanax.run.training_signal_warnings import FirstStep, warn_user
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 from spanax.trace.user_mesh import methods_outside_meshes, outside_meshes
 
 
@@ -84,7 +84,7 @@ class Run:
         Raises:
           SpanaxError: the batch is not the one that the program was traced with.
         """
-        leaves = given(self.program, self._batch_shardings, batch)
+        leaves = validate_batch(self.program, self._batch_shardings, batch)
         function = self._compiled.get("step") or self._stepping()
         self.state, metrics = function(self.state, leaves, *self._limits())
         found = self._moved_on(1, metrics)
@@ -111,7 +111,7 @@ class Run:
           ((4,), 4)
         """
         check_several(self.guard, len(batches))
-        leaves = [given(self.program, self._batch_shardings, batch) for batch in batches]
+        leaves = [validate_batch(self.program, self._batch_shardings, batch) for batch in batches]
         function = self._compiled.get(f"{len(batches)} steps") or self._stepping(len(batches))
         self.state, metrics = function(self.state, leaves, *self._limits(len(batches)))
         found = self._moved_on(len(batches), metrics)
@@ -162,7 +162,7 @@ class Run:
             found: dict[str, Any] = self._compiled[name](self.state, batch)
             self._settle(jax.tree.leaves(found))
             return found
-        leaves = given(self.program, self._batch_shardings, batch)
+        leaves = validate_batch(self.program, self._batch_shardings, batch)
         if "evaluation" not in self._compiled:
             self._compiled["evaluation"] = self._jitted(evaluation, is_step=False)
         self._settle(metrics := self._compiled["evaluation"](self.state, leaves))
@@ -225,15 +225,15 @@ class Run:
 
     def _in_order(self) -> list[Any]:
         """The state with the layers of stacked arrays in their order; a pipeline may keep them in another."""
-        return self.state if self._rows is None else self._rows.in_order(self.state)
+        return self.state if self._rows is None else self._rows.to_layers(self.state)
 
     @cached_property
-    def _rows(self) -> Rows | None:
-        return rows_of(self.program, self.plan)
+    def _rows(self) -> LayerOrder | None:
+        return layer_order(self.program, self.plan)
 
     @cached_property
-    def _guarded(self) -> Guarded | None:
-        return Guarded.of(self.guard, self.program, self._rows)
+    def _guarded(self) -> GuardedStep | None:
+        return GuardedStep.of(self.guard, self.program, self._rows)
 
     def _limits(self, num_steps: int = 1) -> tuple[np.ndarray, ...]:
         """What the next steps must keep below, for a step that looks itself."""
@@ -298,7 +298,7 @@ class Run:
 
     def _jitted(
         self,
-        traced: Traced,
+        traced: StepAnalysis,
         *,
         is_step: bool,
         keep_unused: bool = False,
@@ -307,9 +307,9 @@ class Run:
     ) -> Any:
         num_leaves, rows = len(self.program.leaves), self._rows
         padded = (
-            Padded(traced, self.program.resized(rows.shapes), rows) if is_step and rows and rows.is_padded else None
+            PaddedStep(traced, self.program.resized(rows.shapes), rows) if is_step and rows and rows.is_padded else None
         )
-        replay = replayed(
+        replay = sharded_function(
             self.program, self.plan, self.mesh, rows, traced, padded, is_step=is_step, inputs_only=inputs_only
         )
         function = partial(replay.body, replay.graph.body)
@@ -320,12 +320,12 @@ class Run:
             outputs = function([*state, *batch])
             if rows is not None:
                 results = zip(outputs[num_leaves:], traced.graph.body.outputs[num_leaves:], strict=True)
-                outputs[num_leaves:] = [rows.in_order_along(array, dim_of(value)) for array, value in results]
+                outputs[num_leaves:] = [rows.to_layers_along(array, dim_of(value)) for array, value in results]
             after, metrics = outputs[:num_leaves], outputs[num_leaves:]
             return (after, metrics) if guarded is None else guarded.finish(state, after, metrics, *limits)
 
         def evaluate(state: Sequence[Any], batch: Sequence[Any]) -> list[Any]:
-            state = state if rows is None else rows.in_order(state)
+            state = state if rows is None else rows.to_layers(state)
             return function([*state, *batch])
 
         state = [placement.sharding(self.mesh) for placement in self.plan.leaves]
@@ -337,7 +337,7 @@ class Run:
         platform = platform_of(self.mesh)
         # All of the state is pinned: left open, XLA moves a replicated bias after the first step and compiles again.
         return jax.jit(
-            several(step, state, batch) if several_steps else step,
+            multi_step(step, state, batch) if several_steps else step,
             in_shardings=(state, [batch] * several_steps or batch, *([whole] if guarded else [])),
             out_shardings=(state, metrics),
             donate_argnums=0,
@@ -391,10 +391,10 @@ def start(
         raise SpanaxError("`partial` needs `init`, the weights to begin from.", fix="init='runs/base', partial=True")
     program = as_planned(program, plan).with_seed(seed)
     mesh = build_mesh(plan, devices)
-    rows = rows_of(program, plan)
-    places = plan.leaves if rows is None else rows.shown_as
+    rows = layer_order(program, plan)
+    places = plan.leaves if rows is None else rows.layer_placements
     given, loaded = ({}, None) if init is None else load(program, places, mesh, init, partial=partial)
-    state = born(program, places, mesh, seed, given)
-    state = state if rows is None else rows.kept(state)
+    state = init_sharded_state(program, places, mesh, seed, given)
+    state = state if rows is None else rows.to_rows(state)
     assert_placed(plan, state, mesh)
     return Run(program, plan, mesh, state, guard=guard, loaded=loaded)

@@ -16,7 +16,7 @@ from spanax.run.distributed.processes import is_first
 from spanax.run.record import folder as run_folder
 from spanax.run.record.run_lock import claimed
 from spanax.run.record.tensorboard import TensorBoard
-from spanax.run.record.trackers import About, Trackers, check_trackers
+from spanax.run.record.trackers import RunInfo, Trackers, check_trackers
 from spanax.run.record.wandb import WeightsAndBiases
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def track(
             metrics.write(json_line({"event": "warning", "message": line}))
             to_stderr(line)
 
-        about = About(place, dict(settings or {}), summary(run), run.num_steps, reached)
+        about = RunInfo(place, dict(settings or {}), summary(run), run.num_steps, reached)
         told = Trackers(named, about, warn)
         told.begin()
         tracking = Tracking(metrics, told)

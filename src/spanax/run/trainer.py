@@ -26,7 +26,7 @@ from spanax.plan.defaults import default_dtype
 from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import as_planned
-from spanax.run.bad_step_policy import Remedy
+from spanax.run.bad_step_policy import BadStepPolicy
 from spanax.run.compiler_options import flagged
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches, batches
@@ -36,22 +36,22 @@ from spanax.run.distributed.ports import is_public, open_ports, public_warning
 from spanax.run.distributed.preemption import listening
 from spanax.run.distributed.processes import Hosts, from_first, is_first, is_supervised
 from spanax.run.loop import Event, Loop
-from spanax.run.predicted_step_time import Pricing
+from spanax.run.predicted_step_time import StepTimePrediction
 from spanax.run.profile import Profile
 from spanax.run.record import folder as run_folder
 from spanax.run.record import time_account
 from spanax.run.record.events import Events
 from spanax.run.record.heartbeat import Pulse
-from spanax.run.record.run_lock import Claim, claimed
+from spanax.run.record.run_lock import RunLock, claimed
 from spanax.run.record.time_ledger import Ledger, process_age_seconds
-from spanax.run.record.trackers import About, Trackers
+from spanax.run.record.trackers import RunInfo, Trackers
 from spanax.run.run import Run, start
 from spanax.run.state.program_digest import check_same_model
 from spanax.run.state.restore import restore
 from spanax.run.state.saves import Saves
 from spanax.run.store import checkpoint, manifest
 from spanax.run.tracking import made, summary
-from spanax.run.workload_tracing import source_of, traced
+from spanax.run.workload_tracing import source_of, trace_workload
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
@@ -83,7 +83,7 @@ def train(
         pulse = Pulse(folder, jax.process_index(), hosts.attempt)
         pulse.beat("start", 0, seconds=ledger.seconds())
         planned = None if config.plan is None else _planned(config, len(devices))
-        workload, config, program = traced(load, replace(config, devices=len(devices)), planned)
+        workload, config, program = trace_workload(load, replace(config, devices=len(devices)), planned)
         if config.resume:
             _check_same(folder, program, load, config, planned, emit)
         steps = profiled_steps(config)
@@ -107,16 +107,16 @@ def train(
             compiled.result()
         if run.position is not None:
             data.restore(run.position)
-        pricing = Pricing(program, plan, devices)
+        pricing = StepTimePrediction(program, plan, devices)
         records = lambda: run_folder.write_records(folder, config.record(), pricing.plan.to_json(), devices)  # noqa: E731
-        about = About(folder, config.record(), summary(run), run.num_steps, reached)
+        about = RunInfo(folder, config.record(), summary(run), run.num_steps, reached)
         tell = _telling(about, made(config.track), records, emit, events, stack) if is_leader else _unheard
         events("begin", pid=os.getpid(), hosts=jax.process_count(), **_placed(plan), step=run.num_steps)
         for event in _first_events(run, config, folder, data):
             tell(event)
         held_out = partial(_held_out, read, config, workload, tell)
         is_over = stack.enter_context(listening())
-        remedy = Remedy(run, data, partial(begin, replace(config, resume=True)), tell, events)
+        remedy = BadStepPolicy(run, data, partial(begin, replace(config, resume=True)), tell, events)
         renew = partial(from_first, partial(_renewed, claim, records, tell), WriteError)
         saves = Saves(Folder.of(folder).inner(CHECKPOINTS), config, tell, renew, saved=run.num_steps)
         if is_leader and planned is None:
@@ -175,7 +175,7 @@ def _check_same(
     check_same_model(
         Folder.of(folder).inner(CHECKPOINTS),
         program,
-        as_before=(lambda: traced(load, replace(config, **before), planned)[2]) if is_changed else None,
+        as_before=(lambda: trace_workload(load, replace(config, **before), planned)[2]) if is_changed else None,
         accepts=config.accept_changed_model,
         warn=lambda line: emit({"event": "warning", "message": line}),
     )
@@ -238,9 +238,9 @@ def _replanned(place: Callable[..., Plan], devices: list[Any]) -> Plan:
     return place(local(devices[:1]))
 
 
-def _claimed(config: TrainConfig, stack: ExitStack) -> tuple[Path, Claim | None]:
+def _claimed(config: TrainConfig, stack: ExitStack) -> tuple[Path, RunLock | None]:
     """The run folder, known to all, and the claim of the first process on it."""
-    held: list[Claim] = []
+    held: list[RunLock] = []
 
     def claim() -> str:
         folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -250,7 +250,7 @@ def _claimed(config: TrainConfig, stack: ExitStack) -> tuple[Path, Claim | None]
     return Path(from_first(claim, WriteError)), next(iter(held), None)
 
 
-def _renewed(claim: Claim | None, records: Callable[[], None], tell: Callable[[Event], None]) -> str:
+def _renewed(claim: RunLock | None, records: Callable[[], None], tell: Callable[[Event], None]) -> str:
     """The run folder, made again where somebody removed it while the run went on."""
     if claim is not None and claim.renew():
         records()
@@ -259,7 +259,7 @@ def _renewed(claim: Claim | None, records: Callable[[], None], tell: Callable[[E
 
 
 def _telling(
-    about: About,
+    about: RunInfo,
     trackers: dict[str, Any],
     records: Callable[[], None],
     emit: Callable[[Event], None],

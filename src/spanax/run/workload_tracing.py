@@ -13,7 +13,7 @@ from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
 
-def traced(
+def trace_workload(
     load: Callable[..., Workload], config: TrainConfig, planned: Plan | None
 ) -> tuple[Workload, TrainConfig, Program]:
     """The workload in the sizes of a configuration, the configuration with nothing left open, and its program.

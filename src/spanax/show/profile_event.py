@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo.collectives import collectives
-from spanax.check.lint.lint import lint_profile, waived
-from spanax.check.measure.profile import profiled
+from spanax.check.lint.lint import lint_profile, without_allowed
+from spanax.check.measure.profile import step_profile
 from spanax.commands.source_text import source_text
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROGRAM
@@ -24,8 +24,8 @@ def profile_event(run: Path) -> dict[str, Any]:
     if place.kind(PROGRAM) is not None:
         found = collectives(place.read(PROGRAM), made.mesh)
         known = {one.name: one.axes for one in found}
-    summary = profiled(run, axes=known)
+    summary = step_profile(run, axes=known)
     text = source_text(str(recorded(run).get("workload", "")))
-    findings = waived(lint_profile(summary), text, made.allow)
+    findings = without_allowed(lint_profile(summary), text, made.allow)
     told = [one.to_json() for one in findings]
     return {"event": "profile", **summary.to_json(), "out": str(run / PROFILE), "findings": told}

@@ -10,8 +10,8 @@ import jax
 from flax import nnx
 
 from spanax.errors import SpanaxError, first_line, nearest
-from spanax.stack.operation_counts import work
 from spanax.stack.layer_loop import Token, read_tokens, refusal
+from spanax.stack.operation_counts import operation_counts
 from spanax.stack.stack import Stack
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -159,12 +159,12 @@ def _try(listed: nnx.Module, stacked: nnx.Module, inputs: Sequence[Any], paths: 
     """Calls both models without computing anything: loops say what they do, and both must do the same work."""
     try:
         with read_tokens() as read:
-            found = work(*_called(stacked), inputs)
+            found = operation_counts(*_called(stacked), inputs)
     except TypeError as error:
         if not read:
             raise
         raise refusal(", ".join(paths), "uses what a layer returned") from error
-    wanted = work(*_called(listed), inputs)
+    wanted = operation_counts(*_called(listed), inputs)
     differ = sorted(key for key in found | wanted if found[key] != wanted[key])
     if differ:
         raise refusal(

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 
 
-def work(function: Callable[..., Any], *args: Any) -> Counter[str]:
+def operation_counts(function: Callable[..., Any], *args: Any) -> Counter[str]:
     """How often each operation runs, by name, and by the shapes and literals that it takes; nothing is computed.
 
     Example:

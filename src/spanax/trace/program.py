@@ -2,25 +2,26 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import numpy as np
 
 from spanax.displays import display
 from spanax.trace.analysis.computation import Computation
-from spanax.trace.analysis.op_groups import label_key
+from spanax.trace.analysis.labels import Key, Labels, label_key
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.axes import Axis, table
+from spanax.trace.definition import Definition, Results
 from spanax.trace.initial_state import Initial
-from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.pipeline.retrace import Shapes
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.microbatches.support import Microbatches
-from spanax.trace.rewrites.remat_policies import AS_WRITTEN, known_context
-from spanax.trace.traced import Traced
+from spanax.trace.rewrites.remat_policies import AS_WRITTEN
 from spanax.trace.variables import Leaf, Variables
+from spanax.trace.variant import Variant
 from spanax.units import count_text
 
 
@@ -28,11 +29,15 @@ from spanax.units import count_text
 class Program:
     """A train step, its state and its batch, as shapes and axes.
 
-    `leaves` are the arrays of the state and `batch` those of the batch, both in the order of the step's arguments.
-    `remat` names what the backward pass stores, or is `as written` where the model decides; `context` is `ring` where
-    each attention is one operation that supports ring attention, or a platform's kernel; `attention` lists these.
-    The loss computes its logits in `loss_chunks`; `run_loss` evaluates it on a state and a batch of any size.
-    `compute_dtype` is None unless requested.
+    Attributes:
+      leaves: the arrays of the state, in the order of the step's arguments.
+      batch: the arrays of the batch, in the order of the step's arguments.
+      step: the traced train step.
+      evaluation: the traced loss of the model in evaluation mode; None for a user-defined `train_step`.
+      attention: the fused attentions; empty where attention is computed as written in the model.
+      form: the options with which the step was traced.
+      definition: what other variants are traced from.
+      renames: the renamings of axes, in order.
 
     Example:
       >>> import jax, optax, spanax
@@ -51,25 +56,13 @@ class Program:
 
     leaves: tuple[Leaf, ...]
     batch: tuple[Leaf, ...]
-    step: Traced
-    evaluation: Traced | None
-    init: Initial
-    variables: Variables
-    batch_treedef: Any
-    remat: str
-    microbatches: int
-    context: str
+    step: StepAnalysis
+    evaluation: StepAnalysis | None
     attention: tuple[FusedAttention, ...]
-    loss_chunks: int
-    compute_dtype: str | None
-    _retrace: Callable[[str | None, int, str, int], "Program"] = field(repr=False)
-    _recorded: Callable[..., "Program"] = field(repr=False)
-    _seeded: Callable[[int], "Program"] = field(repr=False)
-    _computed_in: Callable[[str | None, str | None, int], "Program"] = field(repr=False)
-    _resized: Callable[[str | None, int, str, int, Shapes], Graph] = field(repr=False)
-    _accumulates: Callable[[], Microbatches] = field(repr=False)
-    _computes: Callable[[], Computation] = field(repr=False)
-    run_loss: Callable[[list[Any], Any], tuple[list[Any], dict[str, Any]]] | None = field(default=None, repr=False)
+    form: Variant
+    definition: Definition = field(repr=False)
+    renames: tuple[Mapping[str, str], ...] = ()
+    _variants: dict[Variant, "Program"] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         count = sum(math.prod(leaf.shape) for leaf in self.leaves if leaf.kind == "param")
@@ -78,6 +71,51 @@ class Program:
 
     def _repr_html_(self) -> str | None:
         return display(self)
+
+    @property
+    def remat(self) -> str:
+        """Returns what the backward pass stores, or `as written` where the model decides."""
+        return AS_WRITTEN if self.form.remat is None else self.form.remat
+
+    @property
+    def microbatches(self) -> int:
+        """Returns the number of microbatches over which gradients are accumulated."""
+        return self.form.microbatches
+
+    @property
+    def context(self) -> str:
+        """Returns `ring` or a platform's kernel where attention is fused for it, or `gathered`."""
+        return self.form.context
+
+    @property
+    def loss_chunks(self) -> int:
+        """Returns the number of chunks in which the loss computes its logits."""
+        return self.form.loss_chunks
+
+    @property
+    def compute_dtype(self) -> str | None:
+        """Returns the dtype in which the loss is computed; None unless requested."""
+        return self.form.compute_dtype
+
+    @property
+    def variables(self) -> Variables:
+        """Returns the structure of model and optimizer."""
+        return self.definition.state(self.form).variables
+
+    @property
+    def init(self) -> Initial:
+        """Returns the function that computes the initial state."""
+        return self.definition.state(self.form).init
+
+    @property
+    def batch_treedef(self) -> Any:
+        """Returns the structure of the batch."""
+        return self.definition.batch_treedef
+
+    @property
+    def run_loss(self) -> Callable[[list[Any], Any], Results] | None:
+        """Returns the loss as a function of state and batch of any size; None for a user-defined `train_step`."""
+        return self.definition.run_loss(self.form)
 
     @property
     def axes(self) -> list[Axis]:
@@ -96,16 +134,16 @@ class Program:
 
         The first call may trace the step again.
         """
-        return self._computes()
+        return self.definition.computation()
 
     @cached_property
-    def params_by_class(self) -> dict[int, list[tuple[str, tuple[int | None, ...]]]]:
+    def params_by_class(self) -> dict[int, list[tuple[str, Labels]]]:
         """Returns, for every class, the weights with it as (path, classes); of weights with equal classes the first."""
-        first: dict[tuple[int | None, ...], str] = {}
+        first: dict[Labels, str] = {}
         for leaf, value in zip(self.leaves, self.step.graph.body.inputs, strict=False):
             if leaf.kind == "param" or value in self.step.axes.frozen:
                 first.setdefault(self.step.axes.classes[value], leaf.path)
-        weights: dict[int, list[tuple[str, tuple[int | None, ...]]]] = {}
+        weights: dict[int, list[tuple[str, Labels]]] = {}
         for labels, path in first.items():
             for label in {label for label in labels if label is not None}:
                 weights.setdefault(label, []).append((path, labels))
@@ -129,7 +167,7 @@ class Program:
         return frozenset(label for label, size in self.size_by_class.items() if size > largest.get(label, 0))
 
     @cached_property
-    def param_keys(self) -> frozenset[tuple[int, ...]]:
+    def param_keys(self) -> frozenset[Key]:
         """Returns the sorted classes of every parameter, both stacked and for one layer of a scan."""
         keys = set()
         for labels in {labels for rows in self.params_by_class.values() for _, labels in rows}:
@@ -147,19 +185,47 @@ class Program:
         Raises:
           SpanaxError: no axis has that name.
         """
-        step = replace(self.step, axes=self.step.axes.renamed(names))
-        evaluation = self.evaluation
+        step, evaluation = self.step.rename(names), self.evaluation
         if evaluation is not None:
             known = set(evaluation.axes.names.values())
-            shared = {old: new for old, new in names.items() if old in known}
-            evaluation = replace(evaluation, axes=evaluation.axes.renamed(shared))
+            evaluation = evaluation.rename({old: new for old, new in names.items() if old in known})
         leaves, batch = with_axes(step, self.leaves, self.batch)
-        retrace = cache(lambda *variant: self._retrace(*variant).rename(names))
-        recorded = lambda **variant: self._recorded(**variant).rename(names)  # noqa: E731
-        seeded = cache(lambda seed: self._seeded(seed).rename(names))
-        computed_in = cache(lambda *variant: self._computed_in(*variant).rename(names))
-        named = replace(self, step=step, evaluation=evaluation, leaves=leaves, batch=batch)
-        return replace(named, _retrace=retrace, _recorded=recorded, _seeded=seeded, _computed_in=computed_in)
+        program = replace(
+            self, leaves=leaves, batch=batch, step=step, evaluation=evaluation, renames=(*self.renames, names),
+            _variants={},
+        )  # fmt: skip
+        program._variants[self.form] = program
+        return program
+
+    def variant(self, variant: Variant) -> "Program":
+        """Returns the program in another form; each is traced once.
+
+        Raises:
+          SpanaxError: the program does not support it: an unknown policy or context, a rewrite that does not apply to
+            the loss, or a user-defined `train_step`.
+
+        Example:
+          >>> import jax, optax, spanax
+          >>> from flax import nnx
+          >>> program = spanax.trace(
+          ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
+          ...     optimizer=optax.sgd(0.1),
+          ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
+          ...     loss=lambda model, x: (model(x) ** 2).mean(),
+          ... )
+          >>> program.variant(Variant(remat="dots", microbatches=2)).form.microbatches
+          2
+        """
+        if self.init.seed is None:  # the seed is an argument of the traced `build`
+            variant = replace(variant, seed=self.form.seed)
+        if variant == self.form:
+            return self
+        if variant == replace(self.form, remat="none") and self._has_no_remat:
+            return self._without_remat
+        if variant not in self._variants:
+            program = reduce(Program.rename, self.renames, program_of(self.definition, variant))
+            self._variants[variant] = replace(program, _variants=self._variants)
+        return self._variants[variant]
 
     def with_remat(self, policy: str | None) -> "Program":
         """Returns the program with another remat policy; each policy is traced once.
@@ -184,9 +250,7 @@ class Program:
           >>> program.remat, program.with_remat("dots").remat, program.with_remat("dots").with_remat(None) is program
           ('as written', 'dots', True)
         """
-        if policy == "none" and self._forgets_nothing:
-            return self._with_nothing_forgotten
-        return self._varied(policy, self.microbatches, self.context, self.loss_chunks)
+        return self.variant(replace(self.form, remat=policy))
 
     def with_microbatches(self, microbatches: int) -> "Program":
         """Returns the program with gradients accumulated over microbatches; each number is traced once.
@@ -194,12 +258,12 @@ class Program:
         Raises:
           SpanaxError: they do not divide the batch, or the `train_step` is user-defined.
         """
-        return self._varied(self._policy, microbatches, self.context, self.loss_chunks)
+        return self.variant(replace(self.form, microbatches=microbatches))
 
     @property
     def accumulates(self) -> Microbatches:
         """Returns whether the step supports microbatches, and if not, why."""
-        return self._accumulates()
+        return self.definition.microbatches(self.form)
 
     def with_context(self, form: str) -> "Program":
         """Returns the program with fused attention (`ring`, a kernel), or as written (`gathered`); traced once.
@@ -208,7 +272,7 @@ class Program:
           SpanaxError: the form is unknown, there is no attention, one does not support ring attention, or the
             `train_step` is user-defined.
         """
-        return self._varied(self._policy, self.microbatches, known_context(form), self.loss_chunks)
+        return self.variant(replace(self.form, context=form))
 
     def with_loss_chunks(self, count: int) -> "Program":
         """Returns the program with logits computed in chunks of tokens, not all materialized; traced once for each.
@@ -217,7 +281,7 @@ class Program:
           SpanaxError: the loss has no logits or cannot be chunked, the number does not divide the tokens, or the
             `train_step` is user-defined.
         """
-        return self._varied(self._policy, self.microbatches, self.context, count)
+        return self.variant(replace(self.form, loss_chunks=count))
 
     def with_compute_dtype(self, dtype: str | None) -> "Program":
         """Returns the program with its loss computed in `dtype`, as `compute_dtype` of `spanax.trace`.
@@ -225,57 +289,56 @@ class Program:
         Raises:
           SpanaxError: the `train_step` is user-defined.
         """
-        if dtype == self.compute_dtype:
-            return self
-        retraced = self._computed_in(dtype, self._policy, self.microbatches)
-        return retraced.with_context(self.context).with_loss_chunks(self.loss_chunks)
+        return self.variant(replace(self.form, compute_dtype=dtype))
 
     def with_gradients(self) -> "Program":
         """Returns the program with the gradients of the last step, as passed to the optimizer, in its state.
 
         They are leaves of the optimizer; their path is `gradients.PREFIX` followed by the parameter's path.
         """
-        recorded = self._recorded(remat=self._policy, microbatches=self.microbatches)
-        return recorded.with_context(self.context).with_loss_chunks(self.loss_chunks)
+        return self.variant(replace(self.form, records_gradients=True))
 
     def with_seed(self, seed: int) -> "Program":
         """Returns the program for another seed where `build` runs eagerly and may read values that depend on it."""
-        return self if self.init.seed in (None, seed) else self._seeded(seed)._varied(*self._variant)
+        return self.variant(replace(self.form, seed=seed))
 
-    def resized(self, shapes: Shapes) -> Traced:
+    def resized(self, shapes: Shapes) -> StepAnalysis:
         """Returns the step with other shapes for the state's leaves, with the same operations and axes.
 
         Raises:
           SpanaxError: it cannot be traced with these shapes, or its operations differ.
         """
-        return replace(self.step, graph=self._resized(*self._variant, shapes))
-
-    def _varied(self, *variant: Any) -> "Program":
-        """Returns this program, or the cached or newly traced program of another variant."""
-        return self if variant == self._variant else self._retrace(*variant)
+        return StepAnalysis(replace(self.step.traced, graph=self.definition.resized(self.form, shapes)))
 
     @property
-    def _variant(self) -> tuple[str | None, int, str, int]:
-        return self._policy, self.microbatches, self.context, self.loss_chunks
-
-    @cached_property
-    def _forgets_nothing(self) -> bool:
-        if self.remat != AS_WRITTEN or self.evaluation is None:
+    def _has_no_remat(self) -> bool:
+        if self.form.remat is not None or self.evaluation is None:
             return False
-        return not self.step.has_remat and not self.evaluation.has_remat
+        return not self.step.traced.has_remat and not self.evaluation.traced.has_remat
 
     @cached_property
-    def _with_nothing_forgotten(self) -> "Program":
+    def _without_remat(self) -> "Program":
         """Returns a copy with equal operations and shared analyses."""
-        return replace(self, remat="none")
+        return replace(self, form=replace(self.form, remat="none"))
 
-    @property
-    def _policy(self) -> str | None:
-        return None if self.remat == AS_WRITTEN else self.remat
+
+def program_of(definition: Definition, variant: Variant) -> Program:
+    """Returns a variant of the program that a definition defines.
+
+    Raises:
+      SpanaxError: it cannot be traced.
+    """
+    traced = definition.traced(variant)
+    step = StepAnalysis(traced.step)
+    evaluation = None if traced.evaluation is None else StepAnalysis(traced.evaluation)
+    leaves, batch = with_axes(step, definition.state(variant).variables.leaves, definition.batch_leaves)
+    program = Program(leaves, batch, step, evaluation, traced.attention, variant, definition)
+    program._variants[variant] = program
+    return program
 
 
 def with_axes(
-    step: Traced, leaves: tuple[Leaf, ...], batch: tuple[Leaf, ...]
+    step: StepAnalysis, leaves: Sequence[Leaf], batch: Sequence[Leaf]
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """Returns leaves and batch with the names of their axes in a step."""
     values = step.graph.body.inputs

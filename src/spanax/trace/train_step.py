@@ -16,54 +16,53 @@ from spanax.trace.rewrites.microbatches.exact import accumulated
 from spanax.trace.rewrites.microbatches.mean import mean_of_microbatches
 from spanax.trace.rewrites.microbatches.support import examples
 from spanax.trace.rewrites.remat import rematerialized
-from spanax.trace.rewrites.remat_policies import EXACT, GATHERED, KERNELS, MEAN, known_accumulation, known_policy
+from spanax.trace.rewrites.remat_policies import (
+    EXACT,
+    GATHERED,
+    KERNELS,
+    MEAN,
+    known_accumulation,
+    known_context,
+    known_policy,
+)
+from spanax.trace.variant import Variant
 
 TrainStep = Callable[[nnx.Module, nnx.Optimizer, Any], dict[str, Any]]
 
 
 def chosen_step(
-    loss: Any,
-    train_step: Any,
-    compute_dtype: Any,
+    loss: Callable[[nnx.Module, Any], Any] | None,
+    train_step: TrainStep | None,
     clip_norm: float | None,
-    remat: str | None,
-    microbatches: int,
-    context: str,
-    loss_chunks: int,
-    accumulate: str = EXACT,
+    accumulate: str,
+    variant: Variant,
     attentions: list[FusedAttention] | None = None,
-) -> Any:
+) -> TrainStep:
     """Returns the requested train step: written around `loss`, or the user's `train_step`.
 
     Raises:
       SpanaxError: neither or both are passed, or an option that requires `loss`.
     """
-    if (loss is None) == (train_step is None):
+    known_context(variant.context)
+    if loss is not None and train_step is None:
+        if variant.microbatches < 1:
+            raise SpanaxError(
+                f"microbatches={variant.microbatches}; it takes a whole number from 1.", fix="microbatches=1"
+            )
+        known_policy(variant.remat)
+        return _step_around(loss, clip_norm, known_accumulation(accumulate), variant, attentions)
+    if loss is not None or train_step is None:
         raise SpanaxError(
             "give either `loss` or `train_step`" + (", not both." if loss is not None else "."),
             fix="loss=lambda model, batch: ..., and Spanax writes the step",
         )
-    if loss is not None:
-        if microbatches < 1:
-            raise SpanaxError(f"microbatches={microbatches}; it takes a whole number from 1.", fix="microbatches=1")
-        return train_step_of(
-            loss,
-            microbatches=microbatches,
-            compute_dtype=compute_dtype,
-            clip_norm=clip_norm,
-            remat=known_policy(remat),
-            context=context,
-            attentions=attentions,
-            loss_chunks=loss_chunks,
-            accumulate=known_accumulation(accumulate),
-        )
     options = {
-        "microbatches": microbatches != 1,
-        "compute_dtype": compute_dtype is not None,
+        "microbatches": variant.microbatches != 1,
+        "compute_dtype": variant.compute_dtype is not None,
         "clip_norm": clip_norm,
-        "remat": remat is not None,
-        "attention" if context in KERNELS else "layout='ring'": context != GATHERED,
-        "loss_chunks": loss_chunks != 1,
+        "remat": variant.remat is not None,
+        "attention" if variant.context in KERNELS else "layout='ring'": variant.context != GATHERED,
+        "loss_chunks": variant.loss_chunks != 1,
         "accumulate": accumulate != EXACT,
     }
     for name, is_set in options.items():
@@ -75,32 +74,28 @@ def chosen_step(
     return train_step
 
 
-def train_step_of(
+def _step_around(
     loss: Callable[[nnx.Module, Any], Any],
-    *,
-    microbatches: int,
-    compute_dtype: Any,
     clip_norm: float | None,
-    remat: str | None,
-    context: str = GATHERED,
-    loss_chunks: int = 1,
-    accumulate: str = EXACT,
-    attentions: list[FusedAttention] | None = None,
+    accumulate: str,
+    variant: Variant,
+    attentions: list[FusedAttention] | None,
 ) -> TrainStep:
     """Returns an NNX train step: gradients over microbatches, clipping, one optimizer update.
 
-    Parameters keep their dtype; the loss is computed on parameters and batch cast to `compute_dtype`, with residuals
-    stored according to `remat`. If `context` is not `gathered`, attention is fused, and each fused attention is
-    appended to `attentions`; logits are computed in `loss_chunks`. The step returns `loss`, `grad_norm` (before
-    clipping) and the metrics of the loss.
+    Parameters keep their dtype; the loss is computed on parameters and batch cast to the compute dtype, with residuals
+    stored according to the remat policy. If the context is not `gathered`, attention is fused, and each fused attention
+    is appended to `attentions`; logits are computed in chunks. The step returns `loss`, `grad_norm` (before clipping)
+    and the metrics of the loss.
     """
+    microbatches = variant.microbatches
 
     def transform(pure: Callable[..., Any]) -> Callable[..., Any]:
-        attending = pure if context == GATHERED else fuse_attention(pure, context, attentions)
-        return rematerialized(chunked_loss(attending, loss_chunks), remat)
+        attending = pure if variant.context == GATHERED else fuse_attention(pure, variant.context, attentions)
+        return rematerialized(chunked_loss(attending, variant.loss_chunks), variant.remat)
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
-        value, params, rest = pure_loss(loss, compute_dtype, model, optimizer)
+        value, params, rest = pure_loss(loss, variant.compute_dtype, model, optimizer)
         gradient = jax.value_and_grad(transform(value), has_aux=True)
         if microbatches == 1:
             (scalar, (extra, rest, moved)), grads = gradient(params, rest, batch)

@@ -7,18 +7,19 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from spanax.errors import SpanaxError
-from spanax.trace.jaxpr.graph import HIGH_LEVEL, INLINED, called, opened, remat_of, retraced
+from spanax.trace.jaxpr.graph import HIGH_LEVEL, INLINED, Op, called, from_jaxpr, opened, remat_of
+from spanax.trace.jaxpr.interpret import evaluate, rematted, retraced
 from spanax.trace.variables import Leaf
 
 NO_MESH = AbstractMesh((), ())
@@ -67,16 +68,6 @@ class UserMesh:
         """Returns a copy with the annotated shardings of the state's leaves."""
         return UserMesh(self.mesh, tuple(map(self._annotated, leaves)), self.batch)
 
-    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function wrapped to run under this mesh."""
-
-        @wraps(function)
-        def under(*args: Any, **kwargs: Any) -> Any:
-            with nullcontext() if self.mesh.empty else jax.sharding.use_abstract_mesh(self.mesh):
-                return function(*args, **kwargs)
-
-        return under
-
     def traced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function traced under this mesh into operations that run under any mesh.
 
@@ -93,7 +84,7 @@ class UserMesh:
     def _evaluated(self, function: Callable[..., Any], *args: Any) -> Any:
         closed, shapes = self._typed(function, args)
         with jax.sharding.use_abstract_mesh(NO_MESH):
-            outs = _run(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+            outs = _run(closed, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
     def _typed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[core.ClosedJaxpr, Any]:
@@ -154,33 +145,29 @@ def _is_raised_by_jax(error: Exception) -> bool:
     return trace is not None and trace.tb_frame.f_code.co_filename.startswith(JAX)
 
 
-def _run(jaxpr: core.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+def _run(jaxpr: core.Jaxpr | core.ClosedJaxpr, *args: Any) -> list[Any]:
     """Evaluates a jaxpr with shardings in its types by operations without them."""
-    values = dict(zip(jaxpr.invars, args, strict=True)) | dict(zip(jaxpr.constvars, map(off_mesh, consts), strict=True))
-    read = lambda atom: atom.val if isinstance(atom, core.Literal) else values[atom]  # noqa: E731
+    graph = from_jaxpr(jaxpr, INLINED - {HIGH_LEVEL}, as_traced=True)
+    graph = replace(graph, constants={value: off_mesh(const) for value, const in graph.constants.items()})
     mesh = _current()
-    for eqn in jaxpr.eqns:
-        source = eqn.source_info
-        stack = source_info_util.current_name_stack() + source.name_stack
-        with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
-            with source_info_util.user_context(source.traceback, name_stack=stack):
-                outs = _outputs(eqn, [read(atom) for atom in eqn.invars])
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+
+    def override(op: Op, ins: Sequence[Any]) -> Sequence[Any]:
+        with op.eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
+            return _outputs(op.eqn, ins)
+
+    return evaluate(graph, args, override)
 
 
-def _outputs(eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+def _outputs(eqn: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     primitive = eqn.primitive
     if primitive.name in PLACING:
         return operands[:1]
     if primitive.name == "device_put":
         return [_moved(array, var.aval.memory_space) for array, var in zip(operands, eqn.outvars, strict=True)]
-    if primitive.name == HIGH_LEVEL and (remat := remat_of(eqn)) is not None:
-        inner = partial(_run, *opened(remat["jaxpr"]))
-        return jax.checkpoint(inner, policy=remat["policy"], prevent_cse=remat["prevent_cse"])(*operands)
-    if primitive.name in INLINED:
-        body, args = called(eqn, operands)
-        return _run(*opened(body), *args)
+    if primitive.name == HIGH_LEVEL:
+        remat = remat_of(eqn)
+        inner = partial(_run, called(eqn, operands)[0] if remat is None else remat["jaxpr"])
+        return inner(*operands) if remat is None else rematted(remat, inner)(*operands)
     if primitive.name == "shard_map":
         return _mapped(eqn, operands)
     params = primitive.get_bind_params({key: _plain(value) for key, value in eqn.params.items()})
@@ -192,15 +179,15 @@ def _moved(array: Any, space: Any) -> Any:
     return array if jax.typeof(array).memory_space == space else jax.device_put(array, space)
 
 
-def _mapped(eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+def _mapped(eqn: core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
     """Applies a `shard_map` over the same axes, with Explicit axes as Auto."""
-    params, (inner, consts) = eqn.params, opened(eqn.params["jaxpr"])
+    params = eqn.params
     mesh = params["mesh"].abstract_mesh
     types = tuple(AxisType.Auto if axis_type == AxisType.Explicit else axis_type for axis_type in mesh.axis_types)
     mesh = mesh.update(axis_types=types)
     with jax.sharding.use_abstract_mesh(mesh):
         mapped = jax.shard_map(
-            lambda *args: tuple(_run(inner, consts, *args)),
+            lambda *args: tuple(_run(params["jaxpr"], *args)),
             mesh=mesh,
             in_specs=params["in_specs"],
             out_specs=params["out_specs"],
@@ -215,9 +202,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple) and value and all(isinstance(each, core.Jaxpr | core.ClosedJaxpr) for each in value):
         return tuple(map(_plain, value))
     if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-        inner, consts = opened(value)
+        inner, _ = opened(value)
         is_plain = all(hasattr(var.aval, "sharding") for var in inner.invars)  # a kernel's references have none
-        return retraced(value, partial(_run, inner, consts)) if is_plain else value
+        return retraced(value, partial(_run, value)) if is_plain else value
     return None if isinstance(value, NamedSharding) else value
 
 

@@ -180,18 +180,6 @@ def _is_writable() -> bool:
     return True
 
 
-def with_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function wrapped to run with the current defaults for new Variables."""
-    defaults = nnx.var_defaults()
-
-    @functools.wraps(function)
-    def under(*args: Any, **kwargs: Any) -> Any:
-        with nnx.var_defaults(hijax=defaults.hijax, ref=defaults.ref):
-            return function(*args, **kwargs)
-
-    return under
-
-
 def check_optimizer(optimizer: Any) -> None:
     """Raises if `optimizer` is neither an optax transformation nor a function from the model to an optimizer."""
     if not _is_optax(optimizer) and (wrong := _no_optimizer(optimizer)):

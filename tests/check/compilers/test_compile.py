@@ -8,9 +8,9 @@ import pytest
 from jaxlib import _hlo
 
 import hlo_programs
-from spanax.check.compilers.child import POLL_SECONDS, Answer, until
-from spanax.check.compilers.compile import _answered, _assigned, _buffers
-from spanax.check.compilers.target import simulated
+from spanax.check.compilers.child import POLL_SECONDS, Answer, first_result
+from spanax.check.compilers.compile import _assigned_bytes, _buffers, _result
+from spanax.check.compilers.target import simulated_target
 from spanax.check.hlo.module import read_module, read_text
 from spanax.errors import CompilerError
 
@@ -52,15 +52,15 @@ def folder(tmp_path: Path, **answer: object) -> Path:
     return tmp_path
 
 
-def test_main_memory_is_counted_by_what_it_is_for(tmp_path: Path) -> None:
+def test_main_memory_is_counted_by_purpose(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(ASSIGNED)
     wanted = {"arguments": 4096, "temporaries": 8192, "other": 96, "assigned": 12384}
-    assert _assigned(tmp_path / "a.txt") == wanted
-    assert _answered(folder(tmp_path), simulated(8)).memory == wanted
+    assert _assigned_bytes(tmp_path / "a.txt") == wanted
+    assert _result(folder(tmp_path), simulated_target(8)).memory == wanted
 
 
-def test_what_does_not_fit_is_read_off_the_error_and_the_report(tmp_path: Path) -> None:
-    found = _answered(folder(tmp_path, error=OUT_OF_MEMORY), simulated(8))
+def test_out_of_memory_errors_are_parsed_with_their_buffers(tmp_path: Path) -> None:
+    found = _result(folder(tmp_path, error=OUT_OF_MEMORY), simulated_target(8))
     assert (found.needed_bytes, found.limit_bytes) == (int(19.81 * 2**30), int(15.75 * 2**30))
     assert [one.num_bytes for one in found.buffers] == [int(2.33 * 2**30), int(785.38 * 2**20), 512]
     assert found.buffers[0].shapes == "bf16[12500,50000], 2xbf16[1,12500,50000]"
@@ -68,11 +68,11 @@ def test_what_does_not_fit_is_read_off_the_error_and_the_report(tmp_path: Path) 
 
 
 def test_another_error_is_the_compilers(tmp_path: Path) -> None:
-    with pytest.raises(CompilerError, match="refuses the program: INVALID"):
-        _answered(folder(tmp_path, error="INVALID: no\nmore"), simulated(8))
+    with pytest.raises(CompilerError, match="rejects the program: INVALID"):
+        _result(folder(tmp_path, error="INVALID: no\nmore"), simulated_target(8))
 
 
-def test_a_program_is_found_with_its_buffers_around_it_or_without() -> None:
+def test_a_program_is_read_with_or_without_buffer_assignment() -> None:
     module = _hlo.hlo_module_from_text(hlo_programs.VARIADIC).as_serialized_hlo_module_proto()
     size = len(module)
     length = bytes([size & 127 | 128, size >> 7]) if size >= 128 else bytes([size])
@@ -85,7 +85,7 @@ def test_a_program_of_one_computation_is_read() -> None:
     assert list(read_text(text).entry.parameters) == [0]
 
 
-def test_the_program_is_taken_where_it_is_whole(tmp_path: Path) -> None:
+def test_a_complete_dump_is_returned(tmp_path: Path) -> None:
     whole = _hlo.hlo_module_from_text(hlo_programs.VARIADIC).as_serialized_hlo_module_proto()
     (tmp_path / "step.pb").write_bytes(whole[:-1])
     done = threading.Event()
@@ -96,16 +96,19 @@ def test_the_program_is_taken_where_it_is_whole(tmp_path: Path) -> None:
         done.wait()
         return {}, b"late"
 
-    assert until(tmp_path, "*.pb", compiled) == ({"memory": {}}, whole)
+    assert first_result(tmp_path, "*.pb", compiled) == ({"memory": {}}, whole)
     done.set()
-    assert until(tmp_path, "*.pb", lambda: ({"error": "no"}, b"")) == ({"error": "no"}, b"")
-    assert until(tmp_path, "*.none", lambda: ({"memory": {"code": 1}}, b"made")) == ({"memory": {"code": 1}}, b"made")
+    assert first_result(tmp_path, "*.pb", lambda: ({"error": "no"}, b"")) == ({"error": "no"}, b"")
+    assert first_result(tmp_path, "*.none", lambda: ({"memory": {"code": 1}}, b"made")) == (
+        {"memory": {"code": 1}},
+        b"made",
+    )
     assert not (tmp_path / "compiled.pb").exists(), "one thread writes the answer, or another may cut it short"
 
 
-def test_what_a_compilation_raises_is_raised(tmp_path: Path) -> None:
+def test_exceptions_of_the_compilation_are_raised(tmp_path: Path) -> None:
     def compiled() -> Answer:
         raise OSError("no room")
 
     with pytest.raises(OSError, match="no room"):
-        until(tmp_path, "*.pb", compiled)
+        first_result(tmp_path, "*.pb", compiled)

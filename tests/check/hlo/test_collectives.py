@@ -111,7 +111,7 @@ def test_a_count_that_the_program_says_is_taken() -> None:
         "scatter unrolled",
     ],
 )
-def test_what_a_compiler_hides_is_told_as_what_it_is(program: str, kind: str, num_bytes: int) -> None:
+def test_hidden_collectives_are_reported_by_kind(program: str, kind: str, num_bytes: int) -> None:
     [one] = of(program)
     assert (one.kind, one.num_bytes) == (kind, num_bytes)
 
@@ -125,7 +125,7 @@ def test_a_chain_of_permutes_without_sums_is_permutes() -> None:
     assert [one.kind for one in of(text.chained(adds=False), SQUARE)] == ["collective-permute"] * 5
 
 
-def test_what_moves_between_slices_goes_over_the_slowest_axis() -> None:
+def test_transfers_between_slices_use_the_major_axis() -> None:
     [one] = of(text.BETWEEN_SLICES, SQUARE)
     assert (one.kind, one.axes, one.num_bytes, one.group_size) == ("all-reduce", "data", 256, 2)
 
@@ -161,5 +161,5 @@ def test_other_bytes_are_refused(data: bytes) -> None:
         read_module(data)
 
 
-def test_pairs_of_a_permute_that_is_no_ring() -> None:
+def test_pairs_of_a_permute_that_is_not_a_ring() -> None:
     assert axes_of(((0, 1),), {"data": 8}) == "~data"

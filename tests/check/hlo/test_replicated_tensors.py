@@ -1,4 +1,4 @@
-"""What the partitioner makes whole: read from its log, held against the plan, and kept."""
+"""Replicated tensors are read from the partitioner's log, compared with the plan, and stored in reports."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ import programs
 import spanax
 import stored
 from spanax.check.finding import Finding
-from spanax.check.hlo.array_matching import with_tensors
+from spanax.check.hlo.array_matching import with_arrays
 from spanax.check.hlo.collectives import Collective, collectives, totals
 from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import read_module
-from spanax.check.hlo.replicated_tensors import Replicated, replicated
+from spanax.check.hlo.replicated_tensors import ReplicatedTensor, replicated_tensors
 from spanax.check.lint.lint import lint
-from spanax.check.predictions import gathered_bytes, predicted
+from spanax.check.predictions import gathered_bytes, predictions
 from spanax.check.report import Figures, Report
 
 MACHINE = spanax.cluster("cpu:8")
@@ -55,7 +55,7 @@ def moved(figures: Figures) -> int:
 
 
 def test_both_wordings_of_the_log_are_read() -> None:
-    told = replicated("I0000 nothing of ours\n" + OLD + NEW + OLD)
+    told = replicated_tensors("I0000 nothing of ours\n" + OLD + NEW + OLD)
     by_name = {one.name: one for one in told}
     assert len(told) == len(by_name) == 2
     assert by_name["add_any.4"].shape == "f32[64,16,4]" and by_name["add_any.4"].num_bytes == 4 * 64 * 16 * 4
@@ -63,10 +63,10 @@ def test_both_wordings_of_the_log_are_read() -> None:
     said = by_name["sharding_constraint.0"]
     assert (said.shape, said.num_bytes, said.op_name) == ("bf16[32,16,4]", 4096, "jit(f)/sin")
     assert said.source == "/home/me/model.py:7"
-    assert replicated("") == ()
+    assert replicated_tensors("") == ()
 
 
-def test_what_the_partitioner_says_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_the_replicated_tensors_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")  # whoever wants to see nothing is told all the same
     _, _, report = checked("fsdp+tensor+seq", True)
     assert report.inputs_only and report.replicated
@@ -75,21 +75,21 @@ def test_what_the_partitioner_says_is_in_the_report(monkeypatch: pytest.MonkeyPa
     assert Report.from_json(report.to_json()) == report
 
 
-def test_a_replicated_tensor_is_found_with_its_line() -> None:
+def test_a_replicated_tensor_is_reported_with_its_line() -> None:
     said = [one for one in found("fsdp+tensor+seq", True) if one.code == "SPX012"]
     assert said and "models/gpt.py:" in said[0].message and said[0].num_bytes >= 1 << 19
     assert len(str(said[0]).splitlines()) == 2
 
 
-def test_what_costs_no_more_than_planned_is_no_finding() -> None:
+def test_planned_replication_is_not_a_finding() -> None:
     """Newer compilers say it of exchanges that the plan means, too."""
-    told = tuple(Replicated(f"copy.{i}", "f32[16,32,64]", "{a}", "{b}", 131072) for i in range(3))
+    told = tuple(ReplicatedTensor(f"copy.{i}", "f32[16,32,64]", "{a}", "{b}", 131072) for i in range(3))
     for layout in ("fsdp", "fsdp+tensor", "fsdp+tensor+seq"):
         codes = [one.code for one in found(layout, False, replicated=told)]
         assert not {"SPX012", "SPX016"} & set(codes), codes
 
 
-def test_a_parameter_that_is_gathered_over_its_own_axis_is_found() -> None:
+def test_an_unplanned_gather_of_a_parameter_is_reported() -> None:
     program, plan, report = checked("fsdp+tensor", False)
     gather = Collective("all-gather", "model", "f32", "f32[64,256]", 1 << 20, 4, 2, "all-gather.1",
                         "jit(step)/dot_general", "/home/me/model.py:7", tensors=("blocks.up.kernel",))  # fmt: skip
@@ -107,7 +107,7 @@ def test_a_parameter_that_is_gathered_over_its_own_axis_is_found() -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp+tensor"])
-def test_activations_left_to_the_compiler_are_found_and_priced(layout: str) -> None:
+def test_unplanned_activation_transfers_are_reported_with_their_bytes(layout: str) -> None:
     """The usual mistake: inputs sharded, the rest left alone. What the plan says it saves is what it saves."""
     _, _, theirs = checked(layout, True)
     _, _, ours = checked(layout, False)
@@ -128,12 +128,12 @@ def test_inputs_only_is_another_program_for_the_cache(tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("case", stored.CASES, ids=lambda case: case.on)
-def test_what_compilers_for_chips_make_of_a_plan_is_no_finding(case: stored.Case) -> None:
+def test_programs_compiled_for_chips_have_no_findings(case: stored.Case) -> None:
     program = stored.program()
     plan, module = case.plan(program), read_module(gzip.decompress(case.path.read_bytes()))
-    moves = with_tensors(collectives(module, plan.mesh), plan)
+    moves = with_arrays(collectives(module, plan.mesh), plan)
     figures = Figures(flops=program_flops(module), collectives=totals(moves))
-    told = predicted(program, plan, case.cluster)
+    told = predictions(program, plan, case.cluster)
     report = Report(3, case.on, plan.layout.name, repr(plan.mesh), True, "", told, figures, collectives=moves)
     codes = {one.code for one in lint(program, plan, case.cluster, report)}
     assert moves and not codes & {"SPX003", "SPX012", "SPX016"}

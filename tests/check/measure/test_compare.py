@@ -26,7 +26,7 @@ from spanax.check.measure.compare import (
     pruned,
     rank_correlation,
 )
-from spanax.commands.compare import compared, compared_text
+from spanax.commands.compare import answer, compared_text
 from spanax.commands.requests import CompareCommand
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Search
@@ -56,7 +56,7 @@ def found(mesh: str = "fsdp=8") -> Search:
 
 @pytest.fixture(scope="module")
 def answered() -> tuple[str, dict[str, Any]]:
-    return compared(mlp, ASKED, jax.devices())
+    return answer(mlp, ASKED, jax.devices())
 
 
 def test_all_legal_layouts_of_a_mesh_are_run() -> None:
@@ -125,7 +125,7 @@ def test_the_rank_correlation_counts_the_layouts_that_were_left_out() -> None:
     assert ", over 1 of 50 layouts (--all compares all)\n" in compared_text(searched, [row(1, 1)])
 
 
-def test_the_remaining_time_is_the_mean_so_far_times_what_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_is_extrapolated_from_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock on which each compilation takes 10 s and each step 1 s."""
     clock, seen, compiling = [0.0], list[Progress](), spanax.Run.compile
 
@@ -189,10 +189,10 @@ def test_the_choice_and_the_order_are_judged() -> None:
     assert rank_correlation([row(1, 9)]) is None
 
 
-def test_too_much_at_once_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layouts_that_exceed_the_memory_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = found()
     monkeypatch.setattr(module.os, "sysconf", lambda name: 200)
-    with pytest.raises(SpanaxError, match=r"3 layouts hold .* at once(.|\n)*--top 1"):
+    with pytest.raises(SpanaxError, match=r"3 layouts need .* at once(.|\n)*--top 1"):
         compare(searched, steps=1)
 
 

@@ -15,11 +15,11 @@ from spanax.check.measure.profile import (
     _operation,
     _summary,
     _Trace,
+    difference,
     length,
     overlap,
-    profiled,
+    step_profile,
     union,
-    without,
 )
 from spanax.errors import DataError, SpanaxError
 from spanax.run.config import TrainConfig, profiled_steps
@@ -89,7 +89,7 @@ def test_a_run_is_traced_and_summarised(tmp_path: Path, capsys: pytest.CaptureFi
     assert "profile" not in (run / "config.toml").read_text()
 
 
-def test_axes_are_read_from_the_program_beside_the_trace(tmp_path: Path) -> None:
+def test_axes_are_read_from_the_compiled_program(tmp_path: Path) -> None:
     run = train(tmp_path)
     event = profile_event(run)
     assert event["event"] == "profile" and "fsdp" in event["communication"]
@@ -138,7 +138,7 @@ def event(name: str, **stats: Any) -> Any:
     return SimpleNamespace(name=name, stats=list(stats.items()))
 
 
-def test_operations_are_found_on_every_platform() -> None:
+def test_operations_are_recognized_on_every_platform() -> None:
     cpu = event("all-reduce.3", hlo_op="all-reduce.3", hlo_module="jit_step", device_ordinal=5)
     gpu = event("ncclDevKernel_AllReduce", hlo_op="all-reduce-start.1", hlo_module="jit_step")
     tpu = event("%fusion.2 = f32[8] fusion(...)")
@@ -159,18 +159,18 @@ def test_spans_are_joined_cut_and_measured() -> None:
         marked = [{at for start, end in spans for at in range(start, end)} for spans in sets]
         first, second = (union(spans) for spans in sets)
         assert length(first) == len(marked[0])
-        assert length(without(first, second)) == len(marked[0] - marked[1])
+        assert length(difference(first, second)) == len(marked[0] - marked[1])
         assert overlap(first, second) == len(marked[0] & marked[1])
-    assert length(without(union([]), union([(0, 1)]))) == 0 and length(without(union([(0, 1)]), union([]))) == 1
+    assert length(difference(union([]), union([(0, 1)]))) == 0 and length(difference(union([(0, 1)]), union([]))) == 1
 
 
-def test_nothing_traced_is_told(tmp_path: Path) -> None:
+def test_a_missing_trace_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no trace"):
-        profiled(tmp_path)
+        step_profile(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["10", "10:", "0:3", "9:3", "a:b", "1:2:3"])
-def test_steps_that_are_none_are_told(text: str) -> None:
+def test_invalid_profile_steps_raise(text: str) -> None:
     with pytest.raises(SpanaxError, match="takes the first and the last step"):
         profiled_steps(TrainConfig(profile=text))
 

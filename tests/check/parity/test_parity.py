@@ -13,10 +13,10 @@ from flax import nnx
 import spanax
 import zoo
 from programs import zoo_program
-from spanax.check.parity.example_batches import index_bounds, made_up
+from spanax.check.parity.example_batches import example_batch, index_bounds
 from spanax.check.parity.parity import GROUPS, Parity, coarsest_dtype, parity
 from spanax.check.parity.parity import parity as module
-from spanax.check.parity.shrink import fitted, step_flops
+from spanax.check.parity.shrink import shrink_to_fit, step_flops
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.show.parity import parity_text
@@ -51,7 +51,7 @@ def test_the_contract() -> None:
         assert found[group] == found["by_path"][group][found["worst"][group]]
 
 
-def test_the_text_says_how_far_and_what_is_let_pass() -> None:
+def test_the_text_shows_differences_and_tolerances() -> None:
     text = parity_text(held("mlp", "fsdp+tensor", "fsdp=4,model=2"))
     assert "the same numbers" in text and "one device's noise" in text and "parameters" in text
 
@@ -81,7 +81,7 @@ def test_other_numbers_are_named(broken: str, monkeypatch: pytest.MonkeyPatch) -
     assert "OTHER NUMBERS" in parity_text(found) and "gradients of" in parity_text(found)
 
 
-def test_a_train_step_of_ones_own_has_its_gradients_too() -> None:
+def test_a_custom_train_step_records_its_gradients() -> None:
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: dict) -> dict:
         loss, grads = nnx.value_and_grad(zoo.squared_error)(model, batch)
         optimizer.update(model, grads)
@@ -109,16 +109,16 @@ def test_keys_keep_their_implementation() -> None:
     assert parity(program, planned(program, "fsdp", "fsdp=8"), steps=2).passes
 
 
-def test_the_coarsest_dtype_decides_what_is_let_pass() -> None:
+def test_the_lowest_precision_determines_the_tolerance() -> None:
     assert coarsest_dtype(zoo_program("mlp")) == "float32"
     program = zoo_program("mixed-dtype")
     found = parity(program, planned(program, "data", "data=8"), steps=1)
     assert found.dtype == "bfloat16" and found.passes and found.worst("loss").bound > 1e-3
 
 
-def test_no_steps_and_another_plan_are_told() -> None:
+def test_no_steps_and_another_plan_raise() -> None:
     plan = planned(zoo_program("mlp"), "fsdp", "fsdp=8")
-    with pytest.raises(SpanaxError, match="0 steps"):
+    with pytest.raises(SpanaxError, match="steps is 0"):
         parity(zoo_program("mlp"), plan, steps=0)
     with pytest.raises(SpanaxError, match="another program"):
         parity(zoo_program("cnn"), plan)
@@ -128,16 +128,16 @@ def test_no_steps_and_another_plan_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "cnn", "multitask", "llama", "seq2seq"])
-def test_indices_stay_below_what_they_select_from(name: str) -> None:
+def test_indices_stay_within_bounds(name: str) -> None:
     case, program = zoo.ZOO[name], zoo_program(name)
     real = case.batch(256)
     for path, bound in index_bounds(program).items():
         assert bound == int(real[path].max()) + 1, path
-    batch = made_up(program, 0)
+    batch = example_batch(program, 0)
     assert {key: (rows.shape, rows.dtype) for key, rows in batch.items()} == {
         key: (rows.shape, rows.dtype) for key, rows in case.batch(16).items()
     }
-    again = made_up(program, 1)
+    again = example_batch(program, 1)
     assert any((batch[key] != again[key]).any() for key in batch)
 
 
@@ -152,7 +152,7 @@ def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
     name = functools.partial(load, "gpt2")
     program = trace(name(batch_size=16))
     plan = planned(program, "fsdp+tensor", "fsdp=8,model=2")
-    found = fitted(name, trace, program, plan, num_devices=8)
+    found = shrink_to_fit(name, trace, program, plan, num_devices=8)
     assert step_flops(found.program) < 5e11 < step_flops(program)
     assert found.plan.mesh == spanax.MeshShape.of("fsdp=4,model=2") and found.shrunk["fsdp"] == (8, 4)
     assert {"num_layers", "batch_size"} <= found.shrunk.keys()
@@ -161,22 +161,22 @@ def test_a_workload_is_made_smaller_and_stays_laid_out_alike() -> None:
     assert {leaf.path: leaf.spec for leaf in found.plan.leaves} == specs
 
 
-def test_what_fits_is_left_as_it_is() -> None:
+def test_a_workload_that_fits_is_unchanged() -> None:
     program = zoo_program("mlp")
     plan = planned(program, "fsdp", "fsdp=8")
-    found = fitted(lambda: 1 / 0, trace, program, plan, num_devices=8)
+    found = shrink_to_fit(lambda: 1 / 0, trace, program, plan, num_devices=8)
     assert found.program is program and found.plan is plan and found.shrunk == {}
 
 
-def test_what_cannot_be_made_smaller_is_told() -> None:
+def test_a_workload_that_cannot_be_reduced_raises() -> None:
     def as_it_is(**sizes: int) -> spanax.Workload:
         raise SpanaxError("it has no sizes")
 
     program = zoo_program("mlp")
     plan = planned(program, "data", "data=8")
-    with pytest.raises(SpanaxError, match="operations, and 10 are the limit"):
-        fitted(as_it_is, trace, program, plan, num_devices=8, flops=10)
-    with pytest.raises(SpanaxError, match="1 KiB are free for it"):
-        fitted(as_it_is, trace, program, plan, num_devices=8, memory_bytes=1024)
-    with pytest.raises(SpanaxError, match="takes more than the 1 devices"):
-        fitted(as_it_is, trace, program, plan, num_devices=1)
+    with pytest.raises(SpanaxError, match="operations, and the limit is 10"):
+        shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, flops=10)
+    with pytest.raises(SpanaxError, match="1 KiB are available"):
+        shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, memory_bytes=1024)
+    with pytest.raises(SpanaxError, match="cannot be halved to fit the 1 available"):
+        shrink_to_fit(as_it_is, trace, program, plan, num_devices=1)

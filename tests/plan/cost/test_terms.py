@@ -14,7 +14,6 @@ from spanax.plan.sharding import operands
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd import count_terms, partition, sharded_program
 from spanax.run.run import Run
-from spanax.trace.analysis.leaf_aliases import leaf_aliases
 
 # A vocabulary so large that moving what was looked up in it takes less than moving the table.
 GPT = gpt.GPTConfig(vocab_size=2048, seq_len=32, num_layers=2, num_heads=8, embed_dim=64, remat=True)
@@ -148,7 +147,7 @@ def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, k
     for at, leaf in enumerate(program.leaves):
         if leaf.kind == "param":
             of_leaf = count_terms.count_terms(
-                sharded_program.ShardedProgram(resolver, program.step), leaf_aliases(program.step, at)
+                sharded_program.ShardedProgram(resolver, program.step), program.step.leaf_aliases(at)
             )
             total += of_leaf.moved_bytes(plan.mesh).get((kind, "fsdp"), 0.0)
     assert total > 0 and total == pytest.approx(predicted("gpt", layout, "fsdp=8")[kind, "fsdp"])

@@ -12,7 +12,7 @@ from flax import nnx
 
 import spanax
 import zoo
-from spanax.check.predictions import predicted
+from spanax.check.predictions import predictions
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -89,6 +89,6 @@ def test_only_what_is_linear_in_a_sum_is_put_off(turn: Callable[[Any, Any], Any]
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_gradients_move_once_a_step_however_many_microbatches(microbatches: int) -> None:
     program, cluster = of_zoo("gpt", microbatches), spanax.cluster("cpu:8")
-    told = predicted(program, spanax.plan(program, cluster, mesh="data=8", layout="data"), cluster)
+    told = predictions(program, spanax.plan(program, cluster, mesh="data=8", layout="data"), cluster)
     losses = 4 * microbatches  # the metric of each microbatch, a single number
     assert told.collectives == {"data": {"all-reduce": 4 * program.num_params + losses}}

@@ -15,7 +15,7 @@ import pytest
 from spanax.errors import DataError
 from spanax.run.record.events import Events, read
 from spanax.run.record.heartbeat import Pulse
-from spanax.run.record.time_account import Account, account, keep_beat, reached
+from spanax.run.record.time_account import TimeAccount, account, keep_beat, reached
 from spanax.run.record.time_ledger import BUCKETS
 
 FAULTY = [
@@ -42,7 +42,7 @@ def write(folder: Path, told: list[tuple[float, int, str, dict]]) -> Path:  # ty
     return folder
 
 
-def spent(found: Account) -> dict[str, float]:
+def spent(found: TimeAccount) -> dict[str, float]:
     return {name: seconds for name, seconds in found.seconds.items() if seconds}
 
 

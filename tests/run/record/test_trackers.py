@@ -20,7 +20,7 @@ from spanax.errors import SpanaxError, WriteError
 from spanax.hardware.mesh import MeshShape
 from spanax.run.config import TrainConfig, check
 from spanax.run.record.tensorboard import TensorBoard
-from spanax.run.record.trackers import About, Trackers, check_trackers
+from spanax.run.record.trackers import RunInfo, Trackers, check_trackers
 from spanax.run.tracking import made, track
 
 STEPS = [{"event": "step", "step": step, "loss": 1.0 / step, "counts": [1, 2]} for step in range(1, 7)]
@@ -38,7 +38,7 @@ class Told:
             raise OSError(28, "No space left on device")
         self.said.append((name, *said))
 
-    def begin(self, about: About) -> None:
+    def begin(self, about: RunInfo) -> None:
         self._say("begin", about.step, about.reached)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -51,8 +51,8 @@ class Told:
         self._say("end")
 
 
-def about(folder: Path, **values: Any) -> About:
-    return About(folder, {"lr": 0.1, "seed": 3, "mesh": None}, {"layout": "fsdp", "mesh": {"fsdp": 8}}, **values)
+def about(folder: Path, **values: Any) -> RunInfo:
+    return RunInfo(folder, {"lr": 0.1, "seed": 3, "mesh": None}, {"layout": "fsdp", "mesh": {"fsdp": 8}}, **values)
 
 
 def run_of(num_steps: int = 0) -> Any:

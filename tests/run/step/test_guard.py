@@ -94,12 +94,12 @@ def test_a_history_that_was_saved_decides_as_before() -> None:
     assert again == history
     assert History.of(None, 7).last_good_step == 7
     for bad in (7, [[1]], [["a", {}]], [[1, {"loss": "much"}]], {"loss": 1}):
-        with pytest.raises(spanax.DataError, match="no history of good steps"):
+        with pytest.raises(spanax.DataError, match="not a valid history of good steps"):
             History.of(bad, 7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("options", "says"), [({"policy": "stop"}, "unknown policy 'stop'"), ({"spike": 1.0}, "over 1")]
+    ("options", "says"), [({"policy": "stop"}, "unknown policy 'stop'"), ({"spike": 1.0}, "greater than 1")]
 )
 def test_a_guard_that_cannot_be_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(spanax.SpanaxError, match=says):

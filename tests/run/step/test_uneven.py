@@ -39,7 +39,7 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Schedule
 from spanax.run.run import Run
 from spanax.run.step.pipeline import pipeline
-from spanax.run.step.pipeline.layer_order import PADDING, rows_of, stage_by_stage
+from spanax.run.step.pipeline.layer_order import PADDING, layer_order, layers_by_stage
 from spanax.trace.program import Program
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "uneven_errors.txt"
@@ -118,8 +118,9 @@ def test_so_do_all_schedules_and_models(name: str, mesh: str, schedule: str, cou
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 def test_so_does_a_stage_that_skips_its_padding(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
     """As on accelerators, where a stage is split and takes no other's tasks along."""
-    inside = pipeline.pipelined
-    monkeypatch.setattr(pipeline, "pipelined", lambda *args, meets: inside(*args, meets=False))
+    pipelined_loop = pipeline.pipelined_loop
+    run_alone = lambda *args, lockstep: pipelined_loop(*args, lockstep=False)  # noqa: E731
+    monkeypatch.setattr(pipeline, "pipelined_loop", run_alone)
     made = program("gpt-5", 4)
     run = spanax.start(made, planned(made, "pipe=2,data=2", schedule), seed=3)
     assert_same(reference("gpt-5", 4, None), trained(run, "gpt-5"))
@@ -154,7 +155,7 @@ def test_a_state_is_born_with_the_numbers_of_one_device() -> None:
     alone = spanax.start(made, spanax.plan(made, spanax.cluster("cpu:1"), layout="data"), seed=3)
     for path, array in alone.arrays().items():
         np.testing.assert_array_equal(numbers(array), numbers(run.arrays()[path]), path)
-    rows = rows_of(made, plan)
+    rows = layer_order(made, plan)
     assert rows is not None and rows.layers == (0, 1, 3, PADDING, 2, PADDING, 4, PADDING)
     for leaf, array, shape in zip(plan.leaves, run.state, rows.shapes, strict=True):
         assert array.shape == shape and array.sharding.shard_shape(shape) == leaf.local_shape
@@ -171,7 +172,7 @@ def test_parts_differ_by_one_layer_at_most(stages: int, chunks: int) -> None:
         assert [parts.is_full(part) for part in range(parts.num_parts)] == [one == parts.num_rows for one in lengths]
         held = [sum(lengths[stage::stages]) for stage in range(stages)]
         assert max(held) - min(held) <= 1 and held[-1] == min(held)
-        rows = stage_by_stage(parts)
+        rows = layers_by_stage(parts)
         assert sorted(row for row in rows if row != PADDING) == [*range(num_layers)] and len(rows) == parts.num_padded
 
 

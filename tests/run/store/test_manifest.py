@@ -106,9 +106,9 @@ def test_a_manifest_cannot_name_files_outside(step: Path) -> None:
     "changes, reported",
     [
         ({"step": 41}, "manifest.json: written for step 41, found in folder 40"),
-        ({"format": 2}, "manifest.json: format 2 is not known here"),
-        ({"files": ["plan.json"]}, "manifest.json: its list of files makes no sense"),
-        ({"files": {"plan.json": 3}}, "plan.json: its manifest entry makes no sense"),
+        ({"format": 2}, "manifest.json: format 2 is not supported"),
+        ({"files": ["plan.json"]}, "manifest.json: its list of files is invalid"),
+        ({"files": {"plan.json": 3}}, "plan.json: its manifest entry is invalid"),
     ],
 )
 def test_a_manifest_that_was_not_written_for_this_folder(step: Path, changes: dict, reported: str) -> None:
@@ -155,7 +155,7 @@ def test_only_plain_numbers_are_steps(tmp_path: Path) -> None:
     (tmp_path / "10.orbax-checkpoint-tmp").mkdir()
     assert manifest.steps(tmp_path) == [7]
     assert [path.name for path in manifest.unfinished(tmp_path)] == ["10.orbax-checkpoint-tmp", "8", "9"]
-    with pytest.raises(WriteError, match="its name is no step"):
+    with pytest.raises(WriteError, match="its name is not a step number"):
         manifest.write(tmp_path / "logs")
 
 

@@ -14,7 +14,6 @@ from spanax.plan.evaluate import evaluate
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.leaf_aliases import leaf_aliases
 from spanax.trace.program import Program
 
 WIDTH, HIDDEN, BATCH = 32, 64, 16
@@ -82,7 +81,7 @@ def test_of_one_leaf_alone() -> None:
     )
     assert apart - joined == size
     for leaf, saved in (("embed.kernel", size), ("body.kernel", 0)):
-        only = leaf_aliases(program.step, [one.path for one in program.leaves].index(leaf))
+        only = program.step.leaf_aliases([one.path for one in program.leaves].index(leaf))
         of_leaf = [
             count_terms(laid, only, adds_first=adds).moved_bytes(plan.mesh)["all-reduce", "data"]
             for adds in (False, True)

@@ -19,7 +19,6 @@ from spanax.plan.sharding.operands import operand_sharding
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.partition import as_masks
 from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph
 from spanax.trace.program import Program
 
@@ -163,7 +162,7 @@ def test_nothing_ever_moves_for_an_inert_operation(name: str, layout: str, mesh:
         constraint = constraints[value]
         return (0,) * len(graph.shape(value)) if constraint is None else as_masks(constraint.spec, bits)
 
-    elementwise = [op for op in graph.ops() if op.name in ELEMENTWISE]
+    elementwise = [op for op in graph.ops() if op.is_elementwise]
     assert 2 * len(program.step.inert) > len(elementwise) and set(elementwise) >= program.step.inert
     for op in program.step.inert:
         assert len({masks(value) for value in (*op.inputs, *op.outputs) if graph.shape(value)}) <= 1, op

@@ -8,11 +8,11 @@ from flax import nnx
 
 import spanax
 from programs import zoo_program
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Body, Op
-from spanax.trace.traced import Traced
 
 
-def names(traced: Traced) -> list[str]:
+def names(traced: StepAnalysis) -> list[str]:
     return [op.name for op in traced.order[traced.graph.body]]
 
 
@@ -41,14 +41,14 @@ class Tower(nnx.Module):
         return x_BD @ self.embed.kernel.T
 
 
-def tower(optimizer: optax.GradientTransformation) -> Traced:
+def tower(optimizer: optax.GradientTransformation) -> StepAnalysis:
     return spanax.trace(
         build=Tower, optimizer=optimizer, batch=jax.ShapeDtypeStruct((16, 32), "float32"),
         loss=lambda model, x: ((model(x) - x) ** 2).mean(),
     ).step  # fmt: skip
 
 
-def made_at(traced: Traced, body: Body, shape: tuple[int, ...]) -> list[int]:
+def made_at(traced: StepAnalysis, body: Body, shape: tuple[int, ...]) -> list[int]:
     """Where matmuls with a result of this shape run."""
     ops: tuple[Op, ...] = traced.order[body]
     made = [op.name == "dot_general" and traced.graph.shape(op.outputs[0]) == shape for op in ops]

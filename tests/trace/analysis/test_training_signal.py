@@ -61,7 +61,7 @@ def found(loss: Any = None, build: Any = Model, optimizer: Any = None, **options
         options["loss"] = loss
     program = spanax.trace(build=build, optimizer=optimizer or optax.adamw(0.1), batch=BATCH, **options)
     result: dict[Flaw, list[str]] = {}
-    for kind, path, _, _ in flaws(program):
+    for kind, path, _, _ in flaws(program.step, program.leaves, has_loss=program.evaluation is not None):
         result.setdefault(kind, []).append(path)
     return result
 

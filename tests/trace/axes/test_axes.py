@@ -17,10 +17,10 @@ from flax import nnx
 import spanax
 import zoo
 from spanax.models import gpt, llama
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.axes.axes import discover
-from spanax.trace.jaxpr import dim_rules
+from spanax.trace.jaxpr.dim_maps.registry import TABLE
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden" / "axes"
 MAIN = ("cnn", "gpt", "gqa", "llama", "mixtral", "mlp", "moe", "resnet", "vit", "vit-scan")
@@ -35,7 +35,7 @@ def program(name: str, size: int) -> Program:
     return spanax.trace(build=case.build, optimizer=optimizer, batch=case.batch(size), loss=case.loss)
 
 
-def misnamed(traced: Traced, name: str, size: int) -> list[str]:
+def misnamed(traced: StepAnalysis, name: str, size: int) -> list[str]:
     """Dims divisible by a size that are not called by this name, and others that are."""
     makers = {value: op.name for op in traced.graph.ops() for value in op.outputs}
     found = []
@@ -91,7 +91,7 @@ def test_other_axes_by_a_prime_size(field: str, name: str) -> None:
 
 
 def test_a_rule_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(dim_rules.RULES, "dot_general")
+    monkeypatch.delitem(TABLE, "dot_general")
     case = zoo.ZOO["mlp"]
     with pytest.warns(UserWarning, match="no rule for the primitives 'dot_general'"):
         traced = spanax.trace(build=case.build, optimizer=case.optimizer, batch=case.batch(11), loss=case.loss)

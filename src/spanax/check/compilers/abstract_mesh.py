@@ -1,7 +1,7 @@
-"""Abstract: the partitioner's own passes on a mesh without devices, in this process, in about a second at any size.
+"""Runs the partitioner's passes (Shardy) on an abstract mesh and collects the collectives of the partitioned step.
 
-These passes (Shardy) are bound in jaxlib and promised nowhere, so they are looked for before they are used. They are
-not all that XLA does: gathers that it merges or moves out of loops are here as they are asked for.
+This takes about a second for any number of devices. The passes are private bindings of jaxlib, so `is_available` checks
+for them. XLA's later optimizations, such as combining collectives or hoisting them out of loops, are not included.
 """
 
 import functools
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from spanax.check.hlo.collectives import Collective
-from spanax.check.hlo.replica_groups import Groups, axes_of
+from spanax.check.hlo.replica_groups import ReplicaGroups, axes_of
 from spanax.check.lint.source_lines import user_line
 from spanax.hardware.mesh import MeshShape
 
 PASSES = (
     "builtin.module(sdy-propagation-pipeline)",
-    # Without the option only what must be resharded to stay right becomes explicit, and sums are left out.
+    # Without the option, only the reshards needed for correctness become explicit, and all-reduces are omitted.
     "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))",
     "builtin.module(func.func(sdy-reshard-to-collectives))",
 )
@@ -31,7 +31,7 @@ NAMES = {
     "sdy.all_to_all": ("all-to-all", "params"),
     "sdy.collective_permute": ("collective-permute", ""),
 }
-"""Shardy's operations -> kinds, and the attribute with their mesh axes."""
+"""Shardy's operations -> the kind of collective, and the attribute with its mesh axes."""
 
 MANUAL = {
     "stablehlo.all_gather": "all-gather",
@@ -40,7 +40,7 @@ MANUAL = {
     "stablehlo.collective_permute": "collective-permute",
     "stablehlo.reduce_scatter": "reduce-scatter",
 }
-"""Collectives inside of a `shard_map`, where shapes are those of one device -> kinds."""
+"""The operations inside a `shard_map`, with per-device shapes -> the kind of collective."""
 
 _AXIS_REFERENCE = re.compile(r'axis_ref<name = "(\w+)">')
 _AXIS = re.compile(r'"(\w+)"(?::\((\d+)\)(\d+))?')
@@ -49,40 +49,40 @@ _BITS = re.compile(r"\d+")
 
 
 @functools.cache
-def is_possible() -> bool:
-    """Whether this jaxlib has the passes."""
+def is_available() -> bool:
+    """Returns whether this jaxlib provides the passes."""
     try:
         from jax._src.interpreters import mlir
         from jaxlib.mlir import passmanager
 
         with mlir.make_ir_context():
-            for one in PASSES:
-                passmanager.PassManager.parse(one)
-    except Exception:  # of whatever kind: private names come and go with versions
+            for pipeline in PASSES:
+                passmanager.PassManager.parse(pipeline)
+    except Exception:  # Private names change between versions, so any exception means that they are missing.
         return False
     return True
 
 
 def abstract_collectives(module: Any, mesh: MeshShape) -> tuple[Collective, ...]:
-    """The collectives of a lowered step, the largest first; the module is changed on the way."""
+    """Returns the collectives of a lowered step, largest first. Modifies the module."""
     from jaxlib.mlir import passmanager
 
     with module.context:
-        for one in PASSES:
-            passmanager.PassManager.parse(one).run(module.operation)
+        for pipeline in PASSES:
+            passmanager.PassManager.parse(pipeline).run(module.operation)
         functions = {op.attributes["sym_name"].value: op for op in module.body.operations if _name(op) == "func.func"}
-        found = list(_Walk(functions, mesh).of(functions["main"].regions[0].blocks[0], 1, True))
-    return tuple(sorted(found, key=lambda one: (-one.num_bytes, one.kind, one.name)))
+        collectives = list(_Collector(functions, mesh).block(functions["main"].regions[0].blocks[0], 1, True))
+    return tuple(sorted(collectives, key=lambda move: (-move.num_bytes, move.kind, move.name)))
 
 
-class _Walk:
-    """One walk over a module's functions, from `main` down."""
+class _Collector:
+    """Yields the collectives of a module's functions, starting with `main`."""
 
     def __init__(self, functions: dict[str, Any], mesh: MeshShape):
         self.functions, self.mesh = functions, mesh
 
-    def of(self, block: Any, runs: int, is_counted: bool) -> Iterator[Collective]:
-        """The collectives of a block; the same move of the same value counts once."""
+    def block(self, block: Any, runs: int, is_counted: bool) -> Iterator[Collective]:
+        """Yields the collectives of a block; identical collectives of the same value count once."""
         seen = set[Any]()
         for op in block.operations:
             name = _name(op)
@@ -90,53 +90,55 @@ class _Walk:
                 key = (op.operands[0], name, str(op.results[0].type), str(op.attributes["out_sharding"]))
                 if key not in seen:
                     seen.add(key)
-                    yield from self._one(op, name, runs, is_counted)
+                    yield from self._collectives(op, name, runs, is_counted)
             elif name in MANUAL:
                 yield from self._manual(op, MANUAL[name], runs, is_counted)
             elif name == "func.call":
                 called = self.functions[op.attributes["callee"].value]
-                yield from self.of(called.regions[0].blocks[0], runs, is_counted)
+                yield from self.block(called.regions[0].blocks[0], runs, is_counted)
             elif name == "stablehlo.while":
-                count = _trips(op)
-                known = is_counted and count is not None
-                yield from self.of(op.regions[1].blocks[0], runs * (count or 1), known)
+                count = _trip_count(op)
+                is_known = is_counted and count is not None
+                yield from self.block(op.regions[1].blocks[0], runs * (count or 1), is_known)
             else:
                 for region in op.regions:
                     for inner in region.blocks if name != "stablehlo.reduce" else ():
-                        yield from self.of(inner, runs, is_counted)
+                        yield from self.block(inner, runs, is_counted)
 
-    def _one(self, op: Any, name: str, runs: int, is_counted: bool) -> Iterator[Collective]:
+    def _collectives(self, op: Any, name: str, runs: int, is_counted: bool) -> Iterator[Collective]:
         kind, attribute = NAMES[name]
         out = str(op.attributes["out_sharding"])
-        over = _axes(str(op.attributes[attribute])) if attribute else _axes(out)
-        result, kept = op.results[0], _axes(out)
-        sliced = _sliced(op) if kind == "all-reduce" else set()
-        if over and sliced == over:
-            kind, kept = "reduce-scatter", kept | over
-        names = [axis for axis in self.mesh.names if axis in {one[0] for one in over}]
+        axes = _axes(str(op.attributes[attribute])) if attribute else _axes(out)
+        result, out_axes = op.results[0], _axes(out)
+        sliced = _sliced_axes(op) if kind == "all-reduce" else set()
+        if axes and sliced == axes:
+            kind, out_axes = "reduce-scatter", out_axes | axes
+        names = [axis for axis in self.mesh.names if axis in {entry[0] for entry in axes}]
         if not names:
             return
-        is_partial = any(one[1] for one in over)
+        is_partial = any(entry[1] for entry in axes)
         dtype, dims = _type(result.type)
         num_bytes = _num_bytes(dtype, dims)
-        ways = _ways(kept, self.mesh)
+        num_shards = _num_shards(out_axes, self.mesh)
         yield Collective(
             kind=kind,
             axes="~" * is_partial + "+".join(names),
             dtype=dtype,
-            shapes=f"{dtype}[{','.join(map(str, dims))}] split {ways} ways" if ways > 1 else f"{dtype}{list(dims)}",
-            bytes_once=num_bytes // ways,
+            shapes=f"{dtype}[{','.join(map(str, dims))}] in {num_shards} shards"
+            if num_shards > 1
+            else f"{dtype}{list(dims)}",
+            bytes_once=num_bytes // num_shards,
             runs=runs,
-            group_size=_ways(over, self.mesh),
+            group_size=_num_shards(axes, self.mesh),
             name=name,
             op_name=_op_name(str(op.location)),
             source=_source(op),
-            written="all-reduce and a slice" if sliced == over and over else "",
+            written="all-reduce and a slice" if sliced == axes and axes else "",
             is_counted=is_counted,
         )
 
     def _manual(self, op: Any, kind: str, runs: int, is_counted: bool) -> Iterator[Collective]:
-        """A collective of a `shard_map`, each of whose results is one device's."""
+        """Yields the collectives of an operation inside a `shard_map`, whose results have per-device shapes."""
         groups = _groups(op, self.mesh)
         names = axes_of(groups, dict(self.mesh.axes))
         for result in op.results if names else ():
@@ -156,15 +158,15 @@ class _Walk:
             )
 
 
-def _groups(op: Any, mesh: MeshShape) -> Groups:
-    """Places in the mesh that communicate: listed, or (from jax 0.11 on) as mesh axes; of a permute pairs."""
+def _groups(op: Any, mesh: MeshShape) -> ReplicaGroups:
+    """Returns the replica groups, which are listed or, since jax 0.11, given as mesh axes; of a permute, its pairs."""
     permuted = "source_target_pairs" in op.attributes
     groups = op.attributes["source_target_pairs" if permuted else "replica_groups"]
-    places = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
+    partitions = np.arange(mesh.size).reshape([size for _, size in mesh.axes])
     if _AXIS_REFERENCE.search(str(groups)):
-        over = [mesh.names.index(name) for name in _AXIS_REFERENCE.findall(str(groups))]
-        last = range(places.ndim - len(over), places.ndim)
-        rows = np.moveaxis(places, over, last).reshape(-1, math.prod(places.shape[axis] for axis in over))
+        axes = [mesh.names.index(name) for name in _AXIS_REFERENCE.findall(str(groups))]
+        trailing = range(partitions.ndim - len(axes), partitions.ndim)
+        rows = np.moveaxis(partitions, axes, trailing).reshape(-1, math.prod(partitions.shape[axis] for axis in axes))
     else:
         rows = np.asarray(groups)
     return tuple(map(tuple, rows.tolist()))
@@ -186,24 +188,24 @@ Axes = set[tuple[str, str, str]]
 
 
 def _axes(text: str) -> Axes:
-    """The mesh axes in an attribute, each with the (outer, size) of the part that is meant, if not all of it."""
+    """Returns the mesh axes in an attribute, each with the (outer, size) of a sub-axis, or empty strings."""
     return set(_AXIS.findall(text.split("@mesh", 1)[-1]))
 
 
-def _ways(axes: Axes, mesh: MeshShape) -> int:
-    ways = 1
+def _num_shards(axes: Axes, mesh: MeshShape) -> int:
+    count = 1
     for name, _, size in axes:
-        ways *= int(size) if size else mesh.ways([name])
-    return ways
+        count *= int(size) if size else mesh.ways([name])
+    return count
 
 
-def _sliced(op: Any) -> Axes:
-    """The axes over which all that reads a sum splits it."""
+def _sliced_axes(op: Any) -> Axes:
+    """Returns the axes over which every user of an all-reduce slices it."""
     users = [use.owner for use in op.results[0].uses]
     if not users or any(user.operation.name != "sdy.all_slice" for user in users):
         return set()
-    found = [_axes(str(user.attributes["slicing_axes"])) for user in users]
-    return found[0] if all(one == found[0] for one in found) else set()
+    axes = [_axes(str(user.attributes["slicing_axes"])) for user in users]
+    return axes[0] if all(other == axes[0] for other in axes) else set()
 
 
 def _type(tensor: Any) -> tuple[str, tuple[int, ...]]:
@@ -212,22 +214,22 @@ def _type(tensor: Any) -> tuple[str, tuple[int, ...]]:
     return short.get(dtype, dtype), tuple(tensor.shape)
 
 
-def _trips(loop: Any) -> int | None:
-    """How often a loop runs that counts up by one to a constant, as `scan` and `fori_loop` are lowered; or None."""
+def _trip_count(loop: Any) -> int | None:
+    """Returns the trip count of a loop that counts up by 1 to a constant, like a lowered `scan`; None for others."""
     condition, body = (region.blocks[0] for region in loop.regions)
-    *_, compared, _ = condition.operations
-    if _name(compared) != "stablehlo.compare" or "LT" not in str(compared.attributes["comparison_direction"]):
+    *_, compare, _ = condition.operations
+    if _name(compare) != "stablehlo.compare" or "LT" not in str(compare.attributes["comparison_direction"]):
         return None
-    counter, bound = compared.operands
-    places = [at for at, argument in enumerate(condition.arguments) if argument == counter]
+    counter, bound = compare.operands
+    positions = [position for position, argument in enumerate(condition.arguments) if argument == counter]
     limit = _constant(bound)
-    if len(places) != 1 or limit is None:
+    if len(positions) != 1 or limit is None:
         return None
-    at = places[0]
-    start, after = _constant(loop.operands[at]), list(body.operations)[-1].operands[at]
-    step = after.owner
+    position = positions[0]
+    start, next_value = _constant(loop.operands[position]), list(body.operations)[-1].operands[position]
+    step = next_value.owner
     adds = getattr(step, "operation", None) is not None and step.operation.name == "stablehlo.add"
-    if start is None or not adds or step.operands[0] != body.arguments[at] or _constant(step.operands[1]) != 1:
+    if start is None or not adds or step.operands[0] != body.arguments[position] or _constant(step.operands[1]) != 1:
         return None
     return max(0, limit - start)
 
@@ -236,10 +238,10 @@ def _constant(value: Any) -> int | None:
     owner = value.owner
     if getattr(owner, "operation", None) is None or owner.operation.name not in ("sdy.constant", "stablehlo.constant"):
         return None
-    told = re.search(r"dense<(-?\d+)>", str(owner.attributes["value"]))
-    return int(told[1]) if told else None
+    literal = re.search(r"dense<(-?\d+)>", str(owner.attributes["value"]))
+    return int(literal[1]) if literal else None
 
 
 def _op_name(location: str) -> str:
-    told = re.search(r'"(jit\([^"]*)"', location)
-    return told[1] if told else ""
+    match = re.search(r'"(jit\([^"]*)"', location)
+    return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""Annotated: the train step as it goes to XLA, with the shardings of a plan and the paths of its arrays."""
+"""The train step of a plan as StableHLO, annotated with its shardings and the paths of its arrays."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,24 +13,24 @@ from spanax.plan.sharding.place import as_planned
 from spanax.run.config import TrainConfig, with_settings
 from spanax.run.record.folder import recorded
 from spanax.run.run import Run
-from spanax.run.workload_tracing import traced
+from spanax.run.workload_tracing import trace_workload
 from spanax.trace.program import Program
 from spanax.trace.workload import Workload
 
 SIZES = {"batch": "batch_size", "seq": "seq_len", "vocab": "vocab_size", "layers": "num_layers", "embed": "embed_dim"}
-"""Axes whose size a workload may take, and as what."""
+"""The named axes whose size a workload may take as an argument -> the name of the argument."""
 
 
 def annotated_program(program: Program, plan: Plan, devices: Sequence[Any]) -> str:
-    """The step as StableHLO, before XLA: every sharding in it, and arrays by path where JAX has numbers.
+    """Returns the step as StableHLO, before XLA, with all shardings and with array paths instead of indices.
 
     Args:
-      program: what the plan was made for.
-      plan: its shardings are written out.
-      devices: as many as its mesh has; simulated ones do. Nothing is compiled, and nothing is allocated on them.
+      program: the program of the plan.
+      plan: the plan whose shardings are written.
+      devices: at least as many devices as the mesh has, which may be simulated. Nothing is compiled or allocated.
 
     Raises:
-      SpanaxError: the plan is another program's, or there are too few devices.
+      SpanaxError: the plan was made for another program, or there are too few devices.
 
     Example:
       >>> import jax, optax, spanax
@@ -50,37 +50,39 @@ def annotated_program(program: Program, plan: Plan, devices: Sequence[Any]) -> s
     text = run.lower().as_text(debug_info=True)
     for name, leaves in (("state", plan.leaves), ("batch", plan.batch)):
         paths = [leaf.path for leaf in leaves]
-        text = re.sub(rf'"{name}\[(\d+)\]"', lambda at, paths=paths: f'"{paths[int(at[1])]}"', text)  # type: ignore[misc]
-    heads = [f"// {plan.layout.name} on {plan.mesh}: {plan.why}"]
+        text = re.sub(rf'"{name}\[(\d+)\]"', lambda match, paths=paths: f'"{paths[int(match[1])]}"', text)  # type: ignore[misc]
+    header = [f"// {plan.layout.name} on {plan.mesh}: {plan.why}"]
     for leaf in plan.leaves + plan.batch:
-        split = ", ".join("+".join(by) or "-" for by in leaf.spec)
+        spec = ", ".join("+".join(by) or "-" for by in leaf.spec)
         reason = f": {leaf.reason}" if leaf.reason else ""
-        heads.append(f"// {leaf.path} {leaf.dtype}{list(leaf.shape)} ({split}){reason}")
-    return "\n".join([*heads, text])
+        header.append(f"// {leaf.path} {leaf.dtype}{list(leaf.shape)} ({spec}){reason}")
+    return "\n".join([*header, text])
 
 
 def program_for(path: Path, plan: Plan, load: Callable[..., Workload], workload: str | None) -> Program:
-    """The program that a plan was made for: a run folder says which; of a plan file, `workload` does.
+    """Returns the program of a plan, from the config of a run folder or from the name of a workload.
 
     Args:
       path: the plan file or run folder.
-      plan: the plan found there.
-      load: makes a workload, given its name and sizes.
-      workload: its name.
+      plan: the plan at `path`.
+      load: returns a workload, given its name and sizes.
+      workload: the name of the workload; required for a plan file.
 
     Raises:
-      SpanaxError: nobody says which, or the plan is another's.
+      SpanaxError: `workload` is missing, or the plan was made for another program.
     """
     if Folder.of(path).kind(CONFIG) is not None:
         settings = with_settings(TrainConfig(), recorded(path), str(path / CONFIG))
-        return traced(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
+        return trace_workload(lambda **sizes: load(settings.workload, **sizes), settings, plan)[2]
     if workload is None:
-        raise SpanaxError("a plan file does not say what it was made for.", fix="--workload NAME, beside --hlo")
+        raise SpanaxError("a plan file does not record its workload.", fix="--workload NAME with --hlo")
     dtype, program = plan.schedule.compute_dtype, None
-    # As it is; or else in the sizes that the plan's axes have.
+    # With its default sizes, or else with the sizes of the plan's axes.
     for sizes in ({}, _sizes(plan)):
-        made = load(workload, **sizes)
-        program = made.trace(learning_rate=made.learning_rate, num_steps=made.num_steps, compute_dtype=dtype)
+        instance = load(workload, **sizes)
+        program = instance.trace(
+            learning_rate=instance.learning_rate, num_steps=instance.num_steps, compute_dtype=dtype
+        )
         if program.fingerprint == plan.fingerprint:
             break
     assert program is not None
@@ -88,10 +90,10 @@ def program_for(path: Path, plan: Plan, load: Callable[..., Workload], workload:
 
 
 def _sizes(plan: Plan) -> dict[str, int]:
-    """The sizes of the plan's axes that a workload takes, and of these only what the batch and the leaves agree on."""
-    found: dict[str, set[int]] = {}
+    """Returns the workload arguments for the sizes of the plan's axes; axes with several sizes are omitted."""
+    sizes_by_axis: dict[str, set[int]] = {}
     for leaf in plan.leaves + plan.batch:
         for name, size in zip(leaf.axes, leaf.shape, strict=True):
             if name in SIZES:
-                found.setdefault(name, set()).add(size)
-    return {SIZES[name]: sizes.pop() for name, sizes in found.items() if len(sizes) == 1}
+                sizes_by_axis.setdefault(name, set()).add(size)
+    return {SIZES[name]: sizes.pop() for name, sizes in sizes_by_axis.items() if len(sizes) == 1}

@@ -1,7 +1,7 @@
 """Compiles one program in a child process, for absent devices: `python -P -m spanax.check.compilers.child DIR`.
 
-A compiler may die, hang, or hold the machine's one lock on its library; none of that may happen to the process that
-asks. DIR holds `request.json` and `program.mlirbc`; the answer is left there as `answer.json` and `compiled.pb`.
+A compiler may crash, hang, or lock its library for the whole machine, so it does not run in the parent process. The
+child reads `request.json` and `program.mlirbc` in DIR, and writes `answer.json` and `compiled.pb`.
 """
 
 import json
@@ -21,29 +21,29 @@ EARLY = {
     "tpu": "*.jit_step.*after_optimizations_after_buffer_assignment.hlo.pb",
     "cuda": "*.jit_step.*_gpu_after_optimizations.hlo.pb",
 }
-"""What a compiler dumps of a program last before it makes machine code, or (CPU) before it is made one for a CPU."""
+"""The last dump of a program before machine code is generated; for CPU, before CPU-specific passes."""
 
 POLL_SECONDS = 0.2
 
 Answer = tuple[dict[str, Any], bytes]
-"""What is said of a program, and the program as XLA serializes it: empty where none was made."""
+"""The JSON answer, and the serialized HLO module, which is empty if compilation failed."""
 
 
 def main(folder: Path) -> None:
-    """Compile what lies in a folder, and leave the answer there."""
+    """Compiles the program in a folder and writes the answer there."""
     request = json.loads((folder / "request.json").read_text())
     _environment(request)
     answer, program = _compiled(folder, request)
     (folder / "compiled.pb").write_bytes(program)
     (folder / "answer.json").write_text(json.dumps(answer))
     sys.stdout.flush()
-    os._exit(0)  # the compiler may still be at work in its thread, and is not waited for
+    os._exit(0)  # does not wait for the compiler's thread, which may still be running
 
 
 def _environment(request: dict[str, Any]) -> None:
-    """Before JAX is imported: no accelerator is started, and libtpu may be loaded beside another process."""
+    """Sets the environment before JAX is imported: no accelerator starts, and another process may hold libtpu."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"  # warnings of XLA's are read, whatever the caller wants to see
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "1"  # XLA's warnings are parsed, so the caller's log level does not apply
     if request["platform"] == "tpu":
         os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
         os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -63,7 +63,7 @@ def _compiled(folder: Path, request: dict[str, Any]) -> Answer:
 
     jax.config.update("jax_enable_compilation_cache", False)
     devices = _devices(request)
-    told = {"platform_version": devices.flat[0].client.platform_version}
+    platform = {"platform_version": devices.flat[0].client.platform_version}
     flags = {
         "xla_dump_to": str(folder / "dump"),
         "xla_dump_hlo_as_proto": True,
@@ -81,33 +81,33 @@ def _compiled(folder: Path, request: dict[str, Any]) -> Answer:
     def compiled() -> Answer:
         with mlir.make_ir_context():
             module = ir.Module.parse((folder / "program.mlirbc").read_bytes())
-            there = xla_client.DeviceList(tuple(devices.flat))
+            device_list = xla_client.DeviceList(tuple(devices.flat))
             try:
                 client = devices.flat[0].client
-                executable = compiler.backend_compile_and_load(client, module, there, options, [])
+                executable = compiler.backend_compile_and_load(client, module, device_list, options, [])
             except jax.errors.JaxRuntimeError as error:
                 return {"error": str(error)}, b""
         program = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
         return {"memory": _memory(executable.get_compiled_memory_stats())}, program
 
     early = EARLY[request["platform"]]
-    answer, program = compiled() if request["is_whole"] else until(folder / "dump", early, compiled)
-    return told | answer, program
+    answer, program = compiled() if request["is_whole"] else first_result(folder / "dump", early, compiled)
+    return platform | answer, program
 
 
-def until(folder: Path, early: str, compiled: Callable[[], Answer]) -> Answer:
-    """What a compilation says, or the program as it is before machine code is made of it: whichever is first there.
+def first_result(folder: Path, early: str, compiled: Callable[[], Answer]) -> Answer:
+    """Returns the result of a compilation, or the program dumped before code generation, whichever comes first.
 
-    Of the time that TPU programs take, 95 % go into machine code, which nobody is going to run.
+    Code generation, whose result is never run, takes 95 % of the compile time of TPU programs.
     """
-    found: list[Answer] = []
-    failed: list[BaseException] = []
+    answers: list[Answer] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(compiled())
-        except BaseException as error:  # told by the thread that waits
-            failed.append(error)
+            answers.append(compiled())
+        except BaseException as error:  # raised by the waiting thread
+            errors.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -115,16 +115,16 @@ def until(folder: Path, early: str, compiled: Callable[[], Answer]) -> Answer:
     while thread.is_alive():
         thread.join(POLL_SECONDS)
         before, program = program, _dumped(folder, early)
-        if program and program == before:  # seen twice: what is dumped beside it is there too
+        if program and program == before:  # unchanged since the last poll, so the other dump files are complete
             return {"memory": {}}, program
-    if failed:
-        raise failed[0]
-    answer, program = found[0]
+    if errors:
+        raise errors[0]
+    answer, program = answers[0]
     return (answer, program) if "error" in answer else (answer, _dumped(folder, early) or program)
 
 
 def _dumped(folder: Path, early: str) -> bytes:
-    """The program that a compiler has dumped; empty while there is none, or only the beginning of one."""
+    """Returns the program that the compiler has dumped; empty while the dump is missing or incomplete."""
     for path in folder.glob(early):
         data = path.read_bytes()
         try:
@@ -145,7 +145,7 @@ def _memory(stats: Any) -> dict[str, int]:
 
 
 def _devices(request: dict[str, Any]) -> Any:
-    """The devices as the step will have them when it runs: an array of the mesh's shape."""
+    """Returns the devices in the order in which the step runs on them, as an array with the shape of the mesh."""
     import jax
 
     from spanax.hardware.mesh import MeshShape
@@ -156,11 +156,11 @@ def _devices(request: dict[str, Any]) -> Any:
     else:
         from jax.experimental import topologies
 
-        wanted = {key: tuple(value) if isinstance(value, list) else value for key, value in request["options"].items()}
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in request["options"].items()}
         name = request["topology"]
         if request["platform"] == "cuda":
-            name, wanted["topology"] = "", name
-        devices = topologies.get_topology_desc(name, platform=request["platform"], **wanted).devices
+            name, options["topology"] = "", name
+        devices = topologies.get_topology_desc(name, platform=request["platform"], **options).devices
     if len(devices) != request["num_devices"]:
         raise SystemExit(f"the compiler's {request['topology']} has {len(devices)} devices")
     return MeshShape.of(request["mesh"]).build(devices).devices

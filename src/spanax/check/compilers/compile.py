@@ -1,4 +1,4 @@
-"""Compile: a program given to a compiler in a process of its own, with a time limit and a log that outlives a crash."""
+"""Compiles a lowered step in a child process, with a time limit and a log that survives a crash."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.compilers.lowered_step import Lowered
-from spanax.check.compilers.target import Target, missing
+from spanax.check.compilers.target import Target, install_command
 from spanax.check.report import Buffer
 from spanax.errors import CompilerError, SpanaxError
 from spanax.hardware.mesh import MeshShape
@@ -21,18 +21,23 @@ from spanax.hardware.mesh import MeshShape
 TIMEOUT_SECONDS = 900.0
 
 OUT_OF_MEMORY = re.compile(r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)")
-"""Source: libtpu 0.0.51's error E1000, CompileTimeHbmOom."""
+"""Source: error E1000, CompileTimeHbmOom, of libtpu 0.0.51."""
 
 POWERS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """What a compiler said of a program.
+    """The result of compiling a program.
 
-    `module` is XLA's serialized program, empty where none was made; `memory` its own count of bytes on one device
-    (`assigned`: of its main memory in all). `needed_bytes` and `limit_bytes` are set where it does not fit, and then
-    `buffers` holds the largest, as told: their paths are not known yet. `log` is what it wrote meanwhile.
+    Attributes:
+      module: the serialized HLO module; empty if the program does not fit in memory.
+      memory: the compiler's memory statistics in bytes per device; `assigned` is the total in main memory.
+      platform_version: the version of the compiler.
+      needed_bytes: the memory needed, if the program does not fit.
+      limit_bytes: the memory available, if the program does not fit.
+      buffers: the largest buffers, without paths, if the program does not fit.
+      log: the log of the compiler.
     """
 
     module: bytes
@@ -53,19 +58,19 @@ def compile_for(
     flags: Mapping[str, str] | None = None,
     is_whole: bool = False,
 ) -> Compiled:
-    """Compile a program for a target in a process of its own; up to machine code only where `is_whole` asks for it.
+    """Compiles a program for a target in a child process; generates machine code only with `is_whole`.
 
     Raises:
       SpanaxError: the compiler is not installed.
-      CompilerError: it died, refused the program or took too long; its log is kept.
+      CompilerError: it crashed, rejected the program or exceeded the time limit; its log file is kept.
     """
-    if line := missing(target.platform):
-        raise SpanaxError(f"the compiler for {target.topology} is not installed.", fix=line)
+    if command := install_command(target.platform):
+        raise SpanaxError(f"the compiler for {target.topology} is not installed.", fix=command)
     folder = Path(tempfile.mkdtemp(prefix="spanax-check-"))
     try:
-        _ask(folder, target, lowered, mesh, dict(flags or {}), is_whole)
+        _write_request(folder, target, lowered, mesh, dict(flags or {}), is_whole)
         log = _run(folder, target, timeout)
-        found = replace(_answered(folder, target), log=log)
+        compiled = replace(_result(folder, target), log=log)
     except CompilerError:
         shutil.rmtree(folder / "dump", ignore_errors=True)
         raise
@@ -73,11 +78,11 @@ def compile_for(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return compiled
 
 
-def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags: Any, is_whole: bool) -> None:
-    mesh.split(target.num_slices)  # refused here, and not in the child
+def _write_request(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags: Any, is_whole: bool) -> None:
+    mesh.split(target.num_slices)  # raises here instead of in the child
     request = {
         "platform": target.platform,
         "topology": target.topology,
@@ -92,12 +97,12 @@ def _ask(folder: Path, target: Target, lowered: Lowered, mesh: MeshShape, flags:
 
 
 def _run(folder: Path, target: Target, timeout: float) -> str:
-    """Let the child work; what it wrote."""
+    """Runs the child process and returns its log."""
     log = folder / "log.txt"
     command = [sys.executable, "-P", "-m", "spanax.check.compilers.child", str(folder)]
-    # Where this process finds its packages, but not the folder it works in, whose files would shadow them.
-    found = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(found)}
+    # The import path of this process, except for the working directory, whose files could shadow packages.
+    entries = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entries)}
     with log.open("wb") as file:
         try:
             code = subprocess.run(
@@ -105,60 +110,60 @@ def _run(folder: Path, target: Target, timeout: float) -> str:
             ).returncode
         except subprocess.TimeoutExpired:
             raise CompilerError(
-                f"the compiler for {target.topology} took longer than {timeout:g} s.",
-                where=f"its log: {log}",
-                fix=f"--timeout {2 * timeout:g}, or a level below",
+                f"the compiler for {target.topology} exceeded the time limit of {timeout:g} s.",
+                where=f"compiler log: {log}",
+                fix=f"--timeout {2 * timeout:g}, or a lower level",
             ) from None
     if code or not (folder / "answer.json").exists():
-        last = log.read_text(errors="replace").strip().splitlines()[-1:]
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        last_line = log.read_text(errors="replace").strip().splitlines()[-1:]
+        status = f"signal {-code}" if code < 0 else f"exit code {code}"
         raise CompilerError(
-            f"the compiler for {target.topology} died ({how}): {''.join(last)[:200]}",
-            where=f"its log: {log}",
-            fix="a level below, or another version of the compiler",
+            f"the compiler for {target.topology} crashed ({status}): {''.join(last_line)[:200]}",
+            where=f"compiler log: {log}",
+            fix="a lower level, or another version of the compiler",
         )
     return log.read_text(errors="replace")
 
 
-def _answered(folder: Path, target: Target) -> Compiled:
+def _result(folder: Path, target: Target) -> Compiled:
     answer = json.loads((folder / "answer.json").read_text())
     error, version = answer.get("error", ""), answer["platform_version"]
     if not error:
         assigned = next(iter((folder / "dump").glob("*.jit_step.*buffer-assignment.txt")), None)
-        memory = answer["memory"] | (_assigned(assigned) if assigned is not None else {})
+        memory = answer["memory"] | (_assigned_bytes(assigned) if assigned is not None else {})
         return Compiled((folder / "compiled.pb").read_bytes(), memory, version)
-    told = OUT_OF_MEMORY.search(error)
-    if told is None:
+    match = OUT_OF_MEMORY.search(error)
+    if match is None:
         raise CompilerError(
-            f"the compiler for {target.topology} refuses the program: {error.splitlines()[0][:300]}",
-            where=f"its log: {folder / 'log.txt'}",
+            f"the compiler for {target.topology} rejects the program: {error.splitlines()[0][:300]}",
+            where=f"compiler log: {folder / 'log.txt'}",
         )
-    needed, limit = (int(float(told[at]) * POWERS[told[at + 1]]) for at in (1, 3))
+    needed, limit = (int(float(match[group]) * POWERS[match[group + 1]]) for group in (1, 3))
     report = next(iter((folder / "dump").glob("*.jit_step.*memory-usage-report.txt")), None)
     return Compiled(b"", {}, version, needed, limit, _buffers(report))
 
 
-def _assigned(dumped: Path) -> dict[str, int]:
-    """Bytes of a chip's main memory by what they are for, as the compiler has assigned them.
+def _assigned_bytes(dumped: Path) -> dict[str, int]:
+    """Returns the bytes that the compiler's buffer assignment allocates in main memory, by purpose.
 
-    What is local to a thread, and other memories (those with a color), are left out.
+    Thread-local buffers and other memory spaces (those with a color) are omitted.
     """
-    found = {"arguments": 0, "temporaries": 0, "other": 0}
-    for size, what in re.findall(r"^allocation \d+: size (\d+),(.*)$", dumped.read_text(), flags=re.MULTILINE):
-        if "thread-local" not in what and " color " not in what:
-            kind = "arguments" if " parameter " in what else "temporaries" if "temp" in what else "other"
-            found[kind] += int(size)
-    return found | {"assigned": sum(found.values())}
+    num_bytes = {"arguments": 0, "temporaries": 0, "other": 0}
+    for size, description in re.findall(r"^allocation \d+: size (\d+),(.*)$", dumped.read_text(), flags=re.MULTILINE):
+        if "thread-local" not in description and " color " not in description:
+            kind = "arguments" if " parameter " in description else "temporaries" if "temp" in description else "other"
+            num_bytes[kind] += int(size)
+    return num_bytes | {"assigned": sum(num_bytes.values())}
 
 
 def _buffers(report: Path | None) -> tuple[Buffer, ...]:
-    """The largest allocations in libtpu's report of what uses the memory."""
+    """Returns the largest allocations in libtpu's memory usage report."""
     if report is None:
         return ()
     row = r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);.*?;\s*\d+; (.+)$"
     main = report.read_text().split("Memory Space:")[1]
-    found = [Buffer(_bytes(size, unit), text) for size, unit, text in re.findall(row, main, flags=re.MULTILINE)]
-    return tuple(sorted(found, key=lambda one: -one.num_bytes)[:12])
+    buffers = [Buffer(_bytes(size, unit), text) for size, unit, text in re.findall(row, main, flags=re.MULTILINE)]
+    return tuple(sorted(buffers, key=lambda buffer: -buffer.num_bytes)[:12])
 
 
 def _bytes(size: str, unit: str) -> int:

@@ -1,9 +1,9 @@
-"""GPU: target descriptions, from which XLA's GPU compiler works without a GPU or a driver.
+"""GPU descriptions that let XLA's GPU compiler run without a GPU or a driver.
 
-Source: what a device of each compute capability has, CUDA C++ Programming Guide, "Compute Capabilities"; the count of
-multiprocessors, L2 and float32 rate, NVIDIA's architecture white papers, data sheets (A100, H100, H200, DGX B200) and
-tuning guides (Ampere, Hopper, Blackwell). Memory and its rate are those of `hardware/chips.toml`. The field names are
-those of XLA's GpuTargetConfigProto (openxla/xla xla/stream_executor/device_description.proto).
+Source: limits of each compute capability, CUDA C++ Programming Guide, "Compute Capabilities"; number of
+multiprocessors, L2 size and float32 rate, NVIDIA's architecture white papers, data sheets (A100, H100, H200, DGX B200)
+and tuning guides (Ampere, Hopper, Blackwell). Memory size and bandwidth come from `hardware/chips.toml`. The field
+names are those of XLA's GpuTargetConfigProto (openxla/xla xla/stream_executor/device_description.proto).
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU's kernels may use, on one device and in one multiprocessor."""
+    """The resources of a GPU, per device and per multiprocessor."""
 
     label: str
     capability: tuple[int, int]
@@ -29,7 +29,7 @@ class Gpu:
 
     @property
     def clock_ghz(self) -> float:
-        """The boost clock: each lane multiplies and adds once a cycle."""
+        """The boost clock, derived from the peak: each lane runs one fused multiply-add per cycle."""
         return self.peak_fp32_flops / (self.num_multiprocessors * self.lanes * 2) / 1e9
 
 
@@ -41,14 +41,14 @@ B200 = Gpu("NVIDIA B200", (10, 0), 148, 128, 75e12, 126 * MIB, 228 * KIB)
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {"a100-80gb": A100, "a100-40gb": A100, "h100": H100, "h200": H200, "b200": B200}
 )
-"""Chips of the catalogue with a description."""
+"""The chips of the catalog that have a description."""
 
 RESERVED_SHARED_BYTES = 1 * KIB
-"""What the system takes of a multiprocessor's shared memory for each block. Source: CUDA C++ Programming Guide."""
+"""Shared memory per block that is reserved for the system. Source: CUDA C++ Programming Guide."""
 
 
 def target_text(chip: Chip) -> str:
-    """A chip as the text of a GpuTargetConfigProto.
+    """Returns the description of a chip as a GpuTargetConfigProto in text format.
 
     Example:
       >>> from spanax.hardware.chips import chip_named

@@ -1,4 +1,4 @@
-"""Program: the step of a plan lowered for a platform, without a device; what every level compiles, and its hash."""
+"""Lowers the train step of a plan for a platform, without devices."""
 
 import hashlib
 import io
@@ -17,9 +17,12 @@ from spanax.trace.program import Program
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """A step as StableHLO with the plan's shardings in it.
+    """A step as StableHLO with the plan's shardings.
 
-    `code` is MLIR bytecode with source lines, `digest` the SHA-256 of the program without them.
+    Attributes:
+      module: the MLIR module.
+      code: the module as MLIR bytecode, with source lines.
+      digest: the SHA-256 of the module without source lines.
     """
 
     module: Any
@@ -28,7 +31,7 @@ class Lowered:
 
 
 def abstract_mesh(shape: MeshShape, platform: str) -> AbstractMesh:
-    """A mesh of any size, without devices: no more is known of them than what JAX calls their platform.
+    """Returns a mesh without devices, for a JAX platform.
 
     Example:
       >>> abstract_mesh(MeshShape.of("data=512,model=8"), "tpu").size
@@ -41,14 +44,14 @@ def abstract_mesh(shape: MeshShape, platform: str) -> AbstractMesh:
 
 
 def lower(program: Program, plan: Plan, platform: str, *, devices: str = "", inputs_only: bool = False) -> Lowered:
-    """The train step that a plan runs, lowered for `tpu`, `cuda` or `cpu`. Nothing is allocated, no device is asked.
+    """Returns the train step of a plan, lowered for `tpu`, `cuda` or `cpu`. Allocates nothing and uses no devices.
 
     Args:
-      program: what is trained.
-      plan: how.
-      platform: what it is lowered for.
-      devices: what it is to run on, `tpu`, `gpu` or `cpu`, where another platform's compiler stands in for them.
-      inputs_only: nothing but the state and the batch has a sharding in it.
+      program: the program of the plan.
+      plan: the plan.
+      platform: the platform to lower for.
+      devices: the platform to run on, `tpu`, `gpu` or `cpu`, if another platform's compiler simulates it.
+      inputs_only: whether only the state and the batch have shardings.
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
@@ -59,5 +62,5 @@ def lower(program: Program, plan: Plan, platform: str, *, devices: str = "", inp
     module = run.lower(platform, inputs_only=inputs_only).compiler_ir()
     code = io.BytesIO()
     module.operation.write_bytecode(code)
-    plain = re.sub(r" loc\(.*?\)$", "", module.operation.get_asm(enable_debug_info=False), flags=re.MULTILINE)
-    return Lowered(module, code.getvalue(), hashlib.sha256(plain.encode()).hexdigest())
+    text = re.sub(r" loc\(.*?\)$", "", module.operation.get_asm(enable_debug_info=False), flags=re.MULTILINE)
+    return Lowered(module, code.getvalue(), hashlib.sha256(text.encode()).hexdigest())

@@ -1,4 +1,4 @@
-"""Kept: reports by what went into them, so that nothing is compiled twice."""
+"""A cache of reports on disk, keyed by the inputs of a check."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ from spanax.run.data.cache import cache_folder, keep
 
 
 def key_of(**parts: Any) -> str:
-    """What two checks share that must give the same report: the program's hash, devices, flags, versions.
+    """Returns the cache key of a check, a hash of its program, devices, flags and versions.
 
     Example:
       >>> key_of(program="a", level=3) == key_of(level=3, program="a") != key_of(program="b", level=3)
@@ -23,29 +23,29 @@ def key_of(**parts: Any) -> str:
 
 
 def find(key: str) -> Report | None:
-    """The report kept under a key, if there is one that can be read."""
+    """Returns the cached report, or None if it is missing or damaged."""
     try:
-        return Report.from_json(read_bytes(_path(key)).decode()).kept()
-    except (OSError, ValueError):  # not there, or damaged
+        return Report.from_json(read_bytes(_path(key)).decode()).as_cached()
+    except (OSError, ValueError):  # missing or damaged
         return None
 
 
 def put(key: str, report: Report) -> None:
-    """Keep a report under a key."""
+    """Writes a report to the cache."""
     keep(_path(key), lambda file: file.write(report.to_json().encode()), None)
 
 
 def versions(names: Mapping[str, str]) -> dict[str, str]:
-    """The installed versions of packages, by the name to show; those that are not installed are left out."""
+    """Returns the versions of the installed packages, given the packages by display name."""
     from importlib import metadata
 
-    found = {}
-    for shown, package in names.items():
+    installed = {}
+    for display_name, package in names.items():
         try:
-            found[shown] = metadata.version(package)
+            installed[display_name] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def _path(key: str) -> Path:

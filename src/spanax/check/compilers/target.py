@@ -1,4 +1,4 @@
-"""Target: what a compiler is told of a cluster that is not here: topology, wraparound, cores, the order of devices."""
+"""Compiler targets for clusters: platform, topology and compiler options, without the hardware."""
 
 import importlib.util
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.slices import shape_text
 
 TPUS = {"v3": "v3", "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7": "tpu7x"}
-"""Chips of the catalogue -> what libtpu calls them."""
+"""Chips of the catalog -> their names in libtpu."""
 
 INSTALL = {"tpu": "pip install 'spanax[tpu]'", "cuda": "pip install 'spanax[cuda12]'"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """Devices as a compiler wants them named; `platform` is JAX's: `tpu`, `cuda`, `cpu`."""
+    """The target of a compilation; `platform` is JAX's name: `tpu`, `cuda`, `cpu`."""
 
     platform: str
     topology: str
@@ -28,10 +28,10 @@ class Target:
 
 
 def target_of(cluster: Cluster) -> Target:
-    """The real compiler's target for a cluster.
+    """Returns the target of a cluster, for the compiler of its chips.
 
     Raises:
-      SpanaxError: no compiler is known that works without this chip.
+      SpanaxError: no known compiler targets this chip without the hardware.
 
     Example:
       >>> from spanax.hardware.cluster import cluster
@@ -44,11 +44,13 @@ def target_of(cluster: Cluster) -> Target:
     if chip.name in TPUS:
         wraps = chip.inside.wraps(shape) if chip.inside else ()
         options: dict[str, Any] = {"wrap": (*wraps, False, False, False)[:3]}
-        on_host = _on_host(shape, cluster.num_devices // chip.devices_per_chip // cluster.num_slices)
-        if on_host is not None:
-            options["chips_per_host_bounds"] = on_host
+        host_bounds = _host_bounds(shape, cluster.num_devices // chip.devices_per_chip // cluster.num_slices)
+        if host_bounds is not None:
+            options["chips_per_host_bounds"] = host_bounds
         if chip.name == "v4":
-            options["chip_config_name"] = "megacore"  # without it a chip is two devices of half the memory
+            options["chip_config_name"] = (
+                "megacore"  # without megacore, a chip is two devices with half the memory each
+            )
         if cluster.num_slices > 1:
             options["num_slices"] = cluster.num_slices
         return Target("tpu", f"{TPUS[chip.name]}:{shape_text(shape)}", cluster.num_devices, options, cluster.num_slices)
@@ -56,27 +58,27 @@ def target_of(cluster: Cluster) -> Target:
         nodes, per_node = shape if len(shape) == 2 else (1, cluster.num_devices)
         return Target("cuda", f"1x{nodes}x{per_node}", cluster.num_devices, {"target_config": target_text(chip)})
     raise SpanaxError(
-        f"no compiler is known that works for {chip.name} without one.",
+        f"no known compiler targets {chip.name} without the hardware.",
         where=f"level 3 on {cluster}",
         fix=f"level 2, or one of {', '.join([*TPUS, *GPUS])}",
     )
 
 
 def platform_of(cluster: Cluster) -> str:
-    """JAX's platform of a cluster's chips, as far as their compiler is known: `tpu`, `cuda`, or else `cpu`."""
+    """Returns JAX's platform of a cluster's chips: `tpu` or `cuda`, or `cpu` if their compiler is not supported."""
     return "tpu" if cluster.chip.name in TPUS else "cuda" if cluster.chip.name in GPUS else "cpu"
 
 
-def simulated(num_devices: int) -> Target:
-    """So many devices on the CPU."""
+def simulated_target(num_devices: int) -> Target:
+    """Returns the target of a number of simulated CPU devices."""
     return Target("cpu", f"cpu:{num_devices}", num_devices)
 
 
-def missing(platform: str) -> str:
-    """What must be installed before a platform's compiler can be asked, as one line; empty where all is there.
+def install_command(platform: str) -> str:
+    """Returns the command that installs a platform's compiler; empty if it is installed.
 
-    A CUDA plugin without ptxas and libdevice dies while it compiles, so they are looked for too; and one of another
-    version than JAX's own is not loaded.
+    A CUDA plugin without ptxas and libdevice crashes when it compiles, so they are required as well. JAX does not load
+    a plugin of another version.
     """
     if platform == "tpu":
         return "" if importlib.util.find_spec("libtpu") is not None else INSTALL["tpu"]
@@ -84,18 +86,18 @@ def missing(platform: str) -> str:
         return ""
     if importlib.util.find_spec("jax_cuda12_plugin") is None or cuda_folder() is None:
         return INSTALL["cuda"]
-    wanted, have = metadata.version("jaxlib"), metadata.version("jax-cuda12-plugin")
-    return "" if wanted == have else f"pip install jax-cuda12-plugin=={wanted} jax-cuda12-pjrt=={wanted}"
+    required, installed = metadata.version("jaxlib"), metadata.version("jax-cuda12-plugin")
+    return "" if required == installed else f"pip install jax-cuda12-plugin=={required} jax-cuda12-pjrt=={required}"
 
 
 def cuda_folder() -> str | None:
-    """The folder of the installed wheel that has ptxas and libdevice."""
-    found = importlib.util.find_spec("nvidia.cuda_nvcc") if importlib.util.find_spec("nvidia") else None
-    return next(iter(found.submodule_search_locations), None) if found and found.submodule_search_locations else None
+    """Returns the folder of the installed wheel with ptxas and libdevice, or None."""
+    spec = importlib.util.find_spec("nvidia.cuda_nvcc") if importlib.util.find_spec("nvidia") else None
+    return next(iter(spec.submodule_search_locations), None) if spec and spec.submodule_search_locations else None
 
 
-def _on_host(shape: tuple[int, ...], num_chips: int) -> tuple[int, int, int] | None:
-    """Chips of one host where they are not the usual 2x2."""
+def _host_bounds(shape: tuple[int, ...], num_chips: int) -> tuple[int, int, int] | None:
+    """Returns the shape of one host's chips; None for the default of 2x2."""
     x, y, z = (*shape, 1, 1, 1)[:3]
     if x % 2 == 0 and y % 2 == 0:
         return None

@@ -1,4 +1,4 @@
-"""Tensors: the arrays of the state that a collective serves, told by their shape; compilers keep no names."""
+"""Matches collectives to parameters by shape, because compiled programs have no array names."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -8,27 +8,27 @@ from spanax.check.hlo.collectives import Collective
 from spanax.plan.plan import Placement, Plan
 
 
-def with_tensors(found: Sequence[Collective], plan: Plan) -> tuple[Collective, ...]:
-    """The collectives with the paths of the parameters that they gather, or whose gradients they add up.
+def with_arrays(moves: Sequence[Collective], plan: Plan) -> tuple[Collective, ...]:
+    """Returns the collectives with the paths of the parameters that they gather or whose gradients they reduce.
 
-    A result counts for a parameter if it has its dims, in any order, without those stacked by layer; of a
-    reduce-scatter, as one device keeps them.
+    A result matches a parameter if it has the same dims in any order, except for the stacked layer dim; a
+    reduce-scatter matches the dims of the local shard.
     """
     params = [leaf for leaf in plan.leaves if leaf.kind == "param"]
-    by_whole: dict[tuple[int, ...], list[str]] = {}
-    by_kept: dict[tuple[int, ...], list[str]] = {}
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    by_local_shape: dict[tuple[int, ...], list[str]] = {}
     for leaf in params:
-        by_whole.setdefault(_key(leaf, leaf.shape), []).append(leaf.path)
-        by_kept.setdefault(_key(leaf, leaf.local_shape), []).append(leaf.path)
-    return tuple(_with(one, by_kept if one.kind == "reduce-scatter" else by_whole) for one in found)
+        by_shape.setdefault(_key(leaf, leaf.shape), []).append(leaf.path)
+        by_local_shape.setdefault(_key(leaf, leaf.local_shape), []).append(leaf.path)
+    return tuple(_with(move, by_local_shape if move.kind == "reduce-scatter" else by_shape) for move in moves)
 
 
-def _with(one: Collective, paths: dict[tuple[int, ...], list[str]]) -> Collective:
-    if one.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
-        return one
-    shapes = re.findall(r"\[([\d,]*)\]", one.shapes)
-    found = {path: None for shape in shapes for path in paths.get(_sizes(shape), ())}
-    return replace(one, tensors=tuple(found))
+def _with(move: Collective, paths: dict[tuple[int, ...], list[str]]) -> Collective:
+    if move.kind not in ("all-gather", "all-reduce", "reduce-scatter"):
+        return move
+    shapes = re.findall(r"\[([\d,]*)\]", move.shapes)
+    matches = {path: None for shape in shapes for path in paths.get(_sizes(shape), ())}
+    return replace(move, tensors=tuple(matches))
 
 
 def _key(leaf: Placement, shape: Sequence[int]) -> tuple[int, ...]:

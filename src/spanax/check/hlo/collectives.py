@@ -1,7 +1,7 @@
-"""HLO: the collectives of a compiled program: who moves what, over which mesh axis, how often, because of which line.
+"""Reads the collectives of a compiled program: kind, bytes, mesh axes, executions per step, and source line.
 
-One way for programs compiled for TPU, GPU and CPU: from the serialized module. What a compiler hides is told as what
-it is: collectives started and awaited apart, fused, or turned into loops of permutes around a matmul.
+The serialized HLO module is read in the same way for TPU, GPU and CPU. Asynchronous collectives, fused collectives, and
+loops of permutes around a matmul are reported as the collectives that they implement.
 """
 
 import re
@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module
-from spanax.check.hlo.permute_chains import unrolled
+from spanax.check.hlo.permute_chains import permute_chains
 from spanax.check.hlo.protobuf import fields, messages, raw, text
-from spanax.check.hlo.reduce_scatter import scattered
-from spanax.check.hlo.replica_groups import Groups, across_slices, axes_of, groups_of
-from spanax.check.hlo.trip_counts import Value, Values, trips
+from spanax.check.hlo.reduce_scatter import reduce_scatters
+from spanax.check.hlo.replica_groups import ReplicaGroups, across_slices, axes_of, groups_of
+from spanax.check.hlo.trip_counts import Value, Values, trip_counts
 from spanax.check.lint.source_lines import user_line
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import share_of
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
 WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)")
-"""XLA's names for a gather or reduce-scatter that it turned into a loop of permutes around a matmul.
-Source: openxla/xla xla/service/spmd/dot_handler.cc; seen in programs compiled for TPU."""
+"""XLA's names for an all-gather or reduce-scatter that is implemented as a loop of permutes around a matmul.
+Source: openxla/xla xla/service/spmd/dot_handler.cc; occurs in programs compiled for TPU."""
 
 ASYNC_START = "AsyncCollectiveStart"
 
@@ -32,20 +32,23 @@ class Collective:
     """One collective instruction of a program.
 
     Attributes:
-      kind: what it does: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`.
-      written: how the program has it, where that is not its kind: a loop of permutes, an all-reduce and a slice.
-      axes: the mesh axes along which devices talk, `+` between; `~` before them: not to all along these axes.
-      dtype: of what moves; several with `+`.
-      shapes: the results, as XLA writes them.
-      bytes_once: bytes of the results on one device in one run: of a gather all that is gathered, of an all-reduce the
-        sum, of a reduce-scatter or all-to-all the device's own part.
-      runs: how often it runs in one step, loops multiplied out.
-      tensors: paths of the parameters that it gathers or whose gradients it adds up, as far as shapes tell.
-      is_counted: whether the trips of all loops around it are known; where not, such a loop counts once.
-      group_size: how many devices talk to each other.
-      name: the instruction's.
-      op_name: the JAX operation it serves, with its name stack.
-      source: file and line of the user's code; empty where the program does not say.
+      kind: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute` or
+        `collective-broadcast`.
+      written: the implementation, if it is not a single operation of that kind: a loop of permutes, or an all-reduce
+        and a slice.
+      axes: the mesh axes along which devices communicate, joined by `+`; prefixed with `~` if the groups do not span
+        the axes.
+      dtype: the dtype of the results; several are joined by `+`.
+      shapes: the shapes of the results, as XLA prints them.
+      bytes_once: bytes of the results per device and execution: the gathered array of an all-gather, the sum of an
+        all-reduce, the local shard of a reduce-scatter or all-to-all.
+      runs: executions per step, including loops.
+      tensors: paths of the parameters that it gathers or whose gradients it reduces, matched by shape.
+      is_counted: whether the trip counts of all enclosing loops are known; an unknown loop counts once.
+      group_size: the number of devices in a group.
+      name: the name of the instruction.
+      op_name: the JAX operation with its name stack.
+      source: file and line of the user's code; empty if unknown.
     """
 
     kind: str
@@ -64,181 +67,189 @@ class Collective:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the results on one device in one step."""
+        """Bytes of the results per device and step."""
         return self.bytes_once * self.runs
 
 
 def collectives(module: bytes | Module, mesh: MeshShape) -> tuple[Collective, ...]:
-    """Every collective of a compiled program, the largest first.
+    """Returns the collectives of a compiled program, largest first.
 
     Args:
-      module: XLA's serialized HloModuleProto (or an HloProto), or what `read_module` made of one.
-      mesh: the mesh it was compiled for; partitions are counted along it, the last axis fastest.
+      module: a serialized HloModuleProto or HloProto, or a module from `read_module`.
+      mesh: the mesh of the program; partitions are numbered in row-major order of the mesh.
 
     Raises:
-      DataError: the bytes are no program.
+      DataError: the bytes are not a serialized program.
 
     Example:
       >>> import jax
       >>> from jax.sharding import NamedSharding, PartitionSpec
       >>> shape = MeshShape.of("data=4,model=2")
       >>> mesh = shape.build()
-      >>> whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("model"))
-      >>> f = jax.jit(lambda x: x * 2, in_shardings=split, out_shardings=whole)
+      >>> replicated, sharded = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("model"))
+      >>> f = jax.jit(lambda x: x * 2, in_shardings=sharded, out_shardings=replicated)
       >>> compiled = f.lower(jax.ShapeDtypeStruct((16,), "float32")).compile()
-      >>> [one] = collectives(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto(), shape)
-      >>> one.kind, one.axes, one.num_bytes, one.group_size
+      >>> [gather] = collectives(compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto(), shape)
+      >>> gather.kind, gather.axes, gather.num_bytes, gather.group_size
       ('all-gather', 'model', 64, 2)
     """
-    read = module if isinstance(module, Module) else read_module(module)
-    found = _Walk(read, mesh).found
-    return tuple(sorted(found, key=lambda one: (-one.num_bytes, one.kind, one.name)))
+    parsed = module if isinstance(module, Module) else read_module(module)
+    moves = _Collector(parsed, mesh).collectives
+    return tuple(sorted(moves, key=lambda move: (-move.num_bytes, move.kind, move.name)))
 
 
-def totals(found: Iterator[Collective] | tuple[Collective, ...]) -> dict[str, dict[str, int]]:
-    """Bytes of one device and step by mesh axes and kind.
+def totals(moves: Iterator[Collective] | tuple[Collective, ...]) -> dict[str, dict[str, int]]:
+    """Returns the bytes per device and step by mesh axes and kind.
 
     Example:
       >>> totals((Collective("all-gather", "fsdp", "f32", "f32[4]", 16, 2, 4, "", "", ""),))
       {'fsdp': {'all-gather': 32}}
     """
     by_axes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
-    for one in found:
-        by_axes[one.axes][one.kind] += one.num_bytes
+    for move in moves:
+        by_axes[move.axes][move.kind] += move.num_bytes
     return {axes: dict(kinds) for axes, kinds in sorted(by_axes.items())}
 
 
-class _Walk:
-    """One walk over the computations that run, from the entry down."""
+class _Collector:
+    """Collects the collectives of all computations that run, starting with the entry."""
 
     def __init__(self, module: Module, mesh: MeshShape):
         self.module, self.mesh = module, mesh
         self.sizes: Mapping[str, int] = dict(mesh.axes)
-        self.found: list[Collective] = []
+        self.collectives: list[Collective] = []
         self._started = self._channels_started()
         self._visit(module.entry, 1, True, [])
 
     def _channels_started(self) -> frozenset[int]:
-        """Channels of gathers that TPU programs start in one fusion and copy into those that run meanwhile."""
+        """Returns the channels of all-gathers that TPU programs start in one fusion and repeat in others."""
         return frozenset(
-            one.channel
+            instruction.channel
             for computation in self.module.computations.values()
             if _starts(computation)
-            for one in computation.instructions.values()
-            if one.opcode in KINDS and one.channel
+            for instruction in computation.instructions.values()
+            if instruction.opcode in KINDS and instruction.channel
         )
 
     def _visit(self, computation: Computation, runs: int, is_counted: bool, parameters: list[Value]) -> None:
         values = Values(self.module, computation, parameters, None)
-        chained = unrolled(computation)
-        for one in computation.instructions.values():
-            opcode = one.opcode.removesuffix("-start")
-            if one.opcode.endswith(("-done", "-update")):
+        chained = permute_chains(computation)
+        for instruction in computation.instructions.values():
+            opcode = instruction.opcode.removesuffix("-start")
+            if instruction.opcode.endswith(("-done", "-update")):
                 continue
-            if one.id in chained:
-                self._add_chained(one, chained[one.id], runs, is_counted)
+            if instruction.id in chained:
+                self._add_chained(instruction, chained[instruction.id], runs, is_counted)
             elif opcode in KINDS:
-                self._add(computation, one, opcode, runs, is_counted)
-            elif one.opcode == "recv":
-                self._add_received(one, runs, is_counted)
-            elif one.opcode == "while":
-                self._loop(computation, one, runs, is_counted, values)
-            elif one.opcode in ("fusion", "call", "async-start", "conditional"):
-                ins = [values.of(operand) for operand in one.operands] if one.opcode == "call" else []
-                own, ticks = share_of(one.op_name) if one.opcode == "conditional" else (1, 1)
-                for called in one.called:
-                    self._visit(self.module.computations[called], runs * own // ticks, is_counted, ins)
+                self._add(computation, instruction, opcode, runs, is_counted)
+            elif instruction.opcode == "recv":
+                self._add_received(instruction, runs, is_counted)
+            elif instruction.opcode == "while":
+                self._loop(computation, instruction, runs, is_counted, values)
+            elif instruction.opcode in ("fusion", "call", "async-start", "conditional"):
+                operands = (
+                    [values.of(operand) for operand in instruction.operands] if instruction.opcode == "call" else []
+                )
+                active_ticks, ticks = share_of(instruction.op_name) if instruction.opcode == "conditional" else (1, 1)
+                for called in instruction.called:
+                    self._visit(self.module.computations[called], runs * active_ticks // ticks, is_counted, operands)
 
-    def _loop(self, around: Computation, loop: Instruction, runs: int, is_counted: bool, values: Values) -> None:
+    def _loop(self, computation: Computation, loop: Instruction, runs: int, is_counted: bool, values: Values) -> None:
         body = self.module.computations[loop.called[0]]
         initial = values.of(loop.operands[0])
         windowed = WINDOWED.search(body.name)
-        known = trips(self.module, loop, initial)
+        trips = trip_counts(self.module, loop, initial)
         if windowed:
             self._windowed(body, windowed[1], runs, is_counted)
-        count, _ = known or (1, None)
-        first = list(initial) if isinstance(initial, list) else None
-        counting = [first] if first is not None else []
-        before = len(self.found)
-        self._visit(body, runs * count, is_counted and known is not None, counting)
+        count, _ = trips or (1, None)
+        state = list(initial) if isinstance(initial, list) else None
+        parameters = [state] if state is not None else []
+        start = len(self.collectives)
+        self._visit(body, runs * count, is_counted and trips is not None, parameters)
         if windowed:
-            inside = self.found[before:]
-            self.found[before:] = [one for one in inside if one.kind != "collective-permute"]
+            added = self.collectives[start:]
+            self.collectives[start:] = [move for move in added if move.kind != "collective-permute"]
 
-    def _windowed(self, body: Computation, how: str, runs: int, is_counted: bool) -> None:
-        """A loop of permutes around a matmul, as the gather or reduce-scatter that it was."""
-        rings: dict[tuple[str, Groups], Instruction] = {}
-        for one in body.instructions.values():
-            if one.opcode in ("collective-permute", "collective-permute-start"):
-                pairs = _connected(groups_of(one))
-                rings.setdefault((str(_result(one)), pairs), one)
-        for (_, ring), one in rings.items():
+    def _windowed(self, body: Computation, suffix: str, runs: int, is_counted: bool) -> None:
+        """Adds the all-gather or reduce-scatter that a loop of permutes around a matmul implements."""
+        rings: dict[tuple[str, ReplicaGroups], Instruction] = {}
+        for instruction in body.instructions.values():
+            if instruction.opcode in ("collective-permute", "collective-permute-start"):
+                pairs = _connected(groups_of(instruction))
+                rings.setdefault((str(_result(instruction)), pairs), instruction)
+        for (_, ring), instruction in rings.items():
             size = len(ring[0]) if ring else 1
-            part = _result(one)
-            kind, times = ("all-gather", size) if how == "ag" else ("reduce-scatter", 1)
-            self._append(one, kind, part.num_bytes * times, part, ring, runs, is_counted, "permutes around a matmul")
+            part = _result(instruction)
+            kind, factor = ("all-gather", size) if suffix == "ag" else ("reduce-scatter", 1)
+            self._append(
+                instruction, kind, part.num_bytes * factor, part, ring, runs, is_counted, "permutes around a matmul"
+            )
 
-    def _add(self, computation: Computation, one: Instruction, kind: str, runs: int, is_counted: bool) -> None:
-        if one.channel in self._started and not _starts(computation):
+    def _add(self, computation: Computation, instruction: Instruction, kind: str, runs: int, is_counted: bool) -> None:
+        if instruction.channel in self._started and not _starts(computation):
             return
-        groups = groups_of(one)
-        result, written = _result(one), ""
+        groups = groups_of(instruction)
+        result, written = _result(instruction), ""
         if kind == "collective-permute":
-            if self._is_end_of_window(computation, one):
+            if self._is_end_of_window(computation, instruction):
                 return
             groups = _connected(groups)
         if kind == "all-reduce":
-            whole, parts = scattered(self.module, computation, one, groups or self._everyone())
+            summed, parts = reduce_scatters(self.module, computation, instruction, groups or self._all_partitions())
             for part, size in parts:
-                self._append(one, "reduce-scatter", size, part, groups, runs, is_counted, "all-reduce and a slice")
-            if not whole:
+                self._append(
+                    instruction, "reduce-scatter", size, part, groups, runs, is_counted, "all-reduce and a slice"
+                )
+            if not summed:
                 return
-            num_bytes = sum(shape.num_bytes for shape in whole)
-            result = whole[0] if len(whole) == 1 else Shape("tuple", 0, parts=tuple(whole))
-            self._append(one, kind, num_bytes, result, groups, runs, is_counted, written)
+            num_bytes = sum(shape.num_bytes for shape in summed)
+            result = summed[0] if len(summed) == 1 else Shape("tuple", 0, parts=tuple(summed))
+            self._append(instruction, kind, num_bytes, result, groups, runs, is_counted, written)
             return
-        self._append(one, kind, result.num_bytes, result, groups, runs, is_counted, written)
+        self._append(instruction, kind, result.num_bytes, result, groups, runs, is_counted, written)
 
-    def _add_chained(self, one: Instruction, count: int, runs: int, is_counted: bool) -> None:
-        """Reduce-scatters of one shape that a chain of permutes stands for, told at the first of them."""
-        ring, part = _connected(groups_of(one)), _result(one)
+    def _add_chained(self, instruction: Instruction, count: int, runs: int, is_counted: bool) -> None:
+        """Adds the reduce-scatters of one shape that a chain of permutes implements, at its first permute."""
+        ring, part = _connected(groups_of(instruction)), _result(instruction)
         for _ in range(count):
             self._append(
-                one, "reduce-scatter", part.num_bytes, part, ring, runs, is_counted, "permutes around a matmul"
+                instruction, "reduce-scatter", part.num_bytes, part, ring, runs, is_counted, "permutes around a matmul"
             )
 
-    def _add_received(self, one: Instruction, runs: int, is_counted: bool) -> None:
-        """What comes from another slice: a collective that the runtime carries out, and the program only receives."""
-        attributes = fields(raw(one.fields, 68))
-        said = {text(fields(pair), 1): text(fields(pair), 2) for pair in messages(attributes, 1)}
-        kind = said.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
-        slices = re.match(r"\{([\d,]+)\}", said.get("_xla_megascale_target", ""))
+    def _add_received(self, instruction: Instruction, runs: int, is_counted: bool) -> None:
+        """Adds a collective between slices, which the runtime performs and the program only receives."""
+        attributes = fields(raw(instruction.fields, 68))
+        frontend_attributes = {text(fields(pair), 1): text(fields(pair), 2) for pair in messages(attributes, 1)}
+        kind = frontend_attributes.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
+        slices = re.match(r"\{([\d,]+)\}", frontend_attributes.get("_xla_megascale_target", ""))
         if not kind or slices is None:
             return
         groups = across_slices(self.mesh, len(slices[1].split(",")))
-        part = one.shape.parts[0]
-        self._append(one, kind, part.num_bytes, part, groups, runs, is_counted, "send and receive between slices")
+        part = instruction.shape.parts[0]
+        self._append(
+            instruction, kind, part.num_bytes, part, groups, runs, is_counted, "send and receive between slices"
+        )
 
     def _append(
         self,
-        one: Instruction,
+        instruction: Instruction,
         kind: str,
         num_bytes: int,
         shape: Shape,
-        groups: Groups,
+        groups: ReplicaGroups,
         runs: int,
         is_counted: bool,
         written: str,
     ) -> None:
         axes = axes_of(groups, self.sizes)
         if kind == "collective-permute":
-            axes = axes.removeprefix("~")  # a chain goes along its axes as a ring does
+            axes = axes.removeprefix("~")  # a chain counts as a ring along its axes
         if not axes:
-            return  # groups of one device: nothing moves
+            return  # groups of one device do not communicate
         dtypes = dict.fromkeys(part.dtype for part in (shape.parts or (shape,)))
         size = len(groups[0]) if groups else self.mesh.size
-        line = user_line(self.module.lines_of(one))
-        self.found.append(
+        line = user_line(self.module.lines_of(instruction))
+        self.collectives.append(
             Collective(
                 kind=kind,
                 axes=axes,
@@ -247,20 +258,20 @@ class _Walk:
                 bytes_once=num_bytes,
                 runs=runs,
                 group_size=size,
-                name=one.name,
-                op_name=one.op_name,
+                name=instruction.name,
+                op_name=instruction.op_name,
                 source=line,
                 written=written,
                 is_counted=is_counted,
             )
         )
 
-    def _everyone(self) -> Groups:
+    def _all_partitions(self) -> ReplicaGroups:
         return (tuple(range(self.mesh.size)),)
 
-    def _is_end_of_window(self, computation: Computation, one: Instruction) -> bool:
-        """Whether a permute only brings home what a loop around a matmul has left behind."""
-        source = computation.instructions[one.operands[0]]
+    def _is_end_of_window(self, computation: Computation, instruction: Instruction) -> bool:
+        """Returns whether a permute only moves the result of a windowed loop around a matmul to its device."""
+        source = computation.instructions[instruction.operands[0]]
         while source.opcode in ("get-tuple-element", "copy", "bitcast", "copy-done", "copy-start"):
             source = computation.instructions[source.operands[0]]
         if source.opcode != "while":
@@ -269,21 +280,25 @@ class _Walk:
 
 
 def _starts(computation: Computation) -> bool:
-    return any(one.target == ASYNC_START for one in computation.instructions.values() if one.opcode == "custom-call")
+    return any(
+        instruction.target == ASYNC_START
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "custom-call"
+    )
 
 
-def _result(one: Instruction) -> Shape:
-    """What a collective gives on one device; of one that is started, the result without operand and counters."""
-    shape = one.shape
-    if not one.opcode.endswith("-start") or one.opcode == "all-reduce-start" or not shape.parts:
+def _result(instruction: Instruction) -> Shape:
+    """Returns the shape of a collective's result; for an async start, without operands and counters."""
+    shape = instruction.shape
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start" or not shape.parts:
         return shape
     return shape.parts[1]
 
 
-def _connected(pairs: Groups) -> Groups:
-    """The devices that a permute's pairs join, each ring or chain one group."""
+def _connected(pairs: ReplicaGroups) -> ReplicaGroups:
+    """Returns the connected devices of a permute's pairs, with a group for each ring or chain."""
     group_of: dict[int, set[int]] = {}
     for pair in pairs:
-        joined = set(pair).union(*(group_of.get(one, ()) for one in pair))
+        joined = set(pair).union(*(group_of.get(device, ()) for device in pair))
         group_of |= dict.fromkeys(joined, joined)
     return tuple({id(group): tuple(sorted(group)) for group in group_of.values()}.values())

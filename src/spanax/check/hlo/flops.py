@@ -1,6 +1,6 @@
-"""FLOPs: the matmuls and convolutions of a compiled program, loops multiplied out.
+"""Counts the FLOPs of matmuls and convolutions in a compiled program, multiplied by the trip counts of loops.
 
-XLA's own figure (`cost_analysis`) counts the body of a loop once, and is empty on GPUs.
+XLA's `cost_analysis` counts the body of a loop once, and is empty on GPUs.
 """
 
 import json
@@ -10,16 +10,16 @@ import numpy as np
 
 from spanax.check.hlo.module import Computation, Instruction, Module
 from spanax.check.hlo.protobuf import Fields, fields, messages, number, numbers, raw, signed
-from spanax.check.hlo.trip_counts import Value, Values, trips
+from spanax.check.hlo.trip_counts import Value, Values, trip_counts
 from spanax.plan.pipeline.ticks import share_of
 
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
 CONVOLUTION = "__cudnn$conv"
-"""Source: XLA's names for what it gives to cuBLAS and cuDNN, openxla/xla xla/service/gpu/cublas_cudnn.cc."""
+"""XLA's names for calls of cuBLAS and cuDNN. Source: openxla/xla xla/service/gpu/cublas_cudnn.cc."""
 
 
 def program_flops(module: Module) -> float:
-    """FLOPs of one device in one step: two for each product in a matmul or convolution, no others.
+    """Returns the FLOPs per device and step: two for each product in a matmul or convolution.
 
     Example:
       >>> import jax
@@ -36,67 +36,67 @@ def program_flops(module: Module) -> float:
 def _flops(module: Module, computation: Computation, parameters: list[Value], known: dict[int, float]) -> float:
     values = Values(module, computation, parameters, None)
     total = 0.0
-    for one in computation.instructions.values():
-        if one.opcode == "while":
-            initial = values.of(one.operands[0])
-            count, _ = trips(module, one, initial) or (1, None)
-            first = [list(initial)] if isinstance(initial, list) else []
-            total += count * _flops(module, module.computations[one.called[0]], first, known)
-        elif one.opcode in ("fusion", "call", "async-start", "conditional"):
-            for called in one.called:
+    for instruction in computation.instructions.values():
+        if instruction.opcode == "while":
+            initial = values.of(instruction.operands[0])
+            count, _ = trip_counts(module, instruction, initial) or (1, None)
+            state = [list(initial)] if isinstance(initial, list) else []
+            total += count * _flops(module, module.computations[instruction.called[0]], state, known)
+        elif instruction.opcode in ("fusion", "call", "async-start", "conditional"):
+            for called in instruction.called:
                 if called not in known:
                     known[called] = _flops(module, module.computations[called], [], known)
-                own, ticks = share_of(one.op_name) if one.opcode == "conditional" else (1, 1)
-                total += known[called] / ticks * own
-        elif one.opcode == "dot":
-            dims = fields(raw(one.fields, 30))
-            total += _matmul(computation, one, numbers(dims, 1))
-        elif one.opcode == "convolution" or one.target.startswith(CONVOLUTION):
-            total += _convolution(computation, one)
-        elif one.opcode == "custom-call" and one.target in GEMMS:
-            total += _gemm(computation, one)
+                active_ticks, ticks = share_of(instruction.op_name) if instruction.opcode == "conditional" else (1, 1)
+                total += known[called] / ticks * active_ticks
+        elif instruction.opcode == "dot":
+            dims = fields(raw(instruction.fields, 30))
+            total += _matmul(computation, instruction, numbers(dims, 1))
+        elif instruction.opcode == "convolution" or instruction.target.startswith(CONVOLUTION):
+            total += _convolution(computation, instruction)
+        elif instruction.opcode == "custom-call" and instruction.target in GEMMS:
+            total += _gemm(computation, instruction)
     return total
 
 
-def _matmul(computation: Computation, one: Instruction, summed: tuple[int, ...]) -> float:
-    lhs = computation.instructions[one.operands[0]].shape.dims
-    out = one.shape.parts[0].dims if one.shape.parts else one.shape.dims
-    return 2.0 * math.prod(out) * math.prod(lhs[at] for at in summed)
+def _matmul(computation: Computation, instruction: Instruction, contracting: tuple[int, ...]) -> float:
+    lhs = computation.instructions[instruction.operands[0]].shape.dims
+    out = instruction.shape.parts[0].dims if instruction.shape.parts else instruction.shape.dims
+    return 2.0 * math.prod(out) * math.prod(lhs[dim] for dim in contracting)
 
 
-def _gemm(computation: Computation, one: Instruction) -> float:
-    """A matmul that a GPU's library does; its dims are in the backend's own JSON."""
-    config = json.loads(raw(one.fields, 43) or b"{}")
+def _gemm(computation: Computation, instruction: Instruction) -> float:
+    """Returns the FLOPs of a cuBLAS call, whose contracting dims are in its JSON backend config."""
+    config = json.loads(raw(instruction.fields, 43) or b"{}")
     gemm = config.get("gemm_backend_config", config)
-    summed = gemm.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])
-    return _matmul(computation, one, tuple(int(at) for at in summed))
+    contracting = gemm.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])
+    return _matmul(computation, instruction, tuple(int(dim) for dim in contracting))
 
 
-def _convolution(computation: Computation, one: Instruction) -> float:
-    """Products of results with those positions of the window that lie in the input, not in its rim or between.
+def _convolution(computation: Computation, instruction: Instruction) -> float:
+    """Returns the FLOPs of a convolution, without products with padding or with the zeros of base dilation.
 
-    TPU programs write matmuls as convolutions; a batch dim is then a dilated window, of which each result meets one
-    position. What a GPU's library does as the gradient of one has the dims of the convolution that it belongs to.
+    TPU programs express matmuls as convolutions; a batch dim is then a dilated window, with one valid position per
+    result. A cuDNN gradient call has the dims of its forward convolution.
     """
-    first, second = (computation.instructions[operand].shape.dims for operand in one.operands[:2])
-    result = one.shape.parts[0].dims if one.shape.parts else one.shape.dims
+    first, second = (computation.instructions[operand].shape.dims for operand in instruction.operands[:2])
+    result = instruction.shape.parts[0].dims if instruction.shape.parts else instruction.shape.dims
     lhs, rhs, out = first, second, result
-    if one.target == "__cudnn$convBackwardInput":
+    if instruction.target == "__cudnn$convBackwardInput":
         lhs, out = result, first
-    elif one.target == "__cudnn$convBackwardFilter":
+    elif instruction.target == "__cudnn$convBackwardFilter":
         rhs, out = result, second
-    names = fields(raw(one.fields, 16))
-    places = zip(numbers(names, 11), numbers(names, 6), numbers(names, 12), strict=True)
-    window = messages(fields(raw(one.fields, 15)), 1)
-    met = 1
-    for dim, (at_lhs, at_rhs, at_out) in zip(window, places, strict=True):
-        met *= _met(fields(dim), lhs[at_lhs], rhs[at_rhs], out[at_out])
-    return 2.0 * out[number(names, 9)] * out[number(names, 10)] * rhs[number(names, 3)] * met
+    names = fields(raw(instruction.fields, 16))
+    dims = zip(numbers(names, 11), numbers(names, 6), numbers(names, 12), strict=True)
+    window = messages(fields(raw(instruction.fields, 15)), 1)
+    num_products = 1
+    for dim, (lhs_dim, rhs_dim, out_dim) in zip(window, dims, strict=True):
+        num_products *= _valid_positions(fields(dim), lhs[lhs_dim], rhs[rhs_dim], out[out_dim])
+    return 2.0 * out[number(names, 9)] * out[number(names, 10)] * rhs[number(names, 3)] * num_products
 
 
-def _met(dim: Fields, size: int, window: int, out: int) -> int:
-    """How many (result, position of the window) pairs of one spatial dim meet an element of the input."""
-    stride, dilation, base = (number(dim, field, 1) or 1 for field in (2, 5, 6))
+def _valid_positions(dim: Fields, size: int, window: int, out: int) -> int:
+    """Returns the number of (output, window position) pairs of a spatial dim that read an element of the input."""
+    stride, dilation, base_dilation = (number(dim, field, 1) or 1 for field in (2, 5, 6))
     (low,) = signed((number(dim, 3),))
-    at = np.arange(out)[:, None] * stride + np.arange(window)[None, :] * dilation - low
-    return int(((at >= 0) & (at <= (size - 1) * base) & (at % base == 0)).sum())
+    positions = np.arange(out)[:, None] * stride + np.arange(window)[None, :] * dilation - low
+    return int(((positions >= 0) & (positions <= (size - 1) * base_dilation) & (positions % base_dilation == 0)).sum())

@@ -1,7 +1,7 @@
-"""Unrolled: reduce-scatters that a compiler has made chains of permutes around a matmul, without a loop.
+"""Detects reduce-scatters that a compiler implements as unrolled chains of permutes around a matmul.
 
-Each chain begins with the permute of an empty sum; parts of the matmul are added between one permute and the next.
-Where both directions of a ring are used, a sum ends in two chains.
+A chain starts with a permute of zeros, and partial matmuls are added between its permutes. If both directions of a ring
+are used, a reduce-scatter has two chains.
 """
 
 from collections import defaultdict
@@ -15,44 +15,44 @@ VIEWS = frozenset({"get-tuple-element", "bitcast", "copy", "reshape", "copy-star
 ADDS = frozenset({"add", "fusion"})
 
 
-def unrolled(computation: Computation) -> dict[int, int]:
-    """Permutes that are parts of a reduce-scatter -> how many of these each stands for: the first of them for all."""
+def permute_chains(computation: Computation) -> dict[int, int]:
+    """Returns the permutes of reduce-scatters -> the number of reduce-scatters, all attributed to the first permute."""
     chains: dict[tuple[int, str], list[Instruction]] = defaultdict(list)
-    for one in computation.instructions.values():
-        if one.opcode in PERMUTES and _is_empty(computation, one):
-            chains[one.operands[0], one.op_name].append(one)
-    found: dict[int, int] = {}
+    for permute in computation.instructions.values():
+        if permute.opcode in PERMUTES and _sends_zeros(computation, permute):
+            chains[permute.operands[0], permute.op_name].append(permute)
+    counts: dict[int, int] = {}
     for starts in chains.values():
-        seen, left, ends = dict.fromkeys(starts), list(starts), 0
-        while left:
-            after = list(_next(computation, left.pop()))
-            ends += not after
-            new = [one for one in after if one not in seen]
+        seen, stack, ends = dict.fromkeys(starts), list(starts), 0
+        while stack:
+            successors = list(_successors(computation, stack.pop()))
+            ends += not successors
+            new = [permute for permute in successors if permute not in seen]
             seen |= dict.fromkeys(new)
-            left += new
+            stack += new
         if len(seen) > len(starts):
-            directions = len({groups_of(one) for one in seen})
-            first, *others = seen
-            found |= {first.id: max(1, ends // directions), **{one.id: 0 for one in others}}
-    return found
+            directions = len({groups_of(permute) for permute in seen})
+            first, *following = seen
+            counts |= {first.id: max(1, ends // directions), **{permute.id: 0 for permute in following}}
+    return counts
 
 
-def _is_empty(computation: Computation, permute: Instruction) -> bool:
-    """Whether a permute sends one number all over, which only an empty sum is."""
+def _sends_zeros(computation: Computation, permute: Instruction) -> bool:
+    """Returns whether a permute sends a broadcast scalar, the zeros at the start of a chain."""
     sent = computation.instructions[permute.operands[0]]
     return sent.opcode == "broadcast" and not computation.instructions[sent.operands[0]].shape.dims
 
 
-def _next(computation: Computation, permute: Instruction) -> Iterator[Instruction]:
-    """The permutes that send on what came, with something added."""
-    adding = [user for user in _users(computation, permute) if user.opcode in ADDS]
-    for one in dict.fromkeys(adding):
-        yield from (user for user in _users(computation, one) if user.opcode in PERMUTES)
+def _successors(computation: Computation, permute: Instruction) -> Iterator[Instruction]:
+    """Yields the permutes that forward a received value after an addition."""
+    sums = [user for user in _users(computation, permute) if user.opcode in ADDS]
+    for addition in dict.fromkeys(sums):
+        yield from (user for user in _users(computation, addition) if user.opcode in PERMUTES)
 
 
-def _users(computation: Computation, one: Instruction) -> Iterator[Instruction]:
-    """Who reads a value, views of it included."""
-    for user in computation.users.get(one.id, ()):
+def _users(computation: Computation, instruction: Instruction) -> Iterator[Instruction]:
+    """Yields the users of a value and of its views."""
+    for user in computation.users.get(instruction.id, ()):
         if user.opcode in VIEWS or user.opcode == "collective-permute-done":
             yield from _users(computation, user)
         else:

@@ -1,6 +1,6 @@
-"""Scatter: all-reduces of which each device keeps only its part, which is a reduce-scatter.
+"""Detects reduce-scatters that are written as an all-reduce followed by a slice.
 
-CPU programs, and all programs right after the partitioner, have no other way to write one; TPU programs fuse both.
+CPU programs, and all programs right after the partitioner, have only this form; TPU programs fuse both operations.
 """
 
 import math
@@ -8,59 +8,63 @@ from collections.abc import Iterator
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape
 from spanax.check.hlo.protobuf import number
-from spanax.check.hlo.replica_groups import Groups
+from spanax.check.hlo.replica_groups import ReplicaGroups
 from spanax.check.hlo.trip_counts import Values
 
-CARRIES = frozenset({"copy", "bitcast", "reshape", "convert", "transpose"})
+VIEWS = frozenset({"copy", "bitcast", "reshape", "convert", "transpose"})
 
 
-def scattered(
-    module: Module, computation: Computation, one: Instruction, groups: Groups
+def reduce_scatters(
+    module: Module, computation: Computation, instruction: Instruction, groups: ReplicaGroups
 ) -> tuple[list[Shape], list[tuple[Shape, int]]]:
-    """The results of an all-reduce that stay whole, and the parts (shape, bytes) that devices keep of the others."""
-    results = one.shape.parts or (one.shape,)
-    whole: list[Shape] = []
-    parts: list[tuple[Shape, int]] = []
-    for at, shape in enumerate(results):
-        slices = list(_ends(computation, one, at if one.shape.parts else None))
-        kept = [end for end in slices if end is not None and _is_own_part(module, computation, end, shape, groups)]
-        if slices and len(kept) == len(slices) and len({str(end.shape) for end in kept}) == 1:
-            parts.append((kept[0].shape, shape.num_bytes // len(groups[0])))
+    """Returns the unsliced results of an all-reduce, and the local shards (shape, bytes) of its sliced results."""
+    results = instruction.shape.parts or (instruction.shape,)
+    unsliced: list[Shape] = []
+    shards: list[tuple[Shape, int]] = []
+    for index, shape in enumerate(results):
+        slices = list(_final_users(computation, instruction, index if instruction.shape.parts else None))
+        local_slices = [
+            end for end in slices if end is not None and _is_local_shard(module, computation, end, shape, groups)
+        ]
+        if slices and len(local_slices) == len(slices) and len({str(end.shape) for end in local_slices}) == 1:
+            shards.append((local_slices[0].shape, shape.num_bytes // len(groups[0])))
         else:
-            whole.append(shape)
-    return whole, parts
+            unsliced.append(shape)
+    return unsliced, shards
 
 
-def _ends(computation: Computation, one: Instruction, part: int | None) -> Iterator[Instruction | None]:
-    """Who uses a result in the end: slices, or None for anything else."""
-    users = computation.users.get(one.id, [])
-    if computation.root == one.id:
+def _final_users(computation: Computation, instruction: Instruction, part: int | None) -> Iterator[Instruction | None]:
+    """Yields the final users of a result: slices, or None for any other user."""
+    users = computation.users.get(instruction.id, [])
+    if computation.root == instruction.id:
         yield None
     for user in users:
         if part is not None and user.opcode == "get-tuple-element":
             if number(user.fields, 13) == part:
-                yield from _ends(computation, user, None)
+                yield from _final_users(computation, user, None)
         elif user.opcode == "all-reduce-done":
-            yield from _ends(computation, user, part)
-        elif part is None and user.opcode in CARRIES:
-            yield from _ends(computation, user, None)
+            yield from _final_users(computation, user, part)
+        elif part is None and user.opcode in VIEWS:
+            yield from _final_users(computation, user, None)
         else:
             yield user if user.opcode in ("dynamic-slice", "fusion") else None
 
 
-def _is_own_part(module: Module, computation: Computation, end: Instruction, shape: Shape, groups: Groups) -> bool:
-    """Whether a slice gives every device of a group another part, and devices of the same place in it the same."""
+def _is_local_shard(
+    module: Module, computation: Computation, end: Instruction, shape: Shape, groups: ReplicaGroups
+) -> bool:
+    """Returns whether a slice gives each device of a group a different shard of the result."""
     if end.opcode == "fusion" or math.prod(end.shape.dims) * len(groups[0]) != math.prod(shape.dims):
         return False
-    return len(groups[0]) > 1 and all(_differ(module, computation, end, group) for group in groups)
+    return len(groups[0]) > 1 and all(_offsets_differ(module, computation, end, group) for group in groups)
 
 
-def _differ(module: Module, computation: Computation, end: Instruction, group: tuple[int, ...]) -> bool:
-    places = set()
+def _offsets_differ(module: Module, computation: Computation, end: Instruction, group: tuple[int, ...]) -> bool:
+    offsets = set()
     for partition in group:
         values = Values(module, computation, [], partition)
-        at = tuple(values.of(operand) for operand in end.operands[1:])
-        if not all(isinstance(one, int | tuple) for one in at):
+        offset = tuple(values.of(operand) for operand in end.operands[1:])
+        if not all(isinstance(entry, int | tuple) for entry in offset):
             return False
-        places.add(at)
-    return len(places) == len(group)
+        offsets.add(offset)
+    return len(offsets) == len(group)

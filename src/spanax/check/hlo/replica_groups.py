@@ -1,7 +1,7 @@
-"""Groups: who takes part in a collective, and along which mesh axes that is.
+"""Decodes the replica groups of collectives and maps them to mesh axes.
 
-XLA writes groups in four ways, three of which occur in one TPU program. The numbers in them are partitions: places in
-the mesh, flat, and not device ids.
+XLA has four encodings of replica groups, and a TPU program may use three of them. Their ids are partition ids, which
+are flat indices into the mesh and not device ids.
 """
 
 import itertools
@@ -15,27 +15,27 @@ from spanax.check.hlo.module import Instruction
 from spanax.check.hlo.protobuf import Fields, fields, messages, number, numbers, raw
 from spanax.hardware.mesh import MeshShape
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 
 
-def groups_of(instruction: Instruction) -> Groups:
-    """Partitions that talk to each other; none at all: all in one group. Of a permute, pairs of sender and receiver."""
+def groups_of(instruction: Instruction) -> ReplicaGroups:
+    """Returns the replica groups; empty for one group of all partitions. Of a permute, the (source, target) pairs."""
     message = instruction.fields
     if 52 in message:
         return tuple((number(fields(pair), 1), number(fields(pair), 2)) for pair in messages(message, 52))
     if 93 in message:
-        return _named(fields(raw(message, 93)))
+        return _mesh_groups(fields(raw(message, 93)))
     if 92 in message:
-        return _counted(fields(raw(message, 92)))
+        return _iota_groups(fields(raw(message, 92)))
     listed = fields(raw(message, 87))
     if 2 in listed:
-        return _counted(fields(raw(listed, 2)))
-    found = messages(listed, 1) or messages(message, 49)
-    return tuple(numbers(fields(group), 1) for group in found)
+        return _iota_groups(fields(raw(listed, 2)))
+    encoded = messages(listed, 1) or messages(message, 49)
+    return tuple(numbers(fields(group), 1) for group in encoded)
 
 
-def _counted(message: Fields) -> Groups:
-    """`[groups,size]<=[dims]T(order)`: partitions counted through a transposed box."""
+def _iota_groups(message: Fields) -> ReplicaGroups:
+    """Decodes iota groups, `[groups,size]<=[dims]T(order)`."""
     ids = _iota(numbers(message, 3), numbers(message, 4))
     rows = ids.reshape(number(message, 1), number(message, 2)).tolist()
     return tuple(map(tuple, rows))
@@ -46,33 +46,33 @@ def _iota(dims: Sequence[int], order: Sequence[int]) -> np.ndarray:
     return ids.transpose(order) if order else ids
 
 
-def _named(message: Fields) -> Groups:
-    """Partitions that differ only along some axes of a mesh of XLA's own, or along a part (outer, size) of one."""
+def _mesh_groups(message: Fields) -> ReplicaGroups:
+    """Decodes groups along axes, or sub-axes (outer, size), of a mesh in the instruction."""
     mesh = fields(raw(message, 1))
     sizes = [number(fields(axis), 2) for axis in messages(mesh, 1)]
     ids = numbers(mesh, 2)
     if not ids and 3 in mesh:
-        box = fields(raw(mesh, 3))
-        ids = tuple(_iota(numbers(box, 1), numbers(box, 2)).ravel().tolist())
-    over: dict[int, tuple[int, int]] = {}
+        iota = fields(raw(mesh, 3))
+        ids = tuple(_iota(numbers(iota, 1), numbers(iota, 2)).ravel().tolist())
+    sub_axes: dict[int, tuple[int, int]] = {}
     for reference in map(fields, messages(message, 2)):
         axis = number(reference, 1)
         part = fields(raw(reference, 2))
-        over[axis] = (number(part, 1), number(part, 2)) if part else (1, sizes[axis])
+        sub_axes[axis] = (number(part, 1), number(part, 2)) if part else (1, sizes[axis])
     groups = defaultdict[tuple[int, ...], list[int]](list)
-    places = itertools.product(*map(range, sizes))
-    for place, partition in zip(places, ids or range(math.prod(sizes)), strict=True):
-        rest: list[int] = []
-        for axis, at in enumerate(place):
-            outer, size = over.get(axis, (1, 1))
+    coordinates = itertools.product(*map(range, sizes))
+    for coordinate, partition in zip(coordinates, ids or range(math.prod(sizes)), strict=True):
+        key: list[int] = []
+        for axis, index in enumerate(coordinate):
+            outer, size = sub_axes.get(axis, (1, 1))
             inner = sizes[axis] // (outer * size)
-            rest += [at // (inner * size), at % inner]
-        groups[tuple(rest)].append(partition)
+            key += [index // (inner * size), index % inner]
+        groups[tuple(key)].append(partition)
     return tuple(map(tuple, groups.values()))
 
 
-def axes_of(groups: Groups, sizes: Mapping[str, int]) -> str:
-    """The mesh axes along which partitions talk; `~` before them: not to all along these axes.
+def axes_of(groups: ReplicaGroups, sizes: Mapping[str, int]) -> str:
+    """Returns the mesh axes along which partitions communicate, prefixed with `~` if groups do not span the axes.
 
     Example:
       >>> axes_of(((0, 1), (2, 3)), {"data": 2, "model": 2}), axes_of((), {"data": 2, "model": 2})
@@ -84,15 +84,15 @@ def axes_of(groups: Groups, sizes: Mapping[str, int]) -> str:
     groups = groups or (tuple(range(math.prod(shape))),)
     along: set[int] = set()
     for group in groups:
-        places = np.unravel_index(np.asarray(group), shape) if shape else ()
-        along |= {axis for axis, at in enumerate(places) if (at != at[0]).any()}
+        coordinates = np.unravel_index(np.asarray(group), shape) if shape else ()
+        along |= {axis for axis, indices in enumerate(coordinates) if (indices != indices[0]).any()}
     names = [name for axis, name in enumerate(sizes) if axis in along]
-    partly = any(len(group) != math.prod(sizes[name] for name in names) for group in groups)
-    return "~" * partly + "+".join(names)
+    is_partial = any(len(group) != math.prod(sizes[name] for name in names) for group in groups)
+    return "~" * is_partial + "+".join(names)
 
 
-def across_slices(mesh: MeshShape, num_slices: int) -> Groups:
-    """Partitions at the same place in each slice, where the slowest axes of the mesh lie between slices.
+def across_slices(mesh: MeshShape, num_slices: int) -> ReplicaGroups:
+    """Returns the groups of partitions with the same index in each slice; the major mesh axes span the slices.
 
     Example:
       >>> across_slices(MeshShape.of("data=2,fsdp=2"), 2)

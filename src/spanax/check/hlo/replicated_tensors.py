@@ -1,4 +1,4 @@
-"""Replicated: the tensors that XLA's partitioner made whole on every device, as it says itself in its log."""
+"""Parses the log of XLA's partitioner for tensors that it replicates because it cannot reshard them."""
 
 import math
 import re
@@ -25,17 +25,17 @@ _USED = re.compile(r"'(\w+)'(?::\(\d+\)(\d+))?")
 
 
 @dataclass(frozen=True)
-class Replicated:
-    """A tensor that every device got whole, for its sharding could not be changed otherwise.
+class ReplicatedTensor:
+    """A tensor that the partitioner replicates on every device to change its sharding.
 
     Attributes:
-      name: the instruction's.
-      shape: the whole tensor's, as XLA writes it.
-      before: the sharding it had, as XLA writes it.
-      after: the sharding that was wanted.
-      num_bytes: of the whole tensor, once.
-      op_name: the JAX operation that it belongs to, with its name stack.
-      source: file and line of the user's code; empty where the program does not say.
+      name: the name of the instruction.
+      shape: the global shape, as XLA prints it.
+      before: the sharding before, as XLA prints it.
+      after: the requested sharding.
+      num_bytes: bytes of the global tensor.
+      op_name: the JAX operation with its name stack.
+      source: file and line of the user's code; empty if unknown.
     """
 
     name: str
@@ -47,12 +47,12 @@ class Replicated:
     source: str = ""
 
 
-def replicated(log: str, module: Module | None = None) -> tuple[Replicated, ...]:
-    """What a compiler's log says of tensors made whole, each once, the largest first.
+def replicated_tensors(log: str, module: Module | None = None) -> tuple[ReplicatedTensor, ...]:
+    """Returns the replicated tensors in a compiler's log, without duplicates and largest first.
 
     Args:
-      log: what it wrote.
-      module: the program, which knows the source lines by their numbers.
+      log: the log of the compiler.
+      module: the program, which resolves the stack frame ids in the log to source lines.
 
     Example:
       >>> log = (
@@ -61,38 +61,40 @@ def replicated(log: str, module: Module | None = None) -> tuple[Replicated, ...]
       ...     "%copy.1 = f32[16,8,4]{2,1,0} copy(%sin.0), sharding={devices=[2,2,2]<=[8]}, "
       ...     'metadata={op_name="jit(f)/sin" stack_frame_id=3}. As the last resort, SPMD will replicate the tensor.'
       ... )
-      >>> [one] = replicated(log)
-      >>> one.shape, one.num_bytes, one.op_name
+      >>> [tensor] = replicated_tensors(log)
+      >>> tensor.shape, tensor.num_bytes, tensor.op_name
       ('f32[32,16,8]', 16384, 'jit(f)/sin')
     """
-    found = {_one(told, module): None for told in WARNING.finditer(log)}
-    return tuple(sorted(found, key=lambda one: (-one.num_bytes, one.name)))
+    tensors = {_tensor(match, module): None for match in WARNING.finditer(log)}
+    return tuple(sorted(tensors, key=lambda tensor: (-tensor.num_bytes, tensor.name)))
 
 
-def _one(told: re.Match[str], module: Module | None) -> Replicated:
-    dims = [int(size) for size in told["dims"].split(",") if size]
-    sizes = [dim * ways for dim, ways in zip(dims, _ways(told["before"], len(dims)), strict=True)]
-    op_name = _OP_NAME.search(told[0])
-    return Replicated(
-        name=told["name"],
-        shape=f"{told['dtype']}[{','.join(map(str, sizes))}]",
-        before=told["before"],
-        after=told["after"],
-        num_bytes=math.ceil(math.prod(sizes) * _bits(told["dtype"]) / 8),
+def _tensor(match: re.Match[str], module: Module | None) -> ReplicatedTensor:
+    dims = [int(size) for size in match["dims"].split(",") if size]
+    sizes = [dim * num_shards for dim, num_shards in zip(dims, _num_shards(match["before"], len(dims)), strict=True)]
+    op_name = _OP_NAME.search(match[0])
+    return ReplicatedTensor(
+        name=match["name"],
+        shape=f"{match['dtype']}[{','.join(map(str, sizes))}]",
+        before=match["before"],
+        after=match["after"],
+        num_bytes=math.ceil(math.prod(sizes) * _bits(match["dtype"]) / 8),
         op_name=op_name[1] if op_name else "",
-        source=user_line(list(_lines(told[0], module))),
+        source=user_line(list(_lines(match[0], module))),
     )
 
 
-def _ways(sharding: str, num_dims: int) -> list[int]:
-    """Into how many parts a sharding cuts each dim, in XLA's old words (`devices=[8,1]<=[8]`) or its new ones."""
+def _num_shards(sharding: str, num_dims: int) -> list[int]:
+    """Returns the number of shards of each dim, for XLA's tile (`devices=[8,1]<=[8]`) and named sharding formats."""
     if tiles := _TILES.search(sharding):
         return ([int(size) for size in tiles[1].split(",")] + [1] * num_dims)[:num_dims]
-    mesh, _, rest = sharding.partition("], [")
+    mesh, _, spec = sharding.partition("], [")
     sizes = {name: int(size) for name, size in _AXIS.findall(mesh)}
-    groups = re.findall(r"\{([^{}]*)\}", rest)[:num_dims]
-    ways = [math.prod(int(part) if part else sizes.get(name, 1) for name, part in _USED.findall(one)) for one in groups]
-    return (ways + [1] * num_dims)[:num_dims]
+    groups = re.findall(r"\{([^{}]*)\}", spec)[:num_dims]
+    counts = [
+        math.prod(int(part) if part else sizes.get(name, 1) for name, part in _USED.findall(group)) for group in groups
+    ]
+    return (counts + [1] * num_dims)[:num_dims]
 
 
 def _bits(dtype: str) -> int:
@@ -100,8 +102,8 @@ def _bits(dtype: str) -> int:
     return int(digits[0]) if digits else 8
 
 
-def _lines(said: str, module: Module | None) -> Iterator[tuple[str, int]]:
-    frame, file = _FRAME.search(said), _FILE.search(said)
+def _lines(message: str, module: Module | None) -> Iterator[tuple[str, int]]:
+    frame, file = _FRAME.search(message), _FILE.search(message)
     if frame and module is not None:
         yield from module.frames.lines(int(frame[1]))
     elif file:

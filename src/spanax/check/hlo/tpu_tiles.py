@@ -1,7 +1,7 @@
-"""Padding: what an array takes in a TPU's memory, where rows and columns fill whole tiles.
+"""Computes the bytes of an array in TPU memory, where the two minor dims are padded to tiles.
 
-The compiler orders the dims of an argument so that least is lost. Source: the entry layouts of programs compiled by
-libtpu 0.0.51 for v5e, v5p and v6e (tests/check/test_compiler.py holds every one against this).
+The compiler orders the dims of an argument to minimize padding. Source: the entry layouts of programs compiled by
+libtpu 0.0.51 for v5e, v5p and v6e (tests/check/test_compiler.py compares all of them with this function).
 """
 
 import itertools
@@ -9,14 +9,14 @@ import math
 from collections.abc import Sequence
 
 LANES, ROWS = 128, 8
-"""Columns and rows of a tile of 32-bit numbers."""
+"""Columns and rows of a tile of 32-bit elements."""
 
 GRANULE_BYTES = 512
-"""An array takes a multiple of this."""
+"""The allocation granularity of arrays."""
 
 
 def padded_bytes(shape: Sequence[int], itemsize: int, platform: str) -> int:
-    """Bytes of an array of this shape on one device of a platform; only TPUs pad.
+    """Returns the bytes of an array with a per-device shape; only TPUs pad.
 
     Example:
       >>> padded_bytes((50257, 48), 4, "tpu"), padded_bytes((12, 48), 4, "tpu"), padded_bytes((12, 48), 4, "cuda")
@@ -24,30 +24,32 @@ def padded_bytes(shape: Sequence[int], itemsize: int, platform: str) -> int:
       >>> padded_bytes((), 4, "tpu"), padded_bytes((12, 3, 12, 4), 4, "tpu")
       (512, 73728)
     """
-    plain = math.prod(shape) * itemsize
-    if platform != "tpu" or not plain:
-        return plain
+    unpadded = math.prod(shape) * itemsize
+    if platform != "tpu" or not unpadded:
+        return unpadded
     if len(shape) < 2:
         count = math.prod(shape)
         tile = min(LANES * ROWS, max(LANES, 1 << (count - 1).bit_length()))
         return _granules(-(-count // tile) * tile * itemsize)
-    least = min(
-        _up(shape[minor], LANES) * _rows(shape[second], itemsize) * (math.prod(shape) // (shape[minor] * shape[second]))
+    smallest = min(
+        _round_up(shape[minor], LANES)
+        * _rows(shape[second], itemsize)
+        * (math.prod(shape) // (shape[minor] * shape[second]))
         for minor, second in itertools.permutations(range(len(shape)), 2)
     )
-    return _granules(least * itemsize)
+    return _granules(smallest * itemsize)
 
 
 def _rows(size: int, itemsize: int) -> int:
-    """Rows, as tiles of so many as are needed: a narrow array has tiles of 1, 2 or 4 rows."""
+    """Returns the number of rows padded to a tile; arrays with few rows have tiles of 1, 2 or 4 rows."""
     packed = max(1, 4 // itemsize)
     tile = min(ROWS * max(1, packed // 2), max(packed, 1 << (size - 1).bit_length()))
-    return _up(size, tile)
+    return _round_up(size, tile)
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
 def _granules(num_bytes: int) -> int:
-    return _up(num_bytes, GRANULE_BYTES)
+    return _round_up(num_bytes, GRANULE_BYTES)

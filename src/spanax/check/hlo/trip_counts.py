@@ -1,6 +1,6 @@
-"""Trips: how often a loop runs, where XLA wrote it down, and where not by running the loop on its whole numbers alone.
+"""Computes the trip counts of HLO loops, from XLA's annotation or by interpreting the integers that control the loop.
 
-TPU programs carry no trip counts. What decides whether a loop goes on is a count or two; everything else is None here.
+TPU programs have no trip count annotations. A few integers control each loop; all other values are unknown (None).
 """
 
 import re
@@ -11,14 +11,14 @@ from spanax.check.hlo.module import Computation, Instruction, Module, integers
 from spanax.check.hlo.protobuf import number, numbers, raw, text
 
 MAX_TRIPS = 100_000
-"""Loops are not followed further than this."""
+"""The interpreter gives up on loops with more iterations."""
 
 _KNOWN = re.compile(rb'"known_trip_count":\{"n":"(\d+)"\}')
 
 Value = Any
-"""A whole number, a tuple of a constant array's numbers, a list for an HLO tuple, or None: not known."""
+"""An integer, a tuple with the elements of a constant array, a list for an HLO tuple, or None if unknown."""
 
-PASSED_ON = frozenset({"copy", "bitcast", "reshape", "broadcast", "convert", "copy-done", "optimization-barrier"})
+FORWARDING = frozenset({"copy", "bitcast", "reshape", "broadcast", "convert", "copy-done", "optimization-barrier"})
 BINARY: dict[str, Callable[[int, int], int | None]] = {
     "add": lambda a, b: a + b,
     "subtract": lambda a, b: a - b,
@@ -34,7 +34,7 @@ BINARY: dict[str, Callable[[int, int], int | None]] = {
     "shift-right-logical": lambda a, b: a >> b if a >= 0 else None,
     "shift-right-arithmetic": lambda a, b: a >> b,
 }
-COMPARED: dict[str, Callable[[int, int], bool]] = {
+COMPARISONS: dict[str, Callable[[int, int], bool]] = {
     "EQ": lambda a, b: a == b,
     "NE": lambda a, b: a != b,
     "LT": lambda a, b: a < b,
@@ -45,84 +45,84 @@ COMPARED: dict[str, Callable[[int, int], bool]] = {
 
 
 class Values:
-    """The whole numbers in one computation, as far as they follow from its parameters; each worked out once."""
+    """The integers of a computation that follow from its parameters, evaluated lazily and cached."""
 
     def __init__(self, module: Module, computation: Computation, parameters: Sequence[Value], partition: int | None):
         self._module, self._computation = module, computation
         self._parameters, self._partition = parameters, partition
         self._known: dict[int, Value] = {}
 
-    def of(self, wanted: int) -> Value:
-        """The value of an instruction, by its id."""
-        stack = [wanted]
+    def of(self, instruction_id: int) -> Value:
+        """Returns the value of an instruction, by its id."""
+        stack = [instruction_id]
         while stack:
-            one = stack[-1]
-            if one in self._known:
+            current = stack[-1]
+            if current in self._known:
                 stack.pop()
                 continue
-            instruction = self._computation.instructions[one]
+            instruction = self._computation.instructions[current]
             missing = [operand for operand in self._needed(instruction) if operand not in self._known]
             if missing:
                 stack += missing
                 continue
-            self._known[one] = self._work_out(instruction)
+            self._known[current] = self._evaluate(instruction)
             stack.pop()
-        return self._known[wanted]
+        return self._known[instruction_id]
 
     def _needed(self, instruction: Instruction) -> tuple[int, ...]:
         opcode, dims = instruction.opcode, instruction.shape.dims
-        if opcode == "get-tuple-element" or opcode in ("tuple", "while", "call", "fusion") or opcode in PASSED_ON:
+        if opcode == "get-tuple-element" or opcode in ("tuple", "while", "call", "fusion") or opcode in FORWARDING:
             return instruction.operands
         is_known = opcode in BINARY or opcode in ("compare", "select", "not", "negate", "dynamic-slice")
         return instruction.operands if is_known and len(dims) <= 1 else ()
 
-    def _work_out(self, one: Instruction) -> Value:
-        opcode, ins = one.opcode, [self._known.get(operand) for operand in one.operands]
+    def _evaluate(self, instruction: Instruction) -> Value:
+        opcode, operands = instruction.opcode, [self._known.get(operand) for operand in instruction.operands]
         if opcode == "parameter":
-            at = number(one.fields, 9)
-            return self._parameters[at] if at < len(self._parameters) else None
+            index = number(instruction.fields, 9)
+            return self._parameters[index] if index < len(self._parameters) else None
         if opcode == "constant":
-            found = integers(one) if not one.shape.parts else None
-            return found if found is None or one.shape.dims else found[0] if found else None
+            constant = integers(instruction) if not instruction.shape.parts else None
+            return constant if constant is None or instruction.shape.dims else constant[0] if constant else None
         if opcode == "partition-id":
             return self._partition
         if opcode == "tuple":
-            return ins
+            return operands
         if opcode == "get-tuple-element":
-            return ins[0][number(one.fields, 13)] if isinstance(ins[0], list) else None
-        if opcode in PASSED_ON:
-            return _as_shaped(ins[0], one)
+            return operands[0][number(instruction.fields, 13)] if isinstance(operands[0], list) else None
+        if opcode in FORWARDING:
+            return _as_shaped(operands[0], instruction)
         if opcode in ("fusion", "call"):
-            inner = self._module.computations[one.called[0]]
-            return Values(self._module, inner, ins, self._partition).of(inner.root)
+            inner = self._module.computations[instruction.called[0]]
+            return Values(self._module, inner, operands, self._partition).of(inner.root)
         if opcode == "while":
-            return _run(self._module, one, ins[0], self._partition)[1]
-        return _arithmetic(one, ins) if len(ins) == len(one.operands) else None
+            return _interpret(self._module, instruction, operands[0], self._partition)[1]
+        return _arithmetic(instruction, operands) if len(operands) == len(instruction.operands) else None
 
 
-def trips(module: Module, loop: Instruction, initial: Value) -> tuple[int, Value] | None:
-    """How often a loop runs and what it returns, from what it starts with; None where that cannot be told."""
+def trip_counts(module: Module, loop: Instruction, initial: Value) -> tuple[int, Value] | None:
+    """Returns the trip count and the result of a loop, given its initial state; None if unknown."""
     config = raw(loop.fields, 43)
-    count, final = _run(module, loop, initial, None)
+    count, final = _interpret(module, loop, initial, None)
     known = _KNOWN.search(config)
     if known:
         return int(known[1]), final
     return None if count is None else (count, final)
 
 
-def _run(module: Module, loop: Instruction, initial: Value, partition: int | None) -> tuple[int | None, Value]:
-    """The rounds of a loop, counted; and what comes out of it."""
+def _interpret(module: Module, loop: Instruction, initial: Value, partition: int | None) -> tuple[int | None, Value]:
+    """Interprets a loop and returns its trip count and final state; None for unknown values."""
     body, condition = (module.computations[called] for called in loop.called[:2])
     if len(condition.parameters) != 1:
         return None, None
     state = list(initial) if isinstance(initial, list) else initial
-    counted = _counted(module, body, condition)
+    control = _control_indices(module, body, condition)
     count = 0
     while True:
-        goes_on = Values(module, condition, [state], partition).of(condition.root)
-        if goes_on is None:
+        condition_value = Values(module, condition, [state], partition).of(condition.root)
+        if condition_value is None:
             return None, None
-        if not goes_on:
+        if not condition_value:
             return count, state
         count += 1
         if count > MAX_TRIPS or not isinstance(state, list):
@@ -130,76 +130,78 @@ def _run(module: Module, loop: Instruction, initial: Value, partition: int | Non
         values = Values(module, body, [state], partition)
         root = body.instructions[body.root]
         if root.opcode != "tuple":
-            after = values.of(body.root)
-            state = after if isinstance(after, list) else None
+            result = values.of(body.root)
+            state = result if isinstance(result, list) else None
             continue
-        state = [values.of(one) if at in counted else None for at, one in enumerate(root.operands)]
+        state = [values.of(operand) if index in control else None for index, operand in enumerate(root.operands)]
 
 
-def _counted(module: Module, body: Computation, condition: Computation) -> set[int]:
-    """The parts of a loop's state that decide how long it runs, and those these follow from."""
+def _control_indices(module: Module, body: Computation, condition: Computation) -> set[int]:
+    """Returns the indices of the loop state that determine the trip count, directly or indirectly."""
     root = body.instructions[body.root]
-    wanted = _read(condition, [condition.root])
+    control = _dependencies(condition, [condition.root])
     while root.opcode == "tuple":
-        more = wanted | _read(body, [root.operands[at] for at in wanted if at < len(root.operands)])
-        if more == wanted:
+        extended = control | _dependencies(
+            body, [root.operands[index] for index in control if index < len(root.operands)]
+        )
+        if extended == control:
             break
-        wanted = more
-    return wanted
+        control = extended
+    return control
 
 
-def _read(computation: Computation, ends: Sequence[int]) -> set[int]:
-    """The parts of a computation's one parameter that some of its values depend on."""
-    found: set[int] = set()
+def _dependencies(computation: Computation, ends: Sequence[int]) -> set[int]:
+    """Returns the indices of a computation's only parameter that the given values depend on."""
+    indices: set[int] = set()
     seen: set[int] = set()
     stack = list(ends)
     while stack:
-        one = computation.instructions[stack.pop()]
-        if one.id in seen:
+        instruction = computation.instructions[stack.pop()]
+        if instruction.id in seen:
             continue
-        seen.add(one.id)
-        if one.opcode == "get-tuple-element":
-            source = computation.instructions[one.operands[0]]
+        seen.add(instruction.id)
+        if instruction.opcode == "get-tuple-element":
+            source = computation.instructions[instruction.operands[0]]
             if source.opcode == "parameter":
-                found.add(number(one.fields, 13))
+                indices.add(number(instruction.fields, 13))
                 continue
-        stack += one.operands
-    return found
+        stack += instruction.operands
+    return indices
 
 
-def _as_shaped(value: Value, one: Instruction) -> Value:
-    """A number or an array that is passed on, as one or the other."""
+def _as_shaped(value: Value, instruction: Instruction) -> Value:
+    """Returns a scalar or array value in the shape of the instruction that forwards it; None if they do not match."""
     if isinstance(value, tuple):
-        if not one.shape.dims:
+        if not instruction.shape.dims:
             return value[0] if len(value) == 1 else None
-        return value if len(value) == _size(one) else None
-    return value if not one.shape.dims or one.shape.parts or _size(one) == 1 else None
+        return value if len(value) == _size(instruction) else None
+    return value if not instruction.shape.dims or instruction.shape.parts or _size(instruction) == 1 else None
 
 
-def _arithmetic(one: Instruction, ins: list[Value]) -> Value:
-    plain = [value[0] if isinstance(value, tuple) and len(value) == 1 else value for value in ins]
-    if one.opcode == "dynamic-slice":
-        array, at = ins[0], plain[1]
-        if not isinstance(array, tuple) or not isinstance(at, int) or numbers(one.fields, 20) != (1,):
+def _arithmetic(instruction: Instruction, operands: list[Value]) -> Value:
+    scalars = [value[0] if isinstance(value, tuple) and len(value) == 1 else value for value in operands]
+    if instruction.opcode == "dynamic-slice":
+        array, index = operands[0], scalars[1]
+        if not isinstance(array, tuple) or not isinstance(index, int) or numbers(instruction.fields, 20) != (1,):
             return None
-        return array[max(0, min(at, len(array) - 1))]
-    if any(not isinstance(value, int) for value in plain):
-        if one.opcode == "select" and isinstance(plain[0], int):
-            return plain[1 if plain[0] else 2]
+        return array[max(0, min(index, len(array) - 1))]
+    if any(not isinstance(value, int) for value in scalars):
+        if instruction.opcode == "select" and isinstance(scalars[0], int):
+            return scalars[1 if scalars[0] else 2]
         return None
-    if one.opcode in BINARY:
-        return BINARY[one.opcode](plain[0], plain[1])
-    if one.opcode == "compare":
-        return int(COMPARED[text(one.fields, 63)](plain[0], plain[1]))
-    if one.opcode == "select":
-        return plain[1 if plain[0] else 2]
-    if one.opcode == "not":
-        return int(not plain[0]) if one.shape.dtype == "pred" else ~plain[0]
-    return -plain[0] if one.opcode == "negate" else None
+    if instruction.opcode in BINARY:
+        return BINARY[instruction.opcode](scalars[0], scalars[1])
+    if instruction.opcode == "compare":
+        return int(COMPARISONS[text(instruction.fields, 63)](scalars[0], scalars[1]))
+    if instruction.opcode == "select":
+        return scalars[1 if scalars[0] else 2]
+    if instruction.opcode == "not":
+        return int(not scalars[0]) if instruction.shape.dtype == "pred" else ~scalars[0]
+    return -scalars[0] if instruction.opcode == "negate" else None
 
 
-def _size(one: Instruction) -> int:
+def _size(instruction: Instruction) -> int:
     size = 1
-    for dim in one.shape.dims:
+    for dim in instruction.shape.dims:
         size *= dim
     return size

@@ -1,155 +1,157 @@
-"""Rules on single arrays: what lies whole, what does not divide, what was wished for and did not come."""
+"""Lint rules on single arrays: large replicated arrays, dims that do not divide, and annotations without effect."""
 
 import math
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
 from spanax.hardware.mesh import CANONICAL_AXES
 from spanax.plan.plan import Placement
 from spanax.plan.reason import Code, Reason
 from spanax.trace.axes.naming import STRENGTH
 
-LARGE = 0.01
-"""The share of a device's bytes of one kind from which on an array counts."""
+LARGE_SHARE = 0.01
+"""An array is reported from this share of the bytes per device of its kind."""
 
-PADDED = 0.125
-"""By how much a size may grow to divide."""
+MAX_PADDING = 0.125
+"""The largest relative growth of a dim that is suggested as a fix."""
 
-MISSED = 0.05
-"""The share of them from which on it counts that a size does not divide; all arrays with that dim together."""
+UNEVEN = 0.05
+"""Arrays with the same indivisible dim are reported from this share of the bytes per device of their kind."""
 
 
-def left_whole(checked: Checked) -> Iterator[Said]:
-    """An array is whole on every device, and the layout stores its kind split."""
-    for leaf in checked.plan.leaves:
-        asked = checked.plan.layout.stored(leaf.kind)
-        is_whole = leaf.local_shape == leaf.shape and checked.ways(asked) > 1
-        if is_whole and leaf.local_bytes >= _large(checked, leaf.kind):
-            yield Said(
+def large_replicated_array(subject: LintSubject) -> Iterator[Message]:
+    """A large array is replicated on every device, although the layout shards arrays of its kind."""
+    for leaf in subject.plan.leaves:
+        axes = subject.plan.layout.stored(leaf.kind)
+        is_replicated = leaf.local_shape == leaf.shape and subject.num_shards(axes) > 1
+        if is_replicated and leaf.local_bytes >= _large(subject, leaf.kind):
+            yield Message(
                 leaf.path,
-                f"`{leaf.path}` {list(leaf.shape)} lies whole on all {checked.plan.mesh.size} devices: "
-                f"{leaf.reason or 'nothing splits it'}.",
-                _padding(leaf, checked.ways(asked), "+".join(asked)),
+                f"`{leaf.path}` {list(leaf.shape)} is replicated on all {subject.plan.mesh.size} devices: "
+                f"{leaf.reason or 'no mesh axis shards it'}.",
+                _padding(leaf, subject.num_shards(axes), "+".join(axes)),
                 leaf.local_bytes,
             )
 
 
-def does_not_divide(checked: Checked) -> Iterator[Said]:
-    """A mesh axis does not split a dim that it was meant to split, in arrays that count; a size near it would do."""
+def indivisible_dim(subject: LintSubject) -> Iterator[Message]:
+    """A dim of a large array is not divisible by the mesh axis that should shard it."""
     by_reason: dict[tuple[str, Reason], list[Placement]] = {}
-    for leaf, reason in _uneven(checked):
-        if not _is_served(checked, leaf, reason.name):
+    for leaf, reason in _uneven(subject):
+        if not _is_sharded_elsewhere(subject, leaf, reason.name):
             by_reason.setdefault((leaf.kind, reason), []).append(leaf)
     seen = set[Reason]()
     for (kind, reason), leaves in by_reason.items():
-        if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= MISSED * checked.plan.state_bytes(kind):
+        if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= UNEVEN * subject.plan.state_bytes(kind):
             seen.add(reason)
-            leaf = max(leaves, key=lambda one: one.local_bytes)
-            if fix := _dividing(reason):
-                yield Said(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
+            leaf = max(leaves, key=lambda placement: placement.local_bytes)
+            if fix := _divisible(reason):
+                yield Message(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
 
 
-def _uneven(checked: Checked) -> Iterator[tuple[Placement, Reason]]:
+def _uneven(subject: LintSubject) -> Iterator[tuple[Placement, Reason]]:
     """Yields every placement with each of its dims that is not sharded because its size does not divide."""
-    program = checked.program
-    rows = zip(program.leaves, program.step.graph.body.inputs, checked.plan.leaves, strict=False)
+    program = subject.program
+    rows = zip(program.leaves, program.step.graph.body.inputs, subject.plan.leaves, strict=False)
     for leaf, value, placement in rows:
-        for reason in checked.resolver.not_sharded(leaf, program.step.axes.classes[value]):
+        for reason in subject.resolver.not_sharded(leaf, program.step.axes.classes[value]):
             if reason.code is Code.NOT_DIVISIBLE:
                 yield placement, reason
 
 
-def _dividing(reason: Reason) -> str:
-    """The nearest that works: a little more, or fewer ways; empty where it takes much more, as of three colours."""
-    size, ways = reason.size, reason.num_shards
-    more, fewer = -(-size // ways) * ways, math.gcd(size, ways)
-    near = [f"{reason.name} {more}"] if more <= (1 + PADDED) * size else []
-    near += [f"{fewer} ways"] if fewer > 1 else []
-    return ", or ".join(near)
+def _divisible(reason: Reason) -> str:
+    """Returns the nearest size and number of shards that divide; empty if both are far off, as for 3 color channels."""
+    size, num_shards = reason.size, reason.num_shards
+    padded, divisor = -(-size // num_shards) * num_shards, math.gcd(size, num_shards)
+    fixes = [f"{reason.name} {padded}"] if padded <= (1 + MAX_PADDING) * size else []
+    fixes += [f"{divisor} shards"] if divisor > 1 else []
+    return ", or ".join(fixes)
 
 
-def _is_served(checked: Checked, leaf: Placement, name: str) -> bool:
-    """Whether every mesh axis that was to split a dim of a name splits another dim of the same array."""
-    wanted = {
-        axis for axis, _ in checked.plan.mesh.axes if name in checked.names_for(axis) and checked.ways((axis,)) > 1
+def _is_sharded_elsewhere(subject: LintSubject, leaf: Placement, name: str) -> bool:
+    """Returns whether every mesh axis that should shard a named dim shards another dim of the same array."""
+    requested = {
+        axis for axis, _ in subject.plan.mesh.axes if name in subject.dims_of(axis) and subject.num_shards((axis,)) > 1
     }
-    return bool(wanted) and wanted <= {axis for by in leaf.spec for axis in by}
+    return bool(requested) and requested <= {axis for axes in leaf.spec for axis in axes}
 
 
-def optimizer_unlike_parameter(checked: Checked) -> Iterator[Said]:
-    """The optimizer's copy of a parameter takes more of a device than the parameter's own share would."""
-    params = {leaf.path: leaf for leaf in checked.plan.leaves if leaf.kind == "param"}
-    for leaf in checked.plan.leaves:
+def optimizer_less_sharded(subject: LintSubject) -> Iterator[Message]:
+    """A large optimizer array is sharded over fewer devices than its parameter."""
+    params = {leaf.path: leaf for leaf in subject.plan.leaves if leaf.kind == "param"}
+    for leaf in subject.plan.leaves:
         param = next((params[path] for path in params if leaf.path.endswith(f".{path}")), None)
         if leaf.kind != "optimizer" or param is None or param.shape != leaf.shape:
             continue
-        share = leaf.local_bytes / max(1, _whole_bytes(leaf))
-        if share > param.local_bytes / max(1, _whole_bytes(param)) and leaf.local_bytes >= _large(checked, leaf.kind):
-            yield Said(
+        share = leaf.local_bytes / max(1, _global_bytes(leaf))
+        if share > param.local_bytes / max(1, _global_bytes(param)) and leaf.local_bytes >= _large(subject, leaf.kind):
+            yield Message(
                 leaf.path,
-                f"`{leaf.path}` is stored {leaf.partition_spec}, and its parameter {param.partition_spec}.",
-                f"stored_optimizer={checked.plan.layout.stored_params!r} in the layout",
+                f"`{leaf.path}` has the sharding {leaf.partition_spec}, but its parameter {param.partition_spec}.",
+                f"stored_optimizer={subject.plan.layout.stored_params!r} in the layout",
                 leaf.local_bytes,
             )
 
 
-def never_matched(checked: Checked) -> Iterator[Said]:
-    """A pin, the wish to split the sequence, or a name that the model's author wrote, splits nothing."""
-    everything = (*checked.plan.leaves, *checked.plan.batch)
-    for name, wanted in checked.plan.pins:
-        dims = [by for leaf in everything for axis, by in zip(leaf.axes, leaf.spec, strict=True) if axis == name]
-        for axis in wanted:
-            if checked.ways((axis,)) > 1 and dims and not any(axis in by for by in dims):
-                yield Said(
-                    name, f"'{name}' is pinned to '{axis}', and no array is split so.",
-                    f"another axis than '{axis}', or no pin",
+def ineffective_annotation(subject: LintSubject) -> Iterator[Message]:
+    """A pin, a sequence axis, or an axis name in the model's sharding annotations has no effect."""
+    arrays = (*subject.plan.leaves, *subject.plan.batch)
+    for name, pinned in subject.plan.pins:
+        dims = [by for leaf in arrays for axis, by in zip(leaf.axes, leaf.spec, strict=True) if axis == name]
+        for axis in pinned:
+            if subject.num_shards((axis,)) > 1 and dims and not any(axis in by for by in dims):
+                yield Message(
+                    name, f"'{name}' is pinned to '{axis}', but '{axis}' shards no dim of that name.",
+                    f"another mesh axis than '{axis}', or no pin",
                 )  # fmt: skip
-    over = checked.plan.layout.sequence_axis
-    if over is not None and checked.ways((over,)) > 1 and not checked.splits_sequence(over):
-        yield Said(
-            over, f"'{over}' ({checked.ways((over,))}) is to split the sequence too, and no sequence here divides so.",
-            "a sequence that divides, or a layout without +seq",
-        )  # fmt: skip
-    known = {*checked.plan.mesh.names, *(name for leaf in everything for name in leaf.axes if name in STRENGTH)}
-    for name, path in _unknown_names(checked).items():
-        yield Said(path, f"`{path}` is annotated with '{name}': no axis of the mesh, and nothing that is split.",
-                   f"a name of {', '.join(sorted(map(str, known)))}")  # fmt: skip
+    seq_axis = subject.plan.layout.sequence_axis
+    if seq_axis is not None and subject.num_shards((seq_axis,)) > 1 and not subject.shards_sequence(seq_axis):
+        yield Message(
+            seq_axis,
+            f"'{seq_axis}' ({subject.num_shards((seq_axis,))}) should also shard the sequence, but no "
+            "sequence is divisible by it.",
+            "a divisible sequence length, or a layout without +seq",
+        )
+    known = {*subject.plan.mesh.names, *(name for leaf in arrays for name in leaf.axes if name in STRENGTH)}
+    for name, path in _unknown_names(subject).items():
+        yield Message(path, f"`{path}` is annotated with '{name}', which names neither a mesh axis nor a sharded dim.",
+                   f"one of {', '.join(sorted(map(str, known)))}")  # fmt: skip
 
 
-def _unknown_names(checked: Checked) -> dict[str, str]:
-    """Names in annotations that mean nothing here, each with an array that has it.
+def _unknown_names(subject: LintSubject) -> dict[str, str]:
+    """Returns the annotated axis names that have no meaning here, each with the path of an array.
 
-    Somebody who names one axis of a mesh means axes of a mesh by the others. A name for a dim may be anybody's own; but
-    if an array that counts has only such names, they were to do something.
+    If an annotation names one axis of the mesh, its other names are taken for mesh axes as well. Other names may be
+    the author's own labels; they are reported only for large arrays that have no known name at all.
     """
-    mesh, plan = checked.plan.mesh.names, checked.plan
-    meant = {
+    mesh, plan = subject.plan.mesh.names, subject.plan
+    dims = {
         *STRENGTH,
         *(name for name, _ in plan.pins),
         *(name for _, names in plan.layout.computed for name in names),
     }
-    odd: dict[str, str] = {}
-    for annotated, leaf in zip(checked.program.leaves, plan.leaves, strict=True):
-        entries = [(one,) if isinstance(one, str) else one or () for one in annotated.annotation or ()]
+    unknown: dict[str, str] = {}
+    for annotated, leaf in zip(subject.program.leaves, plan.leaves, strict=True):
+        entries = [(entry,) if isinstance(entry, str) else entry or () for entry in annotated.annotation or ()]
         names = {axis for entry in entries for axis in entry}
-        of_mesh = names & {*mesh, *CANONICAL_AXES}
-        if of_mesh or (not names & meant and leaf.local_bytes >= _large(checked, leaf.kind)):
-            for axis in sorted(names - meant - {*mesh}):
-                odd.setdefault(axis, annotated.path)
-    return odd
+        mesh_names = names & {*mesh, *CANONICAL_AXES}
+        if mesh_names or (not names & dims and leaf.local_bytes >= _large(subject, leaf.kind)):
+            for axis in sorted(names - dims - {*mesh}):
+                unknown.setdefault(axis, annotated.path)
+    return unknown
 
 
-def _large(checked: Checked, kind: str) -> float:
-    return LARGE * checked.plan.state_bytes(kind)
+def _large(subject: LintSubject, kind: str) -> float:
+    return LARGE_SHARE * subject.plan.state_bytes(kind)
 
 
-def _whole_bytes(leaf: Placement) -> int:
+def _global_bytes(leaf: Placement) -> int:
     return leaf.item_bytes * math.prod(leaf.shape)
 
 
-def _padding(leaf: Placement, ways: int, axes: str) -> str:
+def _padding(leaf: Placement, num_shards: int, axes: str) -> str:
     if not leaf.shape:
         return ""
     size = max(leaf.shape)
-    return f"{-(-size // ways) * ways} instead of {size} divides {axes} ({ways} ways)"
+    return f"{-(-size // num_shards) * num_shards} instead of {size}, divisible into {num_shards} shards over {axes}"

@@ -1,119 +1,124 @@
-"""Rules on the compiled program: work done twice, and what moves without having been planned."""
+"""Lint rules on the compiled program: redundant computation, and collectives that the plan does not have."""
 
 from collections.abc import Iterator
 
 from spanax.check.hlo.collectives import Collective
-from spanax.check.hlo.replicated_tensors import Replicated
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
+from spanax.check.hlo.replicated_tensors import ReplicatedTensor
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
 from spanax.check.predictions import gathered_bytes
 from spanax.check.report import Report
 from spanax.units import bytes_text
 
-REPEATED = 1.05
-"""How many times the plan's FLOPs a device may do."""
+MAX_FLOPS_RATIO = 1.05
+"""The largest ratio of compiled to planned FLOPs."""
 
-UNPLANNED, SMALL_BYTES = 0.25, 1 << 20
-"""By how much of what is planned, and by how many bytes, what moves must exceed it."""
+MIN_EXCESS, MIN_EXCESS_BYTES = 0.25, 1 << 20
+"""Collectives are reported if they exceed the plan by this share and by this number of bytes."""
 
-EXCHANGES = ("all-gather", "all-to-all")
-"""What activations go through that are split otherwise than they are needed."""
+RESHARDING_KINDS = ("all-gather", "all-to-all")
+"""The collectives that change the sharding of activations."""
 
-ADMITTED = 0.05
-"""The same where the compiler says itself that it did badly: what a plan's own bytes may be off by."""
+MIN_LOGGED_EXCESS = 0.05
+"""The share that replaces `MIN_EXCESS` where XLA logs a replication itself: the error of a plan's predicted bytes."""
 
 
-def repeated_work(checked: Checked) -> Iterator[Said]:
-    """The compiled program does more arithmetic on each device than its share."""
-    report = checked.report
+def redundant_computation(subject: LintSubject) -> Iterator[Message]:
+    """The compiled program runs more FLOPs on each device than planned."""
+    report = subject.report
     if report is None or not report.compiled.flops or not report.predicted.flops:
         return
     ratio = report.compiled.flops / report.predicted.flops
-    if ratio > REPEATED:
-        yield Said("", f"each device does {ratio:.2f} times its share of the arithmetic.",
-                   "a layout whose axes split what is computed; see the axes that split nothing")  # fmt: skip
+    if ratio > MAX_FLOPS_RATIO:
+        yield Message("", f"each device runs {ratio:.2f} times its share of the FLOPs.",
+                   "a layout whose mesh axes shard the computation; see axes that shard nothing")  # fmt: skip
 
 
-def made_whole(checked: Checked) -> Iterator[Said]:
-    """The compiler gathers a parameter that is to stay split, or says that it replicates a tensor to split it anew."""
-    report = checked.report
+def replicated_by_xla(subject: LintSubject) -> Iterator[Message]:
+    """XLA all-gathers a parameter that the plan keeps sharded, or logs that it replicates a tensor to reshard it."""
+    report = subject.report
     if report is None or report.compiled.collectives is None or report.predicted.collectives is None:
         return
-    for found, moved, meant in _weights(checked, report):
-        yield Said(
-            found[0].tensors[0],
-            f"`{found[0].tensors[0]}` is gathered over {found[0].axes}: {bytes_text(moved)} a step, "
-            f"{bytes_text(meant)} planned; as {found[0].shapes}{_at(found[0].source)}.",
-            f"a constraint on what {found[0].op_name or found[0].name} takes, or the plan's own step",
-            moved - meant,
+    for gathers, num_bytes, planned in _unplanned_gathers(subject, report):
+        yield Message(
+            gathers[0].tensors[0],
+            f"`{gathers[0].tensors[0]}` is all-gathered over {gathers[0].axes}: {bytes_text(num_bytes)} per step, "
+            f"{bytes_text(planned)} planned; as {gathers[0].shapes}{_location(gathers[0].source)}.",
+            f"a sharding constraint on the operands of {gathers[0].op_name or gathers[0].name}, or the Spanax step",
+            num_bytes - planned,
         )
-    by_line: dict[str, Replicated] = {}
-    for one in report.replicated:
-        by_line.setdefault(one.source or one.op_name or one.name, one)
-    for one in by_line.values():
-        over = [found.axes for found in report.collectives if one.op_name and found.op_name == one.op_name]
-        beyond = [axes for axes in over or report.compiled.collectives if _exceeds(report, axes, ADMITTED)]
-        if beyond:
-            yield Said(
-                one.op_name or one.name,
-                f"the partitioner replicates {one.shape}{_at(one.source)}: it cannot go from {one.before} to "
-                f"{one.after}.",
-                f"a constraint in between where {one.op_name or one.name} is made, or the plan's own step",
-                one.num_bytes,
+    by_line: dict[str, ReplicatedTensor] = {}
+    for tensor in report.replicated:
+        by_line.setdefault(tensor.source or tensor.op_name or tensor.name, tensor)
+    for tensor in by_line.values():
+        axes = [move.axes for move in report.collectives if tensor.op_name and move.op_name == tensor.op_name]
+        exceeding = [over for over in axes or report.compiled.collectives if _exceeds(report, over, MIN_LOGGED_EXCESS)]
+        if exceeding:
+            yield Message(
+                tensor.op_name or tensor.name,
+                f"the partitioner replicates {tensor.shape}{_location(tensor.source)}: it cannot reshard from "
+                f"{tensor.before} to {tensor.after} directly.",
+                f"an intermediate sharding constraint where {tensor.op_name or tensor.name} is computed, or the "
+                "Spanax step",
+                tensor.num_bytes,
             )
 
 
-def unplanned_activations(checked: Checked) -> Iterator[Said]:
-    """Activations are gathered or exchanged that the plan does not move."""
-    report = checked.report
+def unplanned_activation_transfers(subject: LintSubject) -> Iterator[Message]:
+    """XLA all-gathers or exchanges activations that the plan does not move."""
+    report = subject.report
     if report is None or report.compiled.collectives is None or report.predicted.collectives is None:
         return
-    of_weights: dict[str, int] = {}
-    for weights, moved, meant in _weights(checked, report):
-        of_weights[weights[0].axes] = of_weights.get(weights[0].axes, 0) + moved - meant
+    weight_excess: dict[str, int] = {}
+    for gathers, num_bytes, planned in _unplanned_gathers(subject, report):
+        weight_excess[gathers[0].axes] = weight_excess.get(gathers[0].axes, 0) + num_bytes - planned
     for axes, kinds in report.compiled.collectives.items():
-        planned = report.predicted.collectives.get(axes, {})
-        moved, meant = sum(kinds.values()), sum(planned.values())
-        beyond = moved - meant - of_weights.get(axes, 0)
-        if beyond <= max(SMALL_BYTES, UNPLANNED * meant):
+        planned_kinds = report.predicted.collectives.get(axes, {})
+        total, planned_total = sum(kinds.values()), sum(planned_kinds.values())
+        excess = total - planned_total - weight_excess.get(axes, 0)
+        if excess <= max(MIN_EXCESS_BYTES, MIN_EXCESS * planned_total):
             continue
-        more = [kind for kind in EXCHANGES if kinds.get(kind, 0) > (1 + UNPLANNED) * planned.get(kind, 0)]
-        found = [one for one in report.collectives if one.kind in more and one.axes == axes and not one.tensors]
-        if found:
-            largest = max(found, key=lambda one: one.num_bytes)
-            yield Said(
+        above = [
+            kind for kind in RESHARDING_KINDS if kinds.get(kind, 0) > (1 + MIN_EXCESS) * planned_kinds.get(kind, 0)
+        ]
+        moves = [move for move in report.collectives if move.kind in above and move.axes == axes and not move.tensors]
+        if moves:
+            largest = max(moves, key=lambda move: move.num_bytes)
+            yield Message(
                 axes,
-                f"collectives over {axes} move {bytes_text(moved)} a step, {bytes_text(meant)} planned; the largest "
-                f"beyond is {largest.kind} of {largest.shapes}{_at(largest.source)}.",
-                f"spanax check --collectives; a constraint where {largest.op_name or largest.name} is made",
-                beyond,
+                f"collectives over {axes} move {bytes_text(total)} per step, {bytes_text(planned_total)} planned; the "
+                f"largest of the excess is an {largest.kind} of {largest.shapes}{_location(largest.source)}.",
+                f"spanax check --collectives; a sharding constraint for {largest.op_name or largest.name}",
+                excess,
             )
 
 
-def _weights(checked: Checked, report: Report) -> Iterator[tuple[list[Collective], int, int]]:
-    """Gathers of the same parameters over the same axes that exceed the plan: they, their bytes and the plan's."""
+def _unplanned_gathers(subject: LintSubject, report: Report) -> Iterator[tuple[list[Collective], int, int]]:
+    """Yields the all-gathers of the same parameters over the same axes that exceed the plan.
+
+    Each comes with its bytes per step and the planned bytes.
+    """
     groups: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
-    for one in report.collectives:
-        if one.kind == "all-gather" and one.tensors and _exceeds(report, one.axes, UNPLANNED, "all-gather"):
-            groups.setdefault((one.axes, one.tensors), []).append(one)
-    for (axes, paths), found in groups.items():
-        moved = sum(one.num_bytes for one in found)
-        if moved > SMALL_BYTES:
-            meant = sum(
-                gathered_bytes(checked.program, checked.plan, checked.cluster, path).get(axes, 0) for path in paths
-            )
-            if moved - meant > max(SMALL_BYTES, UNPLANNED * meant):
-                yield found, moved, meant
+    for move in report.collectives:
+        if move.kind == "all-gather" and move.tensors and _exceeds(report, move.axes, MIN_EXCESS, "all-gather"):
+            groups.setdefault((move.axes, move.tensors), []).append(move)
+    for (axes, paths), gathers in groups.items():
+        num_bytes = sum(gather.num_bytes for gather in gathers)
+        if num_bytes > MIN_EXCESS_BYTES:
+            gathered = (gathered_bytes(subject.program, subject.plan, subject.cluster, path) for path in paths)
+            planned = sum(by_axes.get(axes, 0) for by_axes in gathered)
+            if num_bytes - planned > max(MIN_EXCESS_BYTES, MIN_EXCESS * planned):
+                yield gathers, num_bytes, planned
 
 
 def _exceeds(report: Report, axes: str, share: float, kind: str | None = None) -> bool:
-    """Whether more moves over mesh axes than planned, of one kind or of all together."""
-    moved, meant = (
-        sum(num_bytes for one, num_bytes in (side.collectives or {}).get(axes, {}).items() if kind in (None, one))
+    """Returns whether the collectives over mesh axes exceed the plan, of one kind or of all kinds together."""
+    compiled, planned = (
+        sum(num_bytes for name, num_bytes in (side.collectives or {}).get(axes, {}).items() if kind in (None, name))
         for side in (report.compiled, report.predicted)
     )
-    return moved - meant > max(SMALL_BYTES, share * meant)
+    return compiled - planned > max(MIN_EXCESS_BYTES, share * planned)
 
 
-def _at(source: str) -> str:
+def _location(source: str) -> str:
     return f" at {source}" if source else ""

@@ -1,74 +1,82 @@
-"""Rules on what a plan costs beside others: faster ones on the same devices, and memory that is short."""
+"""Lint rules on the predicted cost of a plan: faster alternatives on the same devices, and memory limits."""
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
 from spanax.plan.candidate import RESERVE, Candidate
 from spanax.units import bytes_text
 
-WORTH = 1.05
-"""How many times as long a plan must take before another is named: the median error of step times is as large."""
+MIN_SPEEDUP = 1.05
+"""An alternative is reported from this speedup: the median error of predicted step times is as large."""
 
 
-def data_parallel_faster(checked: Checked) -> Iterator[Said]:
-    """All of it fits on one device, and data parallel is faster."""
-    axes = {axis for axis, size in checked.plan.mesh.axes if size > 1}
-    if axes == {"data"} and not checked.plan.layout.stored_params:
+def data_parallel_faster(subject: LintSubject) -> Iterator[Message]:
+    """The training state fits on one device, and data parallelism is faster."""
+    axes = {axis for axis, size in subject.plan.mesh.axes if size > 1}
+    if axes == {"data"} and not subject.plan.layout.stored_params:
         return
-    yield from _faster(checked, [one for one in checked.others if one.layout == "data"])
+    yield from _faster(subject, [entry for entry in subject.alternatives if entry.layout == "data"])
 
 
-def hsdp_missed(checked: Checked) -> Iterator[Said]:
-    """Weights are gathered across nodes where copies of them, each inside a node, fit."""
-    stored = checked.plan.layout.stored_params
-    if not stored or not any(checked.spans_nodes(axis) for axis in stored if axis in checked.plan.mesh.names):
+def hsdp_faster(subject: LintSubject) -> Iterator[Message]:
+    """Parameters are all-gathered across nodes, although one sharded copy per node fits and is faster."""
+    stored = subject.plan.layout.stored_params
+    if not stored or not any(subject.spans_nodes(axis) for axis in stored if axis in subject.plan.mesh.names):
         return
-    inside = checked.cluster.devices_per_node
-    others = [one for one in checked.others if one.storing == "fsdp" and one.mesh.ways(["data"]) > 1]
-    others = [one for one in others if one.microbatches == checked.own.microbatches]
-    yield from _faster(checked, [one for one in others if 1 < one.mesh.ways(["fsdp"]) <= inside])
+    node_size = subject.cluster.devices_per_node
+    candidates = [entry for entry in subject.alternatives if entry.storing == "fsdp" and entry.mesh.ways(["data"]) > 1]
+    candidates = [entry for entry in candidates if entry.microbatches == subject.candidate.microbatches]
+    yield from _faster(subject, [entry for entry in candidates if 1 < entry.mesh.ways(["fsdp"]) <= node_size])
 
 
-def pipeline_not_needed(checked: Checked) -> Iterator[Said]:
-    """The layers are in stages, and the same devices are faster without."""
-    if checked.plan.schedule.num_stages > 1:
-        yield from _faster(checked, list(checked.others))
+def pipeline_not_needed(subject: LintSubject) -> Iterator[Message]:
+    """The layers are partitioned into pipeline stages, but the same devices are faster without a pipeline."""
+    if subject.plan.schedule.num_stages > 1:
+        yield from _faster(subject, list(subject.alternatives))
 
 
-def short_of_memory(checked: Checked) -> Iterator[Said]:
-    """It does not fit, or leaves less than what compilers and fragments take."""
-    limit = checked.cluster.memory_bytes
+def insufficient_memory(subject: LintSubject) -> Iterator[Message]:
+    """The step exceeds the memory of a device, or leaves too little for compiler temporaries and fragmentation."""
+    limit = subject.cluster.memory_bytes
     if limit is None:
         return
-    compiled = checked.report.compiled.peak_bytes if checked.report is not None else None
-    peak, by = (compiled, "the compiler") if compiled else (checked.own.peak_bytes, "the plan")
+    compiled = subject.report.compiled.peak_bytes if subject.report is not None else None
+    peak, source = (compiled, "the compiler") if compiled else (subject.candidate.peak_bytes, "the plan")
     if peak <= limit * (1 - RESERVE):
         return
-    verdict = "does not fit" if peak > limit else f"leaves less than {100 * RESERVE:.0f} %"
-    best = next(iter(checked.others), None)
+    verdict = "does not fit" if peak > limit else f"leaves less than {100 * RESERVE:.0f} % free"
+    best = next(iter(subject.alternatives), None)
     fix = f"{best.layout} on {best.mesh} needs {bytes_text(best.peak_bytes)}" if best is not None else "more devices"
-    yield Said("", f"{bytes_text(peak)} of {bytes_text(limit)} ({by}): it {verdict}.", fix, int(peak), peak > limit)
+    yield Message(
+        "",
+        f"the step needs {bytes_text(peak)} of {bytes_text(limit)} per device (according to {source}): it {verdict}.",
+        fix,
+        int(peak),
+        peak > limit,
+    )
 
 
-def state_forgotten(checked: Checked) -> Iterator[Said]:
-    """The parameters fit on a device with room to spare, and the whole state does not."""
-    limit, params = checked.cluster.memory_bytes, checked.plan.state_bytes("param")
-    state = checked.plan.state_bytes()
+def optimizer_memory(subject: LintSubject) -> Iterator[Message]:
+    """The parameters fit on a device, but the parameters with the optimizer state do not."""
+    limit, params = subject.cluster.memory_bytes, subject.plan.state_bytes("param")
+    state = subject.plan.state_bytes()
     if limit is not None and params <= limit / 2 and state > limit and state > 2 * params:
-        yield Said(
-            "", f"the parameters take {bytes_text(params)} a device, and with the optimizer {bytes_text(state)} of "
-            f"{bytes_text(limit)}.", "an optimizer state stored split (zero1), or a smaller optimizer", state,
+        yield Message(
+            "", f"the parameters take {bytes_text(params)} per device, but {bytes_text(state)} with the optimizer "
+            f"state; the limit is {bytes_text(limit)}.", "a sharded optimizer state (zero1), or a smaller optimizer",
+            state,
         )  # fmt: skip
 
 
-def _faster(checked: Checked, others: list[Candidate]) -> Iterator[Said]:
-    own = checked.own_among_others
-    best = min(others, key=lambda one: one.step_seconds, default=None)
-    if best is not None and own.step_seconds > WORTH * best.step_seconds:
-        more = 100 * (own.step_seconds / best.step_seconds - 1)
-        yield Said(
+def _faster(subject: LintSubject, candidates: list[Candidate]) -> Iterator[Message]:
+    current = subject.searched_candidate
+    best = min(candidates, key=lambda candidate: candidate.step_seconds, default=None)
+    if best is not None and current.step_seconds > MIN_SPEEDUP * best.step_seconds:
+        percent = 100 * (current.step_seconds / best.step_seconds - 1)
+        yield Message(
             "",
-            f"{own.layout} on {own.mesh} takes {own.step_seconds:.3g} s, {more:.0f} % longer than {best.layout}.",
-            f"{best.layout} on {best.mesh}: {best.step_seconds:.3g} s, {bytes_text(best.peak_bytes)} a device",
+            f"{current.layout} on {current.mesh} takes {current.step_seconds:.3g} s per step, {percent:.0f} % longer "
+            f"than {best.layout}.",
+            f"{best.layout} on {best.mesh}: {best.step_seconds:.3g} s, {bytes_text(best.peak_bytes)} per device",
         )

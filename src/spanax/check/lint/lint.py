@@ -1,15 +1,15 @@
-"""Lint: what is wrong with a plan, rule by rule, each with a code that stays."""
+"""Runs the lint rules on a plan or profile, filters allowed findings, and renders the page of all rules."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from spanax.check.finding import Finding, Severity, gravest_first
+from spanax.check.finding import Finding, Severity, most_severe_first
 from spanax.check.lint import arrays, compiled, costs, mesh_axes, profiles, programs, training
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
-from spanax.check.measure.profile import Profiled
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
+from spanax.check.measure.profile import StepProfile
 from spanax.check.report import Report
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.cluster import Cluster
@@ -17,15 +17,15 @@ from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import in_forms
 from spanax.trace.program import Program
 
-WAIVER = re.compile(r"#\s*spanax:\s*allow\s+(SPX\d+)(?:\s+([^\s#]+))?")
+ALLOW_COMMENT = re.compile(r"#\s*spanax:\s*allow\s+(SPX\d+)(?:\s+([^\s#]+))?")
 
 
-PAGE_HEAD = """# Lint: what `spanax check` says of a plan
+PAGE_HEAD = """# Lint rules of `spanax check`
 
-Every finding names the array or axis, its bytes on one device, and the nearest thing that works. `--fail-on warning`
-exits 1 where one is as grave. In the file of a workload `# spanax: allow SPX001 embed` allows one; without a path it
-allows all of that code. In a plan file, `"allow": ["SPX001 embed"]` says the same. This page is written from the rules:
-`make golden`.
+Each finding names the array or mesh axis, its bytes per device, and a fix. With `--fail-on warning`, the exit code is 1
+if there is a warning or an error. To allow a finding, write `# spanax: allow SPX001 embed` in the file of the workload,
+or `"allow": ["SPX001 embed"]` in a plan file; without a path, all findings with that code are allowed. `make golden`
+generates this page from the rules.
 """
 
 
@@ -34,63 +34,67 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rule(Generic[T]):
-    """One thing that can be wrong: its code, how much it weighs, and the function that looks for it.
+    """A lint rule on a plan (`LintSubject`) or on a profile (`StepProfile`).
 
-    It looks at a plan (`Checked`) or a profile (`Profiled`). The function's docstring says when it speaks; `why` what
-    it costs.
+    Attributes:
+      code: the permanent code, such as `SPX001`.
+      severity: the severity of its findings, unless a message is marked as an error.
+      find: yields the problems; its docstring says when a problem is reported.
+      why: the cost of the problem.
     """
 
     code: str
     severity: Severity
-    find: Callable[[T], Iterable[Said]]
+    find: Callable[[T], Iterable[Message]]
     why: str
 
 
-RULES: tuple[Rule[Checked], ...] = (
-    Rule("SPX001", Severity.WARNING, arrays.left_whole, "Every device holds all of it, and updates all of it."),
-    Rule("SPX002", Severity.ERROR, mesh_axes.idle_axis, "Devices are paid for and add nothing."),
-    Rule("SPX003", Severity.WARNING, compiled.repeated_work, "Arithmetic that others do as well."),
-    Rule("SPX004", Severity.WARNING, arrays.optimizer_unlike_parameter,
-         "The optimizer is the larger part of the state: split parameters alone save little."),
-    Rule("SPX005", Severity.WARNING, arrays.never_matched, "What was asked for is not what runs."),
-    Rule("SPX006", Severity.WARNING, arrays.does_not_divide, "What does not divide stays whole."),
-    Rule("SPX007", Severity.WARNING, mesh_axes.few_microbatches, "Stages wait for the first microbatch to come."),
+RULES: tuple[Rule[LintSubject], ...] = (
+    Rule("SPX001", Severity.WARNING, arrays.large_replicated_array, "Every device stores and updates a full copy."),
+    Rule("SPX002", Severity.ERROR, mesh_axes.idle_mesh_axis, "The additional devices do not make the step faster."),
+    Rule("SPX003", Severity.WARNING, compiled.redundant_computation, "Devices repeat the work of other devices."),
+    Rule("SPX004", Severity.WARNING, arrays.optimizer_less_sharded,
+         "The optimizer state is the larger part of the state, so sharding only the parameters saves little."),
+    Rule("SPX005", Severity.WARNING, arrays.ineffective_annotation, "The program does not run as annotated."),
+    Rule("SPX006", Severity.WARNING, arrays.indivisible_dim, "Arrays with this dim are replicated along the axis."),
+    Rule("SPX007", Severity.WARNING, mesh_axes.few_microbatches, "Stages idle while the pipeline fills and drains."),
     Rule("SPX008", Severity.WARNING, mesh_axes.slow_links, "The devices wait for the network."),
-    Rule("SPX009", Severity.INFO, costs.data_parallel_faster, "Splitting a state that fits moves bytes for nothing."),
-    Rule("SPX010", Severity.INFO, costs.hsdp_missed, "Weights cross slow links that need not."),
-    Rule("SPX011", Severity.INFO, costs.pipeline_not_needed, "A bubble, where splitting the state is enough."),
-    Rule("SPX012", Severity.WARNING, compiled.made_whole, "Every device receives and holds all of it."),
-    Rule("SPX013", Severity.INFO, programs.written_out, "Compile time grows with every layer."),
-    Rule("SPX014", Severity.WARNING, costs.short_of_memory, "It may stop at the first step, or after hours."),
-    Rule("SPX015", Severity.WARNING, costs.state_forgotten, "Adam holds two more numbers for each parameter."),
-    Rule("SPX016", Severity.WARNING, compiled.unplanned_activations, "The compiler moves what no layout asked for."),
-    Rule("SPX017", Severity.WARNING, programs.wide_matmuls, "The matrix units are made for bfloat16."),
-    Rule("SPX020", Severity.ERROR, mesh_axes.batch_and_weights, "One of both is gathered at every use."),
-    Rule("SPX021", Severity.ERROR, training.no_gradient, "The run takes its steps and trains nothing."),
-    Rule("SPX022", Severity.WARNING, training.no_gradient_in_part,
-         "Their moments take memory, and weight decay shrinks them."),
-    Rule("SPX023", Severity.WARNING, training.batch_ignored, "More data changes nothing."),
-    Rule("SPX024", Severity.WARNING, training.same_random_numbers, "Dropout always drops the same activations."),
+    Rule("SPX009", Severity.INFO, costs.data_parallel_faster, "Sharding a state that fits adds communication."),
+    Rule("SPX010", Severity.INFO, costs.hsdp_faster, "The slow links between nodes carry the all-gathers."),
+    Rule("SPX011", Severity.INFO, costs.pipeline_not_needed, "The pipeline bubble costs more than sharding the state."),
+    Rule("SPX012", Severity.WARNING, compiled.replicated_by_xla, "Every device receives and stores a full copy."),
+    Rule("SPX013", Severity.INFO, programs.unrolled_layers, "Compile time grows with the number of layers."),
+    Rule("SPX014", Severity.WARNING, costs.insufficient_memory,
+         "The run may fail with an out-of-memory error, in its first step or hours later."),
+    Rule("SPX015", Severity.WARNING, costs.optimizer_memory, "Adam stores two moments per parameter."),
+    Rule("SPX016", Severity.WARNING, compiled.unplanned_activation_transfers, "The excess communication takes time."),
+    Rule("SPX017", Severity.WARNING, programs.float32_matmuls, "The matrix units are built for bfloat16."),
+    Rule("SPX020", Severity.ERROR, mesh_axes.batch_and_weights_on_one_axis, "One of them is gathered at every use."),
+    Rule("SPX021", Severity.ERROR, training.no_gradient, "The run takes steps but trains nothing."),
+    Rule("SPX022", Severity.WARNING, training.partial_gradient,
+         "Their optimizer state takes memory, and weight decay shrinks them."),
+    Rule("SPX023", Severity.WARNING, training.batch_ignored, "Training on more data has no effect."),
+    Rule("SPX024", Severity.WARNING, training.constant_random_key, "Dropout drops the same activations in every step."),
     Rule("SPX025", Severity.INFO, training.unused_parameters,
-         "Their moments take memory, and weight decay shrinks them."),
+         "Their optimizer state takes memory, and weight decay shrinks them."),
 )  # fmt: skip
-"""Every rule on a plan, by code."""
+"""The rules on a plan, sorted by code."""
 
-PROFILE_RULES: tuple[Rule[Profiled], ...] = (
-    Rule("SPX018", Severity.WARNING, profiles.host_bound, "Faster devices would change nothing."),
-    Rule("SPX019", Severity.WARNING, profiles.input_bound, "The devices are paid for while they wait."),
+PROFILE_RULES: tuple[Rule[StepProfile], ...] = (
+    Rule("SPX018", Severity.WARNING, profiles.host_bound, "Faster devices would not make the step faster."),
+    Rule("SPX019", Severity.WARNING, profiles.input_bound, "The devices are idle while they wait."),
 )
-"""Every rule on a profile, by code."""
+"""The rules on a profile, sorted by code."""
 
 
 def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None = None) -> list[Finding]:
-    """What every rule says of a plan, the gravest first. Rules on compiled programs need a report.
+    """Returns the findings of all rules on a plan, most severe first.
 
     Args:
-      program: what `spanax.trace` returned.
-      plan: what `spanax.plan` returned for it.
-      cluster: the devices it was planned for.
-      report: what `spanax.check` said of it.
+      program: the traced program.
+      plan: a plan for it.
+      cluster: the devices of the plan.
+      report: the report of `spanax.check`; without it, rules on the compiled program report nothing.
 
     Raises:
       SpanaxError: the plan was made for another program.
@@ -106,70 +110,72 @@ def lint(program: Program, plan: Plan, cluster: Cluster, report: Report | None =
       ...     compute_dtype="float32",
       ... )
       >>> machine = spanax.cluster("h100:8")
-      >>> [one.code for one in lint(program, spanax.plan(program, machine, layout="data"), machine)]
+      >>> [finding.code for finding in lint(program, spanax.plan(program, machine, layout="data"), machine)]
       ['SPX017']
     """
-    checked = Checked(in_forms(program, plan), plan, cluster, report)
-    return gravest_first(_finding(rule, said) for rule in RULES for said in rule.find(checked))
+    subject = LintSubject(in_forms(program, plan), plan, cluster, report)
+    return most_severe_first(_finding(rule, message) for rule in RULES for message in rule.find(subject))
 
 
-def lint_profile(found: Profiled) -> list[Finding]:
-    """What every rule says of a profile, the gravest first.
+def lint_profile(profile: StepProfile) -> list[Finding]:
+    """Returns the findings of all rules on a profile, most severe first.
 
     Example:
-      >>> watched = Profiled(10, 8, 1.0, 0.4, 0.1, {}, 0.5, 0.0, 0.0, {})
-      >>> [one.message for one in lint_profile(watched)]
-      ['50 % of a step of 1 s is waiting for a batch: 0.5 s.']
+      >>> profile = StepProfile(10, 8, 1.0, 0.4, 0.1, {}, 0.5, 0.0, 0.0, {})
+      >>> [finding.message for finding in lint_profile(profile)]
+      ['50 % of a step of 1 s is spent waiting for a batch: 0.5 s.']
     """
-    return gravest_first(_finding(rule, said) for rule in PROFILE_RULES for said in rule.find(found))
+    return most_severe_first(_finding(rule, message) for rule in PROFILE_RULES for message in rule.find(profile))
 
 
-def _finding(rule: Rule[Checked] | Rule[Profiled], said: Said) -> Finding:
-    severity = Severity.ERROR if said.is_error else rule.severity
-    return Finding(rule.code, severity, said.path, said.message, said.fix, said.num_bytes)
+def _finding(rule: Rule[LintSubject] | Rule[StepProfile], message: Message) -> Finding:
+    severity = Severity.ERROR if message.is_error else rule.severity
+    return Finding(rule.code, severity, message.path, message.message, message.fix, message.num_bytes)
 
 
-def waived(findings: Sequence[Finding], text: str, allow: Sequence[str] = ()) -> list[Finding]:
-    """The findings without those that a comment or the plan allows.
+def without_allowed(findings: Sequence[Finding], text: str, allow: Sequence[str] = ()) -> list[Finding]:
+    """Returns the findings that neither a comment nor the plan allows.
 
-    A comment is `# spanax: allow SPX001 embed`; without a path it allows all of that code.
+    The comment `# spanax: allow SPX001 embed` allows one finding; without a path, it allows all with that code.
 
     Args:
-      findings: what `lint` returned.
+      findings: the findings of `lint`.
       text: the source of the workload.
-      allow: what the plan allows, `SPX001 embed` or `SPX001` each.
+      allow: the entries of the plan, `SPX001 embed` or `SPX001`.
 
     Raises:
-      SpanaxError: a code that does not exist is allowed.
+      SpanaxError: an allowed code does not exist.
 
     Example:
-      >>> found = [Finding("SPX001", Severity.WARNING, "embed", "it lies whole.")]
-      >>> waived(found, "# spanax: allow SPX001 embed"), len(waived(found, "# spanax: allow SPX001 head"))
-      ([], 1)
-      >>> waived(found, "", ["SPX001"])
+      >>> findings = [Finding("SPX001", Severity.WARNING, "embed", "`embed` is replicated.")]
+      >>> without_allowed(findings, "# spanax: allow SPX001 embed")
+      []
+      >>> len(without_allowed(findings, "# spanax: allow SPX001 head"))
+      1
+      >>> without_allowed(findings, "", ["SPX001"])
       []
     """
     known = [rule.code for rule in _all_rules()]
-    by_comment = WAIVER.findall(text)
-    by_plan = [(code, path.strip()) for code, _, path in (one.strip().partition(" ") for one in allow)]
-    for who, codes in (("a comment", by_comment), ("the plan", by_plan)):
+    by_comment = ALLOW_COMMENT.findall(text)
+    by_plan = [(code, path.strip()) for code, _, path in (entry.strip().partition(" ") for entry in allow)]
+    for source, codes in (("a comment", by_comment), ("the plan", by_plan)):
         for code, _ in sorted(codes):
             if code not in known:
-                raise SpanaxError(f"{who} allows {code}, and there is no such rule.", fix=nearest(code, known))
+                raise SpanaxError(f"{source} allows {code}, but there is no such rule.", fix=nearest(code, known))
     allowed = {*by_comment, *by_plan}
-    return [one for one in findings if not {(one.code, ""), (one.code, one.path)} & allowed]
+    return [finding for finding in findings if not {(finding.code, ""), (finding.code, finding.path)} & allowed]
 
 
 def rules_page() -> str:
-    """The page of all rules, in Markdown: code, severity, what each looks for and what it costs."""
+    """Returns a Markdown page with the code, severity, condition and cost of each rule."""
     parts = [PAGE_HEAD]
     for rule in _all_rules():
-        says = " ".join((rule.find.__doc__ or "").split())
+        when = " ".join((rule.find.__doc__ or "").split())
         parts.append(
-            f"## {rule.code}: {rule.find.__name__.replace('_', ' ')}\n\n*{rule.severity.value}.* {says} {rule.why}\n"
+            f"## {rule.code}: {rule.find.__name__.replace('_', ' ')}\n\n*{rule.severity.value}.* {when} {rule.why}\n"
         )
     return "\n".join(parts)
 
 
-def _all_rules() -> list[Rule[Checked] | Rule[Profiled]]:
+def _all_rules() -> list[Rule[LintSubject] | Rule[StepProfile]]:
     return sorted((*RULES, *PROFILE_RULES), key=lambda rule: rule.code)

@@ -1,13 +1,18 @@
-"""Said: what a rule says of one thing, before it is a finding."""
+"""The dataclass that lint rules yield for each problem."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Said:
-    """The array or axis, one line on it with its values, the nearest thing that works, and bytes of one device.
+class Message:
+    """A problem that a rule reports, without the code and severity of the rule.
 
-    `is_error` says that it is worse than its rule in general.
+    Attributes:
+      path: the array or mesh axis; empty for the plan as a whole.
+      message: one sentence with the values.
+      fix: the nearest change that resolves it, or empty.
+      num_bytes: the bytes per device concerned, or 0.
+      is_error: whether the problem is an error although its rule is only a warning.
     """
 
     path: str

@@ -1,40 +1,42 @@
-"""Rules on a profile: what the devices waited for while they were watched."""
+"""Lint rules on a profile: devices that wait for the host or for input batches."""
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Said
-from spanax.check.measure.profile import Profiled
+from spanax.check.lint.message import Message
+from spanax.check.measure.profile import StepProfile
 
-HOST_SHARE = 0.20
-"""The share of a step in which a device may run nothing and wait for no batch. `gpt-nano`, simulated devices: 0.09."""
+MAX_HOST_SHARE = 0.20
+"""The largest share of a step that devices may be idle for other reasons than input. `gpt-nano` on simulated devices
+measures 0.09."""
 
-INPUT_SHARE = 0.05
-"""The share of a step that may be waiting for a batch: batches are read ahead, so it is nothing where data is fast."""
+MAX_INPUT_SHARE = 0.05
+"""The largest share of a step that may be spent waiting for a batch. Batches are prefetched, so a fast input pipeline
+measures about 0."""
 
 
-def host_bound(found: Profiled) -> Iterator[Said]:
-    """Devices run nothing for a fifth of a profiled step, and no batch is waited for: the host is slower than they."""
-    waited = found.host + found.idle
-    if waited > HOST_SHARE * found.step_seconds:
-        yield Said(
+def host_bound(profile: StepProfile) -> Iterator[Message]:
+    """Devices are idle for more than 20 % of a profiled step while no batch is loading: the host is the bottleneck."""
+    idle = profile.host + profile.idle
+    if idle > MAX_HOST_SHARE * profile.step_seconds:
+        yield Message(
             "",
-            f"{_share(waited, found)} of a step of {found.step_seconds:.3g} s no operation runs: host "
-            f"{found.host:.3g} s, one device while another works {found.idle:.3g} s.",
+            f"devices are idle for {_share(idle, profile)} of a step of {profile.step_seconds:.3g} s: "
+            f"{profile.host:.3g} s for the host, {profile.idle:.3g} s while another device works.",
             "a larger --batch, equal layers in one scan, and no --save-every or --eval-every in the traced steps",
         )
 
 
-def input_bound(found: Profiled) -> Iterator[Said]:
-    """A profiled step waits for its batch for a twentieth of its time or more."""
-    if found.input_wait > INPUT_SHARE * found.step_seconds:
-        yield Said(
+def input_bound(profile: StepProfile) -> Iterator[Message]:
+    """A profiled step waits for its batch for more than 5 % of its time."""
+    if profile.input_wait > MAX_INPUT_SHARE * profile.step_seconds:
+        yield Message(
             "",
-            f"{_share(found.input_wait, found)} of a step of {found.step_seconds:.3g} s is waiting for a batch: "
-            f"{found.input_wait:.3g} s.",
-            "a source that reads in parallel (grain: mp_prefetch), text encoded once (--data tokens.bin), or "
-            "spanax.batches(..., prefetch=8) where batches come unevenly",
+            f"{_share(profile.input_wait, profile)} of a step of {profile.step_seconds:.3g} s is spent waiting for a "
+            f"batch: {profile.input_wait:.3g} s.",
+            "a data source that reads in parallel (grain: mp_prefetch), text tokenized in advance (--data tokens.bin), "
+            "or spanax.batches(..., prefetch=8) if batches arrive unevenly",
         )
 
 
-def _share(seconds: float, found: Profiled) -> str:
-    return f"{100 * seconds / found.step_seconds:.0f} %"
+def _share(seconds: float, profile: StepProfile) -> str:
+    return f"{100 * seconds / profile.step_seconds:.0f} %"

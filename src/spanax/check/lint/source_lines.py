@@ -1,4 +1,4 @@
-"""Source: which of the lines that an operation comes from is the user's own."""
+"""Attributes operations of a compiled program to lines of the user's code."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from spanax.frames import OURS, is_library
 
 
 def user_line(lines: Sequence[tuple[str, int]]) -> str:
-    """The innermost `file:line` of the user's code, or else of the library that it calls; empty for none.
+    """Returns the innermost `file:line` of the user's code, or else of a library; empty if there is none.
 
-    What lies around the replay of a step is whoever asked for it, and no line of the model.
+    Frames outside of the replayed step belong to its caller, not to the model, and are ignored.
 
     Example:
       >>> user_line([("/x/site-packages/flax/nnx/nn/linear.py", 3), ("/home/me/model.py", 12)])
@@ -19,8 +19,8 @@ def user_line(lines: Sequence[tuple[str, int]]) -> str:
       ''
     """
     traced = list(itertools.takewhile(lambda line: not _is_replay(line[0]), lines))
-    own = [line for line in traced if not is_library(line[0])]
-    for file, line in own or traced:
+    user_lines = [line for line in traced if not is_library(line[0])]
+    for file, line in user_lines or traced:
         return f"{file}:{line}"
     return ""
 

@@ -1,4 +1,4 @@
-"""Checked: one plan with all that rules look at, each part worked out when a rule first asks for it."""
+"""The subject of lint rules: a plan with its program and devices, and cached results that several rules need."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,8 +19,8 @@ from spanax.trace.program import Program
 
 
 @dataclass(frozen=True, eq=False)
-class Checked:
-    """A plan, the program it is for, and the devices; with what XLA made of it, where that is known."""
+class LintSubject:
+    """A plan, its program and its devices, with the report of `spanax.check` if the plan was checked."""
 
     program: Program
     plan: Plan
@@ -32,57 +32,57 @@ class Checked:
 
     @cached_property
     def flaws(self) -> list[Problem]:
-        """What keeps the program's parameters from learning."""
-        return flaws(self.program)
+        """The reasons why parameters of the program cannot train."""
+        return flaws(self.program.step, self.program.leaves, has_loss=self.program.evaluation is not None)
 
     @cached_property
-    def own(self) -> Candidate:
-        """The plan's own price."""
+    def candidate(self) -> Candidate:
+        """The plan with its predicted cost."""
         return evaluate(self.program, self.plan, self.cluster).candidate
 
     @cached_property
-    def others(self) -> tuple[Candidate, ...]:
-        """All else that fits on these devices, the fastest first; without stages and with the plan's own remat."""
+    def alternatives(self) -> tuple[Candidate, ...]:
+        """All candidates that fit on these devices, fastest first, without a pipeline and with the plan's remat."""
         try:
-            found = search(
-                self.program, self.cluster, remat=(self.own.remat,), top=100_000, pipeline=False,
+            searched = search(
+                self.program, self.cluster, remat=(self.candidate.remat,), top=100_000, pipeline=False,
                 pins={name: to or None for name, to in self.plan.pins},
             )  # fmt: skip
         except NoLayoutError:
-            return ()  # the answer: the plan, of the user's own axes or pins, has nothing to be compared with
-        return found.candidates
+            return ()  # No preset layout supports the mesh axes or pins of the user.
+        return searched.candidates
 
     @cached_property
-    def own_among_others(self) -> Candidate:
-        """The plan's price as the search has it, which prices meshes by the family; else the plan's own."""
+    def searched_candidate(self) -> Candidate:
+        """The plan as priced by the search, which evaluates meshes by family; `candidate` if the search lacks it."""
 
-        def key(one: Candidate) -> tuple[Any, ...]:
-            sizes = tuple((axis, size) for axis, size in one.mesh.axes if size > 1)
-            return one.layout, one.storing, sizes, one.num_stages, one.remat, one.microbatches
+        def key(entry: Candidate) -> tuple[Any, ...]:
+            sizes = tuple((axis, size) for axis, size in entry.mesh.axes if size > 1)
+            return entry.layout, entry.storing, sizes, entry.num_stages, entry.remat, entry.microbatches
 
-        return next((one for one in self.others if key(one) == key(self.own)), self.own)
+        return next((entry for entry in self.alternatives if key(entry) == key(self.candidate)), self.candidate)
 
-    def ways(self, axes: tuple[str, ...]) -> int:
-        """How many parts something split over mesh axes has."""
+    def num_shards(self, axes: tuple[str, ...]) -> int:
+        """Returns the number of shards of a dim that is sharded over mesh axes."""
         return self.plan.mesh.ways(axes)
 
-    def names_for(self, axis: str) -> tuple[str, ...]:
-        """The named axes that a mesh axis is to split, pins first."""
+    def dims_of(self, axis: str) -> tuple[str, ...]:
+        """Returns the named dims that a mesh axis should shard, pinned dims first."""
         pinned = tuple(name for name, to in self.plan.pins if axis in to)
         moved = {name for name, _ in self.plan.pins}
         return pinned + tuple(name for name in self.plan.layout.splits(axis) if name not in moved)
 
     @cached_property
     def resolver(self) -> Resolver:
-        """The resolver that made the plan."""
+        """The resolver that produced the plan."""
         return resolver_of(self.program, self.plan)
 
-    def splits_sequence(self, axis: str) -> bool:
-        """Whether a mesh axis splits a sequence of the program."""
+    def shards_sequence(self, axis: str) -> bool:
+        """Returns whether a mesh axis shards a sequence dim of the program."""
         classes = self.resolver.assignment.ranks.get(axis, {})
         return any(label in classes for label in self.program.step.labels_by_name.get("seq", ()))
 
     def spans_nodes(self, axis: str) -> bool:
-        """Whether a group along a mesh axis reaches beyond the fast domain; the last axis has neighbours in it."""
+        """Returns whether groups along a mesh axis span nodes; consecutive devices vary along the last axis first."""
         names = self.plan.mesh.names
         return self.plan.mesh.ways(names[names.index(axis) :]) > self.cluster.devices_per_node

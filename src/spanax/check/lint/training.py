@@ -1,38 +1,38 @@
-"""Rules on what a step learns from: gradients, the batch, and random numbers."""
+"""Lint rules on the training signal: gradients, use of the batch, and random numbers."""
 
 from collections.abc import Iterator
 
-from spanax.check.lint.message import Said
-from spanax.check.lint.subject import Checked
+from spanax.check.lint.message import Message
+from spanax.check.lint.subject import LintSubject
 from spanax.trace.analysis.training_signal import Flaw
 
 
-def no_gradient(checked: Checked) -> Iterator[Said]:
-    """Every gradient is zero: the loss is constant, or made of comparisons and integers."""
-    yield from _of(checked, Flaw.NO_GRADIENT)
+def no_gradient(subject: LintSubject) -> Iterator[Message]:
+    """Every gradient is zero: the loss is constant, or computed from comparisons or integers."""
+    yield from _messages(subject, Flaw.NO_GRADIENT)
 
 
-def no_gradient_in_part(checked: Checked) -> Iterator[Said]:
-    """The loss uses parameters whose gradient is zero: a stop_gradient, an argmax or a cast to integers cuts it off."""
-    yield from _of(checked, Flaw.NO_GRADIENT_IN_PART)
+def partial_gradient(subject: LintSubject) -> Iterator[Message]:
+    """The loss uses parameters whose gradient is zero, because of a stop_gradient, an argmax, or an integer cast."""
+    yield from _messages(subject, Flaw.NO_GRADIENT_IN_PART)
 
 
-def batch_ignored(checked: Checked) -> Iterator[Said]:
-    """The loss, or what a train step makes of the parameters, does not depend on the batch."""
-    yield from _of(checked, Flaw.NO_BATCH)
+def batch_ignored(subject: LintSubject) -> Iterator[Message]:
+    """The loss, or the update of the parameters, does not depend on the batch."""
+    yield from _messages(subject, Flaw.NO_BATCH)
 
 
-def same_random_numbers(checked: Checked) -> Iterator[Said]:
-    """Random numbers for each example come from a key made of constants, such as an nnx.Rngs(0) created in the loss."""
-    yield from _of(checked, Flaw.SAME_NUMBERS)
+def constant_random_key(subject: LintSubject) -> Iterator[Message]:
+    """Random numbers for the examples come from a constant key, such as an nnx.Rngs(0) created in the loss."""
+    yield from _messages(subject, Flaw.SAME_NUMBERS)
 
 
-def unused_parameters(checked: Checked) -> Iterator[Said]:
-    """The loss does not use parameters that the optimizer updates."""
-    yield from _of(checked, Flaw.UNUSED)
+def unused_parameters(subject: LintSubject) -> Iterator[Message]:
+    """The optimizer updates parameters that the loss does not use."""
+    yield from _messages(subject, Flaw.UNUSED)
 
 
-def _of(checked: Checked, flaw: Flaw) -> Iterator[Said]:
-    for problem in checked.flaws:
+def _messages(subject: LintSubject, flaw: Flaw) -> Iterator[Message]:
+    for problem in subject.flaws:
         if problem.flaw is flaw:
-            yield Said(problem.path, problem.message, problem.fix.rstrip("."))
+            yield Message(problem.path, problem.message, problem.fix.rstrip("."))

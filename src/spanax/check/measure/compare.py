@@ -1,4 +1,4 @@
-"""Compare: layouts run on the devices present, in turn, beside what was predicted of them."""
+"""Runs layouts in turn on the available devices and compares their step times with the predictions."""
 
 import os
 import random
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from spanax.check.hlo.collectives import collectives, totals
-from spanax.check.parity.example_batches import made_up
+from spanax.check.parity.example_batches import example_batch
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
@@ -28,27 +28,27 @@ from spanax.trace.program import Program
 from spanax.units import bytes_text
 
 Moved = Mapping[str, Mapping[str, int]]
-"""Bytes of collectives by mesh axes and kind, as `collectives_of` predicts them."""
+"""Bytes of collectives by mesh axes and kind."""
 
 EVERY = 1_000_000
 
 CHEAPEST = 5
-"""So many layouts are compared whatever their names, unless another number is requested."""
+"""The number of cheapest layouts that are compared by default."""
 
 PRUNED = Reason(Code.NOT_COMPARED)
 
 WARM_UP = 1
-"""Steps that are not counted: the first one of a program."""
+"""The number of untimed steps before the timed steps."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a comparison is.
+    """The progress of a comparison.
 
     Attributes:
-      phase: what has ended: a layout was compiled and took its first step, or all layouts took a step.
-      done: how many of them.
-      total: of how many.
+      phase: `compiled` after a layout was compiled and ran its first step, `step` after every layout ran a step.
+      done: the number of completed layouts or steps.
+      total: the total number of layouts or steps.
       layout: the layout that was compiled last.
       seconds_left: estimate of the remaining seconds, from the mean time per layout and step so far.
     """
@@ -62,16 +62,16 @@ class Progress:
 
 @dataclass(frozen=True)
 class Compared:
-    """One layout, as predicted and as it ran.
+    """The predicted and measured figures of a layout.
 
     Attributes:
-      candidate: the layout with its price.
-      state_bytes: what its plan says one device holds between steps.
-      seconds: of each step that was counted.
-      core_seconds: of each step, on all cores together: what this process computed, whoever else had the machine.
-      ratio: how many times as long as the fastest layout it takes: the median of the steps taken in turn.
-      compiled_state_bytes: what XLA's program takes in of the state and the batch, on one device.
-      compiled_peak_bytes: that, and the temporaries beside it; on simulated devices those of XLA for the CPU.
+      candidate: the layout with its predicted cost.
+      state_bytes: the predicted bytes of the state per device.
+      seconds: the wall time of each timed step.
+      core_seconds: the CPU time of each timed step, summed over cores; unaffected by other processes.
+      ratio: the step time relative to the fastest layout: the median over rounds.
+      compiled_state_bytes: the bytes of the compiled program's arguments, state and batch, per device.
+      compiled_peak_bytes: the peak memory of the compiled program per device; on simulated devices, of XLA for CPU.
       moved: bytes of the compiled program's collectives, by mesh axes and kind.
     """
 
@@ -86,57 +86,57 @@ class Compared:
 
     @property
     def step_seconds(self) -> float:
-        """The median of its steps."""
+        """The median wall time of a step."""
         return statistics.median(self.seconds)
 
     @property
     def step_core_seconds(self) -> float:
-        """The median of its steps on all cores together."""
+        """The median CPU time of a step."""
         return statistics.median(self.core_seconds)
 
 
 def layouts(
-    program: Program, here: Cluster, *, mesh: MeshShape | None = None, top: int | None = None, every: bool = False
+    program: Program, machine: Cluster, *, mesh: MeshShape | None = None, top: int | None = None, every: bool = False
 ) -> Search:
-    """Returns the priced layouts to compare, the cheapest first: no stages, one microbatch, otherwise as planned.
+    """Returns the layouts to compare with their predicted costs, cheapest first, with one stage and one microbatch.
 
     These are the `CHEAPEST` and the cheapest of each single strategy (`data`, `fsdp`, `tensor`, ...); `rejected` counts
     the rest as `PRUNED`.
 
     Args:
-      program: what `spanax.trace` returned.
-      here: the devices.
-      mesh: all layouts on this mesh, and no others.
-      top: so many of the cheapest instead.
-      every: all layouts instead.
+      program: the traced program.
+      machine: the devices.
+      mesh: restricts the comparison to all layouts on this mesh.
+      top: the number of cheapest layouts to compare instead.
+      every: whether to compare all layouts instead.
 
     Raises:
-      SpanaxError: no layout can be run, there is no such mesh, or both `top` and `every` are requested.
+      SpanaxError: no layout can run, the mesh is invalid, or both `top` and `every` are requested.
     """
     check_pruning(top, every)
-    first = searched(program, here, Request(pipeline=False))
-    planned = next(iter(first.programs.values()))
-    remat = planned.remat if first.best is None else first.best.remat
-    found = search(planned, here, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=EVERY)
-    if not found.candidates:
+    planner_search = searched(program, machine, Request(pipeline=False))
+    planned = next(iter(planner_search.programs.values()))
+    remat = planned.remat if planner_search.best is None else planner_search.best.remat
+    searched_layouts = search(planned, machine, remat=(remat,), pipeline=False, mesh=mesh, microbatches=1, top=EVERY)
+    if not searched_layouts.candidates:
         raise SpanaxError(
-            f"no layout of this workload can be run on {here}" + (f" as {mesh}." if mesh else "."),
-            where=f"a batch of {found.batch_size}; "
+            f"no layout of this workload can run on {machine}" + (f" as {mesh}." if mesh else "."),
+            where=f"a batch of {searched_layouts.batch_size}; "
             + "; ".join(
                 f"left out {count}: {reason}"
-                for reason, count in sorted((str(reason), count) for reason, count in found.rejected.items())
+                for reason, count in sorted((str(reason), count) for reason, count in searched_layouts.rejected.items())
             ),
             fix="another --mesh or --batch",
         )
     if top is not None:
-        chosen = found.candidates[:top]
+        chosen = searched_layouts.candidates[:top]
     elif every or mesh is not None:
-        chosen = found.candidates
+        chosen = searched_layouts.candidates
     else:
-        chosen = pruned(found.candidates)
-    num_pruned = len(found.candidates) - len(chosen)
-    rejected = {**found.rejected, PRUNED: num_pruned} if num_pruned else found.rejected
-    return replace(found, candidates=chosen, rejected=rejected)
+        chosen = pruned(searched_layouts.candidates)
+    num_pruned = len(searched_layouts.candidates) - len(chosen)
+    rejected = {**searched_layouts.rejected, PRUNED: num_pruned} if num_pruned else searched_layouts.rejected
+    return replace(searched_layouts, candidates=chosen, rejected=rejected)
 
 
 def check_pruning(top: int | None, every: bool) -> None:
@@ -150,36 +150,36 @@ def pruned(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
     A single strategy is a preset without `+` in its name.
     """
-    kept, singles = [], {name for name in PRESETS if "+" not in name}
-    for rank, one in enumerate(candidates):
-        if rank < CHEAPEST or one.layout in singles:
-            kept.append(one)
-        singles.discard(one.layout)
-    return tuple(kept)
+    selected, singles = [], {name for name in PRESETS if "+" not in name}
+    for rank, candidate in enumerate(candidates):
+        if rank < CHEAPEST or candidate.layout in singles:
+            selected.append(candidate)
+        singles.discard(candidate.layout)
+    return tuple(selected)
 
 
 def compare(
-    found: Search,
+    search_result: Search,
     *,
     steps: int = 10,
     devices: Sequence[Any] | None = None,
     seed: int = 0,
     tell: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Compared, ...]:
-    """Runs every candidate of a search, each step of all of them before the next; the fastest first.
+    """Runs all candidates of a search in rounds of one step each, and returns them fastest first.
 
-    They are born with the same numbers and see the same batch. The order is another in each round, so that what slows
-    the machine down for a while slows all of them down alike.
+    All runs start from the same parameters and use the same batch. The order changes in each round, so that temporary
+    slowdowns of the machine affect all layouts alike.
 
     Args:
-      found: what `layouts` returned.
-      steps: how many are counted of each.
-      devices: the devices; all of this process by default.
-      seed: of the parameters, the batch and the order.
-      tell: is called after each compilation and after each round of steps.
+      search_result: the result of `layouts`.
+      steps: the number of timed steps per layout.
+      devices: the devices; by default, all devices of this process.
+      seed: the seed of the parameters, the batch and the order.
+      tell: called after each compilation and after each round of steps.
 
     Raises:
-      SpanaxError: no steps, or not all of the layouts can be held at once.
+      SpanaxError: `steps` is less than 1, or the layouts do not fit in memory at the same time.
 
     Example:
       >>> import optax, spanax
@@ -196,36 +196,38 @@ def compare(
     """
     if steps < 1:
         raise SpanaxError(f"--steps is {steps}; it takes a whole number from 1.", fix="--steps 10")
-    program = next(iter(found.programs.values()))
-    plans = [plan_of(found, one) for one in found.candidates]
-    _check_held(plans)
-    batch = made_up(program, seed)
-    runs, compiled = _brought_up(program, plans, devices, seed, batch, steps, tell)
-    taken, cores = ([list[float]() for _ in runs] for _ in range(2))
+    program = next(iter(search_result.programs.values()))
+    plans = [plan_of(search_result, candidate) for candidate in search_result.candidates]
+    _check_memory(plans)
+    batch = example_batch(program, seed)
+    runs, compiled = _started_runs(program, plans, devices, seed, batch, steps, tell)
+    seconds, core_seconds = ([list[float]() for _ in runs] for _ in range(2))
     order, started = list(range(len(runs))), time.monotonic()
     for step in range(1, steps + 1):
         random.Random(seed + step).shuffle(order)
-        for at in order:
-            began = time.process_time()
-            taken[at].append(_step_seconds(runs[at], batch))
-            cores[at].append(time.process_time() - began)
-        left = (time.monotonic() - started) / step * (steps - step)
-        tell(Progress("step", step, steps, plans[-1].layout.name, left))
-    best = min(range(len(runs)), key=lambda at: statistics.median(taken[at]))
+        for index in order:
+            start = time.process_time()
+            seconds[index].append(_step_seconds(runs[index], batch))
+            core_seconds[index].append(time.process_time() - start)
+        seconds_left = (time.monotonic() - started) / step * (steps - step)
+        tell(Progress("step", step, steps, plans[-1].layout.name, seconds_left))
+    best = min(range(len(runs)), key=lambda index: statistics.median(seconds[index]))
     rows = []
-    for at, one in enumerate(found.candidates):
-        memory = compiled[at].memory_analysis()
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(taken[at], taken[best], strict=True))
+    for index, candidate in enumerate(search_result.candidates):
+        memory = compiled[index].memory_analysis()
+        ratio = statistics.median(
+            current / fastest for current, fastest in zip(seconds[index], seconds[best], strict=True)
+        )
         rows.append(
             Compared(
-                candidate=one,
-                state_bytes=plans[at].state_bytes(),
-                seconds=tuple(taken[at]),
-                core_seconds=tuple(cores[at]),
+                candidate=candidate,
+                state_bytes=plans[index].state_bytes(),
+                seconds=tuple(seconds[index]),
+                core_seconds=tuple(core_seconds[index]),
                 ratio=ratio,
                 compiled_state_bytes=memory.argument_size_in_bytes,
                 compiled_peak_bytes=_peak_bytes(memory),
-                moved=_moved(compiled[at], plans[at].mesh),
+                moved=_moved(compiled[index], plans[index].mesh),
             )
         )
     return tuple(sorted(rows, key=lambda row: (row.ratio, row.step_seconds)))
@@ -236,7 +238,7 @@ def _moved(compiled: Any, mesh: MeshShape) -> Moved:
     return totals(collectives(module.as_serialized_hlo_module_proto(), mesh))
 
 
-def _brought_up(
+def _started_runs(
     program: Program,
     plans: Sequence[Plan],
     devices: Sequence[Any] | None,
@@ -245,73 +247,73 @@ def _brought_up(
     steps: int,
     tell: Callable[[Progress], None],
 ) -> tuple[list[Run], list[Any]]:
-    """A run of each plan, from the numbers of the first one at birth, after `WARM_UP` steps; and its compiled step."""
+    """Returns the runs of all plans, with the same initial parameters and after `WARM_UP` steps, and their programs."""
     runs: list[Run] = []
     compiled = []
-    born: list[Any] = []
-    started, stepping = time.monotonic(), 0.0
-    for number, plan in enumerate(plans, 1):
+    initial: list[Any] = []
+    started, step_seconds = time.monotonic(), 0.0
+    for count, plan in enumerate(plans, 1):
         if not runs:
             run = start(program, plan, seed=seed, devices=devices)
-            born = [array.copy() for array in run.state]
+            initial = [array.copy() for array in run.state]
         else:
             mesh = plan.mesh.build(devices)
-            pairs = zip(born, plan.leaves, strict=True)
-            # A copy: where both lie alike, the step of one would take the other's array away.
+            pairs = zip(initial, plan.leaves, strict=True)
+            # Copies, because `device_put` to an equal sharding would share arrays that a step then donates.
             run = Run(program, plan, mesh, [jax.device_put(a, leaf.sharding(mesh)).copy() for a, leaf in pairs])
             assert_placed(plan, run.state, mesh)
         compiled.append(run.compile())
-        stepping += sum(_step_seconds(run, batch) for _ in range(WARM_UP))
+        step_seconds += sum(_step_seconds(run, batch) for _ in range(WARM_UP))
         runs.append(run)
-        mean = (time.monotonic() - started) / number
-        left = mean * (len(plans) - number) + stepping / number / WARM_UP * len(plans) * steps
-        tell(Progress("compiled", number, len(plans), f"{plan.layout.name} on {plan.mesh}", left))
+        mean = (time.monotonic() - started) / count
+        seconds_left = mean * (len(plans) - count) + step_seconds / count / WARM_UP * len(plans) * steps
+        tell(Progress("compiled", count, len(plans), f"{plan.layout.name} on {plan.mesh}", seconds_left))
     return runs, compiled
 
 
 def _step_seconds(run: Run, batch: Any) -> float:
-    began = time.perf_counter()
+    start = time.perf_counter()
     jax.block_until_ready(run.step(batch))
     jax.block_until_ready(run.state)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def _peak_bytes(memory: Any) -> int:
-    """What one device holds of a step's arguments, results and temporaries; what is given away counts once."""
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return int(held + memory.temp_size_in_bytes)
+    """Returns the bytes per device of a step's arguments, outputs and temporaries; donated arrays count once."""
+    num_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(num_bytes + memory.temp_size_in_bytes)
 
 
-def _check_held(plans: Sequence[Plan]) -> None:
-    """Simulated devices share the host's memory, and all of the layouts are there at once."""
+def _check_memory(plans: Sequence[Plan]) -> None:
+    """Raises SpanaxError if the states of all layouts do not fit in the memory that simulated devices share."""
     if jax.devices()[0].platform != "cpu":
         return
     needed = sum(plan.mesh.size * plan.state_bytes() for plan in plans)
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     if needed > free / 2:
         raise SpanaxError(
-            f"{len(plans)} layouts hold {bytes_text(needed)} at once, and {bytes_text(free)} are free.",
+            f"{len(plans)} layouts need {bytes_text(needed)} at once, but {bytes_text(free)} are available.",
             fix=f"--top {max(1, int(len(plans) * free / 2 / needed))}, or one --mesh",
         )
 
 
 def distance(rows: Sequence[Compared]) -> float:
-    """How many times as long as the fastest the planner's choice takes: the first by its own price."""
+    """Returns the step time of the planner's choice, the cheapest prediction, relative to the fastest layout."""
     return min(rows, key=lambda row: row.candidate.step_seconds).ratio
 
 
 def core_distance(rows: Sequence[Compared]) -> float:
-    """The same by time on all cores together: what simulated devices can be told apart by on a busy machine."""
+    """Returns `distance` in CPU time, which is more reliable for simulated devices on a busy machine."""
     choice = min(rows, key=lambda row: row.candidate.step_seconds)
     return choice.step_core_seconds / (min(row.step_core_seconds for row in rows) or 1.0)
 
 
 def rank_correlation(rows: Sequence[Compared]) -> float | None:
-    """Spearman's: 1 where the predicted order is the measured one, -1 where it is the reverse; None of one layout.
+    """Returns Spearman's rank correlation of predicted and measured step times; None for one layout.
 
-    Source: Spearman, 1904: the correlation of the ranks.
+    Source: Spearman, 1904.
     """
     if len(rows) < 2:
         return None
-    priced, measured = [row.candidate.step_seconds for row in rows], [row.ratio for row in rows]
-    return float(np.corrcoef(np.argsort(np.argsort(priced)), np.argsort(np.argsort(measured)))[0, 1])
+    predicted, measured = [row.candidate.step_seconds for row in rows], [row.ratio for row in rows]
+    return float(np.corrcoef(np.argsort(np.argsort(predicted)), np.argsort(np.argsort(measured)))[0, 1])

@@ -1,4 +1,4 @@
-"""Examples: batches made up for a program that brings no data: normal numbers, and indices that exist."""
+"""Random batches for a program: normally distributed floats, and integers that are valid indices."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,20 +6,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.trace.analysis.sharding_keys import MOVEMENT
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 from spanax.trace.program import Program
 
-FOLLOWED = ELEMENTWISE | MOVEMENT | {"concatenate", "convert_element_type", "slice", "dynamic_slice"}
-"""Operations through which an index goes on to what it is looked up in."""
+FOLLOWED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.REORDER, Family.RESIZE, Family.DYNAMIC_SLICE})
+"""Operations whose results are indices if an operand is."""
+
+INDEXED = frozenset({Family.GATHER, Family.SCATTER, Family.SCATTER_ADD})
 
 
-def made_up(program: Program, seed: int) -> Any:
-    """A batch of made-up numbers; the same ones for the same seed.
+def example_batch(program: Program, seed: int) -> Any:
+    """Returns a random batch that is determined by the seed.
 
-    Floats are normal. Integers lie below the size of the smallest table they are looked up in, and below that of the
-    smallest range they are compared with; where neither is found, they are 0 or 1.
+    Floats are normally distributed. Integers are uniform below the size of the smallest table that they index and of
+    the smallest range (`iota`) that they are compared with; without either, they are 0 or 1.
 
     Example:
       >>> import optax, spanax
@@ -30,7 +31,7 @@ def made_up(program: Program, seed: int) -> Any:
       ...     batch=jax.ShapeDtypeStruct((8, 4), "int32"),
       ...     loss=lambda model, tokens: (model(tokens) ** 2).mean(),
       ... )
-      >>> batch = made_up(program, 0)
+      >>> batch = example_batch(program, 0)
       >>> batch.shape, bool(batch.max() < 64), bool(batch.max() > 32)
       ((8, 4), True, True)
     """
@@ -53,20 +54,20 @@ def made_up(program: Program, seed: int) -> Any:
 
 
 def index_bounds(program: Program) -> dict[str, int]:
-    """The smallest size that the integers of each batch leaf are an index of, by path; 2 where none is seen."""
+    """Returns the smallest size that the integers of each batch leaf index, by path; 2 if they index nothing."""
     graph = program.step.graph
     inputs = graph.body.inputs[len(program.leaves) :]
-    found = {}
+    bounds = {}
     for leaf, value in zip(program.batch, inputs, strict=True):
         if jax.dtypes.issubdtype(leaf.dtype, np.integer):
             sizes: list[int] = []
             _follow(graph, graph.body, {value}, {}, sizes)
-            found[leaf.path] = min(sizes, default=2)
-    return found
+            bounds[leaf.path] = min(sizes, default=2)
+    return bounds
 
 
 def _follow(graph: Graph, body: Body, indices: set[int], ranges: dict[int, int], sizes: list[int]) -> None:
-    """Collect the sizes that values of `indices` select from; both grow with what is computed from them alike."""
+    """Appends to `sizes` the sizes that values in `indices` index; extends `indices` and `ranges` by derived values."""
     for op in body.ops:
         if op.name == "iota":
             ranges[op.outputs[0]] = op.params["shape"][op.params["dimension"]]
@@ -75,21 +76,25 @@ def _follow(graph: Graph, body: Body, indices: set[int], ranges: dict[int, int],
             for outer, inner in graph.wires(op).inputs:
                 if outer in indices:
                     indices.add(inner)
-            for inside in op.bodies:
-                _follow(graph, inside, indices, ranges, sizes)
+            for inner_body in op.bodies:
+                _follow(graph, inner_body, indices, ranges, sizes)
             continue
         is_integer = all(jax.dtypes.issubdtype(graph.avals[value].dtype, np.integer) for value in op.outputs)
-        if op.name in FOLLOWED and is_integer:
+        if op.family in FOLLOWED and is_integer:
             indices.update(op.outputs if indices.intersection(op.inputs) else ())
-            of = [ranges[value] for value in op.inputs if value in ranges]
-            ranges.update(dict.fromkeys(op.outputs, of[0]) if of and not indices.intersection(op.inputs) else {})
+            operand_ranges = [ranges[value] for value in op.inputs if value in ranges]
+            ranges.update(
+                dict.fromkeys(op.outputs, operand_ranges[0])
+                if operand_ranges and not indices.intersection(op.inputs)
+                else {}
+            )
 
 
 def _sizes(graph: Graph, op: Op, indices: set[int], ranges: Mapping[int, int]) -> list[int]:
-    if op.name in ("gather", "scatter-add", "scatter_add", "scatter") and op.inputs[1] in indices:
+    if op.family in INDEXED and op.inputs[1] in indices:
         numbers = op.params["dimension_numbers"]
-        dims = numbers.start_index_map if op.name == "gather" else numbers.scatter_dims_to_operand_dims
-        # An index along a dim that is batched over counts up by itself; only what is looked up is bounded.
+        dims = numbers.start_index_map if op.family is Family.GATHER else numbers.scatter_dims_to_operand_dims
+        # Batching dims are indexed implicitly, so only the dims in the start index map have bounds.
         return [graph.shape(op.inputs[0])[dim] for dim in dims]
     if op.name in ("eq", "ne") and indices.intersection(op.inputs):
         return [ranges[value] for value in op.inputs if value in ranges]

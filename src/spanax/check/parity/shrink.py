@@ -1,4 +1,4 @@
-"""Shrink: a workload in sizes that this machine can run, laid out as the large one is."""
+"""Reduces a workload to sizes that this machine can run, with the same shardings."""
 
 import os
 import re
@@ -19,20 +19,20 @@ from spanax.trace.workload import Workload
 from spanax.units import bytes_text, count_text
 
 MAX_FLOPS = 5e11
-"""Operations of one step that are still run: a few seconds on a laptop."""
+"""The limit on the FLOPs of a step: a few seconds on a laptop."""
 
-LEAST = {"num_layers": 2, "batch_size": 1, "seq_len": 32, "embed_dim": 1}
-"""The sizes that a workload may take, in the order in which they are made smaller, and where that ends."""
+MIN_SIZES = {"num_layers": 2, "batch_size": 1, "seq_len": 32, "embed_dim": 1}
+"""The sizes of a workload in the order of reduction -> the smallest value."""
 
-POWER = {"num_layers": 1.0, "batch_size": 1.0, "seq_len": 0.5, "embed_dim": 0.5}
-"""How a size must shrink for the operations to shrink by a factor, at best."""
+EXPONENTS = {"num_layers": 1.0, "batch_size": 1.0, "seq_len": 0.5, "embed_dim": 0.5}
+"""The exponent with which a size must shrink for a given reduction of FLOPs, at best."""
 
 Trace = Callable[[Workload], Program]
 
 
 @dataclass(frozen=True)
-class Fitted:
-    """A program that fits, its plan, and which sizes are smaller than asked for: from and to."""
+class ShrunkProgram:
+    """A program that fits, its plan, and its reduced sizes as (from, to)."""
 
     program: Program
     plan: Plan
@@ -42,24 +42,24 @@ class Fitted:
 def parity_of(
     load: Callable[..., Workload], trace: Trace, program: Program, plan: Plan, *, steps: int, devices: list[Any]
 ) -> Parity:
-    """`parity` of a workload, in smaller sizes where it is too big for this machine.
+    """Returns the `parity` of a workload, with reduced sizes if it is too large for this machine.
 
     Args:
-      load: makes the workload, given any of the sizes in LEAST.
-      trace: makes its program.
-      program: the workload's in full size.
-      plan: the plan for it.
-      steps: how many to take.
-      devices: the devices of this machine, simulated ones as a rule.
+      load: returns the workload, given any of the sizes in `MIN_SIZES`.
+      trace: returns the program of a workload.
+      program: the program of the workload at full size.
+      plan: a plan for the program.
+      steps: the number of steps.
+      devices: the devices of this machine, usually simulated.
 
     Raises:
-      SpanaxError: the workload cannot be made small enough; or as `parity`.
+      SpanaxError: the workload cannot be reduced enough; or as `parity`.
     """
-    found = fitted(load, trace, program, plan, num_devices=len(devices))
-    return replace(parity(found.program, found.plan, steps=steps, devices=devices), shrunk=found.shrunk)
+    reduced = shrink_to_fit(load, trace, program, plan, num_devices=len(devices))
+    return replace(parity(reduced.program, reduced.plan, steps=steps, devices=devices), shrunk=reduced.shrunk)
 
 
-def fitted(
+def shrink_to_fit(
     load: Callable[..., Workload],
     trace: Trace,
     program: Program,
@@ -68,82 +68,82 @@ def fitted(
     num_devices: int,
     memory_bytes: float | None = None,
     flops: float = MAX_FLOPS,
-) -> Fitted:
-    """The program itself where it can be run here, else the largest smaller one that is laid out alike.
+) -> ShrunkProgram:
+    """Returns the program if it can run here, or else the largest reduced program with the same shardings.
 
-    Mesh axes are halved down to the devices there are, none below 2. Then layers, batch, sequence and width are made
-    smaller, in this order and one after the other, as far as the workload lets them. A size counts only where every
-    array is split over the same mesh axes along the same dims as before.
+    Mesh axes are halved until the mesh fits the available devices, but not below 2. Then the number of layers, batch
+    size, sequence length and width are reduced in this order, as far as the workload supports it. A size is valid only
+    if every array is sharded over the same mesh axes along the same dims as before.
 
     Raises:
-      SpanaxError: even the smallest one is too big.
+      SpanaxError: the smallest program is still too large.
     """
     limit = _free_bytes() / 2 if memory_bytes is None else memory_bytes
     mesh = _smaller_mesh(plan.mesh, num_devices)
-    now = Fitted(program, _on(program, plan, mesh), _changed(dict(plan.mesh.axes), dict(mesh.axes)))
+    result = ShrunkProgram(program, _plan_on(program, plan, mesh), _changed(dict(plan.mesh.axes), dict(mesh.axes)))
     full, sizes = _sizes(program), dict[str, int]()
-    reason = too_big(now.program, now.plan, limit, flops)
-    for name in LEAST:
-        for smaller in _order(now.program, name, flops):
+    reason = exceeds_budget(result.program, result.plan, limit, flops)
+    for name in MIN_SIZES:
+        for smaller in _candidate_sizes(result.program, name, flops):
             if not reason:
-                return now
-            tried = sizes | {name: smaller}
+                return result
+            trial_sizes = sizes | {name: smaller}
             if smaller >= sizes.get(name, full[name]):
                 continue
             try:
-                made = trace(load(**tried))
-                there = _on(made, plan, mesh)
+                traced = trace(load(**trial_sizes))
+                trial_plan = _plan_on(traced, plan, mesh)
             except SpanaxError:
-                continue  # a size that the workload or the layout does not take: the next one is tried
-            if _splits(there) == _splits(plan):
-                sizes = tried
-                now = Fitted(made, there, now.shrunk | _changed(full, _sizes(made)))
-                reason = too_big(made, there, limit, flops)
+                continue  # The workload or the layout does not support this size.
+            if _specs(trial_plan) == _specs(plan):
+                sizes = trial_sizes
+                result = ShrunkProgram(traced, trial_plan, result.shrunk | _changed(full, _sizes(traced)))
+                reason = exceeds_budget(traced, trial_plan, limit, flops)
     if reason:
         raise SpanaxError(
-            f"the workload cannot be made small enough to be run here: {reason}.",
-            where=", ".join(f"{name} {to}" for name, (_, to) in now.shrunk.items()) or "its sizes are its own",
+            f"the workload cannot be reduced enough to run here: {reason}.",
+            where=", ".join(f"{name} {to}" for name, (_, to) in result.shrunk.items()) or "no size could be reduced",
             fix="a workload that takes batch_size, seq_len, num_layers or embed_dim, or a smaller one",
         )
-    return now
+    return result
 
 
-def too_big(program: Program, plan: Plan, memory_bytes: float, flops: float) -> str:
-    """Why a program cannot be run here, on one device and as planned one after the other; empty if it can."""
+def exceeds_budget(program: Program, plan: Plan, memory_bytes: float, flops: float) -> str:
+    """Returns why a program cannot run here, on one device and then as planned; empty if it can."""
     needed = step_flops(program)
     if needed > flops:
-        return f"a step takes {count_text(needed)} operations, and {count_text(flops)} are the limit"
+        return f"a step takes {count_text(needed)} operations, and the limit is {count_text(flops)}"
     state = sum(leaf.num_bytes for leaf in program.leaves)
-    # What is compared lies on the host beside it: the numbers at birth, and those after, in double precision.
-    held = 6 * state + plan.mesh.size * plan.state_bytes()
-    if held <= memory_bytes:
-        held += 2 * _peak_bytes(program)
-    if held > memory_bytes:
-        return f"it takes about {bytes_text(held)}, and {bytes_text(memory_bytes)} are free for it"
+    # The host also stores the initial parameters and, in double precision, the compared results.
+    num_bytes = 6 * state + plan.mesh.size * plan.state_bytes()
+    if num_bytes <= memory_bytes:
+        num_bytes += 2 * _peak_bytes(program)
+    if num_bytes > memory_bytes:
+        return f"it needs about {bytes_text(num_bytes)}, and {bytes_text(memory_bytes)} are available"
     return ""
 
 
 def step_flops(program: Program) -> float:
-    """Operations of all matmuls of one step, what is computed twice included."""
+    """Returns the FLOPs of all matmuls of a step, including recomputation."""
     graph = program.step.graph
-    kinds = [kind for kind in program.step.op_groups if kind.op.name in CONTRACTIONS]
-    return float(sum(kind.runs * contraction_flops(graph, kind.op) for kind in kinds))
+    groups = [group for group in program.step.op_groups if group.op.name in CONTRACTIONS]
+    return float(sum(group.runs * contraction_flops(graph, group.op) for group in groups))
 
 
 def _peak_bytes(program: Program) -> int:
-    """What one device would hold, as the planner has it."""
-    found = search(program, cluster("cpu:1"), remat=(program.remat,), pipeline=False, microbatches=1, top=1)
-    return (found.candidates or found.nearest)[0].peak_bytes
+    """Returns the predicted peak memory of the program on one device."""
+    searched = search(program, cluster("cpu:1"), remat=(program.remat,), pipeline=False, microbatches=1, top=1)
+    return (searched.candidates or searched.nearest)[0].peak_bytes
 
 
-def _on(program: Program, plan: Plan, mesh: MeshShape) -> Plan:
+def _plan_on(program: Program, plan: Plan, mesh: MeshShape) -> Plan:
     return plan if mesh == plan.mesh and program.fingerprint == plan.fingerprint else same_layout(
         program, replace(plan, mesh=mesh)
     )  # fmt: skip
 
 
 def _sizes(program: Program) -> dict[str, int]:
-    """The sizes that the program has, by the names in LEAST; 0 where it has no such axis."""
+    """Returns the sizes of a program, by the names in `MIN_SIZES`; 0 for missing axes."""
     largest = {axis.name: max(axis.sizes) for axis in program.axes}
     return {
         "num_layers": program.step.layer_carry[1],
@@ -153,21 +153,23 @@ def _sizes(program: Program) -> dict[str, int]:
     }
 
 
-def _order(program: Program, name: str, flops: float) -> list[int]:
-    """Smaller sizes of a name, those first that may be enough, the largest of them first; a width by whole heads."""
+def _candidate_sizes(program: Program, name: str, flops: float) -> list[int]:
+    """Returns smaller sizes, starting with the largest that may suffice; a width is a multiple of the head dim."""
     size, heads = _sizes(program)[name], max((max(a.sizes) for a in program.axes if a.name == "heads"), default=1)
     unit = size // heads if name == "embed_dim" and size and size % heads == 0 else 1
-    sizes = [count * unit for count in _halves(size // unit) if count * unit >= LEAST[name]]
-    enough = size * (flops / max(step_flops(program), flops)) ** POWER[name]
-    return [one for one in sizes if one <= enough] + [one for one in reversed(sizes) if one > enough]
+    sizes = [count * unit for count in _halves(size // unit) if count * unit >= MIN_SIZES[name]]
+    sufficient = size * (flops / max(step_flops(program), flops)) ** EXPONENTS[name]
+    return [candidate for candidate in sizes if candidate <= sufficient] + [
+        candidate for candidate in reversed(sizes) if candidate > sufficient
+    ]
 
 
 def _halves(size: int) -> list[int]:
-    """Halves of a size and powers of two, below it, the largest first."""
-    found = {size >> power for power in range(1, size.bit_length())} | {
+    """Returns the repeated halves of a size and the powers of two below it, largest first."""
+    counts = {size >> power for power in range(1, size.bit_length())} | {
         1 << power for power in range(size.bit_length())
     }
-    return sorted((count for count in found if count < size), reverse=True)
+    return sorted((count for count in counts if count < size), reverse=True)
 
 
 def _smaller_mesh(mesh: MeshShape, num_devices: int) -> MeshShape:
@@ -176,19 +178,19 @@ def _smaller_mesh(mesh: MeshShape, num_devices: int) -> MeshShape:
         largest = max(sizes, key=lambda axis: sizes[axis])
         if sizes[largest] <= 2 or sizes[largest] % 2:
             raise SpanaxError(
-                f"mesh {mesh} takes more than the {num_devices} devices there are, however it is halved.",
+                f"mesh {mesh} cannot be halved to fit the {num_devices} available devices.",
                 fix=f"--devices {mesh.size} to simulate them",
             )
         sizes[largest] //= 2
     return MeshShape(tuple(sizes.items()))
 
 
-def _splits(plan: Plan) -> dict[str, set[Any]]:
-    """The specs of every array, those of repeated blocks together."""
-    found: dict[str, set[Any]] = {}
+def _specs(plan: Plan) -> dict[str, set[Any]]:
+    """Returns the specs of every array, merged over repeated blocks."""
+    specs: dict[str, set[Any]] = {}
     for leaf in plan.leaves + plan.batch:
-        found.setdefault(re.sub(r"\.\d+\b", ".*", leaf.path), set()).add(leaf.spec)
-    return found
+        specs.setdefault(re.sub(r"\.\d+\b", ".*", leaf.path), set()).add(leaf.spec)
+    return specs
 
 
 def _changed(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,7 @@
 """Suggests options that make a program fit where no layout fits."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from spanax.errors import NoLayoutError, SpanaxError
 from spanax.plan.advice.what_if import cluster_of_size
@@ -68,7 +69,7 @@ def _search(previous: Search, program: Program, remat: str, candidate: Candidate
 def _has_full(program: Program) -> bool:
     """Whether the program has layers whose activations can be recomputed."""
     try:
-        program.with_remat("full")
+        program.variant(replace(program.form, remat="full"))
     except SpanaxError:
         return False  # an expected result: a loss without layers, or a custom train_step
     return True

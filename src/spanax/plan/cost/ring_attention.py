@@ -143,8 +143,7 @@ def temporary_bytes(graph: Graph, op: Op, sharding: AttentionSharding, mesh: Mes
     Keys as stored, as sent and as received; 32-bit accumulators with their next terms; a block of scores, its weights,
     and in the backward pass their gradients. For a kernel, one 32-bit accumulator in the backward pass.
     """
-    form = sharding.form
-    size = lambda value: math.prod(graph.shape(value)) * graph.avals[value].dtype.itemsize  # noqa: E731
+    form, size = sharding.form, graph.num_bytes
     numbers = lambda value: 4.0 * math.prod(graph.shape(value))  # noqa: E731
     if op.params["kernel"]:
         return [(sharding.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []

@@ -6,7 +6,6 @@ from spanax.plan.pipeline.schedules import Kind
 from spanax.plan.pipeline.ticks import Ticks
 from spanax.plan.sharding.resolve import Resolver
 from spanax.trace.pipeline.partition import PipelinePartition
-from spanax.trace.variables import itemsize
 
 
 def stage_transfer_bytes(resolver: Resolver, cut: PipelinePartition, ticks: Ticks) -> int:
@@ -27,7 +26,7 @@ def stage_transfer_bytes(resolver: Resolver, cut: PipelinePartition, ticks: Tick
     def size(value: int) -> int:
         constraint = constraints[value]
         ways = 1 if constraint is None else resolver.mesh.ways([axis for by in constraint.spec for axis in by])
-        return math.prod(graph.shape(value)) * itemsize(graph.avals[value].dtype) // ways
+        return graph.num_bytes(value) // ways
 
     sent: dict[Kind, tuple[int, ...]] = {"F": cut.payload_forward, "B": cut.payload_backward}
     total = sum(ticks.num_taken(kind) * sum(map(size, values)) for kind, values in sent.items())

@@ -13,18 +13,12 @@ from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
-from spanax.trace.jaxpr.dim_rules import independent_dims, reshape_groups
+from spanax.trace.analysis.step_analysis import StepAnalysis
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
-from spanax.trace.traced import Traced
 
-LOCAL = frozenset(
-    "top_k approx_top_k fft cholesky eig eigh lu qr householder_product geqrf svd schur triangular_solve "
-    "tridiagonal tridiagonal_solve".split()
-)
-"""Operations that XLA runs as kernels it cannot partition, and whose leading dims are independent of each other."""
-
-
-LOOKUPS = frozenset({"gather", "scatter-add", "scatter_add"})
+LOOKUPS = names(Family.GATHER, Family.SCATTER_ADD)
 """Operations that read rows of a table, or add to them; their sharding also depends on the sizes of the mesh."""
 
 REDUCING = frozenset({"conv_general_dilated"})
@@ -57,7 +51,7 @@ class OperandSharding:
 
 
 def operand_shardings(
-    resolver: Resolver, traced: Traced, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, constraints: Sequence[Constraint | None]
 ) -> dict[Op, OperandSharding]:
     """Returns the operations that reshard operands or results, each with its sharding."""
     shardings = {op: operand_sharding(resolver, traced, op, constraints) for op in traced.graph.ops() if not op.bodies}
@@ -65,7 +59,7 @@ def operand_shardings(
 
 
 def operand_sharding(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Returns how one operation reshards its operands and results; None if it does not."""
     attention = attention_sharding(traced.graph, op, constraints)
@@ -74,16 +68,14 @@ def operand_sharding(
         return OperandSharding(inputs, outputs, is_local=True, attention=attention)
     if op.name in CONTRACTIONS:
         return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
-    if op.name == "reshape":
-        return _reshaped(resolver, traced, op, constraints) or _gathered(op, constraints)
-    sharding = _lookup(resolver, traced, op, constraints) or _local(traced, op, constraints)
-    sharding = sharding or _padded(op, constraints) or _resized(traced, op, constraints)
-    sharding = sharding or _gathered(op, constraints)
+    sharding = _reshaped(resolver, traced, op, constraints) or _lookup(resolver, traced, op, constraints)
+    sharding = sharding or _local(traced, op, constraints) or _padded(op, constraints)
+    sharding = sharding or _resized(traced, op, constraints) or _gathered(op, constraints)
     return _isolated(traced, op, constraints, sharding)
 
 
 def _in_groups(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Shards a convolution in groups: every device computes its shard of batch and groups, without communication.
 
@@ -116,18 +108,21 @@ def _in_groups(
 
 
 def _reshaped(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Reshards around a reshape of a scanned dim: an all-to-all before or after the local reshape.
 
     By default, XLA may gather the operand on every device.
     """
+    if op.family is not Family.VIEW:
+        return None
     values, shape = (op.inputs[0], op.outputs[0]), traced.graph.shape
     before, after = (constraints[value] for value in values)
     if before is None or after is None or before.used or after.used:
         return None
     results: list[Constraint | None] = [None, None]
-    for groups in reshape_groups(shape(values[0]), shape(values[1])):
+    for relation in op.dim_map.of_kind(Kind.FACTORS):
+        groups = [[dim for _, dim in run] for run in relation.runs]
         for position, dims in enumerate(groups):
             spec, opposite = ((before, after)[side].spec for side in (position, 1 - position))
             by = spec[dims[1]] if len(dims) > 1 else ()
@@ -144,20 +139,18 @@ def _shared(specs: Sequence[Spec], dims: Sequence[int]) -> tuple[str, ...]:
     return tuple(axis for axis in split[0] if all(axis in by for by in split))
 
 
-def _group_dims(op: Op) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+def _group_dims(op: Op) -> tuple[list[int], list[int], int] | None:
     """Returns the dims of batch (-1: none) and grouped channels, of operands and result, and the number of groups."""
-    if op.name != "conv_general_dilated":
+    groups = next(op.dim_map.of_kind(Kind.GROUPS), None)
+    if groups is None or groups.factor is None:
         return None
-    (lhs_n, lhs_c, *_), (rhs_o, rhs_i, *_), (out_n, out_c, *_) = op.params["dimension_numbers"]
-    if op.params["feature_group_count"] > 1:
-        return (lhs_n, -1, out_n), (lhs_c, rhs_o, out_c), op.params["feature_group_count"]
-    if op.params["batch_group_count"] > 1:
-        return (lhs_c, rhs_i, -1), (lhs_n, rhs_o, out_c), op.params["batch_group_count"]
-    return None
+    batch = next(op.dim_map.of_kind(Kind.SAME, Kind.CONTRACTED))
+    batch_dims, channel_dims = ([dict(each.dims).get(array, -1) for array in range(3)] for each in (batch, groups))
+    return batch_dims, channel_dims, groups.factor
 
 
 def _contracted(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Reshards a contraction's operands and result explicitly, as the cost model predicts.
 
@@ -225,13 +218,17 @@ def _as_used(constraint: Constraint | None) -> Constraint | None:
     return None if constraint is None or constraint.used is None else Constraint(constraint.used)
 
 
-def _local(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
-    """Shards the leading dims as the result has them and replicates all other dims."""
+def _local(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
+    """Shards independent dims as the result has them and replicates all other dims.
+
+    XLA runs these operations as kernels that it cannot partition.
+    """
     known = [constraints[value] for value in (*op.inputs, *op.outputs)]
-    if op.name not in LOCAL or not any(c and any(c.spec) for c in known):
+    if op.family is not Family.KERNEL or not any(c and any(c.spec) for c in known):
         return None
     classes, axes = traced.axes.classes, dict[int | None, tuple[str, ...]]()
-    free = [(value, dim) for value in op.inputs + op.outputs for dim in independent_dims(traced.graph, op, value)]
+    values = op.inputs + op.outputs
+    free = sorted((values[array], dim) for array, dim in op.dim_map.dims(Kind.SAME))
     for value, dim in free:
         constraint = constraints[value]
         if value in op.outputs and constraint:
@@ -253,7 +250,7 @@ def _padded(op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding
     return None if placed is None else OperandSharding(*placed)
 
 
-def _resized(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
+def _resized(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
     """Replicates operands and results of a slice, a pad or a concatenation along dims that do not divide."""
     stored = _gathered(op, constraints) or OperandSharding((None,) * len(op.inputs), (None,) * len(op.outputs))
     values = (*op.inputs, *op.outputs)
@@ -263,10 +260,10 @@ def _resized(traced: Traced, op: Op, constraints: Sequence[Constraint | None]) -
 
 
 def _isolated(
-    traced: Traced, op: Op, constraints: Sequence[Constraint | None], sharding: OperandSharding | None
+    traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None], sharding: OperandSharding | None
 ) -> OperandSharding | None:
     """Adds an optimization barrier to an operation whose first operand needs one."""
-    if op.name not in SCATTERS or op.inputs[0] in traced.uniform:
+    if op.family not in SCATTERS or op.inputs[0] in traced.uniform:
         return sharding
     sharding = sharding or OperandSharding((None,) * len(op.inputs), (None,) * len(op.outputs))
     return (
@@ -289,7 +286,7 @@ class _Lookup:
 
 def _lookup_of(op: Op) -> _Lookup | None:
     numbers: Any = op.params.get("dimension_numbers")
-    if op.name == "gather":
+    if op.family is Family.GATHER:
         return _Lookup(op.inputs[0], op.inputs[1], op.outputs[0], numbers.offset_dims, numbers.start_index_map)
     if op.name in LOOKUPS:
         dims = numbers.update_window_dims, numbers.scatter_dims_to_operand_dims
@@ -298,7 +295,7 @@ def _lookup_of(op: Op) -> _Lookup | None:
 
 
 def _lookup(
-    resolver: Resolver, traced: Traced, op: Op, constraints: Sequence[Constraint | None]
+    resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Shards a lookup in a table, or its gradient, by whichever of three strategies moves the fewest bytes.
 
@@ -323,16 +320,16 @@ def _lookup(
     rank = len(traced.graph.shape(lookup.indices))
     indices = Constraint((*index_dims, *((),) * (rank - len(index_dims))))
     table, rows = Constraint(table_spec), Constraint(rows_spec)
-    if op.name == "gather":
+    if op.family is Family.GATHER:
         return OperandSharding((table, indices, *(None,) * (len(op.inputs) - 2)), (rows,))
     return OperandSharding((table, indices, rows), (table,))
 
 
 def _lookup_strategies(
-    resolver: Resolver, traced: Traced, lookup: _Lookup, sharding: Constraint, result: Constraint, summed: set[str]
+    resolver: Resolver, step: StepAnalysis, lookup: _Lookup, sharding: Constraint, result: Constraint, summed: set[str]
 ) -> list[tuple[Spec, Spec, float]]:
     """Returns the specs of the table and of the rows for each strategy, and how many numbers move per device."""
-    shape, classes, ways = traced.graph.shape, traced.axes.classes, resolver.mesh.ways
+    shape, classes, ways = step.graph.shape, step.axes.classes, resolver.mesh.ways
     used = sharding.computed
     row_size, table_size = math.prod(shape(lookup.rows)), math.prod(shape(lookup.table))
     is_summed = ways([*summed]) > 1
@@ -340,13 +337,13 @@ def _lookup_strategies(
     sums = is_summed * (1 + (computed != result.spec)) * row_size / ways([*_axes(computed)])
     tables = 2 * table_size / ways([*_axes(used)]) if sharding.used is not None else 0
     candidates: list[tuple[Spec, Spec, float]] = [(used, computed, tables + sums)]
-    if not traced.batch_labels.intersection(classes[lookup.table]):
+    if not step.batch_labels.intersection(classes[lookup.table]):
         candidates.append((((),) * len(used), result.spec, 2 * table_size))
     else:  # a table per example: resharded as its rows are, or gathered
         free_spec = _without(used, _axes(result.spec) | summed)
         row_axes = dict(zip(classes[lookup.rows], result.spec, strict=True))
         local_spec = tuple(
-            () if dim in lookup.looked_up else row_axes[label] if label in traced.batch_labels & row_axes.keys() else by
+            () if dim in lookup.looked_up else row_axes[label] if label in step.batch_labels & row_axes.keys() else by
             for dim, (label, by) in enumerate(zip(classes[lookup.table], free_spec, strict=True))
         )
         candidates.append((local_spec, result.spec, table_size / ways([*_axes(local_spec)])))

@@ -37,10 +37,7 @@ def placed(
     if program.context in KERNELS and schedule.context == GATHERED:
         schedule = replace(schedule, context=program.context)
     layout, mesh, schedule = in_stages(program, layout, mesh, schedule)
-    if schedule.context != program.context:
-        program = program.with_context(schedule.context)
-    if schedule.loss_chunks != program.loss_chunks:
-        program = program.with_loss_chunks(schedule.loss_chunks)
+    program = program.variant(replace(program.form, context=schedule.context, loss_chunks=schedule.loss_chunks))
     if schedule.context == RING:
         layout = replace(layout, name=as_ring(layout.name))
     resolver = resolve(program, layout, mesh, pins, schedule.num_chunks)
@@ -95,11 +92,9 @@ def as_planned(program: Program, plan: Plan) -> Program:
       SpanaxError: the plan was made for another program, or this program does not support its schedule.
     """
     schedule, program = plan.schedule, in_forms(program, plan)
-    if schedule.remat is not None and schedule.remat != program.remat:
-        program = program.with_remat(schedule.remat)
-    if schedule.microbatches not in (1, program.microbatches):
-        program = program.with_microbatches(schedule.microbatches)
-    return program
+    policy = program.form.remat if schedule.remat in (None, program.remat) else schedule.remat
+    microbatches = program.microbatches if schedule.microbatches == 1 else schedule.microbatches
+    return program.variant(replace(program.form, remat=policy, microbatches=microbatches))
 
 
 def in_forms(program: Program, plan: Plan) -> Program:
@@ -111,11 +106,7 @@ def in_forms(program: Program, plan: Plan) -> Program:
     check_made_for(program, plan)
     schedule = plan.schedule
     program = computed_in(program, schedule.compute_dtype)
-    if schedule.context != program.context:
-        program = program.with_context(schedule.context)
-    if schedule.loss_chunks != program.loss_chunks:
-        program = program.with_loss_chunks(schedule.loss_chunks)
-    return program
+    return program.variant(replace(program.form, context=schedule.context, loss_chunks=schedule.loss_chunks))
 
 
 def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:

@@ -12,11 +12,11 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
 from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, assign, pinned
-from spanax.trace.analysis.op_groups import label_key
+from spanax.trace.analysis.labels import label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.provenance import Origin
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 from spanax.trace.variables import Leaf
 
 Spec = tuple[tuple[str, ...], ...]
@@ -151,7 +151,7 @@ class Resolver:
             reasons.append(Reason(Code.STORED, axis="+".join(self._stored_axes(merged, kind))))
         return spec, reasons
 
-    def constraints(self, traced: Traced) -> "Constraints":
+    def constraints(self, traced: StepAnalysis) -> "Constraints":
         """Returns the constraint of every value of a traced function, by index; None: left to the compiler."""
         return Constraints(self, traced)
 
@@ -227,7 +227,7 @@ def _entries(entry: Any) -> tuple[str, ...]:
 class Constraints(Sequence[Constraint | None]):
     """The constraints of a traced function's values, computed on access, once for all values with equal keys."""
 
-    def __init__(self, resolver: Resolver, traced: Traced):
+    def __init__(self, resolver: Resolver, traced: StepAnalysis):
         self._resolver = resolver
         self._traced = traced
         self._known: dict[int, Constraint | None] = {}

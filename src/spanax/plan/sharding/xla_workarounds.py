@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 
 from spanax.plan.sharding.resolve import Constraint
+from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import Graph, Op
 
 
@@ -86,13 +87,10 @@ WORKAROUNDS = (
     RESIZED_DIMS, PADDED_DIMS, SHARD_SCATTERS, GROUPED_CONVOLUTIONS, MANUAL_LOOKUPS, CPU_TRANSPOSES, CPU_COLLECTIVES,
 )  # fmt: skip
 
-RESIZES = {"slice": 1, "dynamic_slice": 1, "pad": 1, "split": 1, "concatenate": None}
-"""Operations that resize dims of their first operands, each with the number of those operands; None: all."""
+RESIZES = frozenset({Family.RESIZE, Family.DYNAMIC_SLICE})
+"""Operations that resize dims of their operands."""
 
-SCATTERS = frozenset(
-    "scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max scatter_max "
-    "scatter-sub scatter_sub".split()
-)
+SCATTERS = frozenset({Family.SCATTER, Family.SCATTER_ADD})
 """Operations that write elements of their first operand at indices."""
 
 Placed = tuple[tuple[Constraint | None, ...], tuple[Constraint | None, ...]]
@@ -109,10 +107,11 @@ def resized(graph: Graph, op: Op, placed: Sequence[Constraint | None]) -> Placed
       op: an operation.
       placed: the constraints of its operands, then those of its results.
     """
-    if op.name not in RESIZES:
+    if op.family not in RESIZES:
         return None
     num_operands = len(op.inputs)
-    arrays = [*range(num_operands)[: RESIZES[op.name]], *range(num_operands, len(placed))]
+    rank = len(graph.shape(op.outputs[0]))  # operands of another rank are the padding value or start indices
+    arrays = [index for index, value in enumerate((*op.inputs, *op.outputs)) if len(graph.shape(value)) == rank]
     shapes = [graph.shape((*op.inputs, *op.outputs)[index]) for index in arrays]
     closed = [placed[index] or Constraint(((),) * len(shape)) for index, shape in zip(arrays, shapes, strict=True)]
     dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len({*sizes}) > 1]

@@ -15,7 +15,7 @@ from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
 from spanax.trace.analysis.gradient_accumulation import GradientSum
-from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_dims, contraction_flops, trips
+from spanax.trace.analysis.op_groups import OpGroup, Phase, contraction_flops, trips
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Op
 from spanax.trace.rewrites.attention.operation import RING
 
@@ -222,7 +222,7 @@ class _TermCounter:
 def _matmul(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
     """Returns a row of `Matmuls`, without its phase and number of runs."""
     traced, graph = sharded.traced, sharded.traced.graph
-    summed, passed = contraction_dims(op)
+    summed, passed = op.dim_map.contraction
     lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
     shape, labels = graph.shape(out), traced.axes.classes[out]
     groups: list[list[tuple[float, int, bool]]] = [[], [], [], []]  # m, n, k, separate products

@@ -15,8 +15,8 @@ from spanax.plan.pipeline.ticks import ticks_of
 from spanax.plan.plan import Schedule
 from spanax.plan.spmd.partition import union
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.trace.analysis.op_groups import contraction_dims
-from spanax.trace.jaxpr.graph import CONTRACTIONS, REMAT, Graph, Op, Wires
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.graph import REMAT, Graph, Op, Wires
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.pipeline.split_backward import split_backward
 
@@ -152,19 +152,13 @@ def _split_sums(sharded: ShardedProgram, op: Op) -> list[list[tuple[int, int]] |
     partitioned = sharded.division(op).partition
     assert partitioned is not None
     masks = partitioned.operands
-    if op.name in CONTRACTIONS:
-        summed, _ = contraction_dims(op)
-        return [[(pair[side], masks[side][pair[side]]) for pair in summed] for side in (0, 1)]
-    if op.name == "reduce_sum":
-        return [[(dim, masks[0][dim]) for dim in op.params["axes"]]]
-    numbers = op.params["dimension_numbers"]
-    rank = len(sharded.traced.graph.shape(op.inputs[2]))
-    update_dims = [dim for dim in range(rank) if dim not in numbers.update_window_dims]
-    index_dims = [index for index in range(len(update_dims)) if index not in numbers.scatter_indices_batching_dims]
+    relations = [dict(relation.dims) for relation in op.dim_map.of_kind(Kind.CONTRACTED, Kind.SAME)]
+    summed = [dims for dims in relations if max(dims) < len(op.inputs)]
     return [
-        None,
-        [(index, masks[1][index]) for index in index_dims],
-        [(update_dims[index], masks[2][update_dims[index]]) for index in index_dims],
+        None
+        if op.family is Family.SCATTER_ADD and operand == 0
+        else [(dims[operand], masks[operand][dims[operand]]) for dims in summed if operand in dims]
+        for operand in range(len(op.inputs))
     ]
 
 

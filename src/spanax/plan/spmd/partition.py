@@ -8,15 +8,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spanax.trace.analysis.fusion import REDUCTIONS
-from spanax.trace.analysis.op_groups import contraction_dims
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
 
 Labels = tuple[int | None, ...]
 Masks = tuple[int, ...]
 """For each dim of a value, the mesh axes that shard it."""
 
-SUMMED = REDUCTIONS | {"gather", "scatter-add", "scatter_add", "scatter", "reduce_window_sum", "argmax", "argmin"}
+SUMMED = frozenset({Family.REDUCTION, Family.GATHER, Family.SCATTER, Family.SCATTER_ADD, Family.WINDOW})
 """Operations whose results over a sharded dim are partial, and are reduced instead of gathering the operand."""
 
 
@@ -103,7 +102,7 @@ def spmd_partition(
 
 
 def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -> PartitionedOp:
-    summed, passed = contraction_dims(op)
+    summed, passed = op.dim_map.contraction
     operands = [list(masks) for masks in ins[:2]]
     sizes = [_size(graph, value) for value in (*op.inputs[:2], op.outputs[0])]
     out_dims: list[dict[int, int]] = [{lhs: out for lhs, _, out in passed if lhs >= 0}]
@@ -184,16 +183,16 @@ def _other(
     if not op.outputs:
         return PartitionedOp(0, tuple(ins), (), ())
     labels, requested = classes[op.outputs[0]], outs[0]
-    is_summed = op.name in SUMMED
+    is_summed = op.family in SUMMED
     partials: dict[int, int] = defaultdict(int)
     result = [0] * len(requested)
     shifts: list[Reshard] = []
-    for value, masks in zip(op.inputs, ins, strict=True):
+    for operand, (value, masks) in enumerate(zip(op.inputs, ins, strict=True)):
         gathered = 0
         for operand_dim, (label, mask) in enumerate(zip(classes[value], masks, strict=True)):
             if not mask:
                 continue
-            dim = None if label is None else _same_dim(op, operand_dim, label, mask, labels, requested)
+            dim = None if label is None else _same_dim(op, operand, operand_dim, label, mask, labels, requested)
             if dim is None:
                 partials[operand_dim] |= mask if is_summed else 0
                 gathered |= 0 if is_summed else mask
@@ -204,7 +203,8 @@ def _other(
                 result[dim] |= mask & ~moved
         if gathered:
             shifts.append(Reshard("all-gather", value, gathered, union(masks) & ~gathered, True))
-    if op.name.startswith("scatter"):  # these axes do not shard the first operand: each device adds to its own zeros
+    if op.family in (Family.SCATTER, Family.SCATTER_ADD):
+        # These axes do not shard the first operand: each device adds to its own zeros.
         result = [mask & ~union([*partials.values()]) for mask in result]
     summed = [partials[operand_dim] & ~union(result) for operand_dim in sorted(partials)]
     partial = union(summed)
@@ -213,12 +213,15 @@ def _other(
     return PartitionedOp(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
 
 
-def _same_dim(op: Op, operand_dim: int, label: int, mask: int, labels: Labels, requested: Masks) -> int | None:
+def _same_dim(
+    op: Op, operand: int, operand_dim: int, label: int, mask: int, labels: Labels, requested: Masks
+) -> int | None:
     """Returns the dim of the result that an operand's dim maps to; of several of its class, the one sharded equally."""
-    if op.name == "broadcast_in_dim":
-        dim = op.params["broadcast_dimensions"][operand_dim]
-        return dim if labels[dim] == label else None
     dims = [dim for dim, result_label in enumerate(labels) if result_label == label]
+    if any(op.dim_map.of_kind(Kind.REPEATED)):
+        related = op.dim_map.result_dims(operand, operand_dim).get(len(op.inputs))
+        return related if related in dims else None
+    # Of a transpose between two dims of one class, the position: prices count an exchange for it.
     if operand_dim in dims and len(labels) == len(op.eqn.invars[0].aval.shape):
         return operand_dim
     return next((dim for dim in dims if requested[dim] & mask), dims[-1] if dims else None)

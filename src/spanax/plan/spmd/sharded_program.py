@@ -1,6 +1,5 @@
 """A traced function under one layout: shardings of values, resharding of operands, collectives."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,10 +8,9 @@ from spanax.plan.cost.ring_attention import ring_partition
 from spanax.plan.sharding.operands import LOOKUPS, OperandSharding, operand_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.rewrites.attention.operation import RING
-from spanax.trace.traced import Traced
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,7 +46,7 @@ class ShardedProgram:
       cache: the cache of other layouts of the same function over the same mesh axes; new results are added.
     """
 
-    def __init__(self, resolver: Resolver, traced: Traced, cache: ShardingCache | None = None):
+    def __init__(self, resolver: Resolver, traced: StepAnalysis, cache: ShardingCache | None = None):
         self.resolver, self.traced = resolver, traced
         self.constraints = resolver.constraints(traced)
         self.cache = cache or ShardingCache()
@@ -76,8 +74,7 @@ class ShardedProgram:
 
     def num_bytes(self, value: int) -> int:
         """Returns the global bytes of a value."""
-        aval = self.traced.graph.avals[value]
-        return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+        return self.traced.graph.num_bytes(value)
 
     def division(self, op: Op) -> Division:
         """Returns how an operation is executed; its reshards name the values of its group's representative."""
@@ -100,7 +97,7 @@ class ShardedProgram:
 
     def _divide(self, op: Op) -> Division:
         ins, outs = [self.masks(value) for value in op.inputs], [self.masks(value) for value in op.outputs]
-        if op.name in ELEMENTWISE and all(masks == outs[0] or not any(masks) for masks in ins):
+        if op.is_elementwise and all(masks == outs[0] or not any(masks) for masks in ins):
             return Division(None, None)
         use = operand_sharding(self.resolver, self.traced, op, self.constraints)
         requested, shifts = list(outs), list[Reshard]()

@@ -5,7 +5,7 @@ Shape suffix: R rows of the global batch that this process reads.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,7 @@ from spanax.errors import DataError, SpanaxError
 from spanax.run.data.elements import Leaves, digest
 from spanax.run.data.mixture import picked, places_until
 from spanax.run.data.order import Order
-
-if TYPE_CHECKING:
-    from spanax.run.data.text.token_windows import Tokens
+from spanax.run.data.text.tokens import Tokens
 
 
 class TooFew(DataError):
@@ -50,7 +48,7 @@ class Examples:
     like: Any
     num_examples: int
     read: Callable[[np.ndarray], Leaves]
-    tokens: "Tokens | None" = None
+    tokens: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class Source:
     like: Any
     read: Callable[[int], Leaves | Remainder | None]
     num_batches: int | None = None
-    tokens: "Tokens | None" = None
+    tokens: Tokens | None = None
     mark: Callable[[], Any] = lambda: None
     seek: Callable[[int, Any], None] = lambda index, mark: None
     close: Callable[[], None] = lambda: None

@@ -18,8 +18,9 @@ from spanax.run.data.formats.table import Table, is_table, open_table
 from spanax.run.data.mixture import Mixture, named
 from spanax.run.data.source import batch_size, conformed, sequence_examples
 from spanax.run.data.text.corpus import Corpus, check_split, load_corpus
-from spanax.run.data.text.token_windows import Tokens, bin_tokens, corpus_tokens, windows
+from spanax.run.data.text.token_windows import bin_tokens, corpus_tokens, windows
 from spanax.run.data.text.tokenizer import Tokenizer, load_tokenizer
+from spanax.run.data.text.tokens import Tokens
 
 if TYPE_CHECKING:
     from spanax.plan.plan import Placement

@@ -1,4 +1,4 @@
-"""A barrier between compiling a step and running it: no process runs it before all have compiled it."""
+"""Provides a barrier between compilation and execution: no process runs a program before all have compiled it."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -9,19 +9,19 @@ import jax
 _NUMBERS = count()
 
 BARRIER_SECONDS = 3600
-"""How long processes wait for those that compile; the coordinator tells of a process that died much earlier."""
+"""How long processes wait for others to compile; the coordinator reports a process that died much earlier."""
 
 
 def compiled_with_barrier(function: Any, arguments: Sequence[Any], platform: str | None) -> Any:
-    """What `jax.jit` returned or, in a group of processes on CPUs, its program once every process has compiled it.
+    """Returns the jitted function, compiled after a barrier if several processes run on CPUs.
 
-    Gloo connects the devices of a collective when it first runs, and gives up after 30 s. Every process calls this for
-    the same programs in the same order.
+    Gloo connects the devices of a collective on first use and gives up after 30 s, so all processes must compile first.
+    Every process calls this for the same programs in the same order.
 
     Args:
-      function: what `jax.jit` returned.
-      arguments: what it is called with, without numbers.
-      platform: what it runs on.
+      function: the result of `jax.jit`.
+      arguments: its abstract arguments.
+      platform: the platform it runs on.
 
     Example:
       >>> compiled_with_barrier(jax.jit(abs), [jax.ShapeDtypeStruct((), "float32")], "cpu")(-2.0).item()

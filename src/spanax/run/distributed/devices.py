@@ -1,4 +1,4 @@
-"""Devices for a process that has not started JAX's backend yet: real ones, or simulated on the CPU."""
+"""Provides devices for a process that has not started JAX's backend yet: accelerators, or simulated CPU devices."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ DEFAULT_SIMULATED, MOST_SIMULATED = 8, 4096
 
 
 def simulate(num_devices: int) -> list[Any]:
-    """Simulate devices on the CPU; call it before anything makes an array or asks JAX for devices.
+    """Simulates devices on the CPU; call it before creating an array or querying JAX's devices.
 
     Raises:
       SpanaxError: JAX has already started, on an accelerator or with fewer devices.
@@ -21,12 +21,12 @@ def simulate(num_devices: int) -> list[Any]:
     import jax
 
     if num_devices < 1:
-        raise SpanaxError(f"simulate({num_devices}); it takes a number from 1.", fix="simulate(8)")
+        raise SpanaxError(f"simulate({num_devices}) requires at least 1 device.", fix="simulate(8)")
     jax.config.update("jax_platforms", "cpu")
     started = _started(num_devices)
     if started[0].platform != "cpu" or len(started) < num_devices:
         raise SpanaxError(
-            f"simulate({num_devices}) came too late: JAX has already started, with {len(started)} "
+            f"simulate({num_devices}) must be called before JAX starts; it has already started with {len(started)} "
             f"{started[0].platform} devices.",
             fix=f"call spanax.simulate({num_devices}) at the start of the program, before any array or jax.devices(); "
             "in a notebook, restart the kernel",
@@ -34,48 +34,49 @@ def simulate(num_devices: int) -> list[Any]:
     return started[:num_devices]
 
 
-def devices(wanted: int | None) -> list[Any]:
-    """The devices to run on, as many as wanted: accelerators where there are any, else simulated ones.
+def devices(num_devices: int | None) -> list[Any]:
+    """Returns the devices to run on: accelerators if there are any, else simulated ones.
 
     Raises:
-      SpanaxError: there are fewer than wanted.
+      SpanaxError: there are fewer devices than requested.
     """
-    if wanted is not None and wanted < 1:
-        raise SpanaxError(f"--devices is {wanted}; it takes a number from 1.", fix="--devices 1")
-    found = _started(wanted)
-    if wanted is not None and len(found) < wanted:
-        kind = found[0].platform
+    if num_devices is not None and num_devices < 1:
+        raise SpanaxError(f"--devices is {num_devices}; it takes a number from 1.", fix="--devices 1")
+    available = _started(num_devices)
+    if num_devices is not None and len(available) < num_devices:
+        platform = available[0].platform
         raise SpanaxError(
-            f"{wanted} devices are wanted, and there are {len(found)} ({kind}).",
-            fix=f"--devices {len(found)}" + ("" if kind == "cpu" else ", or JAX_PLATFORMS=cpu to simulate them"),
+            f"{num_devices} devices requested, but only {len(available)} available ({platform}).",
+            fix=f"--devices {len(available)}"
+            + ("" if platform == "cpu" else ", or JAX_PLATFORMS=cpu to simulate them"),
         )
-    return found[:wanted]
+    return available[:num_devices]
 
 
-def _started(wanted: int | None) -> list[Any]:
-    """The devices of JAX, which starts here unless it has started before."""
+def _started(num_devices: int | None) -> list[Any]:
+    """Returns the devices of JAX, and starts its backend if needed."""
     hosts = Hosts.of()
-    share = hosts.devices_per_host or _share(wanted or DEFAULT_SIMULATED, hosts.num_hosts)
+    share = hosts.devices_per_host or _share(num_devices or DEFAULT_SIMULATED, hosts.num_hosts)
     if share > MOST_SIMULATED:
         raise SpanaxError(
-            f"--devices is {wanted}; one process has up to {MOST_SIMULATED}.", fix=f"--devices {MOST_SIMULATED}"
+            f"--devices is {num_devices}; one process has up to {MOST_SIMULATED}.", fix=f"--devices {MOST_SIMULATED}"
         )
     prepare_devices(share)
     hosts.join()
     import jax
 
-    here = jax.devices()
-    if here[0].platform == "cpu" and jax.process_count() > 1:
-        # On CPUs only rank 0 finds programs that JAX kept, and its collectives wait 30 s for ranks that compile.
+    started = jax.devices()
+    if started[0].platform == "cpu" and jax.process_count() > 1:
+        # On CPUs only rank 0 hits JAX's compilation cache, and its collectives wait 30 s for ranks that compile.
         jax.config.update("jax_enable_compilation_cache", False)
-    return here
+    return started
 
 
-def _share(wanted: int, num_hosts: int) -> int:
-    """The devices that each process of a run simulates."""
-    if wanted % num_hosts:
+def _share(num_devices: int, num_hosts: int) -> int:
+    """Returns the number of devices that each process simulates."""
+    if num_devices % num_hosts:
         raise SpanaxError(
-            f"{wanted} devices cannot be divided among {num_hosts} processes.",
-            fix=f"--devices {-(-wanted // num_hosts) * num_hosts}",
+            f"{num_devices} devices do not divide by {num_hosts} processes.",
+            fix=f"--devices {-(-num_devices // num_hosts) * num_hosts}",
         )
-    return wanted // num_hosts
+    return num_devices // num_hosts

@@ -1,4 +1,4 @@
-"""Ports: the addresses on which this process accepts connections, read from the kernel."""
+"""Lists the addresses on which this process accepts connections, as the kernel reports them."""
 
 import ipaddress
 import os
@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 LISTEN = "0A"
-"""The state of a socket that accepts connections. Source: Linux, include/net/tcp_states.h."""
+"""State of a socket that accepts connections. Source: Linux, include/net/tcp_states.h."""
 
 EVERY_INTERFACE = ("0.0.0.0", "::")
 
 
 def open_ports() -> list[str]:
-    """The addresses, as `host:port`, sorted; none where the system has no /proc.
+    """Returns the addresses as `host:port`, sorted; empty on systems without /proc.
 
     Example:
       >>> import socket
@@ -34,7 +34,7 @@ def open_ports() -> list[str]:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address of `open_ports` is that of every interface.
+    """Returns whether an address of `open_ports` covers every interface.
 
     Example:
       >>> is_public("[::]:9911"), is_public("127.0.0.1:9911")
@@ -44,7 +44,7 @@ def is_public(address: str) -> bool:
 
 
 def public_warning(addresses: Sequence[str]) -> str:
-    """What to tell the user about addresses on every interface.
+    """Returns the warning about addresses on every interface.
 
     Example:
       >>> public_warning(["[::]:9911"])
@@ -54,17 +54,17 @@ def public_warning(addresses: Sequence[str]) -> str:
 
 
 def _sockets() -> Iterator[str]:
-    """The inode numbers of the sockets of this process."""
+    """Yields the inode numbers of this process's sockets."""
     with suppress(OSError):
         for descriptor in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # it may be closed meanwhile
+            with suppress(OSError):  # it may have been closed
                 target = os.readlink(f"/proc/self/fd/{descriptor}")
                 if target.startswith("socket:["):
                     yield target[len("socket:[") : -1]
 
 
 def _address(text: str) -> str:
-    """`0100007F:1F90` as `127.0.0.1:8080`: words of four bytes in the order of this machine."""
+    """Converts `0100007F:1F90` to `127.0.0.1:8080`: words of four bytes in native byte order."""
     packed, _, port = text.partition(":")
     words = [int(packed[start : start + 8], 16) for start in range(0, len(packed), 8)]
     host = ipaddress.ip_address(struct.pack(f"={len(words)}I", *words))

@@ -1,4 +1,4 @@
-"""Preemption: asked by a signal to stop, every process of a run stops behind the same step."""
+"""Stops every process of a run after the same step when one of them receives a signal."""
 
 import os
 import signal
@@ -14,12 +14,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 @contextmanager
 def listening() -> Iterator[Callable[[int], bool]]:
-    """What says whether to stop, the same on every process, each time it is asked: the first, the second, ...
+    """Yields a function of the poll number (1, 2, ...) that returns whether to stop, the same on every process.
 
-    It does so while this lasts.
-
-    SIGTERM and SIGINT ask for it; the second one ends the process at once. In a group the signal may reach any of
-    the processes: JAX's preemption service takes SIGTERM, and lets all of them meet at one step.
+    SIGTERM and SIGINT request a stop while the context is active; a second signal ends the process immediately. With
+    several processes the signal may reach any of them: JAX's preemption service receives SIGTERM and synchronizes all
+    processes on one step.
 
     Example:
       >>> with listening() as is_over:
@@ -31,29 +30,29 @@ def listening() -> Iterator[Callable[[int], bool]]:
     import jax
 
     if threading.current_thread() is not threading.main_thread():
-        yield lambda time: False  # Python hands signals to the main thread alone
+        yield lambda time: False  # Python delivers signals to the main thread only
         return
-    asked = threading.Event()
+    is_requested = threading.Event()
     is_group = jax.process_count() > 1
 
-    def ask(number: int, frame: Any) -> None:
-        if asked.is_set():
+    def request_stop(number: int, frame: Any) -> None:
+        if is_requested.is_set():
             raise KeyboardInterrupt
-        asked.set()
-        to_stderr("stopping behind this step; once more to stop now")
+        is_requested.set()
+        to_stderr("stopping after this step; signal again to stop now")
         if is_group:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    # In a group SIGTERM is JAX's own; a handler of ours would take it away.
-    before = {number: signal.signal(number, ask) for number in (SIGNALS[1:] if is_group else SIGNALS)}
+    # With several processes JAX handles SIGTERM; another handler would replace its own.
+    previous = {number: signal.signal(number, request_stop) for number in (SIGNALS[1:] if is_group else SIGNALS)}
     try:
-        yield _meeting if is_group else lambda time: asked.is_set()
+        yield _reached_sync_point if is_group else lambda time: is_requested.is_set()
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-def _meeting(time: int) -> bool:
+def _reached_sync_point(time: int) -> bool:
     from jax.experimental import multihost_utils
 
     return bool(multihost_utils.reached_preemption_sync_point(time))

@@ -1,20 +1,19 @@
-"""Hosts: the processes that make one run together, how one of them joins, and what they settle among themselves.
+"""Joins the processes of one run, and provides collectives on the host: barriers, agreement and broadcasts.
 
-A process is told by its environment that it is one of several, by whoever started it:
+The environment describes the group of a process; launchers set it:
 
     SPANAX_COORDINATOR   host:port of rank 0
-    SPANAX_NUM_HOSTS     how many processes there are
-    SPANAX_HOST          which of them this one is, from 0; under Slurm left out, SLURM_PROCID says it
-    SPANAX_HOST_DEVICES  devices to simulate in each, where there is no accelerator
-    SPANAX_ATTEMPT       how often the run was started again before
-    SPANAX_SUPERVISOR    the process that watches it, its parent; without that one it stops as if asked to; 0 for one
-                         on another machine
-    SPANAX_INTERFACE     the network interface that its data sockets listen on; by default the one that leads to the
-                         coordinator
+    SPANAX_NUM_HOSTS     the number of processes
+    SPANAX_HOST          the rank of this process, from 0; by default SLURM_PROCID under Slurm
+    SPANAX_HOST_DEVICES  the number of devices that each process simulates without an accelerator
+    SPANAX_ATTEMPT       the number of earlier attempts of the run
+    SPANAX_SUPERVISOR    the pid of the supervisor, its parent: when that exits, the process stops as if signalled; 0
+                         for a supervisor on another machine
+    SPANAX_INTERFACE     the network interface of its data sockets; by default the one that reaches the coordinator
 
-If none of them is set, JAX's own cluster detection decides (TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes);
-`SPANAX_NUM_HOSTS=1` alone turns it off, for processes of a cluster that train a model each. `jax.distributed` is the
-engine. Programs and commands follow the same rule: whatever asks JAX for devices joins the group first.
+If none is set, JAX's own cluster detection applies (TPU pods on GCE and GKE, Slurm, Open MPI, Kubernetes);
+`SPANAX_NUM_HOSTS=1` alone disables it, for processes of a cluster that each train a separate model. Everything is based
+on `jax.distributed`. Whatever starts JAX's backend, in programs and commands, joins the group first.
 """
 
 import ctypes
@@ -32,40 +31,40 @@ from typing import Any
 from spanax.errors import HostsError, SpanaxError, first_line, nearest
 
 JOIN_SECONDS = 300
-"""How long the processes wait for the last of them to come."""
+"""How long the processes wait for the last of them to join."""
 
 DEATH_SECONDS = 15
-"""A process that JAX has not heard of for so long is dead to the others, and they abort. JAX's own default is 100."""
+"""After this long without a heartbeat a process counts as dead, and the others abort. JAX's default is 100."""
 
 STDERR = 2
 
 THREADS_PER_DEVICE = 2
-"""XLA's CPU collectives wait for each other on one thread pool. With a thread a device, which it has by itself, a step
-that is dispatched while another runs waits for ever; with two none did. More make each step slower.
+"""XLA's CPU collectives wait for each other on one thread pool. With its default of one thread a device, a step that is
+dispatched while another runs can deadlock; with two none did. More threads make each step slower.
 
 Source: docs/speed-log.md, 2, 4 and 8 devices on one core and two.
 """
 
-ALONE = "SPANAX_NUM_HOSTS=1 where each process trains a model of its own"
+ALONE = "SPANAX_NUM_HOSTS=1 if each process trains a separate model"
 
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2): the signal that a process gets when its parent dies. Source: linux/prctl.h."""
+"""Option of prctl(2): the signal that a process receives when its parent dies. Source: linux/prctl.h."""
 
 LONGEST_TEXT = 4096
-"""Letters in a decision that one process hands to the others."""
+"""Maximum size of a text that the first process broadcasts, in bytes."""
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """A process's place among those of its run.
+    """The place of a process in its group.
 
     Attributes:
-      num_hosts: how many processes there are.
-      rank: which one this is; rank 0 leads: it alone writes records and talks.
-      attempt: how often the run was started again before.
-      coordinator: host:port of rank 0; empty where JAX detects it.
-      devices_per_host: devices to simulate in each; None for as many as are asked for.
-      detects_cluster: whether JAX's cluster detection decides, as no group is set.
+      num_hosts: the number of processes.
+      rank: the rank of this process; rank 0 alone writes records and prints.
+      attempt: the number of earlier attempts of the run.
+      coordinator: host:port of rank 0; empty if JAX detects it.
+      devices_per_host: the number of devices to simulate in each process; None for as many as requested.
+      detects_cluster: whether JAX's cluster detection applies, because no group is set.
     """
 
     num_hosts: int = 1
@@ -77,7 +76,7 @@ class Hosts:
 
     @staticmethod
     def of(environ: Mapping[str, str] = os.environ) -> "Hosts":
-        """The place that the environment gives.
+        """Reads the group from the environment.
 
         Raises:
           SpanaxError: a value is not a number, or the variables contradict each other.
@@ -87,33 +86,32 @@ class Hosts:
           1
         """
         attempt = _number(environ, "SPANAX_ATTEMPT", 0)
-        here = _number(environ, "SPANAX_HOST_DEVICES", 0) or None
+        devices_per_host = _number(environ, "SPANAX_HOST_DEVICES", 0) or None
         if "SPANAX_COORDINATOR" not in environ:
             num_hosts = _number(environ, "SPANAX_NUM_HOSTS", 0)
             if num_hosts > 1:
                 raise SpanaxError(
-                    f"SPANAX_NUM_HOSTS is {num_hosts}, and SPANAX_COORDINATOR is not set.",
+                    f"SPANAX_NUM_HOSTS is {num_hosts}, but SPANAX_COORDINATOR is not set.",
                     where="the environment of this process",
                     fix=f"SPANAX_COORDINATOR=HOST:PORT of the first process, or {ALONE}",
                 )
-            return Hosts(attempt=attempt, devices_per_host=here, detects_cluster=num_hosts == 0)
+            return Hosts(attempt=attempt, devices_per_host=devices_per_host, detects_cluster=num_hosts == 0)
         num_hosts = _number(environ, "SPANAX_NUM_HOSTS", None)
         names = ("SPANAX_HOST", "SLURM_PROCID")
         rank = _number(environ, next((name for name in names if name in environ), names[0]), None)
         if not 0 <= rank < num_hosts:
             raise SpanaxError(
-                f"this process is host {rank}, and there are {num_hosts}, counted from 0.",
+                f"host {rank} is out of range for {num_hosts} hosts, counted from 0.",
                 where=f"SPANAX_HOST={rank}, SPANAX_NUM_HOSTS={num_hosts}",
             )
-        return Hosts(num_hosts, rank, attempt, environ["SPANAX_COORDINATOR"], here)
+        return Hosts(num_hosts, rank, attempt, environ["SPANAX_COORDINATOR"], devices_per_host)
 
     def join(self) -> None:
-        """Join the group before JAX starts its backend; returns at once without a group, or if it has been joined.
+        """Joins the group before JAX starts its backend; a no-op without a group, or if it has been joined.
 
         Raises:
-          HostsError: the backend has started already, the processes did not all come, or the coordinator's port is
-            taken.
-          SpanaxError: the coordinator's address is not one.
+          HostsError: the backend has started already, not all processes joined, or the coordinator's port is in use.
+          SpanaxError: the coordinator's address is invalid.
         """
         import jax
 
@@ -130,46 +128,46 @@ class Hosts:
                 fix="call spanax.local() before any array or jax.devices()"
                 + ("" if self.coordinator else f"; or {ALONE}"),
             )
-        known: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if self.coordinator:
             if self.rank == 0:
                 _check_free(_bound_to(self.coordinator))
-            known = {
+            options = {
                 "coordinator_address": self.coordinator, "num_processes": self.num_hosts, "process_id": self.rank,
                 "coordinator_bind_address": _bound_to(self.coordinator),
             }  # fmt: skip
             if "SPANAX_HOST" in os.environ:
-                # Detection would still choose the local devices: one GPU in a Slurm task.
-                known["cluster_detection_method"] = "deactivate"
+                # Cluster detection would still choose the local devices: one GPU for a Slurm task.
+                options["cluster_detection_method"] = "deactivate"
         try:
             jax.distributed.initialize(
-                **known,
+                **options,
                 initialization_timeout=JOIN_SECONDS,
                 heartbeat_timeout_seconds=DEATH_SECONDS,
                 shutdown_timeout_seconds=DEATH_SECONDS,
             )
         except (RuntimeError, ValueError) as error:
             raise HostsError(
-                f"the {num_hosts} processes of this run did not come together: {first_line(error)}",
-                where=f"rank {self.rank}, coordinator {self.coordinator or 'as JAX finds it'}",
-                fix="spanax doctor --hosts HOST:PORT on each of them",
+                f"the {num_hosts} processes of this run could not connect: {first_line(error)}",
+                where=f"rank {self.rank}, coordinator {self.coordinator or 'detected by JAX'}",
+                fix="run spanax doctor --hosts HOST:PORT on each of them",
             ) from None
         bind_data_sockets()
 
 
 def bind_data_sockets(environ: Mapping[str, str] = os.environ) -> None:
-    """Has the CPU collectives of this process (Gloo) listen on one interface, before JAX starts its backend.
+    """Makes the CPU collectives of this process (Gloo) listen on one interface, before JAX starts its backend.
 
-    JAX's own default is the address that the machine's host name resolves to: often one that others reach, sometimes
-    none of this machine. The interface is that of `SPANAX_INTERFACE`, or the one that leads to the coordinator:
-    loopback where all processes share a machine.
+    By default JAX binds to the address of the machine's host name: often one that other machines can reach, sometimes
+    none of this machine. Here it is the interface in `SPANAX_INTERFACE`, or the one that reaches the coordinator, which
+    is loopback if all processes share a machine.
 
     Raises:
       HostsError: this process cannot listen there.
       SpanaxError: there is no interface of that name.
     """
     import jax
-    from jax._src import distributed, xla_bridge  # nothing public hands collectives to the CPU backend
+    from jax._src import distributed, xla_bridge  # no public API passes collectives to the CPU backend
     from jaxlib import _jax
 
     client, coordinator = distributed.global_state.client, distributed.global_state.coordinator_address
@@ -178,27 +176,27 @@ def bind_data_sockets(environ: Mapping[str, str] = os.environ) -> None:
         return
     interface = environ.get("SPANAX_INTERFACE")
     if interface is None:
-        place = {"hostname": _address_towards(coordinator)}
+        address = {"hostname": _address_towards(coordinator)}
     else:
         names = [name for _, name in socket.if_nameindex()]
         if interface not in names:
-            what = f"there is no network interface '{interface}'."
-            raise SpanaxError(what, where="SPANAX_INTERFACE", fix=nearest(interface, names))
-        place = {"interface": interface}
+            message = f"there is no network interface '{interface}'."
+            raise SpanaxError(message, where="SPANAX_INTERFACE", fix=nearest(interface, names))
+        address = {"interface": interface}
 
-    def client_of_cpus() -> Any:
-        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, **place)
+    def make_cpu_client() -> Any:
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, **address)
         return xla_bridge.make_cpu_client(collectives=collectives)
 
-    xla_bridge.register_backend_factory("cpu", client_of_cpus, priority=0, fail_quietly=False)
+    xla_bridge.register_backend_factory("cpu", make_cpu_client, priority=0, fail_quietly=False)
 
 
 def join_group() -> None:
-    """Join the group that the environment sets, for programs that start no command of Spanax.
+    """Joins the group that the environment sets, for programs that do not run a command of Spanax.
 
     Raises:
       HostsError: the group cannot be joined.
-      SpanaxError: the environment contradicts itself.
+      SpanaxError: the environment is inconsistent.
     """
     import jax
 
@@ -217,18 +215,18 @@ def detected_processes() -> int:
     """
     import jax
 
-    # Nothing public answers this: jax.distributed.initialize() raises where there is not a cluster, and starts a
-    # coordinator where there is one process.
+    # No public API returns this: jax.distributed.initialize() raises without a cluster, and starts a
+    # coordinator for a single process.
     from jax._src.clusters import ClusterEnv, GceTpuCluster, GkeTpuCluster, K8sCluster, SlurmCluster
 
     skipped: list[type[ClusterEnv]] = []
     if "JOB_COMPLETION_INDEX" not in os.environ:
-        skipped.append(K8sCluster)  # JAX joins the pods of Indexed Jobs only; a pod of another kind is not a cluster
+        skipped.append(K8sCluster)  # JAX joins only pods of Indexed Jobs
     if os.environ.get("SLURM_STEP_NUM_TASKS") == "1":
         skipped.append(SlurmCluster)  # a shell in an allocation: JAX would wait for all tasks of the job
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
-        skipped += [GceTpuCluster, GkeTpuCluster]  # devices are simulated on a worker, which has no need of the others
+        skipped += [GceTpuCluster, GkeTpuCluster]  # a worker that simulates devices does not need the others
     try:
         for kind in ClusterEnv._cluster_types:
             if not kind.opt_in_only_method and kind not in skipped and kind.is_env_present():
@@ -242,26 +240,26 @@ def detected_processes() -> int:
     num_started = os.environ.get("OMPI_COMM_WORLD_SIZE", "1")
     if num_started != "1":
         raise HostsError(
-            f"mpirun started {num_started} processes, and JAX {jax.__version__} does not detect them as a cluster.",
-            where="OMPI_COMM_WORLD_SIZE; Open MPI 5 takes JAX 0.12 and mpi4py",
+            f"mpirun started {num_started} processes, but JAX {jax.__version__} does not detect them as a cluster.",
+            where="OMPI_COMM_WORLD_SIZE; Open MPI 5 requires JAX 0.12 and mpi4py",
             fix=f"SPANAX_COORDINATOR, SPANAX_NUM_HOSTS and SPANAX_HOST; or {ALONE}",
         )
     return 1
 
 
 def prepare_devices(num_simulated: int) -> None:
-    """Set how many CPU devices JAX simulates when its backend starts; without effect afterwards."""
+    """Sets how many CPU devices JAX simulates when its backend starts; a no-op afterwards."""
     import jax
 
     if _has_backend():
-        return  # it has the devices that it has, and the caller counts them
+        return  # the number is fixed, and the caller checks it
     jax.config.update("jax_num_cpu_devices", num_simulated)
     threads = THREADS_PER_DEVICE * num_simulated
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if threads > (cores or 1):  # XLA has a thread per core by default
+    if threads > (cores or 1):  # XLA starts one thread per core by default
         os.environ.setdefault("NPROC", str(threads))
     flags = os.environ.get("XLA_FLAGS", "")
-    # JAX refuses its own setting next to the older flag.
+    # JAX rejects its setting together with the older flag.
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags).strip()
 
 
@@ -271,9 +269,9 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def obey_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
-    """Under a supervisor: SIGUSR1 and every crash write all stacks to standard error, and its death asks to stop.
+    """Returns whether a supervisor started this process, and installs its handlers if so.
 
-    Returns whether there is one.
+    SIGUSR1 and every crash dump all stacks to standard error; the supervisor's death sends SIGTERM.
     """
     if not is_supervised(environ):
         return False
@@ -282,31 +280,35 @@ def obey_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if _number(environ, "SPANAX_SUPERVISOR", None) not in (0, os.getppid()):
-        sys.exit("spanax: the supervisor is gone")
+        sys.exit("spanax: the supervisor has exited")
     return True
 
 
 def is_first() -> bool:
-    """Whether this process leads."""
+    """Returns whether this process has rank 0."""
     import jax
 
     return jax.process_index() == 0
 
 
-def everywhere(here: bool) -> bool:
-    """Whether it is true on every process; a barrier where there are several."""
+def everywhere(value: bool) -> bool:
+    """Returns whether the value is true on every process; a barrier with several processes."""
     import jax
 
     if jax.process_count() == 1:
-        return here
+        return value
     import numpy as np
     from jax.experimental import multihost_utils
 
-    return bool(np.all(multihost_utils.process_allgather(np.int32(here))))
+    return bool(np.all(multihost_utils.process_allgather(np.int32(value))))
 
 
 def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
-    """What the first process decides, on every process; its error there, and a short one of that kind elsewhere."""
+    """Returns the result of `decide` on the first process, on every process.
+
+    Raises:
+      SpanaxError: `decide` failed: its error on the first process, and an error of type `kind` on the others.
+    """
     import jax
 
     if jax.process_count() == 1:
@@ -314,56 +316,56 @@ def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    failed, text = None, ""
+    error_of_first, text = None, ""
     if is_first():
         try:
             text = decide()
         except Exception as error:
-            failed = error
+            error_of_first = error
     if len(text.encode()) > LONGEST_TEXT:
-        failed, text = kind(f"the first process decided on {len(text)} letters, over {LONGEST_TEXT}."), ""
-    letters = np.frombuffer(text.encode().ljust(LONGEST_TEXT, b"\0"), np.uint8)
-    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(letters))).rstrip(b"\0").decode()
-    if failed is not None or not text:
-        raise failed or kind("the first process cannot go on, and says why.")
+        error_of_first, text = kind(f"the first process returned {len(text)} characters, over {LONGEST_TEXT}."), ""
+    encoded = np.frombuffer(text.encode().ljust(LONGEST_TEXT, b"\0"), np.uint8)
+    text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(encoded))).rstrip(b"\0").decode()
+    if error_of_first is not None or not text:
+        raise error_of_first or kind("the first process failed; see its error.")
     return text
 
 
 def _has_backend() -> bool:
-    """Returns whether JAX has started its backend: the last moment to join a group is before."""
-    from jax._src import xla_bridge  # what jax.distributed.initialize() asks; nothing public answers it
+    """Returns whether JAX has started its backend; a group must be joined before that."""
+    from jax._src import xla_bridge  # as in jax.distributed.initialize(); there is no public API
 
     return bool(xla_bridge.backends_are_initialized())
 
 
 def _bound_to(coordinator: str) -> str:
-    """The one interface that the coordinator listens on: JAX's own default is all of them, without a password."""
+    """Returns the only address that the coordinator listens on: JAX's default is all, without authentication."""
     host, _, port = coordinator.rpartition(":")
     try:
         if not host:
-            raise ValueError("to the system no name is every interface")
+            raise ValueError("an empty host name stands for every interface")
         return f"{socket.gethostbyname(host)}:{int(port)}"
     except (OSError, ValueError):
         raise SpanaxError(
-            f"the coordinator's address '{coordinator}' is not one.",
+            f"the coordinator's address '{coordinator}' is invalid.",
             where="SPANAX_COORDINATOR",
             fix="host:port, such as 10.0.0.7:9911",
         ) from None
 
 
 def _address_towards(coordinator: str) -> str:
-    """The address of this machine on the way to the coordinator."""
+    """Returns the address of this machine on the route to the coordinator."""
     host, _, port = coordinator.rpartition(":")
     try:
-        kind = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(*kind[:3]) as way:
-            way.connect(kind[4])  # of datagrams: nothing is sent
-            address = str(way.getsockname()[0])
-        with socket.socket(kind[0]) as trial:
+        info = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(*info[:3]) as route:
+            route.connect(info[4])  # a datagram socket: nothing is sent
+            address = str(route.getsockname()[0])
+        with socket.socket(info[0]) as trial:
             trial.bind((address, 0))
     except (OSError, ValueError) as error:
         raise HostsError(
-            f"this process cannot listen where the coordinator reaches it: {error}.",
+            f"this process cannot listen on its address towards the coordinator: {error}.",
             where=f"coordinator {coordinator}",
             fix="SPANAX_INTERFACE=NAME of the network interface between the hosts",
         ) from None
@@ -371,7 +373,7 @@ def _address_towards(coordinator: str) -> str:
 
 
 def _check_free(address: str) -> None:
-    """Whether the coordinator can listen there: JAX itself would crash without a word (0.10.2 and 0.12.0)."""
+    """Raises if the coordinator cannot listen there: JAX itself would crash without an error (0.10.2 and 0.12.0)."""
     host, _, port = address.rpartition(":")
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -388,5 +390,5 @@ def _number(environ: Mapping[str, str], name: str, default: int | None) -> int:
     if text is None and default is not None:
         return default
     if text is None or not text.isdigit():
-        raise SpanaxError(f"{name} is {text!r}; it takes a whole number.", where="the environment of this process")
+        raise SpanaxError(f"{name} is {text!r}; expected an integer.", where="the environment of this process")
     return int(text)

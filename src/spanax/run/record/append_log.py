@@ -15,7 +15,7 @@ MOST_WAITING = 10_000
 
 
 @dataclass(eq=False)
-class Lines:
+class AppendLog:
     """A text file that grows line by line; what cannot be written waits, and is written before the next line.
 
     Example:

@@ -17,7 +17,7 @@ from spanax.documents import json_line, parse_json, parse_toml, read_opened
 from spanax.entries.folder import Folder
 from spanax.entries.names import CHECKPOINTS, CONFIG, ENVIRONMENT, METRICS, PLAN, Name
 from spanax.errors import ConfigError, DataError, EntryError, SpanaxError, WriteError
-from spanax.run.record.append_log import Lines
+from spanax.run.record.append_log import AppendLog
 from spanax.run.record.run_lock import holds_run
 from spanax.run.store import manifest
 from spanax.schema import parsed
@@ -214,7 +214,7 @@ def write_plan(folder: Path, plan_json: str) -> None:
     _replace(folder, PLAN, [sealed(plan_json)])
 
 
-def open_metrics(folder: Path, last_step: int) -> Lines:
+def open_metrics(folder: Path, last_step: int) -> AppendLog:
     """The metrics file, to append to; lines of steps after `last_step` go, because they will be taken again."""
 
     def kept() -> Iterator[str]:
@@ -224,7 +224,7 @@ def open_metrics(folder: Path, last_step: int) -> Lines:
                 yield json_line(event) + "\n"
 
     _replace(folder, METRICS, kept())
-    return Lines(Folder.of(folder), METRICS)
+    return AppendLog(Folder.of(folder), METRICS)
 
 
 def _replace(folder: Path, name: Name, parts: Iterable[str]) -> None:

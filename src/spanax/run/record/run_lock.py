@@ -33,7 +33,7 @@ from spanax.run.store import manifest
 
 
 @dataclass(eq=False)
-class Claim:
+class RunLock:
     """A run folder that is held.
 
     Attributes:
@@ -66,7 +66,7 @@ class Claim:
 
 
 @contextmanager
-def claimed(folder: Path, *, resume: bool, is_supervised: bool = False) -> Iterator[Claim]:
+def claimed(folder: Path, *, resume: bool, is_supervised: bool = False) -> Iterator[RunLock]:
     """Hold a run folder while the run lasts.
 
     Args:
@@ -106,7 +106,7 @@ def supervised(folder: Path, rank: int) -> Iterator[None]:
 
 
 @contextmanager
-def _held(folder: Path, name: Name) -> Iterator[Claim]:
+def _held(folder: Path, name: Name) -> Iterator[RunLock]:
     claim = _locked(folder, name)
     try:
         yield claim
@@ -117,7 +117,7 @@ def _held(folder: Path, name: Name) -> Iterator[Claim]:
         claim._lock.close()
 
 
-def _locked(folder: Path, name: Name) -> Claim:
+def _locked(folder: Path, name: Name) -> RunLock:
     """A claim on a run folder by a lock of this name."""
     place = Folder.of(folder)
     while True:
@@ -133,7 +133,7 @@ def _locked(folder: Path, name: Name) -> Claim:
             if _is_named(place, name, descriptor):  # whoever held it before may have removed it
                 os.truncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-                return Claim(folder, name, lock, descriptor)
+                return RunLock(folder, name, lock, descriptor)
         except BlockingIOError:
             lock.close()
             raise _in_use(folder, name) from None

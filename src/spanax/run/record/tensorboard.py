@@ -12,7 +12,7 @@ from typing import Any
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import EVENT_FILE, TENSORBOARD, Name
-from spanax.run.record.trackers import About
+from spanax.run.record.trackers import RunInfo
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class TensorBoard:
     _folder: Folder = Folder(Path())
     _name: Name = EVENT_FILE
 
-    def begin(self, about: About) -> None:
+    def begin(self, about: RunInfo) -> None:
         """A file of its own for each attempt; what comes behind its step hides what an earlier one wrote there."""
         from tensorboardX.summary import text
 

@@ -50,7 +50,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeAccount:
     """A run from its first beginning to its last sign of life.
 
     Attributes:
@@ -90,7 +90,7 @@ class Account:
         return summed | asdict(self)
 
 
-def account(folder: Path) -> Account:
+def account(folder: Path) -> TimeAccount:
     """The account of the run in a folder, whether it goes on, ended or was killed.
 
     Between the processes of two attempts lies no clock but that of the machine: a jump of it changes `restart`.
@@ -135,7 +135,7 @@ def account(folder: Path) -> Account:
         else:
             seconds["restart"] += gap
     faults = [event.record for event in log.events if not isinstance(event, Begin | Spent | End)]
-    return Account(attempts, seconds, paused, faults, log.num_damaged, log.unknown)
+    return TimeAccount(attempts, seconds, paused, faults, log.num_damaged, log.unknown)
 
 
 def reached(folder: Path) -> int:

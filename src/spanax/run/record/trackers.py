@@ -19,7 +19,7 @@ Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class About:
+class RunInfo:
     """What a tracker is told once.
 
     Attributes:
@@ -40,7 +40,7 @@ class About:
 class Tracker(Protocol):
     """What can be told of a run. Whatever it raises costs itself only."""
 
-    def begin(self, about: About) -> None:
+    def begin(self, about: RunInfo) -> None:
         """A run begins, or goes on."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -69,7 +69,7 @@ class Trackers:
     """
 
     trackers: dict[str, Any]
-    about: About
+    about: RunInfo
     warn: Callable[[str], None]
 
     def begin(self) -> None:

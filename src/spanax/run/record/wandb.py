@@ -9,7 +9,7 @@ from typing import Any
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import WANDB, WANDB_ID
-from spanax.run.record.trackers import About
+from spanax.run.record.trackers import RunInfo
 
 UPLOAD_SECONDS = 60.0
 """So long the end of a run waits for what is still to be sent; `wandb sync` sends the rest."""
@@ -23,7 +23,7 @@ class WeightsAndBiases:
     _told: int = 0
     _last: int = 0
 
-    def begin(self, about: About) -> None:
+    def begin(self, about: RunInfo) -> None:
         """Steps that an attempt before told of are not told again: their numbers cannot be taken back."""
         import wandb
 

@@ -16,7 +16,7 @@ from spanax.run.run import Run
 from spanax.run.state.placement import assert_placed, build_mesh
 from spanax.run.state.program_digest import compared
 from spanax.run.step.guard import Guard, History
-from spanax.run.step.pipeline.layer_order import rows_of
+from spanax.run.step.pipeline.layer_order import layer_order
 from spanax.run.store import checkpoint
 from spanax.schema import Count, SchemaError, Within, parsed
 from spanax.trace.program import Program
@@ -81,8 +81,8 @@ def restore(
     """
     program = as_planned(program, plan)
     mesh = build_mesh(plan, devices)
-    rows = rows_of(program, plan)
-    places = plan.leaves if rows is None else rows.shown_as
+    rows = layer_order(program, plan)
+    places = plan.leaves if rows is None else rows.layer_placements
     targets = {
         leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(mesh))
         for leaf, placement in zip(program.leaves, places, strict=True)
@@ -95,7 +95,7 @@ def restore(
         (warn or to_stderr)(f"WARNING: {message}")
     program = program.with_seed(meta.build_seed if meta.build_seed is not None else program.init.seed or 0)
     state = [found.arrays[leaf.path] for leaf in program.leaves]
-    state = state if rows is None else rows.kept(state)
+    state = state if rows is None else rows.to_rows(state)
     assert_placed(plan, state, mesh)
     history = History.of(meta.history, found.step)
     position = None if meta.position is None else dict(meta.position)

@@ -18,15 +18,16 @@ import numpy as np
 
 from spanax.plan.plan import Placement
 from spanax.run.step.platform import platform_of
-from spanax.trace.analysis.sharding_keys import MOVEMENT
+from spanax.trace.analysis.sharding_keys import only_moves
 from spanax.trace.jaxpr.graph import Graph, Op, from_jaxpr
+from spanax.trace.jaxpr.interpret import Values, run
 from spanax.trace.program import Program
 
 FILLED_BYTES = 4 << 20
 """An array that size is copied to a device in a millisecond or two; to read its program takes ten, to make it more."""
 
 
-def born(
+def init_sharded_state(
     program: Program,
     placements: Sequence[Placement],
     mesh: jax.sharding.Mesh,
@@ -40,7 +41,6 @@ def born(
     """
     given = given or {}
     graph = from_jaxpr(program.init.jaxpr)
-    producers = {value: op for op in graph.body.ops for value in op.outputs}
     made = graph.constants | _single_numbers(graph, program.init.inputs(seed))
     brought = {graph.body.outputs[number]: array for number, array in given.items()}
     options, programs = _options(mesh), dict[Any, Future[Any]]()
@@ -51,13 +51,14 @@ def born(
             return partial(jax.jit(jnp.copy, out_shardings=sharding), known[value])
         if value in known:
             return partial(placed, known[value], sharding)
-        ops, inputs = _slice(value, producers, known)
+        ops = graph.slice([value], known)
+        inputs = tuple(dict.fromkeys(operand for op in ops for operand in op.inputs if operand in known))
         if _is_filled(graph, ops, inputs, value):
             return partial(_filled, known[inputs[0]], graph.avals[value], sharding)
         ins = [known[one] for one in inputs]
         key = _signature(graph, ops, inputs, value), sharding, tuple(getattr(one, "sharding", None) for one in ins)
         if key not in programs:
-            jitted = jax.jit(_program(ops, inputs, value), out_shardings=sharding, compiler_options=options)
+            jitted = jax.jit(_program(graph, ops, inputs, value), out_shardings=sharding, compiler_options=options)
             programs[key] = pool.submit(lambda: jitted.lower(*ins).compile())
         return lambda: programs[key].result()(*ins)
 
@@ -80,7 +81,7 @@ def _options(mesh: jax.sharding.Mesh) -> dict[str, int] | None:
 def _is_filled(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], value: int) -> bool:
     """Whether an array is small and one number all over: to copy it is faster than to have a program for it."""
     aval = graph.avals[value]
-    is_one = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(op.name in MOVEMENT for op in ops)
+    is_one = len(inputs) == 1 and graph.shape(inputs[0]) == () and all(only_moves(op) for op in ops)
     if not is_one or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
         return False
     return bool(aval.size * aval.dtype.itemsize <= FILLED_BYTES)
@@ -106,43 +107,23 @@ def placed(value: Any, sharding: jax.sharding.NamedSharding) -> jax.Array:
 
 def _single_numbers(graph: Graph, inputs: Sequence[Any]) -> dict[int, Any]:
     """The inputs, and every value of one element that follows from them, computed at once: keys, counts, scalars."""
-    known: dict[int, Any] = dict(zip(graph.body.inputs, inputs, strict=True))
+    values: Values = dict(zip(graph.body.inputs, inputs, strict=True))
+    ops, known = list[Op](), values.keys() | graph.constants.keys()
+    for op in graph.body.ops:
+        is_small = all(graph.shape(value) == () for value in (*op.inputs, *op.outputs))
+        if is_small and not op.bodies and known.issuperset(op.inputs):
+            ops.append(op)
+            known.update(op.outputs)
     with jax.default_device(jax.local_devices()[0]):
-        for op in graph.body.ops:
-            is_small = all(graph.shape(value) == () for value in (*op.inputs, *op.outputs))
-            if is_small and not op.bodies and all(v in known or v in graph.constants for v in op.inputs):
-                ins = [known.get(value, graph.constants.get(value)) for value in op.inputs]
-                known |= dict(zip(op.outputs, op.bind(ins), strict=True))
-    return known
+        run(graph, ops, values)
+    return values
 
 
-def _slice(wanted: int, producers: dict[int, Op], known: dict[int, Any]) -> tuple[list[Op], tuple[int, ...]]:
-    """The operations that one value needs beyond the known ones, in order, and the known values they read."""
-    order: dict[int, Op] = {}
-    inputs: dict[int, None] = {}
-    stack = [(wanted, False)]
-    done: set[int] = set()
-    while stack:
-        value, is_ready = stack.pop()
-        if value in known:
-            inputs[value] = None
-        elif value in producers:
-            op = producers[value]
-            if is_ready:
-                order[id(op)] = op
-            elif value not in done:
-                done.add(value)
-                stack.append((value, True))
-                stack.extend((v, False) for v in reversed(op.inputs))
-    return list(order.values()), tuple(inputs)
-
-
-def _program(ops: Sequence[Op], inputs: Sequence[int], wanted: int) -> Callable[..., Any]:
+def _program(graph: Graph, ops: Sequence[Op], inputs: Sequence[int], output: int) -> Callable[..., Any]:
     def make(*args: Any) -> Any:
         values = dict(zip(inputs, args, strict=True))
-        for op in ops:
-            values |= dict(zip(op.outputs, op.bind([values[v] for v in op.inputs]), strict=True))
-        return values[wanted]
+        run(graph, ops, values)
+        return values[output]
 
     return make
 

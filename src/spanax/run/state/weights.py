@@ -289,7 +289,7 @@ class Source:
 
 def _smallest(regrouped: Regrouped, wanted: Mapping[str, Any]) -> list[Regrouped]:
     """The same one array at a time, where none is made of others."""
-    if regrouped.to_stack or regrouped.to_take_apart:
+    if regrouped.to_stack or regrouped.to_unstack:
         return [regrouped]
     return [Regrouped({path: target}, {path: target}, [], []) for path, target in wanted.items()]
 

@@ -1,7 +1,7 @@
-"""Guard: numbers that go wrong in training, and what is to be done about them.
+"""Detects bad steps, such as a loss that is NaN or spikes, and defines how training responds to them.
 
-Whether a step is good follows from its metrics and from those of good steps before it, and from nothing else. All
-processes have the same metrics, so all decide the same without talking; a run that is resumed decides as before.
+Whether a step is good depends only on its metrics and on those of earlier good steps. All processes have the same
+metrics, so they reach the same decision without communicating, and a resumed run repeats the decisions of the first.
 """
 
 import math
@@ -17,70 +17,71 @@ HALT, SKIP, ROLLBACK = "halt", "skip", "rollback"
 POLICIES = (HALT, SKIP, ROLLBACK)
 
 WATCHED = ("loss", "grad_norm")
-"""The metrics that are watched, where a step returns them as single floating numbers."""
+"""Metrics that a guard checks, if a step returns them as floating-point scalars."""
 
 STEP_OK = "step_ok"
-"""The metric that a guarded step returns beside its own: whether its numbers were good."""
+"""Name of the metric that a guarded step appends to its own: whether the step was good."""
 
 LATE = 2
-"""The limits of a step come from steps at least so far back: what the last one returned may still be under way."""
+"""Limits use steps at least this far back: JAX dispatches asynchronously, so later metrics may not be available yet."""
 
 MEDIAN_DISTANCES = 5
-"""About 3.4 standard deviations, where numbers are spread as a normal distribution has them."""
+"""Median absolute deviations that spread the limit: about 3.4 standard deviations of a normal distribution."""
 
 
 @dataclass(frozen=True)
 class History:
-    """The good steps of late, oldest first: the number of each, and its watched values."""
+    """The most recent good steps, oldest first: pairs of a step number and its watched metrics."""
 
     good: tuple[tuple[int, Mapping[str, float]], ...] = ()
 
     @property
     def last_good_step(self) -> int:
-        """The newest of them; 0 where there is none."""
+        """The newest good step; 0 if there is none."""
         return self.good[-1][0] if self.good else 0
 
     def record(self) -> list[Any]:
-        """The same as JSON values."""
+        """Returns the history as JSON values."""
         return [[step, dict(values)] for step, values in self.good]
 
     @staticmethod
     def of(record: Sequence[Any] | None, step: int) -> "History":
-        """What `record` gave; of a run that nobody watched so far, that it came to a step.
+        """Returns the history that `record` encoded; for a run without a guard so far, a history of its last step only.
 
         Raises:
-          DataError: it is no such record.
+          DataError: the record is not a valid history.
         """
         if record is None:
             return History(((step, {}),))
         try:
             pairs = [(int(number), {str(name): float(value) for name, value in of.items()}) for number, of in record]
         except (TypeError, ValueError, AttributeError):
-            raise DataError("this is no history of good steps.", where=repr(record)[:120]) from None
+            raise DataError("not a valid history of good steps.", where=repr(record)[:120]) from None
         return History(tuple(pairs))
 
 
 @dataclass(frozen=True)
 class Guard:
-    """What counts as a bad step, and what follows.
+    """Defines which steps are bad and what training does about them.
 
-    A loss or gradient norm that is not finite is bad; so are parameters that are not, in a step that returns no
-    `grad_norm`. With `spike` a value is bad, too, when it is over
+    A step is bad if its loss or gradient norm is not finite, or, for a step that returns no `grad_norm`, if one of its
+    parameters is not finite. With `spike`, a step is also bad if a watched metric exceeds
 
-        median + (spike - 1) * max(|median|, 5 * the median distance from it)
+        median + (spike - 1) * max(|median|, 5 * the median absolute deviation)
 
-    of the last `window` good steps: `spike` times the median, as long as that is well above zero. The second term keeps
-    losses near zero, or below it, from being taken for spikes because they waver. There is no limit before a quarter of
-    the window is filled (a loss falls fastest, and a gradient is largest, in the first steps), nor where all of its
-    values were zero. Only steps before the last one count, whose values may still be under way.
+    over the last `window` good steps: `spike` times the median, as long as the median is well above zero. The second
+    term avoids false positives for losses that fluctuate near or below zero. There is no limit until a quarter of the
+    window is filled (loss and gradients change fastest in the first steps), nor if all values in the window are zero.
+    The most recent step is excluded because its metrics may not be available yet.
 
     Attributes:
-      policy: `skip` is the compiled step's: it leaves the state as it was, bit for bit, and the next batch comes.
-        `halt` and `rollback` (to the newest checkpoint, and the batch is left out) are done by `spanax train`; in the
-        library, `run.judge` says when.
-      spike: more than 1; None lets every finite number pass.
-      patience: so many bad steps in a row, or rollbacks to one checkpoint, are borne; one more ends the run.
-      window: how many good steps are looked back on.
+      policy: `skip` runs inside of the compiled step: it leaves the state unchanged, bit for bit, and training
+        continues with the next batch. `halt` stops training, and `rollback` restores the newest checkpoint and drops
+        the batch; `spanax train` implements both, and in the library `run.judge` returns the decision.
+      spike: factor greater than 1; None accepts every finite value.
+      patience: number of consecutive bad steps, or of rollbacks to one checkpoint, that are tolerated; one more ends
+        the run.
+      window: number of good steps that the limit is computed from.
 
     Example:
       >>> guard = Guard("skip", spike=3, window=4)
@@ -102,10 +103,10 @@ class Guard:
         if self.policy not in POLICIES:
             raise SpanaxError(f"unknown policy '{self.policy}'.", fix=nearest(self.policy, POLICIES))
         if self.spike is not None and not self.spike > 1:
-            raise SpanaxError(f"spike={self.spike}; it takes a number over 1.", fix="spike=3")
+            raise SpanaxError(f"spike={self.spike} must be greater than 1.", fix="spike=3")
 
     def limit(self, history: History, step: int, name: str) -> float:
-        """What a value of a step may be at most, as a number of 32 bits; infinity where nothing is known yet."""
+        """Returns the largest good value of a metric, rounded to float32; infinity if the history is too short."""
         if self.spike is None:
             return math.inf
         known = [values[name] for number, values in history.good if number <= step - LATE and name in values]
@@ -113,7 +114,7 @@ class Guard:
         return math.inf if len(known) < max(1, self.window // 4) else _limit(self.spike, tuple(known))
 
     def reason(self, history: History, step: int, values: Mapping[str, Any]) -> str | None:
-        """Why the numbers of a step are bad; None where they are good."""
+        """Returns why a step is bad; None if it is good."""
         for name in WATCHED:
             value = values.get(name)
             if isinstance(value, float):
@@ -125,40 +126,40 @@ class Guard:
         return None if values.get(STEP_OK, True) else "a parameter is not finite"
 
     def seen(self, history: History, step: int, values: Mapping[str, Any]) -> History:
-        """The history with one step more, if its numbers were good."""
+        """Returns the history with the step appended if it was good."""
         if self.reason(history, step, values) is not None:
             return history
-        kept = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
-        return History((*history.good, (step, kept))[-(self.window + LATE) :])
+        metrics = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
+        return History((*history.good, (step, metrics))[-(self.window + LATE) :])
 
 
 def check_several(guard: Guard | None, num_steps: int) -> None:
-    """Whether so many steps can go in one call.
+    """Validates the number of steps per call.
 
     Raises:
-      SpanaxError: there are none, or each would need a limit that follows from the step before it.
+      SpanaxError: it is below 1, or every step would need a limit that depends on the step before it.
     """
     if num_steps < 1:
-        raise SpanaxError("there is no batch to take a step on.")
+        raise SpanaxError("a call requires at least one batch.")
     if num_steps > 1 and guard is not None and guard.policy == SKIP and guard.spike is not None:
         raise SpanaxError(
-            f"{num_steps} steps in one call cannot skip spikes: what counts as one follows from the steps before.",
+            f"{num_steps} steps per call cannot skip spikes: each limit depends on the previous steps.",
             where=f"policy {SKIP}, spike {guard.spike:g}",
-            fix=f"no spike (what is not finite is skipped all the same), policy {ROLLBACK}, or a step a call",
+            fix=f"drop spike (non-finite steps are still skipped), use policy {ROLLBACK}, or run one step per call",
         )
 
 
 @lru_cache(maxsize=16)
 def _limit(spike: float, known: tuple[float, ...]) -> float:
-    """The limit after these values; each is asked for three times, before its step and behind it."""
+    """Returns the limit after these values; cached because each is requested three times, before and after its step."""
     median = statistics.median(known)
     scale = max(abs(median), MEDIAN_DISTANCES * statistics.median(abs(value - median) for value in known))
     return _float32(median + (spike - 1) * scale) if scale else math.inf
 
 
 def _float32(value: float) -> float:
-    """As the compiled step compares it: there and here must come to the same."""
-    import numpy as np  # the command line reads this file before it knows whether anything is trained
+    """Rounds to float32, the precision in which the compiled step compares, so that host and device agree."""
+    import numpy as np  # the command line imports this file even for commands that do not train
 
     with np.errstate(over="ignore"):
         return float(np.float32(value))

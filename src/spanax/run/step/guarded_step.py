@@ -1,4 +1,4 @@
-"""Guarded: what a guard adds to a compiled step, and the one pass that finds a state unfit to be kept."""
+"""Adds the checks of a guard to a compiled step, and finds leaves that must not be checkpointed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,50 +8,50 @@ import jax
 import jax.numpy as jnp
 
 from spanax.run.step.guard import SKIP, WATCHED, Guard
-from spanax.run.step.pipeline.layer_order import Rows
+from spanax.run.step.pipeline.layer_order import LayerOrder
 from spanax.trace.program import Program
 
 
 @dataclass(frozen=True, eq=False)
-class Guarded:
-    """A step that says whether its numbers are good and, with `skip`, changes nothing where they are not.
+class GuardedStep:
+    """Extends a step to report whether it is good and, with policy `skip`, to leave the state unchanged if not.
 
     Attributes:
-      guard: what is asked for.
-      watched: the watched metrics, and where each comes among what the step returns.
-      params: leaves that are looked at themselves: the parameters of a step that returns no gradient norm.
-      rows: how the rows of stacked arrays are kept, where that is not the layers' order.
+      guard: the guard.
+      watched: for each watched metric, its index among the outputs of the step.
+      params: leaves to check for finite values: all parameters, if the step returns no gradient norm.
+      rows: the row order of stacked arrays, if it differs from the order of the layers.
     """
 
     guard: Guard
     watched: dict[str, int]
     params: tuple[int, ...]
-    rows: Rows | None
+    rows: LayerOrder | None
 
     @staticmethod
-    def of(guard: Guard | None, program: Program, rows: Rows | None) -> "Guarded | None":
-        """What is to be added; None where what the step returns says all, and whoever takes it decides."""
+    def of(guard: Guard | None, program: Program, rows: LayerOrder | None) -> "GuardedStep | None":
+        """Returns the extension for a step; None if the host can decide from the metrics alone."""
         if guard is None:
             return None
         watched = _watched(program)
-        looked_at = () if "grad_norm" in watched else _of_kind(program, "param")
-        return Guarded(guard, watched, looked_at, rows) if guard.policy == SKIP or looked_at else None
+        params = () if "grad_norm" in watched else _of_kind(program, "param")
+        return GuardedStep(guard, watched, params, rows) if guard.policy == SKIP or params else None
 
     def finish(
         self, before: Sequence[Any], after: Sequence[Any], metrics: Sequence[Any], limits: Any
     ) -> tuple[list[Any], list[Any]]:
-        """The state after the step, and its metrics with `step_ok` behind them.
+        """Returns the state after the step, and its metrics with `step_ok` appended.
 
         Args:
-          before: the state as the step took it.
-          after: as it left it.
-          metrics: what it returns.
-          limits: of shape [watched].
+          before: the state before the step.
+          after: the state that the step computed.
+          metrics: the outputs of the step.
+          limits: float32 array of shape [watched].
         """
         is_ok = jnp.bool_(True)
-        for at, place in enumerate(self.watched.values()):
-            value = metrics[place].astype(jnp.float32)
-            is_ok &= jnp.isfinite(value) & ~(value > limits[at])
+        for index, output in enumerate(self.watched.values()):
+            value = metrics[output].astype(jnp.float32)
+            is_ok &= jnp.isfinite(value) & ~(value > limits[index])
         for leaf in self.params:
             is_ok &= self._is_finite(leaf, after[leaf])
         if self.guard.policy == SKIP:
@@ -62,18 +62,18 @@ class Guarded:
         dim = None if self.rows is None else self.rows.dims[leaf]
         if dim is None:
             return jnp.isfinite(array).all()
-        # Padding may hold anything: an optimizer that divides by a norm makes a NaN of its zeros.
-        by_row = jnp.isfinite(array).all(axis=tuple(at for at in range(array.ndim) if at != dim))
+        # Padding is unspecified: an optimizer that divides by a norm turns its zeros into NaN.
+        by_row = jnp.isfinite(array).all(axis=tuple(axis for axis in range(array.ndim) if axis != dim))
         assert self.rows is not None
-        return self.rows.in_order_along(by_row, 0).all()
+        return self.rows.to_layers_along(by_row, 0).all()
 
 
-def unsound(program: Program, rows: Rows | None, state: Sequence[Any]) -> Any:
-    """For each leaf whether it must not be kept, under a trace: parameters that are not finite, a NaN in other state.
+def unsound(program: Program, rows: LayerOrder | None, state: Sequence[Any]) -> Any:
+    """Returns for each leaf whether it must not be checkpointed: a non-finite parameter, or a NaN in other state.
 
-    An infinity is a mask, or the best value so far, as often as a number that went wrong.
+    Call it under a trace. An infinity in other state is valid: it may be a mask, or the initial value of a minimum.
     """
-    state = state if rows is None else rows.in_order(state)
+    state = state if rows is None else rows.to_layers(state)
 
     def is_bad(kind: str, array: Any) -> Any:
         if not jnp.issubdtype(array.dtype, jnp.inexact):
@@ -84,18 +84,18 @@ def unsound(program: Program, rows: Rows | None, state: Sequence[Any]) -> Any:
 
 
 def _watched(program: Program) -> dict[str, int]:
-    """The watched metrics among the step's results."""
+    """Returns the output index of each watched metric that the step returns as a floating-point scalar."""
     step = program.step
     values = step.graph.body.outputs[len(program.leaves) :]
-    places = jax.tree.unflatten(step.result, range(len(values)))
+    indices = jax.tree.unflatten(step.result, range(len(values)))
 
-    def is_number(place: Any) -> bool:
-        aval = step.graph.avals[values[place]] if isinstance(place, int) else None
+    def is_number(index: Any) -> bool:
+        aval = step.graph.avals[values[index]] if isinstance(index, int) else None
         return aval is not None and aval.shape == () and jnp.issubdtype(aval.dtype, jnp.floating)
 
-    return {name: places[name] for name in WATCHED if is_number(places.get(name))}
+    return {name: indices[name] for name in WATCHED if is_number(indices.get(name))}
 
 
 def _of_kind(program: Program, kind: str) -> tuple[int, ...]:
     pairs = enumerate(program.leaves)
-    return tuple(at for at, leaf in pairs if leaf.kind == kind and jnp.issubdtype(leaf.dtype, jnp.inexact))
+    return tuple(index for index, leaf in pairs if leaf.kind == kind and jnp.issubdtype(leaf.dtype, jnp.inexact))

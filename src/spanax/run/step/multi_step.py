@@ -1,4 +1,4 @@
-"""Several: many steps in one call, for models whose step takes less time than the host takes to ask for it."""
+"""Runs several steps in one call, for models whose step takes less time than its dispatch from the host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,34 +8,34 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 Step = Callable[..., tuple[list[Any], list[Any]]]
-"""State, batch and limits to the state after it, and what it returned."""
+"""Maps state, batch and limits to the next state and the outputs."""
 
 
-def several(step: Step, state: Sequence[NamedSharding], batch: Sequence[NamedSharding]) -> Step:
-    """One step, as a function of a list of batches: what each step returned comes stacked, of shape [steps, ...].
+def multi_step(step: Step, state: Sequence[NamedSharding], batch: Sequence[NamedSharding]) -> Step:
+    """Returns a function that runs one step for each of a list of batches, and stacks outputs to shape [steps, ...].
 
     Args:
       step: the step.
-      state: where its state lies.
-      batch: where a batch lies.
+      state: shardings of the state.
+      batch: shardings of a batch.
     """
 
-    def take(before: Sequence[Any], batches: Sequence[Sequence[Any]], *limits: Any) -> tuple[list[Any], list[Any]]:
-        def turn(held: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            after, returned = step(held, given, *limits)
-            # Left open, the compiler may carry the state split otherwise, and move it at the end of every call.
-            return [_kept(array, where) for array, where in zip(after, state, strict=True)], returned
+    def take(initial: Sequence[Any], batches: Sequence[Sequence[Any]], *limits: Any) -> tuple[list[Any], list[Any]]:
+        def body(state_arrays: Sequence[Any], batch_arrays: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            after, returned = step(state_arrays, batch_arrays, *limits)
+            # Without constraints XLA may carry the state under other shardings and reshard it at the end of every call.
+            return [_constrained(array, sharding) for array, sharding in zip(after, state, strict=True)], returned
 
         pairs = zip(zip(*batches, strict=True), batch, strict=True)
-        stacked = [_kept(jnp.stack(arrays), _behind_steps(where)) for arrays, where in pairs]
-        return jax.lax.scan(turn, list(before), stacked)
+        stacked = [_constrained(jnp.stack(arrays), _with_steps_dim(sharding)) for arrays, sharding in pairs]
+        return jax.lax.scan(body, list(initial), stacked)
 
     return take
 
 
-def _kept(array: Any, where: NamedSharding) -> Any:
-    return array if where.mesh.size == 1 else jax.lax.with_sharding_constraint(array, where)
+def _constrained(array: Any, sharding: NamedSharding) -> Any:
+    return array if sharding.mesh.size == 1 else jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _behind_steps(where: NamedSharding) -> NamedSharding:
-    return NamedSharding(where.mesh, PartitionSpec(None, *where.spec))
+def _with_steps_dim(sharding: NamedSharding) -> NamedSharding:
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))

@@ -1,4 +1,4 @@
-"""Given: the batch of a user as a step takes it, its arrays held against the traced ones."""
+"""Validates a user's batch against the traced one and places its arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,36 +11,36 @@ from spanax.trace.program import Program
 from spanax.trace.user_mesh import is_typed
 
 
-def given(program: Program, shardings: Sequence[jax.sharding.NamedSharding], batch: Any) -> list[Any]:
-    """The arrays of a batch in the program's order, each where it is to lie.
+def validate_batch(program: Program, shardings: Sequence[jax.sharding.NamedSharding], batch: Any) -> list[Any]:
+    """Returns the arrays of a batch in the program's order, with the given shardings.
 
     Raises:
-      SpanaxError: the batch is not the one that the program was traced with.
+      SpanaxError: the structure, a shape or a dtype differs from the batch that the program was traced with.
     """
     leaves, treedef = jax.tree.flatten(batch)
     leaves = [array if hasattr(array, "shape") else np.asarray(array) for array in leaves]
     if treedef != program.batch_treedef:
         raise SpanaxError(
-            "the batch is built differently from the one that was traced.",
-            where=f"wanted {program.batch_treedef}, got {treedef}",
+            "the structure of the batch differs from the traced batch.",
+            where=f"expected {program.batch_treedef}, got {treedef}",
         )
     for leaf, array in zip(program.batch, leaves, strict=True):
         if tuple(array.shape) != leaf.shape:
             raise SpanaxError(
-                f"batch leaf '{leaf.path}' has shape {tuple(array.shape)}, and was traced with {leaf.shape}.",
+                f"batch leaf '{leaf.path}' has shape {tuple(array.shape)}, but was traced with {leaf.shape}.",
                 fix="trace the program with a batch of this shape, or drop the incomplete batch",
             )
         if array.dtype != leaf.dtype and jax.dtypes.canonicalize_dtype(array.dtype) != leaf.dtype:
             raise SpanaxError(
-                f"batch leaf '{leaf.path}' is {array.dtype}, and was traced as {leaf.dtype}.",
+                f"batch leaf '{leaf.path}' is {array.dtype}, but was traced as {leaf.dtype}.",
                 fix=f"batch['{leaf.path}'].astype('{leaf.dtype}')",
             )
-    return [_placed(array, wanted) for array, wanted in zip(leaves, shardings, strict=True)]
+    return [_placed(array, sharding) for array, sharding in zip(leaves, shardings, strict=True)]
 
 
-def _placed(array: Any, wanted: jax.sharding.NamedSharding) -> Any:
-    """A batch array where the plan wants it; one that is on the host goes there with the step itself."""
-    if not isinstance(array, jax.Array) or array.sharding == wanted:
+def _placed(array: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    """Returns the array with the planned sharding; an array on the host is transferred with the step."""
+    if not isinstance(array, jax.Array) or array.sharding == sharding:
         return array
-    is_there = array.sharding.is_equivalent_to(wanted, array.ndim) and not is_typed(array)
-    return array if is_there else jax.device_put(array, wanted)
+    is_placed = array.sharding.is_equivalent_to(sharding, array.ndim) and not is_typed(array)
+    return array if is_placed else jax.device_put(array, sharding)

@@ -1,8 +1,8 @@
-"""Checkpoints: a training state on disk that survives kills, full disks and flipped bytes.
+"""Saves and restores training state on disk, and survives kills, full disks and bit flips.
 
-DIR/<step>/ holds arrays/ (Orbax), plan.json, meta.json and manifest.json. The manifest is written last and is the only
-sign that a save finished; it is checked against every byte before anything is restored. Orbax copies and moves the
-arrays; what is finished, good, kept or used is decided here.
+DIR/<step>/ holds arrays/ (Orbax), plan.json, meta.json and manifest.json. The manifest is written last, and only its
+presence marks a save as finished; every byte is verified against it before anything is restored. Orbax transfers and
+writes the arrays; this module decides which steps are finished, valid, kept and restored.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from spanax.run.distributed.processes import everywhere, from_first, is_first
 from spanax.run.store import manifest, view
 from spanax.run.store.manifest import ARRAYS, discard, read_meta
 from spanax.run.store.stacked_layers import Regrouped, told
-from spanax.run.store.view import Saved, describe, verify
+from spanax.run.store.view import SavedStep, describe, verify
 
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["Pending", "Restored", "Saved", "describe", "restore", "save", "verify"]
+__all__ = ["Pending", "Restored", "SavedStep", "describe", "restore", "save", "verify"]
 
 FULL = "no space left on the device"
-WEIGHTS_ALONE = "it holds weights alone: spanax.start(program, plan, init=...), or spanax train --init"
+WEIGHTS_ALONE = "the checkpoint holds weights only; use spanax.start(program, plan, init=...) or spanax train --init"
 
-# One save at a time into a folder, so that the host never holds two copies; also what tells living saves from dead.
+# One save at a time into a folder, so that the host never holds two copies; also identifies saves in progress.
 _STARTING = threading.Lock()
 _ATTEMPTS = itertools.count()
 _RUNNING: dict[Path, Pending] = {}
@@ -47,7 +47,7 @@ _RUNNING: dict[Path, Pending] = {}
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` found: the step, its arrays by dotted path, the texts saved with them, and what was saved."""
+    """The result of `restore`: the step, its arrays by path, plan.json, the caller's metadata, and the saved leaves."""
 
     step: int
     arrays: dict[str, jax.Array]
@@ -58,9 +58,9 @@ class Restored:
 
 @final
 class Pending:
-    """A save that goes on in the background; `wait` ends it, before the program ends at the latest.
+    """A save that runs in the background; `wait` blocks until it has finished, at the latest when the program exits.
 
-    `seconds` is how long it took, once it has ended.
+    `seconds` is the duration, once it has finished.
     """
 
     def __init__(self, root: Folder, step: int, finish: Callable[[], None]):
@@ -71,17 +71,17 @@ class Pending:
         self._thread = threading.Thread(target=self._run, name=f"spanax-save-{step}")
 
     def is_running(self, after_seconds: float) -> bool:
-        """Whether it still goes on in any process after so long; all of them ask at the same place."""
+        """Returns whether the save still runs on any process after this time; a collective: all processes call it."""
         self._thread.join(after_seconds)
         return not everywhere(not self._thread.is_alive())
 
     def wait(self) -> None:
-        """Blocks until the step is finished on disk, and steps over `keep` are gone.
+        """Blocks until the step is finished on disk and steps beyond `keep` are removed.
 
-        In a program of several processes all of them call it at the same place.
+        With several processes, all of them must call it at the same point.
 
         Raises:
-          WriteError: the step could not be written; nothing of it is left. Raised by every call.
+          WriteError: the step could not be written; its files are removed. Raised by every call.
         """
         self._thread.join()
         is_everywhere = everywhere(self._error is None)
@@ -100,13 +100,13 @@ class Pending:
         except BaseException as error:
             self._error = failure(self._root, self.step, error)
         finally:
-            # It holds the host's copy of the arrays.
+            # Frees the host's copy of the arrays.
             del self._finish
             self.seconds = time.monotonic() - self._began
 
 
 def warm_up() -> None:
-    """Import what the first save would wait for: seconds that a run spends better before its first step."""
+    """Imports Orbax ahead of the first save, which would otherwise block for seconds."""
     orbax_v1()
 
 
@@ -119,20 +119,20 @@ def save(
     meta: Mapping[str, Any],
     keep: int | None = None,
 ) -> Pending:
-    """Starts saving a step and returns once its arrays are copied: they may be donated at once.
+    """Starts saving a step and returns once its arrays are copied, so that they may be donated.
 
-    First it waits for the save still running in this directory, if any, and raises what that one raised.
+    Waits first for a save that still runs in this directory, and raises its error.
 
     Args:
-      directory: the folder of all steps; made if missing.
-      step: its number, 0 or more. A finished step of that number stays until the new one is finished.
+      directory: the folder of all steps; created if missing.
+      step: the step number, 0 or more. An existing step of that number is replaced once the new one is finished.
       arrays: dotted path to array; the same paths on every process.
-      plan_json: the text kept as plan.json.
-      meta: JSON values kept in meta.json.
-      keep: how many finished steps to leave, this one and the newest others; None keeps all.
+      plan_json: the content of plan.json.
+      meta: JSON values stored in meta.json.
+      keep: the number of finished steps to keep: this one and the newest others; None keeps all.
 
     Raises:
-      WriteError: the place cannot be written.
+      WriteError: the directory is not writable.
     """
     step = _checked(step, arrays, keep)
     root = Folder.of(directory).resolved()
@@ -163,36 +163,36 @@ def restore(
     step: int | None = None,
     warn: Callable[[str], None] | None = None,
 ) -> Restored:
-    """Reads the newest good step onto the shardings of `targets`, whatever devices it was saved from.
+    """Reads the newest valid step with the shardings of `targets`, whatever devices it was saved from.
 
     Args:
       directory: the folder of all steps.
       targets: dotted path to shape, dtype and sharding: the paths that were saved, or stacks of them.
-      step: take this one and no other.
-      warn: gets one line when damaged steps were passed over; the default prints it to stderr.
+      step: restore this step only.
+      warn: called with one line if damaged steps were skipped; by default it is printed to stderr.
 
     Raises:
-      DataError: no step is good, the one asked for is not, or the saved arrays differ from `targets`.
+      DataError: no step is valid, `step` is not, or the saved arrays differ from `targets`.
       SpanaxError: a target has no sharding, or one that does not divide its shape.
     """
     root = Folder.of(directory).resolved()
     if root.path in _RUNNING:
-        # Its outcome decides which step is the newest. Errors stay with whoever waits for it.
+        # Its outcome decides which step is the newest. Its error is raised by `wait`.
         _RUNNING[root.path]._thread.join()
     warn = warn or to_stderr
     folder = root.inner(from_first(lambda: choose(root, step, warn).name, DataError))
-    found = manifest.step_of(folder) or 0
+    step_number = manifest.step_of(folder) or 0
     try:
         plan_json = folder.read(PLAN).decode()
         _, leaves, meta = read_meta(folder)
         regrouped = Regrouped.of(leaves, targets)
-        compare(found, folder, leaves, regrouped.reads)
+        compare(step_number, folder, leaves, regrouped.reads)
         arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads))
-        return Restored(found, arrays, plan_json, meta, leaves)
+        return Restored(step_number, arrays, plan_json, meta, leaves)
     except SpanaxError:
         raise
-    except Exception as error:  # the files may be anybody's, and Orbax raises whatever comes of them
-        raise view.unreadable(found, folder, error) from error
+    except Exception as error:  # the files are untrusted, and Orbax raises any type of error for them
+        raise view.unreadable(step_number, folder, error) from error
 
 
 # ---- saving
@@ -200,17 +200,17 @@ def restore(
 
 def _checked(step: int, arrays: Mapping[str, Any], keep: int | None) -> int:
     if isinstance(step, bool) or manifest.step_of(str(step)) is None:
-        raise SpanaxError(f"step {step!r} cannot be saved.", fix="a step is a whole number of at most 18 digits")
+        raise SpanaxError(f"step {step!r} cannot be saved.", fix="use a non-negative integer of at most 18 digits")
     if keep is not None and keep < 1:
-        raise SpanaxError(f"keep={keep} would delete the step just saved.", fix="keep=1 leaves only the newest")
+        raise SpanaxError(f"keep={keep} would delete the step just saved.", fix="keep=1 keeps only the newest step")
     if not any(not _is_empty(value) for value in arrays.values()) or not all(arrays):
         raise SpanaxError("nothing to save." if all(arrays) else "an array without a name cannot be saved.")
     return int(step)
 
 
 def prepare(root: Folder, step: int, texts: Mapping[Name, bytes]) -> Folder:
-    """Clears leftovers, then makes the folder to write into, on the first process; the same answer on all."""
-    # A name of its own, so that late writes of a failed save never mix with those of the next.
+    """Removes leftovers and creates the staging folder on the first process; returns it on all processes."""
+    # A unique name, so that late writes of a failed save never mix with those of the next.
     staging = root.inner(f"{step}.new{next(_ATTEMPTS)}")
 
     def make() -> str:
@@ -218,7 +218,7 @@ def prepare(root: Folder, step: int, texts: Mapping[Name, bytes]) -> Folder:
             root.make()
             manifest.clear(root)
             if root.kind(str(step)) is not None and step not in manifest.steps(root):
-                raise FileExistsError(f"{root.path / str(step)} exists and is no checkpoint")
+                raise FileExistsError(f"{root.path / str(step)} exists and is not a checkpoint")
             view.begin(staging)
             for name, content in texts.items():
                 staging.replace(name, [content], is_durable=False)
@@ -231,21 +231,21 @@ def prepare(root: Folder, step: int, texts: Mapping[Name, bytes]) -> Folder:
 
 
 def _start(folder: Path, stored: Mapping[str, jax.Array]) -> Any:
-    """Copies the arrays and has Orbax write them in the background."""
+    """Copies the arrays to the host and has Orbax write them in the background."""
     orbax = orbax_v1()
     context = orbax.Context()
-    # Otherwise a folder that cannot be made leaves four threads waiting for it for minutes.
+    # Otherwise four threads wait for minutes for a folder that cannot be created.
     context.asynchronous.create_directories_asynchronously = False
-    # Replicas that share the writing of an array slice it first: a program to compile a shape, while steps wait.
+    # Replicas that share the writing of an array slice it first: one compilation for each shape, while steps wait.
     context.array.saving.use_replica_parallel = False
     with context:
         return orbax.save_async(folder, dict(stored))
 
 
 def _finish(response: Any, staging: Folder, root: Folder, step: int, keep: int | None) -> None:
-    """Ends a save: arrays, manifest, place of an older one of that number, then the steps over `keep`."""
+    """Finishes a save: arrays, then the manifest, then removal of the steps it replaces and of those beyond `keep`."""
     try:
-        # Returns after a barrier: then every process has written its part.
+        # Returns after a barrier: every process has written its shards.
         response.result()
         if not is_first():
             return
@@ -255,19 +255,19 @@ def _finish(response: Any, staging: Folder, root: Folder, step: int, keep: int |
         raise failure(root, step, error) from error
     try:
         manifest.settle(root)
-        # A run that went back to an older step must not lose what it just saved to its abandoned future.
+        # After a rollback, the new step may be older than steps of the abandoned run; it must not be removed.
         others = [number for number in manifest.steps(root) if number != step]
         for number in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
             discard(root.inner(str(number)))
     except OSError as error:
-        what = f"step {step} is saved, but an older one cannot be removed: {error.strerror}."
-        raise WriteError(what, where=str(error.filename or root)) from error
+        message = f"step {step} is saved, but an older one cannot be removed: {error.strerror}."
+        raise WriteError(message, where=str(error.filename or root)) from error
     finally:
         view.end(staging)
 
 
 def abandon(staging: Folder) -> None:
-    """Removes a half-written step once Orbax's threads, which know of no failure but their own, are done with it."""
+    """Removes an unfinished step, after the threads of Orbax have ended; they ignore failures of other threads."""
     for thread in threading.enumerate():
         if type(thread).__module__.startswith("orbax."):
             thread.join(timeout=10)
@@ -278,10 +278,10 @@ def abandon(staging: Folder) -> None:
 
 
 def failure(root: Folder, step: int, error: BaseException) -> WriteError:
-    # Text alone: TensorStore, which writes the arrays, raises a ValueError for everything that its C++ reports.
+    # By text: TensorStore, which writes the arrays, raises ValueError for every error of its C++ code.
     is_out = any(sign in str(error) for sign in ("No space left", "Disk quota exceeded"))  # text: TensorStore
     reason = FULL if is_out else first_line(error)
-    fix = "make room or name another folder"
+    fix = "free disk space, or use another folder"
     with contextlib.suppress(OSError):
         fix += f"; finished steps there: {', '.join(map(str, manifest.steps(root))) or 'none'}"
     kind = DiskFullError if is_out else WriteError
@@ -292,26 +292,26 @@ def failure(root: Folder, step: int, error: BaseException) -> WriteError:
 
 
 def choose(root: Folder, step: int | None, warn: Callable[[str], None]) -> Folder:
-    """The folder of the newest good step, or of the one asked for."""
+    """Returns the folder of the newest valid step, or of the requested one."""
     candidates = [(number, path) for number, path in reversed(manifest.finished(root)) if step in (None, number)]
     if not candidates:
         raise _nothing(root, step)
     bad: list[str] = []
     for number, folder in candidates:
-        found = view.problems(folder)
-        if found is None:  # removed, or given its number, by the run that saves here
+        problems = view.problems(folder)
+        if problems is None:  # removed or renamed by the run that saves here
             continue
-        if not found:
+        if not problems:
             if bad:
-                warn(f"WARNING: damaged checkpoint passed over: {'; '.join(bad)}. Restoring step {number} of {root}")
+                warn(f"WARNING: skipped damaged checkpoint: {'; '.join(bad)}. Restoring step {number} of {root}")
             return folder
-        bad.append(f"step {number}: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""))
+        bad.append(f"step {number}: {problems[0]}" + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
     if not bad:
         return choose(root, step, warn)
-    what = "no checkpoint is good." if step is None else f"checkpoint step {step} is damaged."
+    message = "no valid checkpoint." if step is None else f"checkpoint step {step} is damaged."
     others = [] if step is None else [str(number) for number in manifest.steps(root) if number != step]
-    fix = f"other steps here: {', '.join(others)}" if others else "bring a copy back, or start in another folder"
-    raise DataError(what, where=f"{root}: {'; '.join(bad)}", fix=fix)
+    fix = f"other steps here: {', '.join(others)}" if others else "restore a backup, or use another folder"
+    raise DataError(message, where=f"{root}: {'; '.join(bad)}", fix=fix)
 
 
 def _nothing(root: Folder, step: int | None) -> DataError:
@@ -328,29 +328,34 @@ def _nothing(root: Folder, step: int | None) -> DataError:
 def compare(
     step: int, folder: Folder, leaves: Mapping[str, str], targets: Mapping[str, Any], *, fix: str | None = None
 ) -> None:
-    """Raises one error for all paths, shapes and dtypes that differ, or one for a sharding that does not fit."""
-    wanted = {key: told(target) for key, target in targets.items()}
-    differ = [key for key in sorted(wanted.keys() | leaves.keys()) if wanted.get(key) != leaves.get(key)]
+    """Raises one error for all paths, shapes and dtypes that differ, or for a sharding that does not divide a shape."""
+    expected = {key: told(target) for key, target in targets.items()}
+    differ = [key for key in sorted(expected.keys() | leaves.keys()) if expected.get(key) != leaves.get(key)]
     if differ:
-        lines = [f"{key}: wanted {wanted.get(key, 'nothing')}, has {leaves.get(key, 'nothing')}" for key in differ[:5]]
-        is_bare = {*differ} == wanted.keys() - leaves.keys() and not any(key.startswith("optimizer.") for key in leaves)
+        lines = [
+            f"{key}: expected {expected.get(key, 'nothing')}, saved {leaves.get(key, 'nothing')}" for key in differ[:5]
+        ]
+        is_weights_only = {*differ} == expected.keys() - leaves.keys() and not any(
+            key.startswith("optimizer.") for key in leaves
+        )
         raise DataError(
-            f"checkpoint step {step} is of another model: {len(differ)} of {len(wanted)} arrays differ.",
+            f"checkpoint step {step} is of another model: {len(differ)} of {len(expected)} arrays differ.",
             where=f"{folder}: {'; '.join(lines)}{'; ...' if len(differ) > 5 else ''}",
-            fix=fix or (WEIGHTS_ALONE if is_bare else "build the model and optimizer the checkpoint was saved from"),
+            fix=fix
+            or (WEIGHTS_ALONE if is_weights_only else "use the model and optimizer that the checkpoint was saved from"),
         )
     for key, target in targets.items():
         if target.sharding is None:
-            raise SpanaxError(f"no sharding given for {key}.", fix="every target needs a sharding")
+            raise SpanaxError(f"{key} has no sharding.", fix="every target needs a sharding")
         try:
             target.sharding.shard_shape(target.shape)
         except ValueError as error:
-            # Left to Orbax, the other reads go on without an owner and print their traces at any later time.
-            raise SpanaxError(f"{key} cannot be laid out so.", where=first_line(error)) from error
+            # In Orbax, the reads of the other arrays would continue and print their tracebacks later.
+            raise SpanaxError(f"the sharding of {key} does not fit its shape.", where=first_line(error)) from error
 
 
 def load(folder: Folder, targets: Mapping[str, Any], *, is_all: bool = True) -> dict[str, jax.Array]:
-    """The arrays of a step's folder `arrays`: all that are there, or just the targets."""
+    """Loads arrays from the folder `arrays` of a step; without `is_all`, the targets may be a subset."""
     import jax
     import numpy as np
 
@@ -367,25 +372,25 @@ def load(folder: Folder, targets: Mapping[str, Any], *, is_all: bool = True) -> 
     return {key: empty(target) if _is_empty(target) else loaded[stored_name(key)] for key, target in targets.items()}
 
 
-# ---- what both need
+# ---- shared by saving and restoring
 
 
 def _is_empty(value: Any) -> bool:
-    """Orbax refuses arrays without elements; only their leaf is kept. (Keys cannot be made from zeros.)"""
+    """Returns whether an array has no elements: Orbax rejects those, so only their metadata is saved."""
     return 0 in value.shape and not str(value.dtype).startswith("key<")
 
 
 def stored_name(key: str) -> str:
-    """A dotted path as one name that no file system reads as a way out of the folder, and that can be read back."""
+    """Returns a dotted path as one file name, which cannot leave the folder on any file system and can be decoded."""
     quoted = urllib.parse.quote(key, safe="")
     return f"%2E{quoted[1:]}" if quoted.startswith(".") else quoted
 
 
 @functools.cache
 def orbax_v1() -> Any:
-    """Orbax's v1 API, imported on first use: it takes seconds."""
+    """Returns Orbax's v1 API, imported on first use because the import takes seconds."""
     from orbax.checkpoint import v1
 
-    # On a failed write each of its threads logs a page of traces; the one WriteError says it in a line.
+    # On a failed write each of its threads logs a page of tracebacks; WriteError reports it in one line.
     logging.getLogger("absl").addFilter(lambda record: "_SignalingThread" not in str(record.msg))
     return v1

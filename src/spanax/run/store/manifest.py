@@ -1,9 +1,9 @@
-"""The list of a step's files with size and checksum, written last: what makes a save finished, and damage visible.
+"""Provides the manifest of a step: its files with size and checksum, written last to mark the save as finished.
 
-A step is a folder DIR/<step>. It is written as DIR/<step>.new<attempt>, counts as that step from the moment its
-manifest is there, and then takes the plain number, from an older one of that number too: at any moment one of the two
-is whole. A step that is made or removed has a hidden name meanwhile, so that readers see it in one piece or not at all.
-All that can be known and done without JAX is here.
+A step is a folder DIR/<step>. It is written as DIR/<step>.new<attempt>, counts as finished once its manifest exists,
+and is then renamed to the plain number, replacing an older step of that number: at any time one of the two is complete.
+A step that is being created or removed has a hidden name, so that readers see it complete or not at all. This module
+does not need JAX.
 """
 
 import json
@@ -33,13 +33,13 @@ _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(\.new[0-9]*)?")
 _HIDDEN = re.compile(r"\." + _STEP.pattern + r"\.[0-9a-f]{32}")
 ORBAX_TEMPORARY = ".orbax-checkpoint-tmp"
 _CHUNK_BYTES = 1 << 20
-# Writes under way when a save fails may bring files back for this long after their folder was removed.
+# Pending writes of a failed save may recreate files for this long after their folder was removed.
 _SETTLE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json says: when a step was saved, its leaves, and the caller's values."""
+    """The content of meta.json: when a step was saved, its leaves, and the caller's values."""
 
     saved_at: str
     leaves: Mapping[str, str]
@@ -47,7 +47,7 @@ class Meta:
 
 
 def step_of(folder: str | os.PathLike[str]) -> int | None:
-    """The step number a folder's name stands for, or None.
+    """Returns the step number in the name of a folder, or None.
 
     Example:
       >>> step_of("runs/a/40"), step_of("runs/a/40.new3"), step_of("runs/a/040"), step_of("runs/a/logs")
@@ -58,7 +58,7 @@ def step_of(folder: str | os.PathLike[str]) -> int | None:
 
 
 def is_staging(folder: Folder) -> bool:
-    """Whether a folder has the name that a step is written under, before it takes its number.
+    """Returns whether a folder has the name of a step that is not renamed to its number yet.
 
     Example:
       >>> is_staging(Folder.of("runs/a/40.new3")), is_staging(Folder.of("runs/a/40"))
@@ -68,20 +68,22 @@ def is_staging(folder: Folder) -> bool:
 
 
 def write(folder: str | os.PathLike[str]) -> None:
-    """Declares a step finished: flushes every file and folder to disk, then writes the manifest atomically.
+    """Marks a step as finished: flushes every file and folder to disk, then writes the manifest atomically.
 
     Args:
       folder: the step's folder, with all its other files complete.
 
     Raises:
-      WriteError: the folder's name is not a step, or it holds a link or special file.
+      WriteError: the folder's name is not a step, or it contains a link or a special file.
       OSError: a file cannot be read, flushed or written.
     """
     place = step_folder(folder)
     step = step_of(place)
     files, refused = walk(place)
     if step is None or refused:
-        raise WriteError(f"{folder} cannot become a finished step: {'; '.join(refused) or 'its name is no step'}.")
+        raise WriteError(
+            f"{folder} cannot become a finished step: {'; '.join(refused) or 'its name is not a step number'}."
+        )
     listed = {}
     for name in sorted(files):
         with place.reading(Name(name, UNBOUNDED)) as file:
@@ -96,10 +98,10 @@ def write(folder: str | os.PathLike[str]) -> None:
 
 
 def problems(folder: str | os.PathLike[str]) -> list[str]:
-    """What differs between a step's files and its manifest, one line a file; empty when all bytes are as saved.
+    """Returns the differences between a step's files and its manifest, one line a file; empty if every byte matches.
 
     Args:
-      folder: the step's folder. Every byte of it is read once (about 1 s a 2 GB).
+      folder: the step's folder. Every byte of it is read once (about 1 s for 2 GB).
 
     Example:
       >>> problems("no/such/folder/40")
@@ -110,22 +112,22 @@ def problems(folder: str | os.PathLike[str]) -> list[str]:
         return [f"{place.name}: {'symbolic link, refused' if kind is Kind.LINK else 'not a folder'}"]
     try:
         listed = _read(place)
-        files, found = walk(place)
+        files, lines = walk(place)
     except (OSError, ValueError) as error:
         return [f"{NAME}: {first_line(error)}"]
     for name in sorted(listed.keys() | files.keys()):
         if name not in files:
-            leaves = name.startswith("/") or ".." in name.split("/")
-            found.append(f"{name}: {'leaves the folder, refused' if leaves else 'missing'}")
+            is_outside = name.startswith("/") or ".." in name.split("/")
+            lines.append(f"{name}: {'leaves the folder, refused' if is_outside else 'missing'}")
         elif name not in listed:
-            found.append(f"{name}: extra, not in the manifest")
+            lines.append(f"{name}: extra, not in the manifest")
         else:
-            found += _differences(place, name, files[name], listed[name])
-    return found
+            lines += _differences(place, name, files[name], listed[name])
+    return lines
 
 
 def steps_of_run(directory: Place) -> Folder:
-    """The folder of steps: the one named, or the one in the run folder named.
+    """Returns the folder of steps: that of the given run folder, or the given folder itself.
 
     Example:
       >>> steps_of_run("no/such/run").name
@@ -136,7 +138,7 @@ def steps_of_run(directory: Place) -> Folder:
 
 
 def steps(directory: Place) -> list[int]:
-    """Numbers of the finished steps, newest last; `unfinished` has the rest.
+    """Returns the numbers of the finished steps, newest last.
 
     Example:
       >>> steps("no/such/folder")
@@ -146,13 +148,13 @@ def steps(directory: Place) -> list[int]:
 
 
 def finished(directory: Place) -> list[tuple[int, Folder]]:
-    """(step, folder) of every finished step, newest last; of two folders of one step the newer is last."""
+    """Returns (step, folder) of every finished step, newest last, also among folders of the same step."""
     numbered = [(step_of(folder), folder) for folder in entries(directory)]
     return sorted([(step, folder) for step, folder in numbered if step is not None and has_manifest(folder)], key=_age)
 
 
 def unfinished(directory: Place) -> list[Folder]:
-    """Entries with a step's or a temporary's name that are no finished step: saves cut short, links, plain files."""
+    """Returns entries named like a step or a temporary that are not finished steps: interrupted saves, links, files."""
     return [
         folder
         for folder in entries(directory)
@@ -161,29 +163,33 @@ def unfinished(directory: Place) -> list[Folder]:
 
 
 def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
-    """What `read_meta` reads: now, the leaves, and the caller's values.
+    """Returns the content of meta.json: the current time, the leaves, and the caller's values.
 
     Raises:
-      SpanaxError: the values are none of JSON.
+      SpanaxError: the values cannot be encoded as JSON.
     """
     document = Meta(utc(time.time()), dict(leaves), dict(meta))
     try:
         return (json.dumps(vars(document), indent=1, allow_nan=False) + "\n").encode()
     except (TypeError, ValueError) as error:
-        raise SpanaxError(f"meta cannot be saved: {error}.", fix="give JSON values only") from error
+        raise SpanaxError(f"meta cannot be saved: {error}.", fix="use JSON values only") from error
 
 
 def read_meta(folder: Place) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """When a step was saved, its leaves, and the caller's values; ValueError when the file is not one of ours."""
+    """Returns when a step was saved, its leaves, and the caller's values.
+
+    Raises:
+      ValueError: the file is not a valid meta.json.
+    """
     try:
         record = parsed(Meta, parse_json(step_folder(folder).read(META)), is_strict=False)
     except SchemaError as error:
-        raise ValueError(f"{META} makes no sense: {error}") from error
+        raise ValueError(f"{META} is invalid: {error}") from error
     return record.saved_at, dict(record.leaves), dict(record.meta)
 
 
 def utc(seconds: float) -> str:
-    """Seconds since 1970 as UTC in ISO 8601.
+    """Returns seconds since 1970 as UTC in ISO 8601.
 
     Example:
       >>> utc(0)
@@ -193,14 +199,14 @@ def utc(seconds: float) -> str:
 
 
 def settle(directory: Place) -> None:
-    """Gives every finished DIR/<step>.new<attempt> its plain number, and removes what it replaces."""
+    """Renames every finished DIR/<step>.new<attempt> to its plain number, replacing an older step of that number."""
     place = Folder.of(directory)
-    here = finished(place)
-    for step, folder in here:
+    finished_steps = finished(place)
+    for step, folder in finished_steps:
         number = place.inner(str(step))
         if folder == number:
             continue
-        if (step, number) in here and problems(folder) and not problems(number):
+        if (step, number) in finished_steps and problems(folder) and not problems(number):
             discard(folder)
             continue
         if _is_ours(number):
@@ -210,7 +216,7 @@ def settle(directory: Place) -> None:
 
 
 def clear(directory: Place) -> None:
-    """Removes what dead saves left: temporaries, and step folders that hold nothing but files of ours."""
+    """Removes leftovers of interrupted saves: temporaries, and step folders that contain only files of this format."""
     settle(directory)
     for folder in entries(directory):
         if _HIDDEN.fullmatch(folder.name) and folder.kind() is Kind.FOLDER:
@@ -221,67 +227,67 @@ def clear(directory: Place) -> None:
 
 
 def hidden(folder: Folder) -> Folder:
-    """A name of its own in the folder of all steps, for a step that is made or removed: readers pass it over."""
+    """Returns a unique hidden name for a step that is being created or removed; readers skip it."""
     return folder.outer.inner(f".{folder.name}.{uuid.uuid4().hex}")
 
 
 def discard(folder: Place) -> None:
-    """Removes a step's folder; it gets a hidden name first, so half of a step is never taken for one."""
+    """Removes a step's folder; renames it to a hidden name first, so that a partial step is never read."""
     place = step_folder(folder)
-    away = hidden(place)
+    hidden_folder = hidden(place)
     try:
-        place.outer.rename(place.name, away.name)
+        place.outer.rename(place.name, hidden_folder.name)
     except FileNotFoundError:
         return
-    _remove(away)
-    if place.kind() is not None:  # by writes under way
+    _remove(hidden_folder)
+    if place.kind() is not None:  # recreated by pending writes
         _remove(place)
 
 
 def _remove(place: Folder) -> None:
-    give_up = time.monotonic() + _SETTLE_SECONDS
+    deadline = time.monotonic() + _SETTLE_SECONDS
     while place.kind() is not None:
         try:
             place.outer.remove_folder(place.name)
         except OSError:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 
 
 def step_folder(folder: Place) -> Folder:
-    """The folder of a step, as an entry of the folder of all steps."""
+    """Returns the folder of a step as an entry of the folder of all steps."""
     path = Path(folder)
     return folder if isinstance(folder, Folder) else Folder(path.parent, (path.name,))
 
 
 def _age(entry: tuple[int, Folder]) -> tuple[int, int, str]:
-    """What steps are sorted by."""
+    """The sort key of steps."""
     step, folder = entry
     return step, len(folder.path.suffix), folder.path.suffix
 
 
 def entries(directory: Place) -> list[Folder]:
-    """Everything in a folder, by name; nothing where it does not exist."""
+    """Returns all entries of a folder, by name; none if it does not exist."""
     place = Folder.of(directory)
     return [place.inner(name) for name in place.names()]
 
 
 def _is_ours(folder: Folder) -> bool:
-    """Whether it is a real folder and a temporary, a finished step, or what is left of one."""
+    """Returns whether an entry is a real folder and a temporary, a finished step, or the remains of one."""
     if folder.kind() is not Kind.FOLDER:
         return False
-    inside = {name.split(ORBAX_TEMPORARY)[0] for name in folder.names() if not TEMPORARY.fullmatch(name)}
-    return ORBAX_TEMPORARY in folder.name or MANIFEST in inside or inside <= {ARRAYS, PLAN, META}
+    names = {name.split(ORBAX_TEMPORARY)[0] for name in folder.names() if not TEMPORARY.fullmatch(name)}
+    return ORBAX_TEMPORARY in folder.name or MANIFEST in names or names <= {ARRAYS, PLAN, META}
 
 
 def has_manifest(folder: Folder) -> bool:
-    """Whether a folder is a finished step: a real folder with a manifest."""
+    """Returns whether a folder is a finished step: a real folder with a manifest."""
     return folder.kind() is Kind.FOLDER and folder.kind(MANIFEST) is not None
 
 
 def walk(folder: Folder) -> tuple[dict[str, int], list[str]]:
-    """Sizes of the plain files under a folder but its manifest, by relative name, and a line for anything else."""
+    """Returns the sizes of the regular files below a folder, without its manifest, and a line for any other entry."""
     files: dict[str, int] = {}
     refused: list[str] = []
     for name, status in folder.walk():
@@ -294,7 +300,7 @@ def walk(folder: Folder) -> tuple[dict[str, int], list[str]]:
 
 
 def _measure(folder: Folder, name: str) -> tuple[int, int]:
-    """Size and crc32 of a file, read in pieces."""
+    """Returns size and crc32 of a file, read in chunks."""
     size = crc = 0
     with folder.reading(Name(name, UNBOUNDED)) as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -303,34 +309,38 @@ def _measure(folder: Folder, name: str) -> tuple[int, int]:
     return size, crc
 
 
-def _differences(folder: Folder, name: str, size: int, wanted: Any) -> list[str]:
-    """At most one line on how a file differs from its manifest entry."""
-    if not isinstance(wanted, dict) or wanted.keys() != {"size", "crc32"}:
-        return [f"{name}: its manifest entry makes no sense"]
-    if size != wanted["size"]:
-        return [f"{name}: size differs, {wanted['size']} B saved, {size} B now"]
+def _differences(folder: Folder, name: str, size: int, entry: Any) -> list[str]:
+    """Returns at most one line on how a file differs from its manifest entry."""
+    if not isinstance(entry, dict) or entry.keys() != {"size", "crc32"}:
+        return [f"{name}: its manifest entry is invalid"]
+    if size != entry["size"]:
+        return [f"{name}: size differs, {entry['size']} B saved, {size} B now"]
     try:
         crc = f"{_measure(folder, name)[1]:08x}"
     except OSError as error:
         return [f"{name}: cannot be read, {error.strerror}"]
-    return [] if crc == wanted["crc32"] else [f"{name}: checksum differs, {wanted['crc32']} saved, {crc} now"]
+    return [] if crc == entry["crc32"] else [f"{name}: checksum differs, {entry['crc32']} saved, {crc} now"]
 
 
 def _render(content: dict[str, Any]) -> bytes:
-    """The manifest's exact bytes: its content, and a checksum over that content."""
+    """Returns the exact bytes of a manifest: its content, and a checksum over that content."""
     crc = zlib.crc32(json.dumps(content).encode())
     return (json.dumps({**content, "crc32": f"{crc:08x}"}, indent=1) + "\n").encode()
 
 
 def _read(folder: Folder) -> dict[str, Any]:
-    """The files a manifest lists; ValueError when its bytes are not exactly what `write` would have written."""
+    """Returns the files in a manifest.
+
+    Raises:
+      ValueError: its bytes differ from those that `write` would write.
+    """
     if folder.kind(MANIFEST) is None:
         raise ValueError("missing, so the save was never finished")
     content: Any = None
     try:
         raw = folder.read(MANIFEST)
         content = parse_json(raw)
-        # Comparing bytes, not values, also finds a flip that JSON reads the same (white space, the case of a digit).
+        # Comparing bytes, not values, also detects flips that JSON ignores (white space, the case of a hex digit).
         intact = isinstance(content, dict) and content.pop("crc32", None) is not None and _render(content) == raw
     except EntryError:
         raise
@@ -339,9 +349,9 @@ def _read(folder: Folder) -> dict[str, Any]:
     if not intact:
         raise ValueError("damaged, it does not match its own checksum")
     if content.get("format") != _FORMAT:
-        raise ValueError(f"format {content.get('format')!r} is not known here")
+        raise ValueError(f"format {content.get('format')!r} is not supported")
     if not isinstance(content.get("files"), dict):
-        raise ValueError("its list of files makes no sense")
+        raise ValueError("its list of files is invalid")
     if content.get("step") != step_of(folder):
         raise ValueError(f"written for step {content.get('step')!r}, found in folder {folder.name}")
     return dict(content["files"])

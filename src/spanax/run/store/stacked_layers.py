@@ -1,7 +1,7 @@
-"""Layers on disk: arrays saved one a block and wanted stacked, or the other way.
+"""Converts between stacked arrays and one array for each layer when a checkpoint uses the other form.
 
-`blocks.0.up.kernel` to `blocks.11.up.kernel`, each (64, 256), are `blocks.up.kernel` (12, 64, 256): the same bits in
-the same order. Optimizer moments and counts carry the same names after their own.
+`blocks.0.up.kernel` to `blocks.11.up.kernel`, each of shape (64, 256), correspond to `blocks.up.kernel` of shape
+(12, 64, 256), with identical bytes. Optimizer moments and counts have the same names with a prefix.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def told(value: Any) -> str:
-    """`float32[8,4]`: what an array must share with the one it was saved from."""
+    """Returns dtype and shape, such as `float32[8,4]`, which must match between an array and its checkpoint."""
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
 
 @dataclass(frozen=True)
 class Group:
-    """A stacked array, the sizes of its dims of layers, and the paths of its layers in order."""
+    """A stacked array, the sizes of its layer dims, and the paths of its layers in order."""
 
     stacked: str
     sizes: tuple[int, ...]
@@ -33,29 +33,29 @@ class Group:
 
 
 def groups(stacked: Mapping[str, str], single: Mapping[str, str]) -> list[Group]:
-    """Which arrays are stacks of which others, by path, shape and dtype; one that could be two ways is none.
+    """Returns which arrays are stacks of which others, by path, shape and dtype; ambiguous matches are omitted.
 
     Args:
-      stacked: path to dtype and shape, as `told`; those that may be stacks.
-      single: the same of those that may be layers.
+      stacked: candidates for stacks, path to dtype and shape as `told` returns them.
+      single: candidates for layers, likewise.
 
     Example:
       >>> groups({"blocks.up": "float32[2,8]"}, {"blocks.0.up": "float32[8]", "blocks.1.up": "float32[8]"})
       [Group(stacked='blocks.up', sizes=(2,), layers=('blocks.0.up', 'blocks.1.up'))]
     """
-    found: dict[str, dict[tuple[int, ...], dict[tuple[int, ...], str]]] = defaultdict(lambda: defaultdict(dict))
+    candidates: dict[str, dict[tuple[int, ...], dict[tuple[int, ...], str]]] = defaultdict(lambda: defaultdict(dict))
     for path in single:
         parts = path.split(".")
-        numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+        numbers = [index for index, part in enumerate(parts) if part.isdigit()]
         for count in range(1, len(numbers) + 1):
-            for taken in combinations(numbers, count):
-                rest = ".".join(part for at, part in enumerate(parts) if at not in taken)
-                if rest in stacked:
-                    found[rest][taken][tuple(int(parts[at]) for at in taken)] = path
+            for layer_dims in combinations(numbers, count):
+                stacked_path = ".".join(part for index, part in enumerate(parts) if index not in layer_dims)
+                if stacked_path in stacked:
+                    candidates[stacked_path][layer_dims][tuple(int(parts[index]) for index in layer_dims)] = path
     result = []
-    for path, ways in found.items():
-        fitting = [group for members in ways.values() if (group := _fitting(path, members, stacked, single))]
-        result += fitting if len(fitting) == 1 else []
+    for path, by_layer_dims in candidates.items():
+        matches = [group for members in by_layer_dims.values() if (group := _match(path, members, stacked, single))]
+        result += matches if len(matches) == 1 else []
     owners: dict[str, int] = defaultdict(int)
     for group in result:
         for layer in group.layers:
@@ -63,81 +63,84 @@ def groups(stacked: Mapping[str, str], single: Mapping[str, str]) -> list[Group]
     return [group for group in result if all(owners[layer] == 1 for layer in group.layers)]
 
 
-def _fitting(
+def _match(
     path: str, members: Mapping[tuple[int, ...], str], stacked: Mapping[str, str], single: Mapping[str, str]
 ) -> Group | None:
-    """The group, if the layers are all there, and alike, and the stack has their shape behind their numbers."""
+    """Returns the group if all layers exist and have the same shape as the stack without its layer dims."""
     sizes = tuple(max(index) + 1 for index in zip(*members, strict=True))
     dtype, _, dims = stacked[path].rpartition("[")
     shape = [int(size) for size in dims.rstrip("]").split(",") if size]
     layer = f"{dtype}[{','.join(map(str, shape[len(sizes) :]))}]"
-    is_whole = len(members) == math.prod(sizes) and tuple(shape[: len(sizes)]) == sizes
-    if not is_whole or any(single[member] != layer for member in members.values()):
+    is_complete = len(members) == math.prod(sizes) and tuple(shape[: len(sizes)]) == sizes
+    if not is_complete or any(single[member] != layer for member in members.values()):
         return None
     return Group(path, sizes, tuple(members[index] for index in sorted(members)))
 
 
 @dataclass(frozen=True)
 class Regrouped:
-    """What to read for what is wanted: `reads` are the targets as they were saved."""
+    """A plan for reading arrays: `reads` are the targets in the form in which they were saved."""
 
     targets: Mapping[str, jax.ShapeDtypeStruct]
     reads: dict[str, jax.ShapeDtypeStruct]
     to_stack: list[Group]
-    to_take_apart: list[Group]
+    to_unstack: list[Group]
 
     @classmethod
     def of(cls, saved: Mapping[str, str], targets: Mapping[str, jax.ShapeDtypeStruct]) -> Regrouped:
-        """The targets, those that were saved stacked or single otherwise as they were saved.
+        """Returns the targets in the form in which they were saved: as stacks or as single layers.
 
         Args:
-          saved: path to dtype and shape, as `told`.
+          saved: path to dtype and shape as `told` returns them.
           targets: dotted path to shape, dtype and sharding.
         """
-        wanted = {path: told(target) for path, target in targets.items() if path not in saved}
-        unwanted = {path: text for path, text in saved.items() if path not in targets}
-        to_stack, to_take_apart = groups(wanted, unwanted), groups(unwanted, wanted)
-        made = {group.stacked for group in to_stack} | {path for group in to_take_apart for path in group.layers}
-        reads = {path: target for path, target in targets.items() if path not in made}
+        missing = {path: told(target) for path, target in targets.items() if path not in saved}
+        unused = {path: text for path, text in saved.items() if path not in targets}
+        to_stack, to_unstack = groups(missing, unused), groups(unused, missing)
+        regrouped = {group.stacked for group in to_stack} | {path for group in to_unstack for path in group.layers}
+        reads = {path: target for path, target in targets.items() if path not in regrouped}
         for group in to_stack:
             reads |= dict.fromkeys(group.layers, _layer_of(targets[group.stacked], len(group.sizes)))
-        for group in to_take_apart:
+        for group in to_unstack:
             reads[group.stacked] = _stack_of(targets[group.layers[0]], group.sizes)
-        return cls(targets, reads, to_stack, to_take_apart)
+        return cls(targets, reads, to_stack, to_unstack)
 
     def finish(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The arrays that are wanted, from those that were read, one group after the other; takes `arrays` apart."""
+        """Returns the target arrays, regrouped one group at a time; consumes `arrays` to limit memory."""
         import jax
 
         for group in self.to_stack:
             target = self.targets[group.stacked]
             stack = _stacked(target.shape, target.sharding)
             arrays[group.stacked] = jax.block_until_ready(stack(*(arrays.pop(path) for path in group.layers)))
-        for group in self.to_take_apart:
+        for group in self.to_unstack:
             layers = [self.targets[path] for path in group.layers]
-            split = _taken_apart(layers[0].shape, tuple(layer.sharding for layer in layers))
-            found = jax.block_until_ready(split(arrays.pop(group.stacked)))
-            arrays |= dict(zip(group.layers, found, strict=True))
+            unstack = _unstacked(layers[0].shape, tuple(layer.sharding for layer in layers))
+            layer_arrays = jax.block_until_ready(unstack(arrays.pop(group.stacked)))
+            arrays |= dict(zip(group.layers, layer_arrays, strict=True))
         return arrays
 
 
 def _layer_of(target: Any, num_dims: int) -> Any:
-    """One layer of a stack; what splits the dims of layers splits the first other dim that it divides."""
+    """Returns the target of one layer of a stack.
+
+    The mesh axes that shard the layer dims shard the first other dim that they divide.
+    """
     import jax
 
     shape, sharding = target.shape[num_dims:], target.sharding
     if isinstance(sharding, jax.NamedSharding):
         entries = [_axes(entry) for entry in (*sharding.spec, *[None] * len(target.shape))][: len(target.shape)]
         outer, spec = sum(entries[:num_dims], ()), entries[num_dims:]
-        for at, size in enumerate(shape):
-            if outer and size % math.prod(sharding.mesh.shape[axis] for axis in (*spec[at], *outer)) == 0:
-                spec[at], outer = (*spec[at], *outer), ()
+        for dim, size in enumerate(shape):
+            if outer and size % math.prod(sharding.mesh.shape[axis] for axis in (*spec[dim], *outer)) == 0:
+                spec[dim], outer = (*spec[dim], *outer), ()
         sharding = jax.NamedSharding(sharding.mesh, jax.P(*spec))
     return jax.ShapeDtypeStruct(shape, target.dtype, sharding=sharding)
 
 
 def _stack_of(target: Any, sizes: tuple[int, ...]) -> Any:
-    """The stack of such layers, each split as the layer is."""
+    """Returns the target of the stack of such layers, each sharded like the layer."""
     import jax
 
     sharding = target.sharding
@@ -158,7 +161,7 @@ def _stacked(shape: tuple[int, ...], sharding: Any) -> Any:
 
 
 @functools.cache
-def _taken_apart(shape: tuple[int, ...], shardings: tuple[Any, ...]) -> Any:
+def _unstacked(shape: tuple[int, ...], shardings: tuple[Any, ...]) -> Any:
     import jax
 
     return jax.jit(lambda stack: tuple(stack.reshape(-1, *shape)), out_shardings=shardings)

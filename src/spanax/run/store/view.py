@@ -1,9 +1,9 @@
-"""A consistent view of the steps in a folder, for readers of a run that saves and removes steps meanwhile.
+"""Provides a consistent view of the steps in a folder while a run saves and removes steps.
 
-A process that saves a step holds a lock on the step's folder; the kernel releases it however the process ends. On the
-machine that saves, the lock tells a save in progress from an interrupted one; not every file system shows its locks to
-other machines. Neither is damage, because neither was a checkpoint yet. A step that was removed or replaced during a
-read is looked up again.
+A process that saves a step holds a lock on the step's folder; the kernel releases the lock however the process ends. On
+the machine that saves, the lock distinguishes a save in progress from an interrupted one; some file systems do not show
+locks to other machines. Neither counts as damage, because neither was a checkpoint yet. A step that was removed or
+replaced during a read is looked up again.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from spanax.run.store import manifest
 SAVING = "saving"
 
 MOST_ROUNDS = 10
-"""How often a folder is listed again in which every step was replaced while it was read."""
+"""How often a folder is listed again if every step was replaced while it was read."""
 
 _LOCKS: dict[Path, int] = {}
 
@@ -30,11 +30,10 @@ Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
-class Saved:
-    """One step on disk: `when` is UTC in ISO 8601, bytes are on disk.
+class SavedStep:
+    """A step on disk: `when` is UTC in ISO 8601, `bytes` the size on disk, `folder` the name of its folder.
 
-    `state` is `good`, `bad`, `saving`, or `unfinished` where the save was cut short, or goes on where its lock is not
-    seen; `folder` is its folder's name.
+    `state` is `good`, `bad`, `saving`, or `unfinished`: interrupted, or still running with a lock that is not visible.
     """
 
     step: int
@@ -48,10 +47,10 @@ class Saved:
 
 
 def begin(staging: Folder) -> None:
-    """Makes the folder that a step is written into, locked before anybody sees it.
+    """Creates the folder that a step is written into, and locks it before it becomes visible.
 
     Raises:
-      OSError: it cannot be made.
+      OSError: the folder cannot be created.
     """
     new = manifest.hidden(staging)
     new.make_new()
@@ -68,13 +67,13 @@ def begin(staging: Folder) -> None:
 
 
 def end(staging: Folder) -> None:
-    """Unlocks what `begin` made; without effect the second time, and on processes that made nothing."""
+    """Releases the lock of `begin`; a no-op if this process holds none."""
     if staging.path in _LOCKS:
         os.close(_LOCKS.pop(staging.path))
 
 
-def describe(directory: Place) -> list[Saved]:
-    """Every step on disk, newest last, each checked byte by byte.
+def describe(directory: Place) -> list[SavedStep]:
+    """Returns all steps on disk, newest last; verifies every byte of each.
 
     Example:
       >>> describe("no/such/folder")
@@ -84,7 +83,7 @@ def describe(directory: Place) -> list[Saved]:
 
 
 def verify(directory: Place) -> list[str]:
-    """Every difference between the steps on disk and what was saved, a line each; unfinished steps have none.
+    """Returns one line for each difference between the steps on disk and their manifests; skips unfinished steps.
 
     Example:
       >>> verify("no/such/folder")
@@ -93,26 +92,26 @@ def verify(directory: Place) -> list[str]:
     return differences(directory, look(directory))
 
 
-def differences(directory: Place, steps: list[Saved]) -> list[str]:
-    """What `verify` returns for the steps that `look` returned."""
+def differences(directory: Place, steps: list[SavedStep]) -> list[str]:
+    """Returns what `verify` returns, for steps that `look` returned."""
     lines = [f"step {saved.folder}: {problem}" for saved in steps for problem in saved.problems]
     return lines if steps else [f"{directory}: no checkpoint here"]
 
 
 def problems(folder: Folder) -> list[str] | None:
-    """As `manifest.problems`; None where the folder was removed, or took another name, meanwhile."""
+    """Returns `manifest.problems`, or None if the folder was removed or renamed meanwhile."""
     before = _identity(folder)
-    found = manifest.problems(folder)
-    return None if before is None or (found and _identity(folder) != before) else found
+    problems_now = manifest.problems(folder)
+    return None if before is None or (problems_now and _identity(folder) != before) else problems_now
 
 
 def newest(directory: Place, read: Callable[[int, Folder], Content]) -> Content | None:
-    """What `read` makes of the newest finished step, from its number and folder; None where no step is finished.
+    """Calls `read` with the number and the folder of the newest finished step; returns None if no step is finished.
 
-    Where a run removes that step, or gives it its number, before `read` returns, the then newest one is read.
+    If a run removes or renames that step before `read` returns, the next newest step is read.
 
     Raises:
-      DataError: every step was removed before it was read; also what `read` raises.
+      DataError: every step was removed before it was read; also any error of `read`.
 
     Example:
       >>> newest("no/such/folder", lambda step, folder: step) is None
@@ -132,32 +131,34 @@ def newest(directory: Place, read: Callable[[int, Folder], Content]) -> Content 
             continue
         if before is not None and _identity(folder) == before:
             return content
-    raise DataError(f"every step in '{directory}' was removed while it was read.", fix="read it again")
+    raise DataError(f"every step in '{directory}' was removed while it was being read.", fix="retry")
 
 
 def unreadable(step: int, folder: Folder, error: Exception) -> DataError:
-    """The error of a step that was good when it was chosen, and could not be read then."""
+    """Returns the error for a step that passed verification but cannot be loaded."""
     if folder.kind() is None:
-        what = f"checkpoint step {step} was removed, or took its number, while it was read."
-        return DataError(what, where=str(folder), fix="read it again; a run that saves there has --keep for more steps")
-    what = f"checkpoint step {step} is as it was saved but cannot be loaded: {first_line(error)}"
-    return DataError(what, where=str(folder))
+        message = f"checkpoint step {step} was removed or renamed while it was being read."
+        return DataError(
+            message, where=str(folder), fix="retry; a larger --keep of the run that saves here avoids this"
+        )
+    message = f"checkpoint step {step} passes verification but cannot be loaded: {first_line(error)}"
+    return DataError(message, where=str(folder))
 
 
-def look(directory: Place) -> list[Saved]:
-    """Every entry with the name of a step or of a temporary, as it is now, newest last."""
+def look(directory: Place) -> list[SavedStep]:
+    """Returns every entry with the name of a step or of a temporary in its current state, newest last."""
     for _ in range(MOST_ROUNDS):
-        by_folder: dict[str, Saved] = {}
-        num_gone = 0
+        by_folder: dict[str, SavedStep] = {}
+        num_removed = 0
         for path in _listed(directory):
-            # A save that has ended since it was listed has its plain number now.
+            # A save that finished since the listing has been renamed to its number.
             for folder in dict.fromkeys((path, path.outer.inner(path.path.with_suffix("").name))):
                 if folder.name not in by_folder and (saved := _seen(folder)) is not None:
                     by_folder[folder.name] = saved
                     break
             else:
-                num_gone += 1
-        if not num_gone or any(saved.state in ("good", "bad") for saved in by_folder.values()):
+                num_removed += 1
+        if not num_removed or any(saved.state in ("good", "bad") for saved in by_folder.values()):
             break
     return sorted(by_folder.values(), key=lambda saved: (saved.step, len(saved.folder), saved.folder))
 
@@ -167,16 +168,16 @@ def _listed(directory: Place) -> list[Folder]:
     return [path for path in paths if manifest.step_of(path) is not None or manifest.ORBAX_TEMPORARY in path.name]
 
 
-def _seen(folder: Folder) -> Saved | None:
-    """A step as it is now; None where it is gone, or took another name before all of it was read."""
+def _seen(folder: Folder) -> SavedStep | None:
+    """Returns the current state of a step; None if it was removed or renamed before all of it was read."""
     before = _identity(folder)
     if before is None:
         return None
-    # In this order: a lock that is gone belongs to a save that has finished or failed, which the second look tells.
+    # In this order: a released lock means that the save finished or failed, which the second lookup distinguishes.
     is_saving = not manifest.has_manifest(folder) and _is_locked(folder) and not manifest.has_manifest(folder)
     is_finished = manifest.has_manifest(folder)
     is_new = folder.kind() is Kind.FOLDER and manifest.is_staging(folder)
-    found = [] if is_saving or (is_new and not is_finished) else manifest.problems(folder)
+    problems_now = [] if is_saving or (is_new and not is_finished) else manifest.problems(folder)
     try:
         when, leaves, meta = manifest.read_meta(folder)
     except (OSError, ValueError):
@@ -184,15 +185,15 @@ def _seen(folder: Folder) -> Saved | None:
         if (status := folder.stat()) is None:
             return None
         when = manifest.utc(status.st_mtime)
-    if (found or not leaves) and _identity(folder) != before:
+    if (problems_now or not leaves) and _identity(folder) != before:
         return None
-    state = SAVING if is_saving else "bad" if found and is_finished else "good" if is_finished else "unfinished"
+    state = SAVING if is_saving else "bad" if problems_now and is_finished else "good" if is_finished else "unfinished"
     step = manifest.step_of(folder) or 0
-    return Saved(step, state, _num_bytes(folder), len(leaves), when, tuple(found), meta, folder.name)
+    return SavedStep(step, state, _num_bytes(folder), len(leaves), when, tuple(problems_now), meta, folder.name)
 
 
 def _num_bytes(folder: Folder) -> int:
-    """Of the files in a folder; 0 where it is something else, or is being removed."""
+    """Returns the size of the files in a folder; 0 if it is not a folder, or is being removed."""
     try:
         return sum(manifest.walk(folder)[0].values()) if folder.kind() is Kind.FOLDER else 0
     except (OSError, EntryError):
@@ -200,13 +201,13 @@ def _num_bytes(folder: Folder) -> int:
 
 
 def _identity(folder: Folder) -> tuple[int, int] | None:
-    """Tells a folder from another one of its name; None where there is none."""
+    """Returns the device and the inode of a folder, which identify it; None if it does not exist."""
     status = folder.stat()
     return None if status is None else (status.st_dev, status.st_ino)
 
 
 def _is_locked(folder: Folder) -> bool:
-    """Whether some process holds the lock of a step's folder."""
+    """Returns whether a process holds the lock of a step's folder."""
     try:
         descriptor = _descriptor(folder)
     except (OSError, EntryError):

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from spanax.check.certificate import Certificate
-from spanax.check.lint.subject import Checked
+from spanax.check.lint.subject import LintSubject
 from spanax.check.report import Report
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
@@ -22,9 +22,9 @@ from spanax.show.page.parts.mesh import mesh_grid
 from spanax.show.page.parts.schedule_grid import schedule_grid
 from spanax.show.page.parts.tables import table
 from spanax.show.page.placement import spec_text
-from spanax.show.page.search import HEADS, NUMBERS, ranked_rows
+from spanax.show.page.search import HEADS, NUMBERS, search_rows
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 from spanax.units import bytes_text, count_text, quantity_text
 
 PRESS = "Press an array for its spec, its bytes, and why it lies so."
@@ -76,13 +76,13 @@ def _program(program: Program) -> list[Node]:
     return [figures(shown), section(Block("Axes", [table("axes", heads, rows, {2, 3})]))]
 
 
-def _step(step: Traced) -> list[Figure]:
+def _step(step: StepAnalysis) -> list[Figure]:
     ops = sum(1 for _ in step.graph.ops())
     split = Figure("split along the batch", f"{100 * step.axes.coverage:.0f} %", "of matmuls and convolutions")
     return [Figure("operations", f"{ops:,}", "of one step"), split]
 
 
-def _traced(step: Traced) -> list[Node]:
+def _traced(step: StepAnalysis) -> list[Node]:
     rows = [
         [name, ", ".join(str(step.axes.ways[label]) for label in labels)]
         for name, labels in step.labels_by_name.items()
@@ -91,7 +91,7 @@ def _traced(step: Traced) -> list[Node]:
 
 
 def _search(found: Search) -> list[Node]:
-    rows = [cells for cells, _ in ranked_rows(found)][:TOP]
+    rows = [cells for cells, _ in search_rows(found)][:TOP]
     said = f"{found.layouts_priced:,} layouts priced on {found.cluster}; the {len(rows)} fastest"
     best = [of_plan.step_bars([Bar("best", found.best.seconds)])] if found.best is not None else []
     return [el("p", said, class_="title"), *best, table(said, HEADS, rows, NUMBERS)]
@@ -113,7 +113,7 @@ def _cluster(found: Cluster) -> list[Node]:
     return [el("p", str(found), class_="title"), facts(pairs)]
 
 
-def _checked(one: Checked) -> list[Node]:
+def _checked(one: LintSubject) -> list[Node]:
     report = [] if one.report is None else _page(check_page(Certificate(one.report, (), one.plan)))
     return report or _page(of_plan.plan_page(one.plan))
 
@@ -123,13 +123,13 @@ SHOWN: dict[type, Callable[[Any], list[Node]]] = {
     Placement: _placement,
     MeshShape: lambda mesh: [mesh_grid(mesh)],
     Program: _program,
-    Traced: _traced,
+    StepAnalysis: _traced,
     Search: _search,
     Candidate: _candidate,
     Cluster: _cluster,
     Report: lambda report: _page(check_page(Certificate(report))),
     Certificate: lambda told: _page(check_page(told)),
-    Checked: _checked,
+    LintSubject: _checked,
     Ticks: lambda ticks: [schedule_grid(ticks)],
 }
 """How each kind of value is shown."""

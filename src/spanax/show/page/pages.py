@@ -14,7 +14,7 @@ from spanax.show.page.check import check_page
 from spanax.show.page.document import Page, write
 from spanax.show.page.plan import plan_page
 from spanax.show.page.run import run_page
-from spanax.show.page.run_folder import recorded
+from spanax.show.page.run_folder import run_record
 
 KNOWN = "the folder of a run, or what spanax plan --out or spanax check --out wrote"
 
@@ -65,4 +65,4 @@ def page_of(value: Plan | Certificate | Report) -> Page:
     """The page of a plan, a check or a run."""
     if isinstance(value, Plan):
         return plan_page(value)
-    return check_page(value) if isinstance(value, Certificate) else run_page(recorded(value))
+    return check_page(value) if isinstance(value, Certificate) else run_page(run_record(value))

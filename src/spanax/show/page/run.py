@@ -6,7 +6,7 @@ from spanax.check.lint.lint import lint_profile
 from spanax.commands.report import MEANING, Section, duration_text, sections
 from spanax.plan.cost.prediction import Prediction
 from spanax.printable import printable
-from spanax.run.record.time_account import Account
+from spanax.run.record.time_account import TimeAccount
 from spanax.run.record.time_ledger import BUCKETS
 from spanax.show.page import plan as of_plan
 from spanax.show.page.document import Page
@@ -15,14 +15,14 @@ from spanax.show.page.parts.blocks import Block, Figure, findings_list
 from spanax.show.page.parts.curves import Curve, chart
 from spanax.show.page.parts.markup import Node, el, fill
 from spanax.show.page.parts.tables import table
-from spanax.show.page.run_folder import Recorded
+from spanax.show.page.run_folder import RunRecord
 from spanax.units import count_text
 
 BETWEEN = ("activations between devices", "weights between devices", "gradient sync")
 """The parts of a price that a profile calls communication."""
 
 
-def run_page(told: Recorded) -> Page:
+def run_page(told: RunRecord) -> Page:
     """A run as a page."""
     plan = told.plan
     lead = f"{plan.layout.name} on {plan.mesh}: {plan.why}." if plan is not None else "Without a plan."
@@ -30,7 +30,7 @@ def run_page(told: Recorded) -> Page:
     return Page("run", title, lead, _figures(told), blocks, next=told.report.how_to_go_on)
 
 
-def _figures(told: Recorded) -> list[Figure]:
+def _figures(told: RunRecord) -> list[Figure]:
     made, loss, held_out = told.report.account, told.metrics.loss.kept, told.metrics.held_out.kept
     speed, step_seconds = told.metrics.speed.kept, told.metrics.median_step_seconds
     found = [Figure("goodput", f"{100 * made.goodput:.1f} %", f"of {duration_text(made.wall_seconds)}")]
@@ -46,7 +46,7 @@ def _figures(told: Recorded) -> list[Figure]:
     return found
 
 
-def _blocks(told: Recorded) -> list[Block]:
+def _blocks(told: RunRecord) -> list[Block]:
     made, metrics = told.report.account, told.metrics
     found = []
     losses = [Curve("loss", metrics.loss.kept), Curve("held-out loss", metrics.held_out.kept, is_dotted=True)]
@@ -67,14 +67,14 @@ def _blocks(told: Recorded) -> list[Block]:
     return found
 
 
-def _goodput(made: Account) -> list[Node]:
+def _goodput(made: TimeAccount) -> list[Node]:
     spent = {bucket: made.seconds.get(bucket, 0.0) for bucket in BUCKETS}
     words = {f"{bucket}: {MEANING[bucket]}": seconds for bucket, seconds in spent.items() if seconds >= 0.05}
     bars = stacked("time of the run", [Bar("all attempts", words)], duration_text)
     return [bars, _attempts(made)]
 
 
-def _attempts(made: Account) -> Node:
+def _attempts(made: TimeAccount) -> Node:
     """The attempts on one line of time, and in a table."""
     began, ended = made.attempts[0].began, max(one.ended for one in made.attempts)
     whole = max(ended - began, 1e-9)
@@ -100,7 +100,7 @@ def _table(part: Section) -> Node:
     return table(part.title, heads, [list(row) for row in part.rows])
 
 
-def _of_plan(told: Recorded) -> list[Block]:
+def _of_plan(told: RunRecord) -> list[Block]:
     """The plan's numbers, with what was measured beside them where it was."""
     if told.plan is None:
         return []
@@ -116,7 +116,7 @@ def _of_plan(told: Recorded) -> list[Block]:
     return found
 
 
-def _compared(price: Prediction, told: Recorded) -> list[Sequence[str]]:
+def _compared(price: Prediction, told: RunRecord) -> list[Sequence[str]]:
     pairs: list[tuple[str, float, float | None]] = [("step", price.step_seconds, told.metrics.median_step_seconds)]
     if told.profile is not None:
         between = sum(price.seconds.get(name, 0) for name in BETWEEN)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from spanax.check.measure.profile import Profiled, read_profile
+from spanax.check.measure.profile import StepProfile, read_profile
 from spanax.commands.report import Report
 from spanax.entries.folder import Folder
 from spanax.entries.names import METRICS, PROFILE
@@ -38,17 +38,17 @@ class Metrics:
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class RunRecord:
     """A run as its folder tells of it; `notes` say what could not be read."""
 
     report: Report
     metrics: Metrics
     plan: Plan | None
-    profile: Profiled | None
+    profile: StepProfile | None
     notes: tuple[str, ...]
 
 
-def recorded(report: Report) -> Recorded:
+def run_record(report: Report) -> RunRecord:
     """Read what a page shows of a run; a file that is missing or damaged becomes a note."""
     folder, notes = report.folder, list(report.notes)
     plan, profile = None, None
@@ -69,7 +69,7 @@ def recorded(report: Report) -> Recorded:
     for name, points in (("loss", found.loss), ("held-out loss", found.held_out)):
         if points.num_odd:
             notes.append(f"{points.num_odd:,} of {points.num_taken:,} values of the {name} are no numbers")
-    return Recorded(report, found, plan, profile, tuple(notes))
+    return RunRecord(report, found, plan, profile, tuple(notes))
 
 
 def metrics(folder: Path) -> Metrics:

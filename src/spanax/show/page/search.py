@@ -17,7 +17,7 @@ HEADS = ("layout", "step", "MFU %", "memory", "fits", "mesh", "stages", "remat",
 NUMBERS = {1, 2, 3, 8}
 
 
-def ranked_page(found: Search, plan: Plan | None, workload: str) -> Page:
+def search_page(found: Search, plan: Plan | None, workload: str) -> Page:
     """A search as a page; `plan` is its best, priced."""
     best = found.best
     title = f"{workload} on {found.cluster}"
@@ -27,7 +27,7 @@ def ranked_page(found: Search, plan: Plan | None, workload: str) -> Page:
     shown = len(_rows(found))
     priced = f"{found.layouts_priced:,} layouts priced"
     note = f"{shown:,} of {priced}: the fastest, and the fastest of every kind. Press a head to sort."
-    blocks = [Block("Layouts", [ranked(found)], note)]
+    blocks = [Block("Layouts", [search_table(found)], note)]
     if found.rejected:
         rejected = sorted(found.rejected.items(), key=lambda item: -item[1])
         left = [(str(reason), f"{count:,}") for reason, count in rejected]
@@ -37,9 +37,9 @@ def ranked_page(found: Search, plan: Plan | None, workload: str) -> Page:
     return Page("layouts", title, lead, _figures(found, best), blocks)
 
 
-def ranked(found: Search) -> Node:
+def search_table(found: Search) -> Node:
     """The layouts with what sifts them: the family, whether they fit, and the axes of the mesh."""
-    rows, body = _rows(found), ranked_rows(found)
+    rows, body = _rows(found), search_rows(found)
     whole = table("layouts, the fastest first", HEADS, [cells for cells, _ in body], NUMBERS, is_sorted=True)
     for node, (_, told) in zip(whole.iterfind(".//tbody/tr"), body, strict=True):
         for key, value in told.items():
@@ -47,7 +47,7 @@ def ranked(found: Search) -> Node:
     return el("div", _controls(rows), whole, class_="ranked")
 
 
-def ranked_rows(found: Search) -> list[tuple[list[str | Node], dict[str, str]]]:
+def search_rows(found: Search) -> list[tuple[list[str | Node], dict[str, str]]]:
     """The cells of each layout by HEADS, and what it can be sifted by; the fastest first."""
     rows = _rows(found)
     # Bars that say something: against a step four times as long as the best, and against all the memory there is.

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -76,13 +76,12 @@ class Computation:
     @staticmethod
     def of(step: Traced, leaves: Sequence[Leaf]) -> "Computation":
         """Returns the computation of a traced step; `leaves` are the leaves of its state."""
-        graph, num_state = step.graph, len(leaves)
+        graph = step.graph
         values = _Values(graph).of_all()
         gradients = {mark: value for mark, value in graph.marks.items() if mark.startswith(GRADIENT)}
         after = zip(leaves, graph.body.outputs, strict=False)
         other_state = {leaf.path: value for leaf, value in after if not gradients or leaf.kind == "other"}
-        results = jax.tree.unflatten(step.result, graph.body.outputs[num_state:])
-        result_by_name = dict(results) if isinstance(results, Mapping) else {"": results}
+        result_by_name = dict(step.results) if isinstance(step.results, Mapping) else {"": step.results}
         rates = {LEARNING_RATE, *(mark.removeprefix(METRIC) for mark in graph.marks if mark.startswith(METRIC))}
         metrics = {
             name: value for name, value in result_by_name.items() if not gradients or name not in {GRAD_NORM, *rates}
@@ -292,17 +291,6 @@ def _primitives(value: Any) -> list[str]:
 
 def _operations(graph: Graph, roots: Sequence[int]) -> Counter[str]:
     """Returns the number of operations per primitive that `roots` depend on, including those of bodies."""
-    needed, counts = set(roots), Counter[str]()
-
-    def count(op: Op, add: Callable[[str], None]) -> None:
-        if op.name not in IDENTITIES:
-            add(op.name)
-        for body in op.bodies:
-            for inner in body.ops:
-                count(inner, add)
-
-    for op in reversed(graph.body.ops):
-        if needed.intersection(op.outputs):
-            needed.update(op.inputs)
-            count(op, lambda name: counts.update([name]))
-    return counts
+    bodies = lambda op: (inner for body in op.bodies for inner in graph.within(body).ops())  # noqa: E731
+    names = (inner.name for op in graph.slice(roots) for inner in (op, *bodies(op)))
+    return Counter(name for name in names if name not in IDENTITIES)

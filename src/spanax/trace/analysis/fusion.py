@@ -8,19 +8,18 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 
-ALIASES = frozenset("reshape transpose squeeze broadcast_in_dim expand_dims copy sharding_constraint".split())
+ALIASES = names(Family.VIEW) | {"copy", "sharding_constraint"}
 """Operations whose result is a view of their operand."""
 
-FUSED = ELEMENTWISE | ALIASES | {"slice", "pad", "concatenate", "iota", "rev", "tile", "split", "squeeze", "clamp"}
-"""Operations that are fused instead of running as a separate kernel."""
+FUSED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.REORDER, Family.RESIZE, Family.IOTA, Family.REDUCTION})
+"""Operations that are fused instead of running as a separate kernel.
 
-REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin".split()
-)
-"""Fused with the producer of their operand; along the last dims, also with their consumers (softmax, norms)."""
+Reductions are fused with the producer of their operand; along the last dims, also with their consumers (softmax).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Kept:
         self.made_at: dict[int, int] = defaultdict(int)
         self.kept: set[int] = set(body.inputs)
         self.written: set[int] = set()
-        self._maker: dict[int, Op] = {}
+        self._fused: set[int] = set()
         self._sources: dict[int, frozenset[int]] = {}
         readers: dict[int, set[int]] = defaultdict(set)
         for op in body.ops:
@@ -74,13 +73,13 @@ class Kept:
             if op.name in ALIASES:
                 self.root[op.outputs[0]] = ins[0]
                 continue
-            if op.name in FUSED or op.name in REDUCTIONS:
+            if op.family in FUSED:
                 for value in ins:
                     readers[value].add(level)
-                ends_level = op.name in REDUCTIONS and not _is_along_last(graph, op)
+                ends_level = op.family is Family.REDUCTION and not _is_along_last(graph, op)
                 for value in op.outputs:
                     self.level[value], self.made_at[value] = level + ends_level, level
-                    self._maker[value] = op
+                    self._fused.add(value)
                     if ends_level:
                         self._keep(value)
             else:
@@ -93,9 +92,8 @@ class Kept:
             self._keep(self.of(value))
         for op in body.ops:
             for value in op.outputs:
-                if value in self._maker and value not in self.kept and len(readers[value]) > 1:
-                    size = lambda v: _num_bytes(graph, v)  # noqa: E731
-                    if sum(map(size, self.sources(value))) > size(value):
+                if value in self._fused and value not in self.kept and len(readers[value]) > 1:
+                    if sum(map(graph.num_bytes, self.sources(value))) > graph.num_bytes(value):
                         self._keep(value)
 
     def last_reads(self, ops: Sequence[Op]) -> dict[int, int]:
@@ -123,7 +121,9 @@ class Kept:
         stack = [value]
         while stack:  # no recursion: a sum over all parameters is as deep as their number
             top = stack[-1]
-            operands = [] if top in self._sources else [self.of(operand) for operand in self._maker[top].inputs]
+            operands = (
+                [] if top in self._sources else [self.of(operand) for operand in self.graph.producers[top].inputs]
+            )
             unknown = [operand for operand in operands if self._is_inside(operand) and operand not in self._sources]
             if unknown:
                 stack += unknown
@@ -138,11 +138,11 @@ class Kept:
 
     def _is_inside(self, value: int) -> bool:
         """Returns whether a value lives only inside a kernel."""
-        return value in self._maker and value not in self.kept
+        return value in self._fused and value not in self.kept
 
     def _keep(self, value: int) -> None:
         self.kept.add(value)
-        if value in self._maker and value not in self.written:
+        if value in self._fused and value not in self.written:
             self.written.add(value)
 
 
@@ -158,8 +158,3 @@ def _is_along_last(graph: Graph, op: Op) -> bool:
     axes = sorted(op.params.get("axes", op.params.get("dimensions", ())))
     rank = len(graph.shape(op.inputs[0]))
     return bool(axes) and len(axes) < rank and axes == list(range(rank - len(axes), rank))
-
-
-def _num_bytes(graph: Graph, value: int) -> int:
-    aval = graph.avals[value]
-    return int(getattr(aval, "size", 1)) * int(getattr(getattr(aval, "dtype", None), "itemsize", 4))

@@ -1,72 +1,53 @@
 """Finds the values of a step that correspond to one leaf: casts, transposes, its gradient and its update."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from spanax.trace.analysis.fusion import FUSED, REDUCTIONS
-from spanax.trace.analysis.sharding_keys import MOVEMENT
+from spanax.trace.analysis.fusion import FUSED
+from spanax.trace.analysis.labels import Key, label_key
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.traced import Traced
 
-if TYPE_CHECKING:
-    from spanax.trace.traced import Traced
-
-PASSING = FUSED | MOVEMENT | REDUCTIONS | {"dynamic_slice", "dynamic_update_slice"}
+PASSING = FUSED | {Family.DYNAMIC_SLICE, Family.DYNAMIC_UPDATE}
 """Operations whose result is an alias of an operand with the same classes: no dim was reduced."""
 
 
-def leaf_aliases(traced: "Traced", leaf: int) -> frozenset[int]:
-    """Returns the values of a traced function that are aliases of a leaf of the state, by index.
-
-    Two values are aliases if one is computed from the other elementwise or by data movement, and both have the same
-    classes, none of them the batch. In the body of a scan over layers, the alias is one layer of its operand.
-
-    Args:
-      traced: the train step.
-      leaf: index of the leaf in the state.
-
-    Example:
-      >>> import jax, optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
-      ...     loss=lambda model, x: (model(x) ** 2).mean(),
-      ... )
-      >>> aliases = leaf_aliases(program.step, [leaf.path for leaf in program.leaves].index("kernel"))
-      >>> sorted({program.step.graph.shape(value) for value in aliases})  # and its transpose
-      [(16, 32), (32, 16)]
-    """
-    start = traced.graph.body.inputs[leaf]
+def reachable(start: int, pairs: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """Returns the values that are aliases of a value, itself included, from pairs of direct aliases."""
     aliases, stack = {start}, [start]
     while stack:
-        new = [value for value in traced.next_versions.get(stack.pop(), ()) if value not in aliases]
+        new = [value for value in pairs.get(stack.pop(), ()) if value not in aliases]
         aliases.update(new)
         stack += new
     return frozenset(aliases)
 
 
-def updated_aliases(traced: "Traced") -> dict[int, list[int]]:
-    """Returns, for every value, its aliases that are one operation away, as operand or as result."""
+def alias_pairs(traced: Traced, batch: Collection[int | None], layers: Collection[int | None]) -> dict[int, list[int]]:
+    """Returns, for every value, its aliases that are one operation away, as operand or as result.
+
+    Args:
+      traced: the train step.
+      batch: the classes of batch dims; no value with one is an alias.
+      layers: the classes of dims along which layers are stacked; aliases may differ by one.
+    """
+
+    def key(value: int) -> Key:
+        labels = traced.axes.classes[value]
+        is_batched = any(label in batch for label in labels)
+        return () if is_batched else label_key([label for label in labels if label not in layers])
+
     neighbors: dict[int, list[int]] = {}
-    for source, result in _pairs(traced):
-        key = _key(traced, source)
-        if key and key == _key(traced, result):
+    for source, result in _pairs(traced.graph):
+        if (source_key := key(source)) and source_key == key(result):
             neighbors.setdefault(source, []).append(result)
             neighbors.setdefault(result, []).append(source)
     return neighbors
 
 
-def _pairs(traced: "Traced") -> Iterator[tuple[int, int]]:
-    for op in traced.graph.ops():
+def _pairs(graph: Graph) -> Iterator[tuple[int, int]]:
+    for op in graph.ops():
         if op.bodies:
-            wires = traced.graph.wires(op)
+            wires = graph.wires(op)
             yield from (*wires.inputs, *wires.outputs, *wires.carried)
-        elif op.name in PASSING:
+        elif op.family in PASSING:
             yield from ((value, result) for value in op.inputs for result in op.outputs)
-
-
-def _key(traced: "Traced", value: int) -> tuple[int, ...]:
-    labels = [label for label in traced.axes.classes[value] if label is not None]
-    if not traced.batch_labels.isdisjoint(labels):
-        return ()
-    return tuple(sorted(label for label in labels if label not in traced.layer_labels))

@@ -6,17 +6,15 @@ memory.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from spanax.trace.analysis.fusion import ALIASES
-from spanax.trace.jaxpr.graph import Body, Op
-
-if TYPE_CHECKING:
-    from spanax.trace.traced import Traced
+from spanax.trace.analysis.fusion import ALIASES, Kept
+from spanax.trace.analysis.sharding_keys import ShardingKey
+from spanax.trace.jaxpr.graph import Body, Graph, Op
+from spanax.trace.traced import Traced
 
 SCATTERS = ("scatter-add", "scatter_add")
 
@@ -40,38 +38,57 @@ class Liveness:
     num_bytes: np.ndarray
 
 
-def liveness(traced: "Traced", *, in_matmuls: bool) -> dict[Body, Liveness]:
+def liveness(
+    traced: Traced,
+    stored: Mapping[Body, Kept],
+    order: Mapping[Body, Sequence[Op]],
+    keys: Sequence[ShardingKey],
+    *,
+    in_matmuls: bool,
+) -> dict[Body, Liveness]:
     """Returns the live ranges of every body of a traced function.
 
     State and batch are always live, and the updated state reuses their buffers: none of them is included.
 
     Args:
       traced: the train step.
+      stored: for every body, the values stored in memory between kernels.
+      order: for every body, its operations in execution order.
+      keys: the sharding key of every value, by index.
       in_matmuls: whether the compiler fuses producers into matmuls that are their only consumers, and recomputes
         constants in their consumers. On TPU it does; on GPU, matmuls are library calls and read from memory.
 
     Source: the buffers of steps compiled for TPUs, tests/data/truth/aot_probe.csv, and for both, docs/check.md.
     """
-    body = traced.graph.body
-    counted = {*body.inputs, *body.outputs[: len(body.outputs) - traced.num_results]}
-    return {body: _of_body(traced, body, counted, in_matmuls) for body in traced.kept}
+    graph, inputs = traced.graph, traced.graph.body.inputs
+    excluded = {*inputs, *graph.body.outputs[: traced.num_state]}
+    if in_matmuls:
+        excluded.update(value for value, origin in enumerate(traced.axes.origins) if not origin)
+    ranges = dict[Body, Liveness]()
+    for body, plan in stored.items():
+        in_memory, last = _last_reads(graph, body, plan, order[body], in_matmuls)
+        ranges[body] = _of_body(graph, body, order[body], in_memory - excluded, last, keys)
+    return ranges
 
 
-def _of_body(traced: "Traced", body: Body, counted: set[int], in_matmuls: bool) -> Liveness:
-    ops = traced.order[body]
-    stored, last = _last_reads(traced, body, ops, in_matmuls)
+def _of_body(
+    graph: Graph,
+    body: Body,
+    ops: Sequence[Op],
+    stored: set[int],
+    last: Mapping[int, int],
+    keys: Sequence[ShardingKey],
+) -> Liveness:
     groups: dict[tuple[int, int], int] = {}
     values, sizes, rows = list[int](), list[float](), list[tuple[int, int, int]]()
     candidates = [(0, value) for value in body.inputs]
-    candidates += [
-        (index, value) for index, op in enumerate(ops) for value in op.outputs if value in stored and value in last
-    ]
+    candidates += [(index, value) for index, op in enumerate(ops) for value in op.outputs if value in last]
     for index, value in candidates:
-        if value in counted or (in_matmuls and not traced.axes.origins[value]):
+        if value not in stored:
             continue
-        aval = traced.graph.avals[value]
+        aval = graph.avals[value]
         itemsize = getattr(aval.dtype, "itemsize", 4)
-        group = groups.setdefault((traced.sharding_keys[value].number, itemsize), len(groups))
+        group = groups.setdefault((keys[value].number, itemsize), len(groups))
         if group == len(values):
             values.append(value)
             sizes.append(float(math.prod(aval.shape)) * itemsize)
@@ -80,12 +97,13 @@ def _of_body(traced: "Traced", body: Body, counted: set[int], in_matmuls: bool) 
     return Liveness(table[0], table[1], table[2], tuple(values), np.asarray(sizes))
 
 
-def _last_reads(traced: "Traced", body: Body, ops: Sequence[Op], in_matmuls: bool) -> tuple[set[int], dict[int, int]]:
+def _last_reads(
+    graph: Graph, body: Body, plan: Kept, ops: Sequence[Op], in_matmuls: bool
+) -> tuple[set[int], dict[int, int]]:
     """Returns the values of a body that are stored, and the last consumer of each.
 
     A scatter of one element into each row of zeros, as in the gradient of a cross-entropy, is fused into its consumers.
     """
-    graph, plan = traced.graph, traced.kept[body]
     readers: dict[int, set[str]] = defaultdict(set)
     for op in ops:
         for value in () if op.name in ALIASES else op.inputs:

@@ -1,19 +1,13 @@
 """Finds how tokens are dispatched to experts, and the operations that the experts compute."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from spanax.trace.analysis.op_groups import contraction_dims, label_key
+from spanax.trace.analysis.labels import Key, Labels, label_key
+from spanax.trace.axes.axes import Axes
+from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.provenance import Origin
-
-if TYPE_CHECKING:
-    from spanax.trace.jaxpr.graph import Op
-    from spanax.trace.traced import Traced
-
-Labels = tuple[int | None, ...]
-Key = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -49,29 +43,50 @@ class Routing:
         return 0 < sent < self.num_tokens / num_batch_ways
 
 
-def routings(traced: "Traced") -> dict[int, Routing]:
-    """Returns the routing of each class of experts of a traced function."""
-    dots = [op for op in traced.graph.ops() if op.name == "dot_general"]
-    return {label: _routing(dots, traced, label) for label in traced.labels_by_name.get("experts", ())}
+def routings(
+    graph: Graph, axes: Axes, experts: Sequence[int], batch: frozenset[int | None], layers: Collection[int | None]
+) -> dict[int, Routing]:
+    """Returns the routing of each class of experts.
+
+    Args:
+      graph: the operations of a traced function.
+      axes: its axes.
+      experts: the classes of experts.
+      batch: the classes of batch dims.
+      layers: the classes of dims along which layers are stacked.
+    """
+    dots = [op for op in graph.ops() if op.name == "dot_general"]
+    keys = {value: _key(axes.classes[value], layers) for op in dots for value in (*op.inputs[:2], op.outputs[0])}
+    params = [value for value in graph.body.inputs if axes.origins[value] == Origin.PARAM]
+    weights = {_key(axes.classes[value], layers) for value in params}
+    return {label: _routing(graph, axes, dots, keys, weights, batch, label) for label in experts}
 
 
-def routed(traced: "Traced") -> frozenset[Labels]:
+def routed(
+    axes: Axes, routings: Mapping[int, Routing], batch: frozenset[int | None], layers: Collection[int | None]
+) -> frozenset[Labels]:
     """Returns the classes of router weights, scores and dispatch masks, which are not values of experts."""
-    return frozenset(labels for labels in {*traced.axes.classes} if _is_routed(labels, traced))
+
+    def is_routed(labels: Labels) -> bool:
+        matches = [routings[label] for label in labels if label is not None and label in routings]
+        key = _key(labels, layers)
+        is_number, is_batched = len(key) == 1, not batch.isdisjoint(labels)
+        return any(
+            is_number or key in routing.scoring or (is_batched and key not in routing.inside) for routing in matches
+        )
+
+    return frozenset(filter(is_routed, {*axes.classes}))
 
 
-def _is_routed(labels: Labels, traced: "Traced") -> bool:
-    matches = [traced.routings[label] for label in labels if label is not None and label in traced.routings]
-    if not matches:
-        return False
-    key = _key(labels, traced)
-    is_number, is_batched = len(key) == 1, not traced.batch_labels.isdisjoint(labels)
-    return any(is_number or key in routing.scoring or (is_batched and key not in routing.inside) for routing in matches)
-
-
-def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
-    graph, axes, batch = traced.graph, traced.axes, traced.batch_labels
-    keys = {value: _key(axes.classes[value], traced) for op in dots for value in (*op.inputs[:2], op.outputs[0])}
+def _routing(
+    graph: Graph,
+    axes: Axes,
+    dots: Sequence[Op],
+    keys: Mapping[int, Key],
+    weights: Collection[Key],
+    batch: frozenset[int | None],
+    label: int,
+) -> Routing:
     scoring, inside = set[Key](), set[Key]()
     for op in dots:
         for weight, activation in (op.inputs[:2], op.inputs[1::-1]):
@@ -91,25 +106,24 @@ def _routing(dots: Sequence["Op"], traced: "Traced", label: int) -> Routing:
         tokens = [value for value in batched if label not in keys[value]]
         # Only a dispatch mask is contracted with both; a product of tokens and expert values is a weight gradient.
         if expert_values and tokens and any(label in keys[value] and value not in expert_values for value in batched):
-            triples, classes = contraction_dims(op)[1], axes.classes[op.inputs[0]]
+            triples, classes = op.dim_map.contraction[1], axes.classes[op.inputs[0]]
             by_example = any(lhs >= 0 and rhs >= 0 and classes[lhs] in batch for lhs, rhs, _ in triples)
             for value in (*tokens, *expert_values):
                 counts[0 if value in tokens else 1 if by_example else 2] += math.prod(graph.shape(value))
-    weights = {_key(axes.classes[value], traced) for value in graph.body.inputs if axes.origins[value] == Origin.PARAM}
-    has_experts = any(label in key for key in weights - scoring)
+    has_experts = any(label in key for key in weights if key not in scoring)
     return Routing(has_experts, frozenset(scoring), frozenset(inside - scoring), *counts)
 
 
-def _own_dims(op: "Op", weight: int, labels: Labels) -> tuple[list[int | None], list[int | None]]:
+def _own_dims(op: Op, weight: int, labels: Labels) -> tuple[list[int | None], list[int | None]]:
     """Returns the classes of the free dims of a weight in a contraction, and of its contracted dims.
 
     Counted by dim: experts that map an axis to itself (a residual stream) have its class twice and are not scores.
     """
-    contracted, triples = contraction_dims(op)
+    contracted, triples = op.dim_map.contraction
     side = 0 if op.inputs[0] == weight else 1
     free = [dims[side] for dims in triples if dims[1 - side] < 0]
     return [labels[dim] for dim in free], [labels[dims[side]] for dims in contracted]
 
 
-def _key(labels: Labels, traced: "Traced") -> Key:
-    return label_key([label for label in labels if label not in traced.layer_labels])
+def _key(labels: Labels, layers: Collection[int | None]) -> Key:
+    return label_key([label for label in labels if label not in layers])

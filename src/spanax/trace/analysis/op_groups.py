@@ -5,22 +5,21 @@ each group is computed once and multiplied by its count.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax
 import numpy as np
 
-from spanax.trace.analysis.fusion import FUSED, REDUCTIONS, accesses
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.analysis.fusion import FUSED, accesses
+from spanax.trace.analysis.labels import Key, label_key
+from spanax.trace.analysis.sharding_keys import ShardingKey
+from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 from spanax.trace.jaxpr.loops import loop_of
 from spanax.trace.jaxpr.provenance import Origin, feeds
-
-if TYPE_CHECKING:
-    from spanax.trace.traced import Traced
+from spanax.trace.traced import Traced
 
 
 class Phase(IntEnum):
@@ -50,26 +49,19 @@ class OpGroup:
     ops: tuple[tuple[Op, int], ...]
 
 
-def op_groups(traced: "Traced") -> list[OpGroup]:
+def op_groups(traced: Traced, keys: Sequence[ShardingKey], layers: Collection[int | None]) -> list[OpGroup]:
     """Returns the groups of equal operations of a traced function, in order of first appearance.
 
-    Example:
-      >>> import jax, optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
-      ...     loss=lambda model, x: (model(x) ** 2).mean(),
-      ... )
-      >>> [(group.op.name, group.runs, group.phase.name) for group in op_groups(program.step)][0]
-      ('dot_general', 1, 'FORWARD')
+    Args:
+      traced: the train step, or the evaluation.
+      keys: the sharding key of every value, by index.
+      layers: the classes of dims along which layers are stacked.
     """
     groups: dict[tuple[Any, ...], list[tuple[Op, int]]] = {}
     forward = on_the_way(traced)
-    for op, runs, in_layers in _visit(traced, traced.graph.body, 1, False):
-        phase = phase_of(traced, op, forward)
-        groups.setdefault((_signature(traced, op), phase, in_layers), []).append((op, runs))
+    for op, runs, in_layers in _visit(traced, layers, traced.graph.body, 1, False):
+        phase = phase_of(traced.axes, op, forward)
+        groups.setdefault((_signature(traced.graph, keys, op), phase, in_layers), []).append((op, runs))
     return [
         OpGroup(ops[0][0], sum(runs for _, runs in ops), phase, in_layers, tuple(ops))
         for (_, phase, in_layers), ops in groups.items()
@@ -88,39 +80,52 @@ class Traffic:
     kernels: list[list[float]]
 
 
-def traffic(traced: "Traced") -> Traffic:
-    """Returns the memory traffic of a traced function outside its matmuls, grouped by sharding key and dtype."""
-    graph = traced.graph
-    forward = on_the_way(traced)
+def traffic(
+    traced: Traced,
+    keys: Sequence[ShardingKey],
+    groups: Iterable[OpGroup],
+    batch: frozenset[int | None],
+    layers: frozenset[int | None],
+) -> Traffic:
+    """Returns the memory traffic of a traced function outside its matmuls, grouped by sharding key and dtype.
+
+    Args:
+      traced: the train step, or the evaluation.
+      keys: the sharding key of every value, by index.
+      groups: the op groups of the function.
+      batch: the classes of batch dims.
+      layers: the classes of dims along which layers are stacked.
+    """
+    graph, axes, forward = traced.graph, traced.axes, on_the_way(traced)
     rows: dict[tuple[Any, ...], list[Any]] = {}
     kernels = [[0.0, 0.0] for _ in Phase]
 
     def visit(body: Body, runs: int, in_layers: bool) -> None:
-        body_phase = phase_of_values(traced, [value for op in body.ops for value in op.outputs], forward)
+        body_phase = phase_of_values(axes, [value for op in body.ops for value in op.outputs], forward)
         body_accesses, num_kernels = accesses(graph, body)
         for access in body_accesses:
-            labels = traced.axes.classes[access.value]
-            phase = phase_of_values(traced, [access.value], forward)
-            if not in_layers and not traced.batch_labels.intersection(labels):
+            labels = axes.classes[access.value]
+            phase = phase_of_values(axes, [access.value], forward)
+            if not in_layers and not batch.intersection(labels):
                 phase = Phase.UPDATE  # independent of the batch: once per step for any number of microbatches
-            is_layer = in_layers or not traced.layer_labels.isdisjoint(labels)
-            key = (traced.sharding_keys[access.value].number, getattr(graph.avals[access.value], "dtype", None))
+            is_layer = in_layers or not layers.isdisjoint(labels)
+            key = (keys[access.value].number, getattr(graph.avals[access.value], "dtype", None))
             row = rows.setdefault((key, phase, is_layer), [access.value, int(phase), is_layer, 0.0])
             row[3] += runs * (access.writes + access.reads)
         kernels[body_phase][in_layers] += runs * num_kernels
         for op in body.ops:
-            is_inner_layer = in_layers or is_layers(traced, op)
+            is_inner_layer = in_layers or is_layers(traced, layers, op)
             for inner in op.bodies:
                 visit(inner, runs * trips(op), is_inner_layer)
 
     visit(graph.body, 1, False)
-    for group in traced.op_groups:
-        if not group.op.bodies and group.op.name not in FUSED and group.op.name not in REDUCTIONS:
+    for group in groups:
+        if not group.op.bodies and group.op.family not in FUSED:
             kernels[group.phase][group.in_layers] += group.runs
     return Traffic([tuple(row) for row in rows.values()], kernels)
 
 
-def on_the_way(traced: "Traced") -> list[bool]:
+def on_the_way(traced: Traced) -> list[bool]:
     """Returns, for every value by index, whether it is the loss or one of its ancestors."""
     graph = traced.graph
     targets = [False] * len(graph.avals)
@@ -129,55 +134,24 @@ def on_the_way(traced: "Traced") -> list[bool]:
     return [feeding or target for feeding, target in zip(is_feeding, targets, strict=True)]
 
 
-def phase_of(traced: "Traced", op: Op, forward: list[bool]) -> Phase:
+def phase_of(axes: Axes, op: Op, forward: list[bool]) -> Phase:
     """Returns the phase in which an operation runs."""
-    return phase_of_values(traced, (*op.outputs, *op.inputs), forward, num_made=len(op.outputs))
+    return phase_of_values(axes, (*op.outputs, *op.inputs), forward, num_made=len(op.outputs))
 
 
-def phase_of_values(traced: "Traced", values: Sequence[int], forward: list[bool], num_made: int | None = None) -> Phase:
+def phase_of_values(axes: Axes, values: Sequence[int], forward: list[bool], num_made: int | None = None) -> Phase:
     """Returns the phase in which values are computed; the first `num_made` determine whether it is the forward pass."""
     if any(forward[value] for value in values[:num_made]):
         return Phase.FORWARD
     origin = 0
     for value in values:
-        origin |= traced.axes.origins[value]
+        origin |= axes.origins[value]
     return Phase.UPDATE if origin & Origin.OPTIMIZER else Phase.BACKWARD
 
 
 def trips(op: Op) -> int:
     """Returns how often the bodies of an operation run; a `while` counts once, since its length is unknown."""
     return int(op.params["length"]) if op.name == "scan" else 1
-
-
-def contraction_dims(op: Op) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
-    """Returns the dims of a matmul or convolution: contracted pairs (lhs, rhs), and result triples (lhs, rhs, out).
-
-    In a triple, -1 stands for an operand without that dim. The window dims of a convolution are in neither.
-    """
-    if op.name == "conv_general_dilated":
-        return _convolution_dims(op)
-    if op.name == "ragged_dot_general":
-        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = op.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        groups = set(op.params["ragged_dot_dimension_numbers"].rhs_group_dimensions)
-    else:
-        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = op.params["dimension_numbers"]
-        groups = set()
-    triples = [(a, b, index) for index, (a, b) in enumerate(zip(lhs_batch, rhs_batch, strict=True))]
-    ranks = [len(var.aval.shape) for var in op.eqn.invars[:2]]
-    free = [dim for dim in range(ranks[0]) if dim not in (*lhs_sum, *lhs_batch)]
-    triples += [(dim, -1, len(triples) + index) for index, dim in enumerate(free)]
-    free = [dim for dim in range(ranks[1]) if dim not in {*rhs_sum, *rhs_batch, *groups}]
-    triples += [(-1, dim, len(triples) + index) for index, dim in enumerate(free)]
-    return tuple(zip(lhs_sum, rhs_sum, strict=True)), tuple(triples)
-
-
-def _convolution_dims(op: Op) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
-    (lhs_n, lhs_c, *_), (rhs_o, rhs_i, *_), (out_n, out_c, *_) = op.params["dimension_numbers"]
-    if op.params["feature_group_count"] > 1:  # each group of output channels reads only one group of input channels
-        return (), ((lhs_n, -1, out_n), (lhs_c, rhs_o, out_c))
-    if op.params["batch_group_count"] > 1:
-        return ((lhs_c, rhs_i),), ((lhs_n, rhs_o, out_c),)
-    return ((lhs_c, rhs_i),), ((lhs_n, -1, out_n), (-1, rhs_o, out_c))
 
 
 def contraction_flops(graph: Graph, op: Op) -> int:
@@ -191,7 +165,7 @@ def contraction_flops(graph: Graph, op: Op) -> int:
         numbers = op.params["dimension_numbers"]
         out_batch, out_channels, *_ = numbers.out_spec
         return 2 * out[out_batch] * out[out_channels] * rhs[numbers.rhs_spec[1]] * _window_products(op, lhs, rhs, out)
-    summed, _ = contraction_dims(op)
+    summed, _ = op.dim_map.contraction
     if op.name == "ragged_dot_general" and len(out) > len(lhs):
         return 2 * math.prod(lhs) * out[-1]
     return 2 * math.prod(out) * math.prod(lhs[dim] for dim, _ in summed)
@@ -209,33 +183,32 @@ def _window_products(op: Op, lhs: Sequence[int], rhs: Sequence[int], out: Sequen
     return pairs
 
 
-def _visit(traced: "Traced", body: Body, runs: int, in_layers: bool) -> Any:
+def _visit(
+    traced: Traced, layers: Collection[int | None], body: Body, runs: int, in_layers: bool
+) -> Iterator[tuple[Op, int, bool]]:
     for op in body.ops:
         yield op, runs, in_layers
-        if not op.bodies:
-            continue
         for inner in op.bodies:
-            yield from _visit(traced, inner, runs * trips(op), in_layers or is_layers(traced, op))
+            yield from _visit(traced, layers, inner, runs * trips(op), in_layers or is_layers(traced, layers, op))
 
 
-def is_layers(traced: "Traced", op: Op) -> bool:
+def is_layers(traced: Traced, layers: Collection[int | None], op: Op) -> bool:
     """Returns whether an operation is a scan over stacked layers."""
     if op.name != "scan":
         return False
     loop = loop_of(traced.graph, op)
-    scanned = {label for value in (*loop.scanned, *loop.stacked) for label in traced.axes.classes[value][:1]}
-    return not traced.layer_labels.isdisjoint(scanned)
+    scanned = (label for value in (*loop.scanned, *loop.stacked) for label in traced.axes.classes[value][:1])
+    return any(label in layers for label in scanned)
 
 
-def inert_ops(traced: "Traced") -> frozenset[Op]:
+def inert_ops(graph: Graph, keys: Sequence[ShardingKey]) -> frozenset[Op]:
     """Returns elementwise operations whose operands and results, except scalars, have one sharding key up to origin.
 
     Of the origin only the bits that determine where a value is stored count: optimizer and batch.
     """
-    keys, ops = traced.sharding_keys, set()
-    storage_origin = int(Origin.OPTIMIZER | Origin.BATCH)
-    for op in traced.graph.ops():
-        if op.name in ELEMENTWISE:
+    ops, storage_origin = set(), int(Origin.OPTIMIZER | Origin.BATCH)
+    for op in graph.ops():
+        if op.is_elementwise:
             distinct = {
                 (key.labels, key.shape, key.origin & storage_origin, key.is_computed, key.replicated)
                 for key in (keys[value] for value in (*op.inputs, *op.outputs))
@@ -246,44 +219,35 @@ def inert_ops(traced: "Traced") -> frozenset[Op]:
     return frozenset(ops)
 
 
-def score_keys(traced: "Traced") -> frozenset[tuple[int | None, ...]]:
+def score_keys(traced: Traced, groups: Iterable[OpGroup], batch: frozenset[int | None]) -> frozenset[Key]:
     """Returns the labels of attention scores, independently of their names.
 
     Scores are the result of a contraction of two activations that is larger than both together. A fused attention
     kernel keeps every value with those labels on the chip.
     """
     keys = set()
-    for group in traced.op_groups:
-        op = group.op
-        if op.name == "dot_general" and all(
-            traced.batch_labels.intersection(traced.axes.classes[value]) for value in op.inputs[:2]
-        ):
+    for op in (group.op for group in groups):
+        if op.name == "dot_general" and all(batch.intersection(traced.axes.classes[value]) for value in op.inputs[:2]):
             sizes = [math.prod(traced.graph.shape(value)) for value in (*op.inputs[:2], op.outputs[0])]
             if sizes[2] > sizes[0] + sizes[1]:
                 keys.add(label_key(traced.axes.classes[op.outputs[0]]))
     return frozenset(keys)
 
 
-def label_key(labels: Sequence[int | None]) -> tuple[int, ...]:
-    """Returns the labels of a value in sorted order, without None."""
-    return tuple(sorted(label for label in labels if label is not None))
-
-
-def layer_carry(traced: "Traced") -> tuple[int | None, int]:
+def layer_carry(traced: Traced, groups: Iterable[OpGroup], layers: Collection[int | None]) -> tuple[int | None, int]:
     """Returns the largest carry of the longest scan over layers in the forward pass, and the length of that scan."""
     best: tuple[int | None, int] = (None, 0)
-    for group in traced.op_groups:
-        if is_layers(traced, group.op) and group.phase == Phase.FORWARD and trips(group.op) > best[1]:
+    for group in groups:
+        if is_layers(traced, layers, group.op) and group.phase == Phase.FORWARD and trips(group.op) > best[1]:
             carries = [operand for operand, _ in traced.graph.wires(group.op).carried]
             if carries:
                 best = (max(carries, key=lambda value: math.prod(traced.graph.shape(value))), trips(group.op))
     return best
 
 
-def _signature(traced: "Traced", op: Op) -> tuple[Any, ...]:
+def _signature(graph: Graph, keys: Sequence[ShardingKey], op: Op) -> tuple[Any, ...]:
     if op.bodies:
         return (op,)
-    keys, graph = traced.sharding_keys, traced.graph
     params = tuple((key, value) for key, value in op.params.items() if _is_plain(value))
     ins = tuple((keys[value].number, getattr(graph.avals[value], "dtype", None)) for value in op.inputs)
     outs = tuple((keys[value].number, getattr(graph.avals[value], "dtype", None)) for value in op.outputs)
@@ -298,13 +262,13 @@ def _is_plain(value: Any) -> bool:
     return not hasattr(value, "eqns") and not callable(value)
 
 
-def _loss(traced: "Traced") -> int:
+def _loss(traced: Traced) -> int:
     """Returns the result named `loss`, or else the first result that depends on batch and parameters."""
-    outputs = traced.graph.body.outputs
-    results = outputs[len(outputs) - traced.num_results :]
-    tree = jax.tree.unflatten(traced.result, results)
+    tree = traced.results
     if isinstance(tree, Mapping) and isinstance(tree.get("loss"), int):
-        return tree["loss"]
+        return int(tree["loss"])
+    outputs = traced.graph.body.outputs
+    results = outputs[traced.num_state :]
     both = Origin.BATCH | Origin.PARAM
     candidates = [value for value in results if traced.axes.origins[value] & both == both]
     return (*candidates, *results, *outputs)[0]

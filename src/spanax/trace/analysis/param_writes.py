@@ -31,9 +31,8 @@ def param_writes(after: Callable[..., Sequence[Any]], before: Any, *others: Any)
 
 def _source(graph: Graph, body: Body, value: int) -> int | None:
     """Returns the index of the body input that a value is passed through from, or None if it is computed."""
-    makers = {out: op for op in body.ops for out in op.outputs}
     while value not in body.inputs:
-        op = makers.get(value)
+        op = graph.producers.get(value)
         if op is None:
             return None
         index = op.outputs.index(value)

@@ -2,19 +2,19 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from spanax.trace.analysis.moe_routing import Labels
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.analysis.labels import Labels
+from spanax.trace.axes.axes import Axes
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.jaxpr.provenance import Origin, feeds
 from spanax.trace.rewrites.chunked_loss.chunked import CHUNKS
 
-if TYPE_CHECKING:
-    from spanax.trace.axes.axes import Axes
-    from spanax.trace.jaxpr.graph import Graph, Op
-
-MOVEMENT = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "rev", "copy"})
+MOVEMENT = frozenset({Family.VIEW, Family.REORDER})
 """Operations that only move data: a weight consumed by activations is all-gathered before them, once."""
+
+SPREADING = MOVEMENT | {Family.ELEMENTWISE}
+"""Operations whose result is uniform if all operands are uniform."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ShardingKey:
     number: int = field(compare=False)
 
 
-def sharding_keys(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> list[ShardingKey]:
+def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[ShardingKey]:
     """Returns the sharding key of every value, by index; equal keys are one object."""
     unsharded_dims: dict[int, set[int]] = {}
     for value, dim in axes.replicated:
@@ -69,7 +69,17 @@ def sharding_keys(graph: "Graph", axes: "Axes", routed: Collection[Labels]) -> l
     return keys
 
 
-def _in_chunks(graph: "Graph") -> set[int]:
+def uniform_values(graph: Graph) -> frozenset[int]:
+    """Returns the values whose elements are all equal: each device computes its shard without communication."""
+    values = set[int]()
+    for op in graph.ops():
+        is_spread = op.family in SPREADING and bool(op.inputs)
+        if is_spread and all(value in values or not graph.shape(value) for value in op.inputs):
+            values.update(op.outputs)
+    return frozenset(values)
+
+
+def _in_chunks(graph: Graph) -> set[int]:
     """Returns the values and operands of a scan over chunks of tokens, where weights are already gathered, once."""
     values = set[int]()
     for op in graph.ops():
@@ -80,19 +90,24 @@ def _in_chunks(graph: "Graph") -> set[int]:
     return values
 
 
-def _moved(graph: "Graph") -> set[int]:
+def _moved(graph: Graph) -> set[int]:
     """Returns the results before which weights are gathered: moved or widened values, and elementwise uses of these."""
     moved, widened = set[int](), set[int]()
     for op in graph.ops():
-        if op.name in MOVEMENT:
+        if only_moves(op):
             moved.update(op.outputs)
         same_shape = [value for value in op.inputs if op.outputs and graph.shape(value) == graph.shape(op.outputs[0])]
-        if _widens(graph, op) or (op.name in ELEMENTWISE and not widened.isdisjoint(same_shape)):
+        if _widens(graph, op) or (op.is_elementwise and not widened.isdisjoint(same_shape)):
             widened.update(op.outputs)
     return moved | widened
 
 
-def _widens(graph: "Graph", op: "Op") -> bool:
+def only_moves(op: Op) -> bool:
+    """Returns whether an operation only moves data: a weight consumed by activations is all-gathered before, once."""
+    return op.family in MOVEMENT or op.name == "copy"
+
+
+def _widens(graph: Graph, op: Op) -> bool:
     """Returns whether a cast increases the bytes of a value, as with weights stored in eight bits."""
     if op.name != "convert_element_type":
         return False

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-import jax
 from jax.extend import source_info_util
 
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Graph
 from spanax.trace.jaxpr.marks import GRADIENT
 from spanax.trace.jaxpr.provenance import Origin, feeds, origins
 from spanax.trace.jaxpr.zeros import zeros
-from spanax.trace.program import Program
+from spanax.trace.variables import Leaf
 
 DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator", "threefry2x32"})
 """Operations that draw random numbers from a key; the last draws for the examples of a microbatch."""
@@ -43,11 +43,16 @@ CERTAIN = frozenset(Flaw) - {Flaw.UNUSED}
 """Flaws that a run warns about; a head that the loss does not use is often intended."""
 
 
-def flaws(program: Program) -> list[Problem]:
-    """Returns the flaws of a program's step, most severe first.
+def flaws(step: StepAnalysis, leaves: Sequence[Leaf], *, has_loss: bool) -> list[Problem]:
+    """Returns the flaws of a train step, most severe first.
+
+    Args:
+      step: the train step.
+      leaves: the leaves of its state.
+      has_loss: whether its result `loss` is what it differentiates; a user-defined `train_step` may return none.
 
     Example:
-      >>> import jax.numpy as jnp, optax, spanax
+      >>> import jax, optax, spanax
       >>> from flax import nnx
       >>> program = spanax.trace(
       ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
@@ -55,12 +60,12 @@ def flaws(program: Program) -> list[Problem]:
       ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
       ...     loss=lambda model, x: (model(x) > 0).mean(),
       ... )
-      >>> [problem.message for problem in flaws(program)]
+      >>> [problem.message for problem in flaws(program.step, program.leaves, has_loss=True)]
       ['the gradient of the loss is zero for all 2 parameters: nothing is trained.']
     """
-    graph = program.step.graph
-    sources = _sources(graph, len(program.leaves))
-    return [*_gradients(program), *_batch(program, sources), *_draws(program, sources)]
+    sources, loss = _sources(step.graph, len(leaves)), _loss(step)
+    learned = [loss] if loss is not None and has_loss else _updated(step.graph, leaves)
+    return [*_gradients(step.graph, leaves, loss), *_batch(sources, learned, loss), *_draws(step, sources)]
 
 
 def _sources(graph: Graph, num_leaves: int) -> Sequence[int]:
@@ -69,15 +74,20 @@ def _sources(graph: Graph, num_leaves: int) -> Sequence[int]:
     return origins(graph, {value: Origin.PARAM if index < num_leaves else Origin.BATCH for index, value in inputs})
 
 
-def _loss(program: Program) -> int | None:
+def _loss(step: StepAnalysis) -> int | None:
     """Returns the value that the step returns as `loss`, or None."""
-    results = jax.tree.unflatten(program.step.result, program.step.graph.body.outputs[len(program.leaves) :])
+    results = step.traced.results
     loss = results.get("loss") if isinstance(results, dict) else None
     return loss if isinstance(loss, int) else None
 
 
-def _gradients(program: Program) -> Iterator[Problem]:
-    graph = program.step.graph
+def _updated(graph: Graph, leaves: Sequence[Leaf]) -> list[int]:
+    """Returns the new values of the parameters that the step changes."""
+    states = zip(leaves, graph.body.inputs, graph.body.outputs, strict=False)
+    return [new for leaf, old, new in states if leaf.kind == "param" and new != old]
+
+
+def _gradients(graph: Graph, leaves: Sequence[Leaf], loss: int | None) -> Iterator[Problem]:
     gradients = {mark.removeprefix(GRADIENT): value for mark, value in graph.marks.items() if mark.startswith(GRADIENT)}
     are_zeros = zeros(graph) if gradients else frozenset()
     cut = [path for path, value in gradients.items() if value in are_zeros]
@@ -91,9 +101,8 @@ def _gradients(program: Program) -> Iterator[Problem]:
             "Use a loss that is differentiable in the parameters (no argmax, rounding, comparison or stop_gradient).",
         )
         return
-    loss = _loss(program)
     feeding = feeds(graph, [value == loss for value in range(len(graph.avals))])
-    inputs = {leaf.path: value for leaf, value in zip(program.leaves, graph.body.inputs, strict=False)}
+    inputs = {leaf.path: value for leaf, value in zip(leaves, graph.body.inputs, strict=False)}
     used = [path for path in cut if path in inputs and feeding[inputs[path]]]
     if used:
         yield Problem(
@@ -111,14 +120,7 @@ def _gradients(program: Program) -> Iterator[Problem]:
         )
 
 
-def _batch(program: Program, sources: Sequence[int]) -> Iterator[Problem]:
-    graph, loss = program.step.graph, _loss(program)
-    updated = [
-        new
-        for leaf, old, new in zip(program.leaves, graph.body.inputs, graph.body.outputs, strict=False)
-        if leaf.kind == "param" and new != old
-    ]
-    learned = [loss] if loss is not None and program.evaluation is not None else updated
+def _batch(sources: Sequence[int], learned: Sequence[int], loss: int | None) -> Iterator[Problem]:
     if learned and not any(sources[value] & Origin.BATCH for value in learned):
         what = "the loss does" if learned == [loss] else "the updates of the parameters do"
         yield Problem(
@@ -127,8 +129,7 @@ def _batch(program: Program, sources: Sequence[int]) -> Iterator[Problem]:
         )  # fmt: skip
 
 
-def _draws(program: Program, sources: Sequence[int]) -> Iterator[Problem]:
-    step = program.step
+def _draws(step: StepAnalysis, sources: Sequence[int]) -> Iterator[Problem]:
     lines: dict[str, None] = {}
     for op in step.graph.ops():
         is_constant = op.name in DRAWS and not any(sources[value] for value in op.inputs)

@@ -12,7 +12,6 @@ from spanax.trace.axes.discover import Dims
 from spanax.trace.axes.frozen import frozen
 from spanax.trace.axes.naming import STRENGTH, name_classes, with_examples
 from spanax.trace.axes.scanned_dims import scanned_dims
-from spanax.trace.jaxpr.dim_rules import apply
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin, origins
 from spanax.trace.variables import Leaf
@@ -87,7 +86,7 @@ def discover(
     """
     dims = Dims(graph, scanned_dims(graph))
     for op in graph.ops():
-        apply(op, dims)
+        dims.add(op)
     for before, after in zip(graph.body.inputs[: len(leaves)], graph.body.outputs, strict=False):
         dims.same(before, after)
     examples = with_examples(graph.body.inputs[len(leaves) :], batch)

@@ -13,7 +13,7 @@ import jax
 from spanax.errors import ResizeError, first_line
 from spanax.trace.axes.axes import Axes
 from spanax.trace.axes.naming import with_examples
-from spanax.trace.jaxpr.dim_rules import FRESH
+from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph, Op
 from spanax.trace.pipeline.retrace import retraced_graph
 from spanax.trace.variables import Leaf
@@ -51,7 +51,7 @@ def batch_sized_dims(
     dims = [
         (value, dim)
         for op in graph.ops()
-        for value, dim in _made(graph, op)
+        for value, dim in _made(op)
         if axes.classes[value][dim] in unsharded and graph.shape(value)[dim] % size == 0
     ]
     if not dims:
@@ -74,13 +74,7 @@ def batch_sized_dims(
     return [(value, dim) for value, dim in dims if longer.shape(value)[dim] == 2 * graph.shape(value)[dim]]
 
 
-def _made(graph: Graph, op: Op) -> list[tuple[int, int]]:
+def _made(op: Op) -> list[tuple[int, int]]:
     """Returns the dims of an operation's results that none of its operands has."""
-    if op.name in FRESH:
-        return [(value, dim) for value in op.outputs for dim in range(len(graph.shape(value)))]
-    if op.name == "broadcast_in_dim":
-        dims = set(range(len(graph.shape(op.outputs[0])))) - set(op.params["broadcast_dimensions"])
-        return [(op.outputs[0], dim) for dim in sorted(dims)]
-    if op.name == "top_k":
-        return [(value, len(graph.shape(value)) - 1) for value in op.outputs]
-    return []
+    dims = op.dim_map.dims(Kind.NEW, Kind.REPEATED)
+    return sorted((op.outputs[array - len(op.inputs)], dim) for array, dim in dims)

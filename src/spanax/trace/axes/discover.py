@@ -4,11 +4,15 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from spanax.trace.jaxpr.graph import Graph
+from spanax.trace.jaxpr.dim_maps.relations import Dim, Kind, Relation
+from spanax.trace.jaxpr.graph import Graph, Op
+
+JOINED = frozenset({Kind.SAME, Kind.REORDERED, Kind.CONTRACTED, Kind.GROUPS})
+"""Relations of dims that are sharded together."""
 
 
 class Dims:
-    """Classes of dims that are sharded together, joined by the rules of the primitives.
+    """Classes of dims that are sharded together, joined by the dim maps of the operations.
 
     A class may contain dims of different sizes: a reshape that merges `(heads, head_dim)` joins the merged dim with
     its major factor. The number of shards of such a class is limited by all of its sizes (`ways`).
@@ -26,12 +30,59 @@ class Dims:
             sizes.extend(shape)
         self._parent = list(range(len(sizes)))
         self._ways = sizes
-        self._pieces: list[tuple[tuple[int, int], list[tuple[int, int]]]] = []
-        self._turns: list[tuple[tuple[int, int], tuple[int, int] | None, tuple[int, int]]] = []
+        self._pieces: list[tuple[Dim, Sequence[Dim]]] = []
+        self._turns: list[tuple[Dim, Dim | None, Dim]] = []
         self._looped = looped
-        self.replicated: set[tuple[int, int]] = set()
+        self.replicated: set[Dim] = set()
         self.unknown: Counter[str] = Counter()
         self.opaque: Counter[str] = Counter()
+
+    def add(self, op: Op) -> None:
+        """Joins the dims that must be sharded together because of one operation.
+
+        A dim that nothing joins stays replicated, which is always correct. A primitive without a row in the table joins
+        nothing and is counted; discovery reports it.
+        """
+        if op.bodies:
+            self._add_bodies(op)
+            return
+        values = (*op.inputs, *op.outputs)
+        for relation in op.dim_map.relations:
+            dims = [(values[array], dim) for array, dim in relation.dims]
+            if relation.kind in JOINED:
+                for dim in dims[1:]:
+                    self.join(*dims[0], *dim, factor=relation.factor)
+            else:
+                self._record(op.name, relation, dims, values)
+
+    def _record(self, name: str, relation: Relation, dims: Sequence[Dim], values: Sequence[int]) -> None:
+        match relation.kind:
+            case Kind.FACTORS:
+                self.merged(dims, [(values[array], dim) for array, dim in relation.other])
+            case Kind.PARTS:
+                self._pieces.append((dims[0], dims[1:]))
+            case Kind.SELECTED:
+                self._turns.append((dims[0], None, dims[1]))
+            case Kind.ALONG:
+                self.replicated.update(dims)
+            case Kind.OPAQUE:
+                self.opaque[name] += 1
+            case Kind.UNKNOWN:
+                self.unknown[name] += 1
+
+    def _add_bodies(self, op: Op) -> None:
+        """Joins dims across a body's boundary and its carry; a scanned value has an extra leading dim outside."""
+        wires = self.graph.wires(op)
+        scanned = []
+        for outer, inner in (*wires.inputs, *wires.outputs):
+            extra = len(self.shape(outer)) - len(self.shape(inner))
+            scanned += [outer] * extra
+            for dim in range(len(self.shape(inner))):
+                self.join(outer, dim + extra, inner, dim)
+        for outer in scanned[1:]:
+            self.join(scanned[0], 0, outer, 0)
+        for first, last in wires.carried:
+            self.same(first, last)
 
     def shape(self, value: int) -> tuple[int, ...]:
         """Returns the shape of a value."""
@@ -62,44 +113,23 @@ class Dims:
             return
         self._unite(self._start[a] + dim_a, self._start[b] + dim_b, factor or 0)
 
-    def same(self, *values: int) -> None:
-        """Joins the values of an elementwise operation, dim by dim; scalars and broadcast dims are skipped."""
-        rank = max(len(self._shapes[value]) for value in values)
-        full = [value for value in values if len(self._shapes[value]) == rank]
-        for dim in range(rank):
-            wide = [value for value in full if self._shapes[value][dim] > 1]
-            for value in wide[1:]:
-                if self._shapes[value][dim] == self._shapes[wide[0]][dim]:
-                    self._unite(self._start[wide[0]] + dim, self._start[value] + dim, 0)
+    def same(self, first: int, second: int) -> None:
+        """Joins two values of equal shape, dim by dim."""
+        if len(self.shape(first)) == len(self.shape(second)):
+            for dim in range(len(self.shape(first))):
+                self.join(first, dim, second, dim)
 
-    def pieces(self, whole: tuple[int, int], parts: Sequence[tuple[int, int]]) -> None:
-        """Records that dim `whole` is a concatenation of dims `parts` (concatenate, split, slice, pad).
+    def merged(self, left: Sequence[Dim], right: Sequence[Dim]) -> None:
+        """Joins the major dims of two runs of dims with the same elements in row-major order (reshape).
 
-        Shards of `whole` are not shards of `parts`, so nothing is joined yet; `join_pieces` joins `whole` with parts
-        of one class whose sizes divide its size.
-        """
-        self._pieces.append((whole, list(parts)))
-
-    def merged(self, one: tuple[int, Sequence[int]], other: tuple[int, Sequence[int]]) -> None:
-        """Joins the major dims of two groups of dims with the same elements in row-major order (reshape).
-
-        Shards are contiguous, so only the major dim of each group can be sharded. If a loop iterates along it, the
+        Shards are contiguous, so only the major dim of each run can be sharded. If a loop iterates along it, the
         loop's body would remain replicated, and `join_turns` selects the dim instead.
         """
-        first, second = (one[0], one[1][0]), (other[0], other[1][0])
-        for whole, (value, dims) in ((first, other), (second, one)):
-            if len(dims) > 1 and (value, dims[0]) in self._looped:
-                self._turns.append((whole, (value, dims[0]), (value, dims[1])))
+        for first, run in ((left[0], right), (right[0], left)):
+            if len(run) > 1 and run[0] in self._looped:
+                self._turns.append((first, run[0], run[1]))
                 return
-        self._join_first(first, second)
-
-    def drawn(self, whole: tuple[int, int], part: tuple[int, int]) -> None:
-        """Records that dim `part` is a selection along dim `whole` by indices known only at run time.
-
-        Nothing is joined except for examples (`join_turns`): a selection of examples is again a dim of examples,
-        unless its class is known otherwise.
-        """
-        self._turns.append((whole, None, part))
+        self._join_first(left[0], right[0])
 
     def join_turns(self, examples: Sequence[int]) -> None:
         """Joins dims that a loop divides into iterations: examples with the minor dim, other dims with the loop's dim.
@@ -123,7 +153,7 @@ class Dims:
             if major is not None:
                 self._join_first(whole, major)
 
-    def _join_first(self, first: tuple[int, int], second: tuple[int, int]) -> None:
+    def _join_first(self, first: Dim, second: Dim) -> None:
         small, large = sorted((self.size(*first), self.size(*second)))
         if large % small == 0:
             self.join(*first, *second, factor=small)
@@ -132,12 +162,11 @@ class Dims:
         """Returns the size of one dim."""
         return self._shapes[value][dim]
 
-    def keep_whole(self, value: int, dim: int) -> None:
-        """Records that the producer of `value` operates along this dim (sort, cumsum): sharding it is not free."""
-        self.replicated.add((value, dim))
-
     def join_pieces(self) -> None:
-        """Joins concatenated dims with their parts until nothing changes; call it once, after all rules."""
+        """Joins concatenated dims with their parts until nothing changes; call it once, after all operations.
+
+        Shards of a concatenation are not shards of its parts, unless these have one class and sizes that divide it.
+        """
         changed = True
         while changed:
             changed = False

@@ -51,7 +51,7 @@ InParams = dict[int, set[frozenset[int]]]
 
 
 def name_classes(
-    dims: Dims, found: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf]
+    dims: Dims, origins: Sequence[int], leaves: Sequence[Leaf], batch: Sequence[Leaf]
 ) -> tuple[dict[int, str], dict[int, str]]:
     """Returns the name of every known class, and the use of each class whose name is not a use itself.
 
@@ -59,7 +59,7 @@ def name_classes(
 
     Args:
       dims: the classes, after all joins.
-      found: the origins of every value.
+      origins: the origins of every value.
       leaves: the state's arrays; they are the graph's first inputs.
       batch: the batch's arrays; the inputs after them.
     """
@@ -73,8 +73,8 @@ def name_classes(
             in_params[param_class].add(param_classes)
     for op in dims.graph.ops():
         if op.name in _EVIDENCE:
-            _EVIDENCE[op.name](op, dims, found, claims, in_params)
-    _claim_attention(dims, found, claims)
+            _EVIDENCE[op.name](op, dims, origins, claims, in_params)
+    _claim_attention(dims, origins, claims)
     _claim_by_kernels(dims, claims, leaves)
     uses = _strongest(claims)
     for leaf, value in zip(leaves, inputs, strict=False):

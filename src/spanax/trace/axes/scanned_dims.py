@@ -1,13 +1,10 @@
 """Finds the dims that scans iterate along, also through transposes and elementwise operations."""
 
-from collections import defaultdict
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
+from spanax.trace.jaxpr.dim_maps.relations import Dim, Family, Kind
 from spanax.trace.jaxpr.graph import Graph, Op, scan_counts
-
-Dim = tuple[int, int]
-"""A value and one of its dims."""
 
 
 def scanned_dims(graph: Graph) -> set[Dim]:
@@ -23,40 +20,33 @@ def scanned_dims(graph: Graph) -> set[Dim]:
       >>> scanned_dims(graph) == {(reshapes[0], 0)}
       True
     """
-    makers = {value: op for op in graph.ops() for value in op.outputs}
-    readers = defaultdict[int, list[Op]](list)
-    for op in graph.ops():
-        for value in op.inputs:
-            readers[value].append(op)
     operands, results = list[Dim](), list[Dim]()
     for op in graph.ops():
         if op.name == "scan":
             operands += [(value, 0) for value in op.inputs[sum(scan_counts(graph, op)) :]]
             results += [(value, 0) for value in op.outputs[scan_counts(graph, op)[1] :]]
-    operand_dims = set[Dim]()
-    while operands:
-        value, dim = entry = operands.pop()
-        if entry not in operand_dims:
-            operand_dims.add(entry)
-            operands += _operands(graph, makers[value], dim) if value in makers else ()
-    result_dims = set[Dim]()
-    while results:
-        value, dim = entry = results.pop()
-        if entry not in result_dims:
-            result_dims.add(entry)
-            results += [result for op in readers[value] for result in _results(graph, op, value, dim)]
-    return operand_dims | result_dims
+    producers = {value: [op] for value, op in graph.producers.items()}
+    return _followed(graph, operands, producers, is_back=True) | _followed(graph, results, graph.readers, is_back=False)
 
 
-def _operands(graph: Graph, op: Op, dim: int) -> Iterator[Dim]:
-    if op.name == "transpose":
-        yield op.inputs[0], op.params["permutation"][dim]
-    elif op.name in ELEMENTWISE:
-        yield from ((value, dim) for value in op.inputs if graph.shape(value) == graph.shape(op.outputs[0]))
+def _followed(graph: Graph, stack: list[Dim], ops: Mapping[int, Sequence[Op]], *, is_back: bool) -> set[Dim]:
+    """Returns dims, and those of other values whose rows are the same, transposed or computed elementwise."""
+    followed = set[Dim]()
+    while stack:
+        value, dim = entry = stack.pop()
+        if entry not in followed:
+            followed.add(entry)
+            for op in ops.get(value, ()):
+                related = _same_dims(graph, op, value, dim)
+                stack += [entry for entry in related if entry[0] in (op.inputs if is_back else op.outputs)]
+    return followed
 
 
-def _results(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:
-    if op.name == "transpose":
-        yield op.outputs[0], op.params["permutation"].index(dim)
-    elif op.name in ELEMENTWISE and graph.shape(value) == graph.shape(op.outputs[0]):
-        yield op.outputs[0], dim
+def _same_dims(graph: Graph, op: Op, value: int, dim: int) -> Iterator[Dim]:
+    """Yields the dims of other values whose rows are those of a value, transposed or computed elementwise."""
+    values = (*op.inputs, *op.outputs)
+    if op.is_elementwise or op.family is Family.VIEW:
+        for relation in op.dim_map.of_kind(Kind.SAME):
+            dims = [(values[array], dim) for array, dim in relation.dims]
+            same_size = ((v, d) for v, d in dims if math.prod(graph.shape(v)) == math.prod(graph.shape(value)))
+            yield from same_size if (value, dim) in dims else ()

@@ -5,25 +5,30 @@ dims of unrelated call sites. Calls are therefore inlined, each with its own val
 kernels remain operations with bodies.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import jax
-from jax.extend import core
+from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
 
+from spanax.trace.jaxpr.dim_maps.relations import DimMap, Family
+from spanax.trace.jaxpr.dim_maps.table import dim_map, names
 from spanax.trace.jaxpr.marks import mark_of
 
-INLINED = frozenset(
-    """
-jit pjit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call custom_vmap_call composite linear_call
-custom_linear_solve call_hi_primitive
-""".split()
-)
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
+"""Calls that only wrap a jaxpr; they have no derivative rule of their own."""
+
+INLINED = CALLS | {
+    *"custom_jvp_call custom_vjp_call custom_vmap_call composite linear_call".split(),
+    *"custom_linear_solve call_hi_primitive".split(),
+}
 """Calls that only wrap a jaxpr once the train step, including its gradient, has been traced."""
 
-CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+CONTRACTIONS = names(Family.CONTRACTION)
 """Operations that sum over contracted dims: matmuls and convolutions."""
 
 REMAT = frozenset({"remat2", "checkpoint"})
@@ -35,14 +40,11 @@ HIGH_LEVEL = "call_hi_primitive"
 CALLED = ("jaxpr", "call_jaxpr", "call", "callee")
 """The parameters of calls that hold the callee, which differ by primitive and JAX version."""
 
-BODIES = {
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
-}
-"""Operations whose bodies are analyzed, and the parameters that hold the bodies."""
+BODIES = {"scan": ("jaxpr",), "while": ("cond_jaxpr", "body_jaxpr"), "cond": ("branches",)}
+"""Loops and branches, and the parameters that hold their bodies."""
+
+CALLS_WITH_BODY = CALLS | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "composite"}
+"""Calls of one body on all operands, which remain operations with a body where they are not inlined."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -54,24 +56,49 @@ class Body:
     ops: tuple["Op", ...]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Op:
-    """One operation: its primitive with parameters, operands, results, and bodies."""
+    """One operation: its primitive with parameters, operands, results and bodies; `callers` has the innermost first."""
 
     name: str
     eqn: core.JaxprEqn
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     bodies: tuple[Body, ...] = ()
+    callers: tuple[core.JaxprEqn, ...] = ()
 
     @property
     def params(self) -> dict[str, Any]:
         """The primitive's parameters, as JAX stores them."""
         return self.eqn.params
 
+    @cached_property
+    def dim_map(self) -> DimMap:
+        """How the dims of its operands and results are related."""
+        return dim_map(self.eqn)
+
+    @property
+    def family(self) -> Family:
+        """The family of its primitive."""
+        return self.dim_map.family
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether element i of a result depends on element i of the operands alone, which may be broadcast."""
+        return self.family is Family.ELEMENTWISE
+
+    @property
+    def where(self) -> str:
+        """The user's source line; for an operation inside a JAX function, that of the call."""
+        lines = (source_info_util.summarize(eqn.source_info) for eqn in (self.eqn, *self.callers))
+        return next(filter(None, lines), "")
+
     def bind(self, ins: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
         """Runs the operation on arrays or tracers; `params` replaces the parameters it was traced with."""
-        return bind(self.eqn, ins, self.params if params is None else params)
+        primitive = self.eqn.primitive
+        with self.eqn.ctx.manager:
+            out = primitive.bind(*ins, **primitive.get_bind_params(self.params if params is None else params))
+        return list(out) if primitive.multiple_results else [out]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +110,66 @@ class Graph:
     constants: dict[int, Any]
     marks: dict[str, int] = field(default_factory=dict)
 
+    @cached_property
+    def producers(self) -> dict[int, Op]:
+        """The operation that produces each value; inputs and constants have none."""
+        return {value: op for op in self.ops() for value in op.outputs}
+
+    @cached_property
+    def readers(self) -> defaultdict[int, list[Op]]:
+        """The operations that read each value, once for each operand."""
+        readers = defaultdict[int, list[Op]](list)
+        for op in self.ops():
+            for value in op.inputs:
+                readers[value].append(op)
+        return readers
+
+    @cached_property
+    def positions(self) -> dict[Op, int]:
+        """The index of each operation in the order of `ops`."""
+        return {op: index for index, op in enumerate(self.ops())}
+
     def shape(self, value: int) -> tuple[int, ...]:
         """Returns the shape of a value, by its number."""
         return getattr(self.avals[value], "shape", ())
+
+    def num_bytes(self, value: int) -> int:
+        """Returns the global bytes of a value."""
+        aval = self.avals[value]
+        return int(getattr(aval, "size", 1)) * int(getattr(getattr(aval, "dtype", None), "itemsize", 4))
+
+    def within(self, body: Body) -> "Graph":
+        """Returns a body as a program of its own, with the same value numbers."""
+        return self if body is self.body else replace(self, body=body)
+
+    def slice(self, values: Iterable[int], known: Container[int] = (), roots: Iterable[Op] = ()) -> list[Op]:
+        """Returns the operations of one body that compute values, in order.
+
+        Args:
+          values: the values to compute.
+          known: values whose producers are not included.
+          roots: operations to include with those that compute their operands.
+
+        Example:
+          >>> graph = from_jaxpr(jax.make_jaxpr(lambda x: (jax.numpy.sin(x) + 1, jax.numpy.cos(x)))(1.0))
+          >>> [[op.name for op in graph.slice([value])] for value in graph.body.outputs]
+          [['sin', 'add'], ['cos']]
+        """
+        needed = set(roots)
+        stack = [*values, *(value for op in needed for value in op.inputs)]
+        while stack:
+            value = stack.pop()
+            op = None if value in known else self.producers.get(value)
+            if op is not None and op not in needed:
+                needed.add(op)
+                stack += op.inputs
+        return sorted(needed, key=self.positions.__getitem__)
+
+    def origin(self, value: int, names: Container[str]) -> int:
+        """Returns the value that `value` is derived from through operations of these names, along first operands."""
+        while (op := self.producers.get(value)) is not None and op.name in names:
+            value = op.inputs[op.outputs.index(value)] if op.name == "optimization_barrier" else op.inputs[0]
+        return value
 
     def wires(self, op: Op) -> "Wires":
         """Returns how the values outside of an operation map to those inside its bodies."""
@@ -116,24 +200,20 @@ def scan_counts(graph: Graph, op: Op) -> tuple[int, int]:
     """Returns the number of consts and the number of carried values of a scan.
 
     Derived from ranks: the parameters that count them differ by JAX version.
-    """
-    (body,) = op.bodies
-    ranks = lambda values: [len(graph.shape(value)) for value in values]  # noqa: E731
-    return counts_by_rank(ranks(op.inputs), ranks(body.inputs), ranks(op.outputs), ranks(body.outputs))
-
-
-def counts_by_rank(
-    ins: Sequence[int], body_ins: Sequence[int], outs: Sequence[int], body_outs: Sequence[int]
-) -> tuple[int, int]:
-    """Returns the same as `scan_counts`, given the rank of every value outside and inside the body.
 
     Example:
-      >>> counts_by_rank([2, 1, 2], [2, 1, 1], [1, 1], [1, 0])
-      (1, 1)
+      >>> import jax.numpy as jnp
+      >>> loop = lambda w, x: jax.lax.scan(lambda total, row: (total + row @ w, row.sum()), jnp.zeros(2), x)
+      >>> graph = from_jaxpr(jax.make_jaxpr(loop)(jnp.ones((3, 2)), jnp.ones((4, 3))))
+      >>> [scan_counts(graph, op) for op in graph.ops() if op.name == "scan"]
+      [(1, 1)]
     """
-    num_scanned = sum(outer > inner for outer, inner in zip(ins, body_ins, strict=True))
-    num_carried = sum(outer == inner for outer, inner in zip(outs, body_outs, strict=True))
-    return len(ins) - num_scanned - num_carried, num_carried
+    (body,) = op.bodies
+    differs = lambda pair: len(graph.shape(pair[0])) != len(graph.shape(pair[1]))  # noqa: E731
+    num_scanned = sum(map(differs, zip(op.inputs, body.inputs, strict=True)))
+    num_stacked = sum(map(differs, zip(op.outputs, body.outputs, strict=True)))
+    num_carried = len(op.outputs) - num_stacked
+    return len(op.inputs) - num_scanned - num_carried, num_carried
 
 
 def _scan_wires(graph: Graph, op: Op) -> Wires:
@@ -162,8 +242,13 @@ def _walk(body: Body) -> Iterator[Op]:
             yield from _walk(inner)
 
 
-def from_jaxpr(closed: core.ClosedJaxpr) -> Graph:
-    """Returns the graph of a jaxpr, with calls inlined and dead code eliminated.
+def from_jaxpr(closed: Any, inlined: frozenset[str] = INLINED, *, as_traced: bool = False) -> Graph:
+    """Returns the graph of a jaxpr.
+
+    Args:
+      closed: a closed or open jaxpr.
+      inlined: the calls to inline; others remain operations.
+      as_traced: whether to include dead code, and marks as operations, so that evaluating the graph changes neither.
 
     Example:
       >>> import jax
@@ -171,58 +256,74 @@ def from_jaxpr(closed: core.ClosedJaxpr) -> Graph:
       >>> [op.name for op in graph.ops()]
       ['max', 'add']
     """
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    avals: list[Any] = []
-    constants: dict[int, Any] = {}
+    jaxpr, consts = opened(closed)
+    if not as_traced:
+        jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    builder = _Builder(inlined, as_traced)
+    return Graph(builder.body(jaxpr, consts), builder.avals, builder.constants, builder.marks)
 
-    def number(aval: Any) -> int:
-        avals.append(aval)
-        return len(avals) - 1
 
-    def constant(aval: Any, value: Any) -> int:
-        constants[index := number(aval)] = value
+@dataclass(eq=False)
+class _Builder:
+    """The values of a graph under construction."""
+
+    inlined: frozenset[str]
+    as_traced: bool
+    avals: list[Any] = field(default_factory=list)
+    constants: dict[int, Any] = field(default_factory=dict)
+    marks: dict[str, int] = field(default_factory=dict)
+
+    def body(self, jaxpr: core.Jaxpr, consts: Sequence[Any], callers: tuple[core.JaxprEqn, ...] = ()) -> Body:
+        inputs, ops = tuple(self._number(var.aval) for var in jaxpr.invars), list[Op]()
+        outputs = self._flatten(jaxpr, consts, inputs, ops, callers)
+        return Body(inputs, tuple(outputs), tuple(ops))
+
+    def _number(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _constant(self, aval: Any, value: Any) -> int:
+        self.constants[index := self._number(aval)] = value
         return index
 
-    inputs = tuple(number(var.aval) for var in jaxpr.invars)
-    consts = [constant(var.aval, value) for var, value in zip(jaxpr.constvars, closed.consts, strict=True)]
-    marks: dict[str, int] = {}
-    body = _flatten(jaxpr, consts, inputs, number, constant, marks)
-    return Graph(body, avals, constants, marks)
-
-
-def _flatten(
-    jaxpr: Any,
-    consts: Sequence[int],
-    inputs: tuple[int, ...],
-    number: Callable[[Any], int],
-    constant: Callable[[Any, Any], int],
-    marks: dict[str, int],
-) -> Body:
-    ops: list[Op] = []
-
-    def run(jaxpr: Any, consts: Sequence[int], args: Sequence[int]) -> list[int]:
-        values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+    def _flatten(
+        self,
+        jaxpr: core.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[int],
+        ops: list[Op],
+        callers: tuple[core.JaxprEqn, ...],
+    ) -> list[int]:
+        """Adds the operations of a jaxpr to `ops`; returns its outputs."""
+        values = dict(zip(jaxpr.invars, args, strict=True))
+        values |= {var: self._constant(var.aval, value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
 
         def read(atom: Any) -> int:
-            return constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else values[atom]
+            return self._constant(atom.aval, atom.val) if isinstance(atom, core.Literal) else values[atom]
 
         for eqn in jaxpr.eqns:
             name, ins = eqn.primitive.name, tuple(read(atom) for atom in eqn.invars)
-            if (mark := mark_of(eqn)) is not None:
-                marks[mark], outs = ins[0], list(ins)
-            elif name in INLINED:
+            if not self.as_traced and (mark := mark_of(eqn)) is not None:
+                self.marks[mark], outs = ins[0], list(ins)
+            elif name in self.inlined:
                 callee, operands = called(eqn, ins)
-                inner, inner_consts = opened(callee)
-                numbered = [constant(v.aval, c) for v, c in zip(inner.constvars, inner_consts, strict=True)]
-                outs = run(inner, numbered, operands)
+                outs = self._flatten(*opened(callee), operands, ops, (eqn, *callers))
             else:
-                outs = [number(var.aval) for var in eqn.outvars]
-                ops.append(Op(name, eqn, ins, tuple(outs), _bodies(eqn, number, constant, marks)))
+                outs = [self._number(var.aval) for var in eqn.outvars]
+                bodies = tuple(self.body(*opened(body), (eqn, *callers)) for body in bodies_of(eqn))
+                ops.append(Op(name, eqn, ins, tuple(outs), bodies, callers))
             values.update(zip(eqn.outvars, outs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    outputs = run(jaxpr, consts, inputs)
-    return Body(inputs, tuple(outputs), tuple(ops))
+
+def bodies_of(eqn: core.JaxprEqn) -> list[Any]:
+    """Returns the jaxprs that an equation runs as loop, branch, remat or call, in order."""
+    if (remat := remat_of(eqn)) is not None:
+        return [remat["jaxpr"]]
+    if eqn.primitive.name in CALLS_WITH_BODY:
+        return [called(eqn, ())[0]]
+    jaxprs = (eqn.params[key] for key in BODIES.get(eqn.primitive.name, ()))
+    return [body for value in jaxprs for body in (value if isinstance(value, tuple) else (value,))]
 
 
 def called(eqn: core.JaxprEqn, ins: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
@@ -257,49 +358,15 @@ def remat_of(eqn: core.JaxprEqn) -> dict[str, Any] | None:
     return {"differentiated": False, "prevent_cse": True, **params} if {"jaxpr", "policy"} <= params.keys() else None
 
 
-def has_remat(jaxpr: core.Jaxpr) -> bool:
-    """Returns whether a jaxpr contains a remat, at any depth."""
-    return any(remat_of(eqn) or any(map(has_remat, core.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+def contains(eqn: core.JaxprEqn, is_match: Callable[[core.JaxprEqn], Any]) -> bool:
+    """Returns whether an equation in the jaxprs of an equation matches, at any depth."""
+    return any(is_match(inner) or contains(inner, is_match) for inner in _nested(eqn))
 
 
-def _bodies(
-    eqn: core.JaxprEqn, number: Callable[[Any], int], constant: Callable[[Any, Any], int], marks: dict[str, int]
-) -> tuple[Body, ...]:
-    bodies = []
-    for key in BODIES.get(eqn.primitive.name, ()):
-        jaxprs = eqn.params[key]
-        for closed in jaxprs if isinstance(jaxprs, tuple) else (jaxprs,):
-            jaxpr, values = opened(closed)
-            consts = [constant(var.aval, value) for var, value in zip(jaxpr.constvars, values, strict=True)]
-            inputs = tuple(number(var.aval) for var in jaxpr.invars)
-            bodies.append(_flatten(jaxpr, consts, inputs, number, constant, marks))
-    return tuple(bodies)
-
-
-def bind(eqn: core.JaxprEqn, ins: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-    """Runs an equation on arrays or tracers, with the given parameters."""
-    primitive = eqn.primitive
-    with eqn.ctx.manager:
-        out = primitive.bind(*ins, **primitive.get_bind_params(params))
-    return list(out) if primitive.multiple_results else [out]
-
-
-def retraced(old: Any, function: Callable[..., Sequence[Any]], leading: Sequence[Sequence[int]] = ()) -> Any:
-    """Returns a function traced as the body of an operation, closed or open like the old body.
-
-    `leading` has, for every operand, the sizes of its new leading dims.
-    """
-    jaxpr, _ = opened(old)
-    # Keep memory spaces (residuals offloaded to the host), and drop shardings, which may name another mesh.
-    avals = [var.aval.update(sharding=None, weak_type=False) for var in jaxpr.invars]
-    pairs = zip(avals, leading or [()] * len(avals), strict=True)
-    avals = [aval.update(shape=(*sizes, *aval.shape)) if sizes else aval for aval, sizes in pairs]
-    closed = jax.make_jaxpr(function)(*avals)
-    if isinstance(old, core.ClosedJaxpr) and old is not jaxpr:
-        return closed
-    if closed.consts:  # an open jaxpr cannot hold constants, but a call inside it can
-        closed = jax.make_jaxpr(jax.jit(core.jaxpr_as_fun(closed)))(*avals)
-    return closed.jaxpr
+def _nested(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
+    for value in (remat_of(eqn) or eqn.params).values():
+        for jaxpr in value if isinstance(value, tuple | list) else (value,):
+            yield from getattr(opened(jaxpr)[0], "eqns", ())
 
 
 def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

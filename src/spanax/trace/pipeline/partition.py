@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 
 from spanax.errors import SpanaxError
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import CONTRACTIONS, Body, Graph, Op
 from spanax.trace.jaxpr.loops import Loop, layer_loops, loop_of
-from spanax.trace.traced import Traced
 
 ADDING = frozenset({"add", "add_any"})
 
@@ -117,7 +117,7 @@ class PipelinePartition:
         return int(self.forward.op.params["length"])
 
 
-def pipeline_partition(traced: Traced, num_microbatches: int) -> PipelinePartition:
+def pipeline_partition(traced: StepAnalysis, num_microbatches: int) -> PipelinePartition:
     """Returns the pipeline partition of a step's loop over microbatches.
 
     Raises:
@@ -148,7 +148,7 @@ def _weight(graph: Graph, loop: Loop) -> int:
     return sum(map(size, loop.scanned))
 
 
-def _no_layers(traced: Traced, num_microbatches: int) -> SpanaxError:
+def _no_layers(traced: StepAnalysis, num_microbatches: int) -> SpanaxError:
     if num_microbatches == 1:
         return SpanaxError(
             "a pipeline needs microbatches, and the step has none.",
@@ -165,14 +165,13 @@ def _no_layers(traced: Traced, num_microbatches: int) -> SpanaxError:
 class _Cutter:
     """Computes a `PipelinePartition`: what each value depends on, and what each piece receives."""
 
-    traced: Traced
+    traced: StepAnalysis
     loop: Loop
     forward: Loop
     backward: Loop
     needs: dict[int, Needs] = field(default_factory=dict)
     is_heavy: set[int] = field(default_factory=set)
     from_rows: set[int] = field(default_factory=set)
-    producers: dict[int, Op] = field(default_factory=dict)
     states_needed: dict[int, frozenset[int]] = field(default_factory=dict)
     ridden: dict[int, None] = field(default_factory=dict)
     collected: dict[int, None] = field(default_factory=dict)
@@ -182,9 +181,9 @@ class _Cutter:
     def cut(self) -> PipelinePartition:
         body, loop = self.loop.body, self.loop
         carried = list(zip(body.inputs[loop.num_consts :], body.outputs[: loop.num_carried], strict=False))
-        readers = _readers(body)
+        graph = self.traced.graph
         sums = {
-            slot: parts for slot, pair in enumerate(carried) if (parts := _summands(*pair, readers, body)) is not None
+            slot: parts for slot, pair in enumerate(carried) if (parts := _summands(*pair, graph, body)) is not None
         }
         self._trace(set(sums))
         self.rows = dict.fromkeys(v for v in (*self.forward.scanned, *self.backward.scanned) if self._is_row(v))
@@ -259,7 +258,7 @@ class _Cutter:
             has_rows = any(v in self.from_rows or (v in stacked and self._is_row(v)) for v in op.inputs)
             states = frozenset[int]().union(*(self.states_needed.get(value, frozenset()) for value in op.inputs))
             for value in op.outputs:
-                self.needs[value], self.producers[value], self.states_needed[value] = needs, op, states
+                self.needs[value], self.states_needed[value] = needs, states
                 if is_heavy:
                     self.is_heavy.add(value)
                 if has_rows and not needs:
@@ -322,7 +321,7 @@ class _Cutter:
             if value in seen or is_received(value):
                 continue
             seen.add(value)
-            op = self.producers.get(value)
+            op = self.traced.graph.producers.get(value)
             if op is None or op in (self.forward.op, self.backward.op):
                 continue
             ancestors.add(op)
@@ -343,7 +342,7 @@ class _Cutter:
         needs = self._of(value)
         if needs & (Needs.FORWARD | Needs.BACKWARD):
             return False
-        is_state = needs & Needs.STATE and value not in self.producers
+        is_state = needs & Needs.STATE and value not in self.traced.graph.producers
         if is_state or (needs and value in self.is_heavy):
             self.ridden[value] = None
             return True
@@ -362,26 +361,17 @@ class _Cutter:
         return self._handed_on(value)
 
 
-def _readers(body: Body) -> dict[int, list[Op]]:
-    readers: dict[int, list[Op]] = {}
-    for op in body.ops:
-        for value in op.inputs:
-            readers.setdefault(value, []).append(op)
-    return readers
-
-
-def _summands(before: int, after: int, readers: dict[int, list[Op]], body: Body) -> list[Part] | None:
+def _summands(before: int, after: int, graph: Graph, body: Body) -> list[Part] | None:
     """Returns the parts that are added to a carried value; None if it has any other use."""
-    producers = {value: op for op in body.ops for value in op.outputs}
-    if before == after or len(readers.get(before, ())) != 1 or before in body.outputs:
+    if before == after or len(graph.readers[before]) != 1 or before in body.outputs:
         return None
     parts: list[Part] = []
     stack: list[tuple[int, tuple[Op, ...]]] = [(after, ())]
     reaches_before = False
     while stack:
         value, converts = stack.pop()
-        op = producers.get(value)
-        is_only = len(readers.get(value, ())) + body.outputs.count(value) == 1
+        op = graph.producers.get(value)
+        is_only = len(graph.readers[value]) + body.outputs.count(value) == 1
         if value == before:
             if converts or reaches_before:
                 return None

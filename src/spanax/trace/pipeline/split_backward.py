@@ -3,10 +3,10 @@
 The previous stage waits for the input gradients. The weight gradients can be computed at any later time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from spanax.trace.jaxpr.graph import REMAT, Body, Op
+from spanax.trace.jaxpr.graph import REMAT, Body, Graph, Op
 from spanax.trace.jaxpr.loops import Loop
 
 
@@ -36,19 +36,14 @@ def split_backward(loop: Loop) -> SplitBackward:
     aliases: dict[int, int] = {}
     ops = _inlined(body, aliases, as_written)
     outputs = tuple(_first(aliases, value) for value in body.outputs)
-    first = _leading_to(ops, outputs[:num_carried])
-    second = _leading_to(ops, outputs[num_carried:]) - first
+    graph = Graph(Body(body.inputs, outputs, tuple(ops)), (), {})
+    first = graph.slice(outputs[:num_carried])
+    second = graph.slice(outputs[num_carried:], {value for op in first for value in op.outputs})
     carried = body.inputs[loop.num_consts : loop.num_consts + num_carried]
     first_values = {*carried, *(value for op in first for value in op.outputs)}
-    operands = [*(value for op in ops if op in second for value in op.inputs), *outputs[num_carried:]]
+    operands = [*(value for op in second for value in op.inputs), *outputs[num_carried:]]
     between = dict.fromkeys(value for value in operands if value in first_values)
-    return SplitBackward(
-        tuple(op for op in ops if op in first),
-        tuple(op for op in ops if op in second),
-        tuple(between),
-        outputs,
-        as_written,
-    )
+    return SplitBackward(tuple(first), tuple(second), tuple(between), outputs, as_written)
 
 
 def _inlined(body: Body, aliases: dict[int, int], as_written: dict[Op, Op]) -> list[Op]:
@@ -70,15 +65,3 @@ def _first(aliases: Mapping[int, int], value: int) -> int:
     while value in aliases:
         value = aliases[value]
     return value
-
-
-def _leading_to(ops: Sequence[Op], targets: Sequence[int]) -> set[Op]:
-    producers = {value: op for op in ops for value in op.outputs}
-    ancestors: set[Op] = set()
-    stack = list(targets)
-    while stack:
-        op = producers.get(stack.pop())
-        if op is not None and op not in ancestors:
-            ancestors.add(op)
-            stack.extend(op.inputs)
-    return ancestors

@@ -5,17 +5,16 @@ The function is traced and its jaxpr is evaluated with every layer under the pol
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from spanax.errors import SpanaxError
-from spanax.trace.jaxpr.graph import CONTRACTIONS, bind, opened, remat_of, retraced
+from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of
+from spanax.trace.jaxpr.interpret import evaluate, rematted, with_bodies
 from spanax.trace.rewrites.chunked_loss.chunked import CHUNKS
-
-CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"})
-"""Calls without a custom derivative; layers are searched for inside them."""
 
 
 def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable[..., Any]:
@@ -43,19 +42,19 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
 
     def run(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        jaxpr, consts = opened(closed)
+        graph = from_jaxpr(closed, frozenset(), as_traced=True)
 
-        def evaluate(*leaves: Any) -> list[Any]:
-            return _evaluate(jaxpr, consts, leaves, policy, in_layer=policy == "none")
+        def results(*leaves: Any) -> list[Any]:
+            return _evaluate(graph, leaves, policy, in_layer=policy == "none")
 
-        if policy != "none" and not _has_layers(jaxpr):
+        if policy != "none" and not _has_layers(graph.body):
             if policy == "full":
                 raise SpanaxError(
                     "remat 'full' finds no layer to forget: the loss has no scan that contracts, and no remat.",
                     fix="spanax.stack(model) where it has a list of blocks, nnx.remat around one, or remat='dots'",
                 )
-            evaluate = jax.checkpoint(evaluate, policy=_saveable(policy))
-        return jax.tree.unflatten(jax.tree.structure(shapes), evaluate(*jax.tree.leaves(args)))
+            results = jax.checkpoint(results, policy=_saveable(policy))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results(*jax.tree.leaves(args)))
 
     return run
 
@@ -81,82 +80,48 @@ def _saveable(policy: str) -> Callable[..., Any]:
     return saveable
 
 
-def _evaluate(
-    jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any], policy: str, *, in_layer: bool
-) -> list[Any]:
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
+def _evaluate(graph: Graph, args: Sequence[Any], policy: str, *, in_layer: bool) -> list[Any]:
+    """Evaluates a graph with its layers under the policy."""
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
+    def override(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
+        is_layer = _is_layer(op, in_layer)
+        if not is_layer and not any(_has_layers(body, in_layer) for body in _followed(op)):
+            return None
 
-    for eqn in jaxpr.eqns:
-        outs = _apply(eqn, [read(atom) for atom in eqn.invars], policy, in_layer)
-        values.update(zip(eqn.outvars, outs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+        def inner(body: Body, args: Sequence[Any]) -> Sequence[Any]:
+            return _evaluate(graph.within(body), args, policy, in_layer=in_layer or is_layer)
 
+        def saving(body: Body, args: Sequence[Any], *, prevent_cse: bool) -> Sequence[Any]:
+            remat = {"policy": _saveable(policy), "prevent_cse": prevent_cse}
+            return rematted(remat, lambda *args: inner(body, args))(*args)
 
-def _apply(eqn: core.JaxprEqn, ins: Sequence[Any], policy: str, in_layer: bool) -> list[Any]:
-    """Evaluates one equation with its bodies under the policy."""
-    name, params = eqn.primitive.name, dict(eqn.params)
-    is_layer = _is_layer(eqn, in_layer)
-    if not is_layer and not any(_has_layers(opened(body)[0], in_layer) for body in _followed(eqn)):
-        return bind(eqn, ins, params)
+        remat = remat_of(op.eqn)
+        if op.name in CALLS or (remat is not None and policy == "none"):
+            return inner(op.bodies[0], ins)
+        if remat is not None:
+            return saving(op.bodies[0], ins, prevent_cse=remat["prevent_cse"])
+        # A body that is a single remat already has the policy. Inside a loop, CSE cannot undo the remat.
+        is_remat = [_is_layer(body_op, True) for body_op in op.bodies[0].ops] == [True]
+        return with_bodies(op, ins, partial(saving, prevent_cse=False) if is_layer and not is_remat else inner)
 
-    def inner(body: Any) -> Callable[..., list[Any]]:
-        jaxpr, consts = opened(body)
-        return lambda *args: _evaluate(jaxpr, consts, args, policy, in_layer=in_layer or is_layer)
-
-    if name in CALLS:
-        return inner(_called(eqn))(*ins)
-    if (remat := remat_of(eqn)) is not None:
-        body = inner(remat["jaxpr"])
-        if policy == "none":
-            return body(*ins)
-        return jax.checkpoint(body, policy=_saveable(policy), prevent_cse=remat["prevent_cse"])(*ins)
-    if name == "scan":
-        body = inner(params["jaxpr"])
-        if is_layer and [_is_layer(body_eqn, True) for body_eqn in opened(params["jaxpr"])[0].eqns] != [True]:
-            # A body that is a single remat already has the policy. Inside a loop, CSE cannot undo the remat.
-            body = jax.checkpoint(body, policy=_saveable(policy), prevent_cse=False)
-        return bind(eqn, ins, params | {"jaxpr": retraced(params["jaxpr"], body)})
-    return bind(
-        eqn, ins, params | {"branches": tuple(retraced(branch, inner(branch)) for branch in params["branches"])}
-    )
+    return evaluate(graph, args, override, source=lambda op: nullcontext())
 
 
-def _has_layers(jaxpr: core.Jaxpr, in_layer: bool = False) -> bool:
-    """Whether the policy applies to a jaxpr: it contains a layer or, inside a layer, a remat."""
+def _has_layers(body: Body, in_layer: bool = False) -> bool:
+    """Whether the policy applies to a body: it contains a layer or, inside a layer, a remat."""
     return any(
-        _is_layer(eqn, in_layer) or any(_has_layers(opened(body)[0], in_layer) for body in _followed(eqn))
-        for eqn in jaxpr.eqns
+        _is_layer(op, in_layer) or any(_has_layers(inner, in_layer) for inner in _followed(op)) for op in body.ops
     )
 
 
-def _is_layer(eqn: core.JaxprEqn, in_layer: bool) -> bool:
-    if (remat := remat_of(eqn)) is not None:
+def _is_layer(op: Op, in_layer: bool) -> bool:
+    if (remat := remat_of(op.eqn)) is not None:
         # A differentiated remat is not a layer but the backward pass of a gradient inside the loss.
         return not remat["differentiated"]
-    return eqn.primitive.name == "scan" and not in_layer and _contracts(opened(eqn.params["jaxpr"])[0])
+    contracts = op.name == "scan" and not in_layer
+    return contracts and contains(op.eqn, lambda eqn: eqn.primitive.name in CONTRACTIONS)
 
 
-def _followed(eqn: core.JaxprEqn) -> Sequence[Any]:
-    """Returns the bodies of an equation that are searched for layers."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in CALLS:
-        return [_called(eqn)]
-    return [params["jaxpr"]] if name == "scan" else params["branches"] if name == "cond" else ()
-
-
-def _called(eqn: core.JaxprEqn) -> Any:
-    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-
-
-def _contracts(jaxpr: core.Jaxpr) -> bool:
-    """Whether a jaxpr contains a matmul or a convolution at any depth."""
-    return any(eqn.primitive.name in CONTRACTIONS or any(map(_contracts, _bodies(eqn))) for eqn in jaxpr.eqns)
-
-
-def _bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    params = remat_of(eqn) or eqn.params
-    bodies = [body for value in params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
-    return [opened(body)[0] for body in bodies if hasattr(opened(body)[0], "eqns")]
+def _followed(op: Op) -> tuple[Body, ...]:
+    """Returns the bodies of an operation that are searched for layers; none with a derivative rule of their own."""
+    return op.bodies if op.name in CALLS | {"scan", "cond"} else ()

@@ -27,7 +27,7 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Schedule
 from spanax.plan.presets import PRESETS
-from spanax.run.state.sharded_init import born
+from spanax.run.state.sharded_init import init_sharded_state
 from spanax.run.step.pipeline import pipeline
 from spanax.trace.program import Program
 
@@ -83,8 +83,9 @@ def test_what_layers_leave_for_the_head_goes_with_them() -> None:
 
 def test_every_stage_takes_only_its_own_tasks_where_devices_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on accelerators; simulated devices that also split a stage otherwise take the others' tasks along."""
-    inside = pipeline.pipelined
-    monkeypatch.setattr(pipeline, "pipelined", lambda *args, meets: inside(*args, meets=False))
+    pipelined_loop = pipeline.pipelined_loop
+    run_alone = lambda *args, lockstep: pipelined_loop(*args, lockstep=False)  # noqa: E731
+    monkeypatch.setattr(pipeline, "pipelined_loop", run_alone)
     made = program("gpt", 4)
     run = spanax.start(made, planned(made, "pipe=2,data=2", "1f1b"), seed=3)
     assert_same(reference("gpt", 4), trained(run, "gpt"))
@@ -156,7 +157,7 @@ def test_a_state_is_born_in_stages() -> None:
     place = plan["blocks.up.kernel"]
     assert place.spec == ((AXIS,), (), ("model",)) and place.local_shape == (1, 16, 32)
     mesh = plan.mesh.build()
-    for leaf, array in zip(plan.leaves, born(made, plan.leaves, mesh, 0), strict=True):
+    for leaf, array in zip(plan.leaves, init_sharded_state(made, plan.leaves, mesh, 0), strict=True):
         assert array.sharding.shard_shape(array.shape) == leaf.local_shape
 
 
@@ -190,7 +191,7 @@ def test_an_update_that_goes_by_the_number_of_a_layer_is_refused() -> None:
         batch=jax.ShapeDtypeStruct((8, 8), "float32"), loss=lambda model, x: model(x),
     )  # fmt: skip
     run = spanax.start(made, planned(made, "pipe=2", "interleaved"))
-    with pytest.raises(SpanaxError, match="depends on the order in which they come"):
+    with pytest.raises(SpanaxError, match="depends on the order of the layers"):
         run.compile()
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from spanax.plan.sharding.resolve import Constraint
-from spanax.run.step.replay.cpu_matmuls import as_one_sum
+from spanax.run.step.replay.cpu_matmuls import single_contraction
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.jaxpr.graph import Graph, from_jaxpr
 
@@ -34,7 +34,7 @@ def test_numbers_stay(name: str, devices: Any) -> None:
     x, y = jax.random.normal(jax.random.key(0), (2, 4, 4, 4))
     graph = product(NUMBERS[name], x, y)
     expected = lax.dot_general(x, y, NUMBERS[name])
-    found = as_one_sum(graph.body.ops[0], [x, y], [WHOLE, WHOLE])
+    found = single_contraction(graph.body.ops[0], [x, y], [WHOLE, WHOLE])
     assert (found is not None) == (name in MERGED)
     if found is not None:
         np.testing.assert_allclose(found[0], expected, rtol=1e-6)
@@ -55,11 +55,11 @@ def test_numbers_stay(name: str, devices: Any) -> None:
 def test_a_split_dim_stays_in_front(lhs: Any, rhs: Any, manual: frozenset[str], is_merged: bool, devices: Any) -> None:
     x = jnp.ones((4, 4, 4))
     (op,) = product(NUMBERS["a weight's gradient"], x, x).body.ops
-    assert (as_one_sum(op, [x, x], [Constraint(lhs), Constraint(rhs)], manual) is not None) == is_merged
+    assert (single_contraction(op, [x, x], [Constraint(lhs), Constraint(rhs)], manual) is not None) == is_merged
 
 
 @pytest.mark.parametrize("unknown", [None, Constraint(((), (), ()), is_open=True)])
 def test_what_the_compiler_splits_is_left_to_it(unknown: Constraint | None, devices: Any) -> None:
     x = jnp.ones((4, 4, 4))
     (op,) = product(NUMBERS["a weight's gradient"], x, x).body.ops
-    assert as_one_sum(op, [x, x], [WHOLE, unknown]) is None
+    assert single_contraction(op, [x, x], [WHOLE, unknown]) is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from spanax.errors import SpanaxError
-from spanax.trace.jaxpr.lines import Lines
+from spanax.trace.jaxpr.graph import from_jaxpr
 from spanax.trace.rewrites.microbatches.exact import accumulated
 from spanax.trace.rewrites.microbatches.noise import drawn, rows_of
 
@@ -150,11 +150,10 @@ def test_noise_is_that_of_the_batch(impl: str, dtype: str) -> None:
         closed = jax.make_jaxpr(lambda key, shape=shape: jax.random.bits(key, shape, dtype))(
             jax.random.key(1, impl=impl)
         )
-        lines = Lines.of(closed.jaxpr, closed.consts)
-        (line,) = (line for line in lines.lines if line.name == "random_bits")
+        (op,) = (op for op in from_jaxpr(closed).ops() if op.name == "random_bits")
         key = jax.random.key(1, impl=impl)
         whole = jax.random.bits(key, shape, dtype)
         for index in range(4):
-            (rows,) = drawn(line, [key], [(dim, inner)], jnp.int32(index), 4)
+            (rows,) = drawn(op, [key], [(dim, inner)], jnp.int32(index), 4)
             np.testing.assert_array_equal(rows, rows_of(whole, dim, inner, index, 4))
             assert rows.dtype == whole.dtype

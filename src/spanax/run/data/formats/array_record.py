@@ -17,7 +17,7 @@ TEXT = "text"
 
 
 @dataclass(frozen=True)
-class Records:
+class ArrayRecordRows:
     """The rows of an ArrayRecord file; the first record says what all of them are.
 
     Attributes:

@@ -37,7 +37,7 @@ def pyarrow() -> Any:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class MappedTable:
     """The rows of an Arrow file that is not packed; what a stranger wrote is checked before it is used.
 
     Attributes:
@@ -98,7 +98,7 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Packed:
+class CompressedTable:
     """The rows of a Parquet file, or of an Arrow file whose columns are compressed.
 
     Attributes:
@@ -146,10 +146,10 @@ class Packed:
             yield batch
 
     @cached_property
-    def _unpacked(self) -> dict[tuple[str, ...], Mapped]:
+    def _unpacked(self) -> dict[tuple[str, ...], MappedTable]:
         return {}
 
-    def _unpack(self, columns: Sequence[str]) -> Mapped:
+    def _unpack(self, columns: Sequence[str]) -> MappedTable:
         arrow = pyarrow()
         kept = cache_folder(self.cache_dir) / f"rows-{digest(self.key, *columns)}.arrow"
 
@@ -168,7 +168,7 @@ class Packed:
         if not kept.is_file():
             told = f"there is no place for the unpacked rows of '{self.path}'."
             raise WriteError(told, where=str(kept), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
-        return Mapped(kept, lambda: _reader(kept))
+        return MappedTable(kept, lambda: _reader(kept))
 
     def _known(self, field: str) -> str:
         if field not in self.fields:
@@ -176,7 +176,7 @@ class Packed:
         return field
 
 
-def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> Mapped | Packed:
+def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> MappedTable | CompressedTable:
     """The rows of an Arrow file or stream, which Feather files and those of Hugging Face datasets are."""
     arrow = pyarrow()
 
@@ -190,11 +190,11 @@ def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -
         before = arrow.total_allocated_bytes()
         first = next(_batches(open_), None)
         if first is None or arrow.total_allocated_bytes() == before:
-            return Mapped(path, open_)
-        return Packed(path, key, cache_dir, open_().schema, lambda columns: _batches(open_), count)
+            return MappedTable(path, open_)
+        return CompressedTable(path, key, cache_dir, open_().schema, lambda columns: _batches(open_), count)
 
 
-def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> Packed:
+def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> CompressedTable:
     """The rows of a Parquet file."""
     arrow = pyarrow()
 
@@ -206,7 +206,7 @@ def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None)
 
     with _telling(path):
         opened = open_()
-        return Packed(path, key, cache_dir, opened.schema_arrow, batches, lambda: opened.metadata.num_rows)
+        return CompressedTable(path, key, cache_dir, opened.schema_arrow, batches, lambda: opened.metadata.num_rows)
 
 
 @contextmanager

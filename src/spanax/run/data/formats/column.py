@@ -19,8 +19,9 @@ from spanax.run.data.elements import digest
 from spanax.run.data.formats.decompression import Room
 from spanax.run.data.formats.table import Table
 from spanax.run.data.text.corpus import SPLITS
-from spanax.run.data.text.token_windows import Tokens, kept_ids
+from spanax.run.data.text.token_windows import kept_ids
 from spanax.run.data.text.tokenizer import Tokenizer
+from spanax.run.data.text.tokens import Tokens
 
 GROUP_BYTES = 1 << 22
 """Of texts that are encoded at once: an encoding takes a hundred bytes a token."""

@@ -259,9 +259,9 @@ def _opener(kind: str, cache_dir: str | os.PathLike[str] | None) -> Callable[[Pa
 
         return JsonRows
     if kind == "array_record":
-        from spanax.run.data.formats.array_record import Records
+        from spanax.run.data.formats.array_record import ArrayRecordRows
 
-        return Records
+        return ArrayRecordRows
     from spanax.run.data.formats.arrow import open_arrow, open_parquet
 
     open_ = open_arrow if kind == "arrow" else open_parquet

@@ -5,8 +5,6 @@ Shapes: B examples of the global batch, R of them read by this process, T tokens
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,42 +17,10 @@ from spanax.run.data.elements import Leaves, described, digest
 from spanax.run.data.examples import Examples, TooFew
 from spanax.run.data.text.corpus import HELD_OUT, Corpus, check_split, load_corpus
 from spanax.run.data.text.tokenizer import Tokenizer, load_tokenizer
+from spanax.run.data.text.tokens import Tokens
 
 if TYPE_CHECKING:
     from spanax.plan.plan import Placement
-
-MAX_VOCAB_SIZE = 1 << 22
-"""Of a `.bin`: a model makes room for every id, and read as the wrong type noise has ids of any size."""
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The token ids of one split of a source, mapped from disk where they are large.
-
-    Args:
-      name: what errors and saved positions call them: source, split, tokenizer and a hash of the content.
-      ids: of shape [N].
-      tokenizer: what made them; None for a `.bin`, whose maker is not known.
-    """
-
-    name: str
-    ids: np.ndarray = field(repr=False)
-    tokenizer: Tokenizer | None = None
-
-    @cached_property
-    def vocab_size(self) -> int:
-        """The smallest vocabulary that holds every id; of a `.bin` the ids are read once to know."""
-        if self.tokenizer:
-            return self.tokenizer.vocab_size
-        pieces = [self.ids[i : i + (1 << 24)] for i in range(0, len(self.ids), 1 << 24)]
-        lowest, highest = min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)
-        if lowest < 0 or highest >= MAX_VOCAB_SIZE:
-            raise DataError(
-                f"the token ids reach from {lowest:,} to {highest:,}: no vocabulary is like that.",
-                where=f"{self.name}, read as {self.ids.dtype}",
-                fix='the right type in the .json beside the file, such as {"dtype": "uint32"}',
-            )
-        return highest + 1
 
 
 def load_tokens(

@@ -35,18 +35,18 @@ from spanax.trace.rewrites.attention.zigzag import Shares, shares
 
 
 def attended_part(
-    op: Op, around: AttentionSharding, mesh: Mesh, manual: frozenset[str]
+    op: Op, sharding: AttentionSharding, mesh: Mesh, manual: frozenset[str]
 ) -> Callable[..., tuple[Any, ...]]:
-    """What each device does of an attention, with its parts of the operands.
+    """Returns the per-device function of an attention operation, for `jax.shard_map`.
 
     Args:
       op: the operation, forward or backward.
-      around: how it is divided.
+      sharding: the sharding of its operands.
       mesh: the devices.
-      manual: mesh axes that the surroundings have split by hand already; the operands have none of them any more.
+      manual: mesh axes that are already manual; the operands are local along them.
     """
-    form, sizes = around.form, dict(mesh.shape)
-    axes = [tuple(axis for axis in by if axis not in manual and sizes[axis] > 1) for by in around.axes]
+    form, sizes = sharding.form, dict(mesh.shape)
+    axes = [tuple(axis for axis in dim_axes if axis not in manual and sizes[axis] > 1) for dim_axes in sharding.axes]
     ring = axes[form.keys]
 
     size = math.prod(sizes[axis] for axis in ring)
@@ -60,20 +60,23 @@ def attended_part(
     def backward(starts: dict[int, Any], operands: Sequence[Any]) -> Sequence[Any]:
         grads = op.params["grads"]
         if ring:
-            found = _Ring(form, ring, size, starts, grads).backward(operands)
+            partial_grads = _Ring(form, ring, size, starts, grads).backward(operands)
         else:
-            found = turn_back_here(form, grads, operands, starts)
-        used = {axis for by in axes for axis in by}
-        own = [{axis for by in spec for axis in by} for spec in around.results(op)]
-        sums = [tuple(axis for axis in mesh.axis_names if axis in used - one) for one in own]
-        summed = [lax.psum(one, over) if over else one for one, over in zip(found, sums, strict=True)]
-        return [one.astype(of.dtype) for one, of in zip(summed, wanted_of(grads, operands), strict=True)]
+            partial_grads = turn_back_here(form, grads, operands, starts)
+        used_axes = {axis for dim_axes in axes for axis in dim_axes}
+        result_axes = [{axis for dim_axes in spec for axis in dim_axes} for spec in sharding.results(op)]
+        sums = [tuple(axis for axis in mesh.axis_names if axis in used_axes - sharded) for sharded in result_axes]
+        summed = [
+            lax.psum(grad, reduced_axes) if reduced_axes else grad
+            for grad, reduced_axes in zip(partial_grads, sums, strict=True)
+        ]
+        return [grad.astype(target.dtype) for grad, target in zip(summed, wanted_of(grads, operands), strict=True)]
 
     def part(*operands: Any) -> tuple[Any, ...]:
         starts = {
-            label: lax.axis_index(by) * operands[0].shape[label]
-            for label, by in enumerate(axes[: form.keys])
-            if by and not (ring and label == form.queries)
+            label: lax.axis_index(dim_axes) * operands[0].shape[label]
+            for label, dim_axes in enumerate(axes[: form.keys])
+            if dim_axes and not (ring and label == form.queries)
         }
         return tuple((backward if op.name == BACKWARD else forward)(starts, operands))
 
@@ -82,7 +85,10 @@ def attended_part(
 
 @dataclass(frozen=True)
 class _Ring:
-    """One device of a ring: `axes` are the mesh axes it goes along, `size` its devices; the rest as in `Blocks`."""
+    """A ring of devices that share a sequence.
+
+    `axes` are its mesh axes and `size` its number of devices; `form`, `starts` and `grads` are as in `Blocks`.
+    """
 
     form: Form
     axes: tuple[str, ...]
@@ -92,83 +98,93 @@ class _Ring:
 
     @property
     def share(self) -> Shares:
-        """The parts of every device."""
+        """The parts of the sequence on each device."""
         return shares(self.form, self.size)
 
     @property
     def blocks(self) -> Blocks:
-        """How a part meets another."""
+        """The computation of one part of the queries with one part of the keys."""
         return Blocks(self.form, self.share.masked, self.starts, self.grads, share_name(*self.share.counts))
 
     def forward(self, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any]) -> tuple[Any, ...]:
-        """The result, and what the way back needs of its rows."""
+        """Returns the output and the residuals of each row."""
         parts = self._parts(Part(q, tuple(extras), 0))
-        k, v = (self._moved(one, self.form.num_batch) for one in (k, v))
+        k, v = (self._moved(array, self.form.num_batch) for array in (k, v))
 
-        def meet(states: Any, k: Any, v: Any, step: Any) -> Any:
-            found = list(states)
+        def attend_to_local(states: Any, k: Any, v: Any, step: Any) -> Any:
+            new_states = list(states)
             for keys in self._keys(k, v, step):
-                for at, part in enumerate(parts):
-                    found[at] = self.blocks.attend(part, keys, found[at])
-            return tuple(found)
+                for index, part in enumerate(parts):
+                    new_states[index] = self.blocks.attend(part, keys, new_states[index])
+            return tuple(new_states)
 
-        def turn(carry: Any, step: Any) -> tuple[Any, None]:
+        def body(carry: Any, step: Any) -> tuple[Any, None]:
             k, v, states = carry
-            # Sent before it is used: the hop needs nothing of what is computed meanwhile.
-            ahead = self._hop(k), self._hop(v)
-            return (*ahead, meet(states, k, v, step)), None
+            # Sent before use: the transfer does not depend on the computation, so the two overlap.
+            next_kv = self._hop(k), self._hop(v)
+            return (*next_kv, attend_to_local(states, k, v, step)), None
 
         states = tuple(self.blocks.fresh(part, v.shape[-1]) for part in parts)
-        (k, v, states), _ = lax.scan(turn, (k, v, states), jnp.arange(self.size - 1))
-        states = meet(states, k, v, self.size - 1)
-        found = zip(*(finished(state, dtype) for state in states), strict=True)
-        return tuple(self._back(jnp.concatenate(each, self.form.queries), self.form.queries) for each in found)
+        (k, v, states), _ = lax.scan(body, (k, v, states), jnp.arange(self.size - 1))
+        states = attend_to_local(states, k, v, self.size - 1)
+        results = zip(*(finished(state, dtype) for state in states), strict=True)
+        return tuple(self._back(jnp.concatenate(arrays, self.form.queries), self.form.queries) for arrays in results)
 
     def backward(self, operands: Sequence[Any]) -> list[Any]:
-        """The gradients in 32 bits: of keys and values all of them, of extras what these queries add."""
+        """Returns float32 gradients: complete for keys and values, partial for extras, from the local queries."""
         form, grads = self.form, self.grads
-        q, k, v, of_out, *rows = operands[:NUM_ROWS]
-        parts = self._parts(Part(q, tuple(operands[NUM_ROWS:]), 0, of_out, tuple(rows)))
-        k, v = (self._moved(one, form.num_batch) for one in (k, v))
+        q, k, v, grad_out, *rows = operands[:NUM_ROWS]
+        parts = self._parts(Part(q, tuple(operands[NUM_ROWS:]), 0, grad_out, tuple(rows)))
+        k, v = (self._moved(array, form.num_batch) for array in (k, v))
         num = len(parts)
 
-        def meet(own: Any, of_k: Any, of_v: Any, k: Any, v: Any, step: Any) -> Any:
-            mine, theirs = (
-                list(own),
-                list(zip(*(jnp.split(one, num, form.num_batch) for one in (of_k, of_v)), strict=True)),
+        def add_local(query_grads: Any, grad_k: Any, grad_v: Any, k: Any, v: Any, step: Any) -> Any:
+            new_query_grads, key_grads = (
+                list(query_grads),
+                list(zip(*(jnp.split(array, num, form.num_batch) for array in (grad_k, grad_v)), strict=True)),
             )
-            for there, keys in enumerate(self._keys(k, v, step)):
-                for at, part in enumerate(parts):
-                    of_q, of_extras, *theirs[there] = self.blocks.turn_back(part, keys, (*mine[at], *theirs[there]))
-                    mine[at] = (of_q, of_extras)
-            return tuple(mine), *(jnp.concatenate(each, form.num_batch) for each in zip(*theirs, strict=True))
+            for slot, keys in enumerate(self._keys(k, v, step)):
+                for index, part in enumerate(parts):
+                    grad_q, extra_grads, *key_grads[slot] = self.blocks.turn_back(
+                        part, keys, (*new_query_grads[index], *key_grads[slot])
+                    )
+                    new_query_grads[index] = (grad_q, extra_grads)
+            return tuple(new_query_grads), *(
+                jnp.concatenate(arrays, form.num_batch) for arrays in zip(*key_grads, strict=True)
+            )
 
-        def turn(carry: Any, step: Any) -> tuple[Any, None]:
-            own, of_k, of_v, k, v = carry
-            ahead = self._hop(k), self._hop(v)
-            return (*behind(own, of_k, of_v, k, v, step), *ahead), None
+        def body(carry: Any, step: Any) -> tuple[Any, None]:
+            query_grads, grad_k, grad_v, k, v = carry
+            next_kv = self._hop(k), self._hop(v)
+            return (*shift_and_add(query_grads, grad_k, grad_v, k, v, step), *next_kv), None
 
-        def behind(own: Any, of_k: Any, of_v: Any, k: Any, v: Any, step: Any) -> Any:
-            # What others have added to the gradient of these keys comes behind the keys, and is needed only at the end.
-            before = self._hop(of_k), self._hop(of_v)
-            own, more_k, more_v = meet(own, jnp.zeros_like(of_k), jnp.zeros_like(of_v), k, v, step)
-            return own, before[0] + more_k, before[1] + more_v
+        def shift_and_add(query_grads: Any, grad_k: Any, grad_v: Any, k: Any, v: Any, step: Any) -> Any:
+            # Sums of the other devices follow their keys around the ring, overlapped: they are only needed at the end.
+            shifted = self._hop(grad_k), self._hop(grad_v)
+            query_grads, local_k, local_v = add_local(
+                query_grads, jnp.zeros_like(grad_k), jnp.zeros_like(grad_v), k, v, step
+            )
+            return query_grads, shifted[0] + local_k, shifted[1] + local_v
 
-        own = tuple((jnp.zeros(one.q.shape, jnp.float32), zeros_of_extras(grads, one.extras)) for one in parts)
-        nothing = [jnp.zeros(one.shape, jnp.float32) for one in (k, v)]
-        (own, of_k, of_v, k, v), _ = lax.scan(turn, (own, *nothing, k, v), jnp.arange(self.size - 1))
-        own, of_k, of_v = behind(own, of_k, of_v, k, v, self.size - 1)
-        of_keys = [self._back(self._hop(one), form.num_batch) for one in (of_k, of_v)]
-        of_q = self._back(jnp.concatenate([one for one, _ in own], form.queries), form.queries)
-        labels = [labels for labels, is_wanted in zip(form.extras, grads, strict=True) if is_wanted]
-        of_extras = [
-            self._back(one, of.index(form.queries)) if form.queries in of else one
-            for one, of in zip(joined_extras(form, grads, [extras for _, extras in own]), labels, strict=True)
+        query_grads = tuple(
+            (jnp.zeros(array.q.shape, jnp.float32), zeros_of_extras(grads, array.extras)) for array in parts
+        )
+        zeros = [jnp.zeros(array.shape, jnp.float32) for array in (k, v)]
+        (query_grads, grad_k, grad_v, k, v), _ = lax.scan(body, (query_grads, *zeros, k, v), jnp.arange(self.size - 1))
+        query_grads, grad_k, grad_v = shift_and_add(query_grads, grad_k, grad_v, k, v, self.size - 1)
+        kv_grads = [self._back(self._hop(array), form.num_batch) for array in (grad_k, grad_v)]
+        grad_q = self._back(jnp.concatenate([array for array, _ in query_grads], form.queries), form.queries)
+        labels = [labels for labels, is_computed in zip(form.extras, grads, strict=True) if is_computed]
+        extra_grads = [
+            self._back(array, array_labels.index(form.queries)) if form.queries in array_labels else array
+            for array, array_labels in zip(
+                joined_extras(form, grads, [extras for _, extras in query_grads]), labels, strict=True
+            )
         ]
-        return [of_q, *of_keys, *of_extras]
+        return [grad_q, *kv_grads, *extra_grads]
 
     def _parts(self, part: Part) -> list[Part]:
-        """This device's queries, with the parts of the sequence that are its own."""
+        """Returns this device's queries, split into its parts of the sequence."""
         form = self.form
         extras = tuple(
             self._moved(extra, labels.index(form.queries)) if form.queries in labels else extra
@@ -181,28 +197,28 @@ class _Ring:
             out=None if part.out is None else self._moved(part.out, form.queries),
             rows=tuple(self._moved(row, form.queries) for row in part.rows),
         )
-        found = parted(form, moved, len(self.share.owned[0]))
-        return [replace(one, index=self._owned(at, 0)) for at, one in enumerate(found)]
+        queries = parted(form, moved, len(self.share.owned[0]))
+        return [replace(query, index=self._owned(slot, 0)) for slot, query in enumerate(queries)]
 
     def _keys(self, k: Any, v: Any, step: Any) -> list[Keys]:
-        """The keys that are here at a step: those of as many devices before this one."""
+        """Returns the keys on this device at a step: those of the device `step` places before it."""
         num = len(self.share.owned[0])
-        pairs = zip(*(jnp.split(one, num, self.form.num_batch) for one in (k, v)), strict=True)
-        return [Keys(of_k, of_v, self._owned(at, step)) for at, (of_k, of_v) in enumerate(pairs)]
+        pairs = zip(*(jnp.split(array, num, self.form.num_batch) for array in (k, v)), strict=True)
+        return [Keys(part_k, part_v, self._owned(slot, step)) for slot, (part_k, part_v) in enumerate(pairs)]
 
-    def _owned(self, at: int, step: Any) -> Any:
-        """Which part of the sequence one slot of the device so many before this one has."""
-        owned = jnp.asarray([parts[at] for parts in self.share.owned])
+    def _owned(self, slot: int, step: Any) -> Any:
+        """Returns which part of the sequence occupies a slot of the device `step` places before this one."""
+        owned = jnp.asarray([parts[slot] for parts in self.share.owned])
         return owned[(lax.axis_index(self.axes) - step) % self.size]
 
     def _hop(self, array: Any) -> Any:
-        return lax.ppermute(array, self.axes, [(at, (at + 1) % self.size) for at in range(self.size)])
+        return lax.ppermute(array, self.axes, [(device, (device + 1) % self.size) for device in range(self.size)])
 
     def _moved(self, array: Any, dim: int) -> Any:
-        """A device's contiguous part as the two halves that it has in a zigzag.
+        """Exchanges a device's contiguous part of the sequence for its two parts of the zigzag.
 
-        Of the halves in order, those at even places lie first on their devices and those at odd places second; either
-        half of all devices goes in one exchange, as a device has one of each in a zigzag too.
+        Parts with an even index go to the first slot of their device and parts with an odd index to the second. One
+        permutation moves the even parts of all devices and another the odd ones, as every device has one of each.
         """
         if not self.share.is_moved:
             return array
@@ -210,19 +226,19 @@ class _Ring:
         return jnp.concatenate(self._sorted(first, second), dim)
 
     def _back(self, array: Any, dim: int) -> Any:
-        """The inverse of `_moved`."""
+        """Inverts `_moved`."""
         if not self.share.is_moved:
             return array
         return jnp.concatenate(self._exchanged(self._sorted(*jnp.split(array, 2, dim)), is_back=True), dim)
 
     def _exchanged(self, halves: Sequence[Any], is_back: bool) -> list[Any]:
-        home = {part: device for device, parts in enumerate(self.share.owned) for part in parts}
-        ways = [[(at, home[2 * at + odd]) for at in range(self.size)] for odd in (0, 1)]
+        owner = {part: device for device, parts in enumerate(self.share.owned) for part in parts}
+        perms = [[(source, owner[2 * source + odd]) for source in range(self.size)] for odd in (0, 1)]
         if is_back:
-            ways = [[(to, at) for at, to in way] for way in ways]
-        return [lax.ppermute(half, self.axes, way) for half, way in zip(halves, ways, strict=True)]
+            perms = [[(target, source) for source, target in perm] for perm in perms]
+        return [lax.ppermute(half, self.axes, perm) for half, perm in zip(halves, perms, strict=True)]
 
     def _sorted(self, a: Any, b: Any) -> list[Any]:
-        """Two halves in their order on a device whose first part is even, and the other way round on others."""
+        """Returns two parts in slot order if the first part of this device is even, and in reverse order otherwise."""
         is_even = lax.axis_index(self.axes) % 2 == 0
         return [jnp.where(is_even, a, b), jnp.where(is_even, b, a)]

@@ -1,6 +1,6 @@
-"""Ends: what the first and the last stage of a pipeline know after the last tick, told to all stages.
+"""Broadcasts values from one stage of a pipeline to all stages.
 
-By permutations alone: nothing else ever goes from stage to stage, and all of them end with the same bits.
+Broadcasts use `ppermute` only, like all other communication between stages, so all stages receive identical bits.
 """
 
 from collections.abc import Sequence
@@ -13,43 +13,49 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.trace.pipeline.partition import PipelinePartition
 
 
-def shared(cut: PipelinePartition, by_stage: dict[int, Any], num_stages: int, index: Any) -> dict[int, Any]:
-    """Sums and states as all stages know them in the end.
+def broadcast_carries(
+    partition: PipelinePartition, by_stage: dict[int, Any], num_stages: int, index: Any
+) -> dict[int, Any]:
+    """Returns the carried sums and states, replicated over all stages, after the last tick.
 
     Args:
-      cut: the loop over microbatches in pieces.
-      by_stage: what each stage has of them; a sum began on the first stage, and from nothing on the others.
-      num_stages: how many there are.
-      index: which of them this one is.
+      partition: the partitioned loop over microbatches.
+      by_stage: the local values; a sum starts from its initial value on the first stage, and from zero on the others.
+      num_stages: number of stages.
+      index: index of this stage.
     """
-    found, last = dict(by_stage), num_stages - 1
-    for one in cut.sums:
-        if not one.is_rows:
-            array = found[one.index]
-            if "head" in one.parts:
+    carries, last = dict(by_stage), num_stages - 1
+    for carried_sum in partition.sums:
+        if not carried_sum.is_rows:
+            array = carries[carried_sum.index]
+            if "head" in carried_sum.parts:
                 array = array + lax.ppermute(array, AXIS, [(last, 0)])
-            found[one.index] = told(array, 0, num_stages, index)
-    for at, state in enumerate(cut.states):
-        found[state.index] = told(found[state.index], 0 if at < cut.num_front_states else last, num_stages, index)
-    return found
+            carries[carried_sum.index] = broadcast_from_stage(array, 0, num_stages, index)
+    for position, state in enumerate(partition.states):
+        carries[state.index] = broadcast_from_stage(
+            carries[state.index], 0 if position < partition.num_front_states else last, num_stages, index
+        )
+    return carries
 
 
-def results(cut: PipelinePartition, arrays: Sequence[Any], num_stages: int, index: Any) -> list[Any]:
-    """What is left of every microbatch, as all stages know it in the end."""
-    places = [num_stages - 1 if where == "head" else 0 for _, where in cut.results]
-    return [told(array, place, num_stages, index) for array, place in zip(arrays, places, strict=True)]
+def broadcast_results(partition: PipelinePartition, arrays: Sequence[Any], num_stages: int, index: Any) -> list[Any]:
+    """Returns the outputs of all microbatches, replicated over all stages, after the last tick."""
+    sources = [num_stages - 1 if piece == "head" else 0 for _, piece in partition.results]
+    return [
+        broadcast_from_stage(array, source, num_stages, index) for array, source in zip(arrays, sources, strict=True)
+    ]
 
 
-def told(array: Any, source: int, num_stages: int, index: Any) -> Any:
-    """What one stage has, on all stages: those that know it tell as many others at a time."""
+def broadcast_from_stage(array: Any, source: int, num_stages: int, index: Any) -> Any:
+    """Returns the array of one stage on all stages; each round doubles the number of stages that have it."""
     reach = 1
     while reach < num_stages:
         pairs = [
-            ((source + at) % num_stages, (source + at + reach) % num_stages)
-            for at in range(min(reach, num_stages - reach))
+            ((source + offset) % num_stages, (source + offset + reach) % num_stages)
+            for offset in range(min(reach, num_stages - reach))
         ]
-        got = lax.ppermute(array, AXIS, pairs)
-        hears = (index == jnp.asarray([pair[1] for pair in pairs])).any()
-        array = jnp.where(hears, got, array)
+        received = lax.ppermute(array, AXIS, pairs)
+        is_receiver = (index == jnp.asarray([pair[1] for pair in pairs])).any()
+        array = jnp.where(is_receiver, received, array)
         reach *= 2
     return array

@@ -1,7 +1,7 @@
-"""Pipeline: the loop over microbatches of a step, run by stages after the table of a schedule.
+"""Runs the loop over microbatches of a step as a pipeline, by the tick table of its schedule.
 
-All stages take one tick together: each its own task, then activations go one stage on and their gradients one stage
-back. Inside of a stage the mesh's other axes split what the layout says; only `pipe` is by hand.
+At each tick every stage runs its own task; then activations are sent to the next stage and their gradients to the
+previous one. `pipe` is a manual mesh axis; XLA's partitioner shards each stage over all other axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,170 +17,180 @@ from jax.sharding import PartitionSpec
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import Ticks, ticks_of
 from spanax.plan.plan import Schedule
-from spanax.run.step.pipeline.layer_order import Rows, check_alike
-from spanax.run.step.pipeline.layer_padding import Padded
+from spanax.run.step.pipeline.layer_order import LayerOrder, check_order_invariant
+from spanax.run.step.pipeline.layer_padding import PaddedStep
 from spanax.run.step.pipeline.stage import Stage, Values, converted
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.replay import Replay
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.pipeline.partition import PipelinePartition, pipeline_partition
 from spanax.trace.pipeline.split_backward import SplitBackward, split_backward
-from spanax.trace.traced import Traced
 
 
 @dataclass(frozen=True, eq=False)
-class Outside:
-    """The step around a pipeline, whose stacked arrays lie as they are kept; inside, layers come in their order.
+class OuterStep:
+    """The step around a pipeline, which stores stacked arrays in row order; the pipeline itself uses layer order.
 
     Attributes:
-      replay: how it runs.
+      replay: the replay of the step.
       loop: its loop over microbatches.
-      prepared_ops: what is computed before the loop, of all layers' rows.
-      rows: how rows are kept, where that is not the layers' order.
-      dim: the dim of layers of a value, if it has one.
+      prepared_ops: operations before the loop that read the rows of all layers.
+      rows: the row order of stacked arrays, if it differs from the order of the layers.
+      dim: returns the layer dim of a value, or None.
     """
 
     replay: Replay
     loop: Op
     prepared_ops: Sequence[Op]
-    rows: Rows | None
+    rows: LayerOrder | None
     dim: Callable[[int], int | None]
 
-    def in_order(self, value: int, array: Any) -> Any:
-        """A value of the loop, its layers in their order."""
-        return array if self.rows is None else self.rows.in_order_along(array, self.dim(value))
+    def to_layers(self, value: int, array: Any) -> Any:
+        """Reorders an operand of the loop from row order to layer order."""
+        return array if self.rows is None else self.rows.to_layers_along(array, self.dim(value))
 
-    def kept(self, value: int, array: Any) -> Any:
-        """The other way round."""
-        return array if self.rows is None else self.rows.kept_along(array, self.dim(value))
+    def to_rows(self, value: int, array: Any) -> Any:
+        """Reorders a result of the loop from layer order to row order."""
+        return array if self.rows is None else self.rows.to_rows_along(array, self.dim(value))
 
 
-def in_stages(
+def pipelined_replay(
     replay: Replay,
-    traced: Traced,
+    traced: StepAnalysis,
     schedule: Schedule,
-    rows: Rows | None = None,
-    padded: tuple[Replay, Padded] | None = None,
+    rows: LayerOrder | None = None,
+    padded: tuple[Replay, PaddedStep] | None = None,
 ) -> Replay:
-    """A replay whose loop over microbatches is a pipeline, where the schedule has one.
+    """Returns a replay that runs the loop over microbatches as a pipeline, if the schedule has stages.
 
     Args:
-      replay: the step as it was written.
-      traced: the same.
-      schedule: how it is to run.
-      rows: how the rows of stacked arrays are kept, where that is not the layers' order.
-      padded: the step with rows of padding and how that runs, where there are such rows.
+      replay: the replay of the step.
+      traced: the step.
+      schedule: the schedule.
+      rows: the row order of stacked arrays, if it differs from the order of the layers.
+      padded: the replay of the step with padded rows and that step, if there are padded rows.
 
     Raises:
-      SpanaxError: the step cannot be divided so.
+      SpanaxError: the step cannot be partitioned into stages.
     """
     if schedule.num_stages == 1:
         return replay
-    pieces = pipeline_partition(traced, schedule.microbatches)
+    partition = pipeline_partition(traced, schedule.microbatches)
     table = ticks_of(schedule)
     instead: dict[Op, Any] = {}
     if padded is None:
         dim = partial(rows.dim, traced) if rows else lambda value: None
         if rows is not None:
-            check_alike(traced, pieces)
-        outside = Outside(replay, pieces.loop.op, pieces.prepared_ops, rows, dim)
+            check_order_invariant(traced, partition)
+        outer = OuterStep(replay, partition.loop.op, partition.prepared_ops, rows, dim)
     else:
-        outer, both = padded
-        other = pipeline_partition(both.step, schedule.microbatches)
-        instead |= both.masked(outer, pieces, other)
-        outside = Outside(replace(outer, instead=instead), other.loop.op, other.prepared_ops, rows, both.dim)
-    # Each permutation inside of a task waits for all simulated devices, those of other stages too.
-    meets = platform_of(replay.mesh) == "cpu" and replay.mesh.size > schedule.num_stages
-    run = pipelined(replay, pieces, table, outside, meets=meets)
-    return replace(outside.replay, instead={**instead, outside.loop: run})
+        padded_replay, step = padded
+        outer_partition = pipeline_partition(step.step, schedule.microbatches)
+        instead |= step.masked(padded_replay, partition, outer_partition)
+        padded_replay = replace(padded_replay, instead=instead)
+        outer = OuterStep(padded_replay, outer_partition.loop.op, outer_partition.prepared_ops, rows, step.dim)
+    # On simulated devices, a collective inside of a task waits for all devices, including those of other stages.
+    lockstep = platform_of(replay.mesh) == "cpu" and replay.mesh.size > schedule.num_stages
+    run = pipelined_loop(replay, partition, table, outer, lockstep=lockstep)
+    return replace(outer.replay, instead={**instead, outer.loop: run})
 
 
-def pipelined(
-    replay: Replay, pieces: PipelinePartition, ticks: Ticks, outside: Outside, *, meets: bool
+def pipelined_loop(
+    replay: Replay, partition: PipelinePartition, ticks: Ticks, outer: OuterStep, *, lockstep: bool
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """What runs in place of the loop over microbatches: a function of its operands that returns its results.
+    """Returns the replacement of the loop over microbatches: a function of its operands that returns its results.
 
     Args:
-      replay: the program, as it runs outside of the pipeline.
-      pieces: the loop, cut.
-      ticks: who does what when.
-      outside: what the loop stands in.
-      meets: whether all stages take every task that one of them has at a tick, and all but that one forget it.
+      replay: the replay of the program outside of the pipeline.
+      partition: the partition of the loop.
+      ticks: the tick table.
+      outer: the step around the loop.
+      lockstep: run each task of a tick on all stages, and discard its results on stages that do not have it.
     """
-    loop = pieces.loop
-    two = split_backward(pieces.backward) if ticks.is_split else None
-    inner = _inside(replay, two)
-    divided = [one.index for one in pieces.sums if one.is_rows] + [state.index for state in pieces.layer_states]
+    loop = partition.loop
+    split = split_backward(partition.backward) if ticks.is_split else None
+    inner = _stage_replay(replay, split)
+    layer_carries = [item.index for item in partition.sums if item.is_rows]
+    layer_carries += [state.index for state in partition.layer_states]
+    other_carries = {*layer_carries, *partition.unchanged}
+    stage_carries = [index for index in range(loop.num_carried) if index not in other_carries]
 
-    def inside(
-        rows: list[Any], by_rows: Values, by_stage: Values, whole: Values, microbatches: list[Any], table: Any
+    def run_stage(
+        rows: list[Any], by_layer: Values, by_stage: Values, invariants: Values, microbatches: list[Any], table: Any
     ) -> tuple[Values, Values, list[Any]]:
-        known = dict(zip(pieces.rows, rows, strict=True))
-        stage = Stage(inner, pieces, ticks, meets, two, known, whole, microbatches, lax.axis_index(AXIS))
-        return stage.run(by_rows, by_stage, table)
+        local_rows = dict(zip(partition.rows, rows, strict=True))
+        stage = Stage(
+            inner, partition, ticks, lockstep, split, local_rows, invariants, microbatches, lax.axis_index(AXIS)
+        )
+        return stage.run(by_layer, by_stage, table)
 
-    split, alike = PartitionSpec(AXIS), PartitionSpec()
-    staged = jax.shard_map(
-        inside,
+    sharded, replicated = PartitionSpec(AXIS), PartitionSpec()
+    run_stages = jax.shard_map(
+        run_stage,
         mesh=replay.mesh,
-        in_specs=(split, split, alike, alike, alike, alike),
-        out_specs=(split, alike, alike),
+        in_specs=(sharded, sharded, replicated, replicated, replicated, replicated),
+        out_specs=(sharded, replicated, replicated),
         axis_names={AXIS},
         check_vma=False,
     )
-
-    reads = _read(pieces)
+    reads = _reads(partition)
     outputs, constants = loop.body.outputs, replay.graph.constants
     pairs = list(zip(loop.body.inputs, loop.op.inputs, strict=True))[: loop.num_consts]
 
     def run(ins: Sequence[Any]) -> list[Any]:
         values: Values = dict(zip(loop.body.inputs, ins, strict=True))
-        values |= {value: outside.kept(value, constants[outer]) for value, outer in pairs if outer in constants}
-        outside.replay.ops(outside.prepared_ops, values)
+        values |= {value: outer.to_rows(value, constants[operand]) for value, operand in pairs if operand in constants}
+        outer.replay.ops(outer.prepared_ops, values)
         carried = ins[loop.num_consts : loop.num_consts + loop.num_carried]
-        befores = loop.body.inputs[loop.num_consts :]
+        body_carries = loop.body.inputs[loop.num_consts :]
         microbatches = list(ins[loop.num_consts + loop.num_carried :])
-        consts = [*loop.body.inputs[: loop.num_consts], *pieces.prepared, *pieces.unchanged.values()]
-        whole = {value: outside.in_order(value, values[value]) for value in consts if value in reads}
-        rest = {at: value for at, value in enumerate(carried) if at not in divided and at not in pieces.unchanged}
-        by_rows, by_stage, results = staged(
-            outside.replay.read(values, pieces.rows),
-            {at: carried[at] for at in divided},
-            {at: outside.in_order(befores[at], array) for at, array in rest.items()},
-            whole,
+        consts = [*loop.body.inputs[: loop.num_consts], *partition.prepared, *partition.unchanged.values()]
+        invariants = {value: outer.to_layers(value, values[value]) for value in consts if value in reads}
+        by_layer, by_stage, results = run_stages(
+            outer.replay.read(values, partition.rows),
+            {index: carried[index] for index in layer_carries},
+            {index: outer.to_layers(body_carries[index], carried[index]) for index in stage_carries},
+            invariants,
             microbatches,
             jnp.asarray(ticks.table),
         )
-        by_stage = {at: outside.kept(outputs[at], array) for at, array in by_stage.items()}
-        found = by_rows | by_stage | {at: carried[at] for at in pieces.unchanged}
-        for one in pieces.sums:
-            for part in one.parts.get("always", ()):
-                (extra,) = outside.replay.read(values, [part.value])
-                found[one.index] = found[one.index] + converted(part, extra) * ticks.num_microbatches
-        stacked = zip(loop.op.outputs[loop.num_carried :], results, strict=True)
-        return [*(found[at] for at in range(loop.num_carried)), *(outside.kept(value, each) for value, each in stacked)]
+        by_stage = {index: outer.to_rows(outputs[index], array) for index, array in by_stage.items()}
+        carries = by_layer | by_stage | {index: carried[index] for index in partition.unchanged}
+        for item in partition.sums:
+            for part in item.parts.get("always", ()):
+                (summand,) = outer.replay.read(values, [part.value])
+                carries[item.index] = carries[item.index] + converted(part, summand) * ticks.num_microbatches
+        stacked = [outer.to_rows(*pair) for pair in zip(loop.op.outputs[loop.num_carried :], results, strict=True)]
+        return [*(carries[index] for index in range(loop.num_carried)), *stacked]
 
     return run
 
 
-def _inside(replay: Replay, two: SplitBackward | None) -> Replay:
-    """How operations run inside of a stage, those of a layer's halves as they were written."""
+def _stage_replay(replay: Replay, split: SplitBackward | None) -> Replay:
+    """Returns the replay inside of a stage; operations of a split backward pass inherit their original shardings."""
     uses, sums = dict(replay.uses), dict(replay.unreduced.sums)
-    for op, written in two.as_written.items() if two else ():
+    for op, written in split.as_written.items() if split else ():
         uses |= {op: uses[written]} if written in uses else {}
         sums |= {op: sums[written]} if written in sums else {}
-    late = replace(replay.unreduced, sums=sums)
-    return replace(replay, uses=uses, unreduced=late, instead={}, manual=frozenset([AXIS]))
+    deferred = replace(replay.unreduced, sums=sums)
+    return replace(replay, uses=uses, unreduced=deferred, instead={}, manual=frozenset([AXIS]))
 
 
-def _read(pieces: PipelinePartition) -> set[int]:
-    """Values that some piece reads, beside the rows that each stage has of its own."""
-    ops = (pieces.front_ops, pieces.head_ops, pieces.end_ops, pieces.forward_ops, pieces.backward_ops)
-    found = {value for each in ops for op in each for value in op.inputs}
-    for loop in (pieces.forward, pieces.backward):
-        found |= {*loop.carried, *loop.consts, *loop.scanned}
-    for one in (*pieces.payload_forward, *pieces.payload_backward):
-        found.add(one)
-    found |= {part.value for one in pieces.sums for parts in one.parts.values() for part in parts}
-    found |= {state.after for state in pieces.states} | {value for value, _ in pieces.results}
-    return found - {*pieces.rows}
+def _reads(partition: PipelinePartition) -> set[int]:
+    """Returns the values that the pieces read, except the rows of each stage."""
+    op_lists = (
+        partition.front_ops,
+        partition.head_ops,
+        partition.end_ops,
+        partition.forward_ops,
+        partition.backward_ops,
+    )
+    reads = {value for ops in op_lists for op in ops for value in op.inputs}
+    for loop in (partition.forward, partition.backward):
+        reads |= {*loop.carried, *loop.consts, *loop.scanned}
+    for value in (*partition.payload_forward, *partition.payload_backward):
+        reads.add(value)
+    reads |= {part.value for item in partition.sums for parts in item.parts.values() for part in parts}
+    reads |= {state.after for state in partition.states} | {value for value, _ in partition.results}
+    return reads - {*partition.rows}

@@ -1,4 +1,4 @@
-"""Held: what a stage of a pipeline keeps from tick to tick, how much of it there is, and how it is split."""
+"""Allocates the buffers that a pipeline stage carries from tick to tick, and constrains their sharding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from spanax.plan.pipeline.layer_partition import Parts
 from spanax.plan.pipeline.ticks import Ticks
@@ -13,113 +14,135 @@ from spanax.run.step.replay.replay import Replay
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.split_backward import SplitBackward
 
-Held = dict[str, Any]
-"""What a stage holds, by what it is:
+Buffers = dict[str, Any]
+"""The carry of a stage:
 
-`forward`, `backward`: slots for what has arrived; `sends_forward`, `sends_backward`: what goes on after this tick;
-`kept`: slots for what the way back needs of a microbatch; `split`: slots for what only weights still need;
-`by_rows`, `by_stage`: sums and states, by their place among the carried values; `results`: one entry a microbatch.
+`forward`, `backward`: slots for received activations and gradients; `sends_forward`, `sends_backward`: values sent
+after this tick; `residuals`: slots for residuals of the backward pass of a microbatch; `weight_residuals`: slots for
+residuals of the weight gradients alone; `by_layer`, `by_stage`: sums and states, by index in the carry of the loop;
+`results`: one entry for each microbatch.
 """
 
 
 @dataclass(frozen=True, eq=False)
-class Storage:
-    """What a stage has to hold.
+class BufferSpec:
+    """Shapes and shardings of the buffers of a stage.
 
     Attributes:
-      replay: how operations run inside of a stage.
-      cut: the loop over microbatches in pieces.
-      ticks: the table, which says how many slots there are.
-      halves: a layer's way back in two, where the table takes it apart.
+      replay: the replay inside of a stage.
+      partition: the partition of the loop over microbatches.
+      ticks: the tick table, which determines the number of slots.
+      split: the split backward pass of a layer, if the schedule has separate weight gradients.
     """
 
     replay: Replay
-    cut: PipelinePartition
+    partition: PipelinePartition
     ticks: Ticks
-    halves: SplitBackward | None
+    split: SplitBackward | None
 
     @cached_property
     def parts(self) -> Parts:
-        """Which layers each chunk has."""
-        return Parts(self.cut.num_layers, self.ticks.num_stages, self.ticks.num_chunks)
+        """The partition of the layers over stages and chunks."""
+        return Parts(self.partition.num_layers, self.ticks.num_stages, self.ticks.num_chunks)
 
     @property
     def num_rows(self) -> int:
-        """How many rows one chunk has: its layers, and the padding."""
+        """The number of rows of one chunk, with padding."""
         return self.parts.num_rows
 
     @cached_property
     def residuals(self) -> tuple[int, ...]:
-        """What the layers leave for their way back: stacked results, and the states they began with."""
-        states = {state.before for state in self.cut.layer_states}
-        wanted = {*self.cut.forward.stacked, *states}
-        return tuple(dict.fromkeys(value for value in self.cut.backward.scanned if value in wanted))
+        """Residuals of the layers: stacked results of the forward pass, and the initial states of the layers."""
+        states = {state.before for state in self.partition.layer_states}
+        available = {*self.partition.forward.stacked, *states}
+        return tuple(dict.fromkeys(value for value in self.partition.backward.scanned if value in available))
 
     @property
     def between(self) -> tuple[int, ...]:
-        """What the gradients of weights take from those of the input."""
-        return self.halves.between if self.halves else ()
+        """Values that the weight gradients read from the computation of the input gradients."""
+        return self.split.between if self.split else ()
 
     @property
     def returned(self) -> tuple[int, ...]:
-        """What the head handed back, as far as the gradients of weights come later and may still need it."""
-        return self.cut.returned if self.halves else ()
+        """Values that the head sends back, if separate weight gradients may still need them."""
+        return self.partition.returned if self.split else ()
 
     def deferred_axes(self, index: int) -> tuple[str, ...]:
         """Returns the mesh axes over which a carried value has not been reduced yet."""
-        return self.replay.unreduced.of(self.cut.loop.body_carried[index])
+        return self.replay.unreduced.of(self.partition.loop.body_carried[index])
 
     def zeros(self, value: int, *leading: int, num_scanned: int = 0) -> Any:
-        """An array like a value, without its first `num_scanned` dims and with others in front."""
+        """Returns zeros like a value, without its first `num_scanned` dims and with `leading` dims."""
         aval = self.replay.graph.avals[value]
         return jnp.zeros((*leading, *aval.shape[num_scanned:]), aval.dtype)
 
-    def blank(self) -> Held:
-        """Everything but sums and states, before the first tick."""
+    def blank(self) -> Buffers:
+        """Returns all buffers except sums and states, before the first tick."""
         ticks = self.ticks
-        kept = [self.zeros(value, ticks.num_in_flight, self.num_rows, num_scanned=1) for value in self.residuals]
+        residuals = [self.zeros(value, ticks.num_in_flight, self.num_rows, num_scanned=1) for value in self.residuals]
         return {
-            "forward": [self.zeros(value, ticks.num_received[0]) for value in self.cut.payload_forward],
-            "backward": [self.zeros(value, ticks.num_received[1]) for value in self.cut.payload_backward],
-            "sends_forward": [self.zeros(value) for value in self.cut.payload_forward],
-            "sends_backward": [self.zeros(value) for value in self.cut.payload_backward],
-            "kept": kept + [self.zeros(value, ticks.num_in_flight) for value in self.cut.ridden],
-            "split": [self.zeros(value, ticks.num_split, self.num_rows) for value in self.between]
+            "forward": [self.zeros(value, ticks.num_received[0]) for value in self.partition.payload_forward],
+            "backward": [self.zeros(value, ticks.num_received[1]) for value in self.partition.payload_backward],
+            "sends_forward": [self.zeros(value) for value in self.partition.payload_forward],
+            "sends_backward": [self.zeros(value) for value in self.partition.payload_backward],
+            "residuals": residuals + [self.zeros(value, ticks.num_in_flight) for value in self.partition.ridden],
+            "weight_residuals": [self.zeros(value, ticks.num_split, self.num_rows) for value in self.between]
             + [self.zeros(value, ticks.num_split) for value in self.returned],
-            "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.cut.results],
+            "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.partition.results],
         }
 
-    def placed(self, held: Held) -> Held:
-        """All that is held, split over the other mesh axes as its values are.
+    def placed(self, buffers: Buffers) -> Buffers:
+        """Constrains all buffers to the sharding of their values over the other mesh axes.
 
-        What a task gives and what is there without it must be split alike: XLA refuses a condition of two minds.
+        Both branches of a conditional must return the same shardings: XLA rejects a mismatch.
         """
-        cut, fix, of = self.cut, self.replay.constrained, self.replay.constraints
-        forward, backward = cut.forward, cut.backward
-        going = [*forward.body.outputs[: forward.num_carried], *cut.ridden, *cut.collected]
-        coming = [*backward.body.outputs[: backward.num_carried], *cut.returned]
-        of_layer = dict(zip(forward.stacked, forward.body.outputs[forward.num_carried :], strict=True))
-        outputs, num_layers, num_between = cut.loop.body.outputs, len(self.residuals), len(self.between)
+        partition, constrained, constraints = self.partition, self.replay.constrained, self.replay.constraints
+        forward, backward = partition.forward, partition.backward
+        forward_values = [*forward.body.outputs[: forward.num_carried], *partition.ridden, *partition.collected]
+        backward_values = [*backward.body.outputs[: backward.num_carried], *partition.returned]
+        layer_outputs = dict(zip(forward.stacked, forward.body.outputs[forward.num_carried :], strict=True))
+        outputs, num_layers, num_between = partition.loop.body.outputs, len(self.residuals), len(self.between)
 
-        def each(arrays: Sequence[Any], values: Sequence[int], num_leading: int) -> list[Any]:
-            return [fix(array, of[value], (None,) * num_leading) for array, value in zip(arrays, values, strict=True)]
+        def constrain_all(arrays: Sequence[Any], values: Sequence[int], num_leading: int) -> list[Any]:
+            return [
+                constrained(array, constraints[value], (None,) * num_leading)
+                for array, value in zip(arrays, values, strict=True)
+            ]
 
         layers = [
-            fix(array, of[of_layer[value]], (None, None)) if value in of_layer else array
-            for array, value in zip(held["kept"], self.residuals, strict=False)
+            constrained(array, constraints[layer_outputs[value]], (None, None)) if value in layer_outputs else array
+            for array, value in zip(buffers["residuals"], self.residuals, strict=False)
         ]
-        return held | {
-            "forward": each(held["forward"], going, 1),
-            "backward": each(held["backward"], coming, 1),
-            "sends_forward": each(held["sends_forward"], going, 0),
-            "sends_backward": each(held["sends_backward"], coming, 0),
-            "kept": layers + each(held["kept"][num_layers:], cut.ridden, 1),
-            "split": each(held["split"][:num_between], self.between, 2)
-            + each(held["split"][num_between:], self.returned, 1),
-            "by_rows": {
-                at: fix(array, of[outputs[at]], self.deferred_axes(at)) for at, array in held["by_rows"].items()
+        return buffers | {
+            "forward": constrain_all(buffers["forward"], forward_values, 1),
+            "backward": constrain_all(buffers["backward"], backward_values, 1),
+            "sends_forward": constrain_all(buffers["sends_forward"], forward_values, 0),
+            "sends_backward": constrain_all(buffers["sends_backward"], backward_values, 0),
+            "residuals": layers + constrain_all(buffers["residuals"][num_layers:], partition.ridden, 1),
+            "weight_residuals": constrain_all(buffers["weight_residuals"][:num_between], self.between, 2)
+            + constrain_all(buffers["weight_residuals"][num_between:], self.returned, 1),
+            "by_layer": {
+                index: constrained(array, constraints[outputs[index]], self.deferred_axes(index))
+                for index, array in buffers["by_layer"].items()
             },
             "by_stage": {
-                at: fix(array, of[outputs[at]], self.deferred_axes(at)) for at, array in held["by_stage"].items()
+                index: constrained(array, constraints[outputs[index]], self.deferred_axes(index))
+                for index, array in buffers["by_stage"].items()
             },
         }
+
+
+def read_slot(array: Any, index: Any) -> Any:
+    """Returns one slot of a buffer; slot 0 for an index of -1, whose value is unused."""
+    return lax.dynamic_index_in_dim(array, jnp.maximum(index, 0), 0, keepdims=False)
+
+
+def write_slots(buffers: Sequence[Any], slot: Any, arrays: Sequence[Any], condition: Any) -> list[Any]:
+    """Writes each array to a slot of its buffer; a no-op where `condition` is false."""
+    index = jnp.maximum(slot, 0)
+
+    def write(old: Any, new: Any) -> Any:
+        new = new if condition is True else jnp.where(condition, new, read_slot(old, index))
+        return lax.dynamic_update_index_in_dim(old, new, index, 0)
+
+    return [write(old, new) for old, new in zip(buffers, arrays, strict=True)]

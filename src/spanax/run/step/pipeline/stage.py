@@ -1,4 +1,4 @@
-"""Stage: what one stage of a pipeline does at each tick."""
+"""Runs one stage of a pipeline: the tasks of its ticks, and the transfers between stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from jax import lax
 from spanax.plan.pipeline.schedules import KINDS
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import COLUMNS, Ticks, share_name
-from spanax.run.step.pipeline.broadcast_from_stage import results, shared
-from spanax.run.step.pipeline.residual_buffers import Held, Storage
+from spanax.run.step.pipeline.broadcast_from_stage import broadcast_carries, broadcast_results
+from spanax.run.step.pipeline.residual_buffers import Buffers, BufferSpec, read_slot, write_slots
 from spanax.run.step.replay.partial_sums import in_front, lifted
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.jaxpr.loops import Loop
@@ -22,198 +22,214 @@ from spanax.trace.pipeline.split_backward import SplitBackward
 
 Values = dict[int, Any]
 
-Mine = dict[str, Any]
-"""A row of the table as one stage sees it, by column; `own` says whether the task at hand is this stage's."""
+Task = dict[str, Any]
+"""The row of the tick table for this stage, by column; `active` is whether the current task belongs to this stage."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """One stage of a pipeline, as every device of it sees itself.
+    """One stage of a pipeline, as each of its devices runs it.
 
     Attributes:
-      replay: how operations run inside of a stage.
-      cut: the loop over microbatches in pieces.
-      ticks: the table.
-      meets: whether tasks of others are taken along, and forgotten.
-      halves: a layer's way back in two, where the table takes it apart.
-      rows: of each stacked value, the rows of this stage's layers.
-      whole: what is the same for all microbatches, by value.
-      microbatches: the batch, a leading dim for the microbatch.
-      index: which stage this is.
+      replay: the replay inside of a stage.
+      partition: the partition of the loop over microbatches.
+      ticks: the tick table.
+      lockstep: run each task of a tick on all stages, and discard its results on stages that do not have it.
+      split: the split backward pass of a layer, if the schedule has separate weight gradients.
+      rows: for each stacked operand, the rows of this stage's layers.
+      invariants: values that are equal for all microbatches.
+      microbatches: the batch, with a leading dim of microbatches.
+      index: index of this stage.
     """
 
     replay: Replay
-    cut: PipelinePartition
+    partition: PipelinePartition
     ticks: Ticks
-    meets: bool
-    halves: SplitBackward | None
+    lockstep: bool
+    split: SplitBackward | None
     rows: Values
-    whole: Values = field(repr=False)
+    invariants: Values = field(repr=False)
     microbatches: list[Any]
     index: Any
 
     @cached_property
-    def storage(self) -> Storage:
-        """What there is to hold from tick to tick."""
-        return Storage(self.replay, self.cut, self.ticks, self.halves)
+    def spec(self) -> BufferSpec:
+        """The specification of the buffers."""
+        return BufferSpec(self.replay, self.partition, self.ticks, self.split)
 
-    def run(self, by_rows: Values, by_stage: Values, table: Any) -> tuple[Values, Values, list[Any]]:
-        """All ticks: sums and states after them, and what is left of every microbatch."""
-        sums, num_stages = {one.index for one in self.cut.sums}, self.ticks.num_stages
+    def run(self, by_layer: Values, by_stage: Values, table: Any) -> tuple[Values, Values, list[Any]]:
+        """Runs all ticks; returns the carried sums and states, and the results of all microbatches."""
+        sums, num_stages = {item.index for item in self.partition.sums}, self.ticks.num_stages
         first = self.index == 0
-        started = {at: jnp.where(first, array, 0) if at in sums else array for at, array in by_stage.items()}
-        begun = [{at: self._begun(at, array) for at, array in group.items()} for group in (by_rows, started)]
-        held = self.storage.blank() | {"by_rows": begun[0], "by_stage": begun[1]}
+        started = {index: jnp.where(first, array, 0) if index in sums else array for index, array in by_stage.items()}
+        initial = [
+            {index: self._partial(index, array) for index, array in group.items()} for group in (by_layer, started)
+        ]
+        buffers = self.spec.blank() | {"by_layer": initial[0], "by_stage": initial[1]}
         kinds = table[:, :, COLUMNS.index("kind")]
-        taken = jnp.stack([(kinds == kind).any(1) for kind in range(len(KINDS))], 1)
-        held, _ = lax.scan(self._tick, self.storage.placed(held), (table, taken))
-        by_rows, by_stage = (
-            {at: self._summed(at, array) for at, array in held[n].items()} for n in ("by_rows", "by_stage")
+        active_kinds = jnp.stack([(kinds == kind).any(1) for kind in range(len(KINDS))], 1)
+        buffers, _ = lax.scan(self._tick, self.spec.placed(buffers), (table, active_kinds))
+        by_layer, by_stage = (
+            {index: self._reduced(index, array) for index, array in buffers[key].items()}
+            for key in ("by_layer", "by_stage")
         )
-        by_stage = shared(self.cut, by_stage, num_stages, self.index)
-        return by_rows, by_stage, results(self.cut, held["results"], num_stages, self.index)
+        by_stage = broadcast_carries(self.partition, by_stage, num_stages, self.index)
+        return by_layer, by_stage, broadcast_results(self.partition, buffers["results"], num_stages, self.index)
 
-    def _begun(self, index: int, array: Any) -> Any:
-        """A carried value as the ticks add to it: where its sum is put off, in parts."""
-        return lifted(array, (), self.storage.deferred_axes(index), self.replay.mesh.shape)
+    def _partial(self, index: int, array: Any) -> Any:
+        """Returns the initial value of a carry, as a partial sum if its reduction is deferred."""
+        return lifted(array, (), self.spec.deferred_axes(index), self.replay.mesh.shape)
 
-    def _summed(self, index: int, array: Any) -> Any:
+    def _reduced(self, index: int, array: Any) -> Any:
         return self.replay.reduced(
-            array, self.replay.constraints[self.cut.loop.body.outputs[index]], self.storage.deferred_axes(index)
+            array, self.replay.constraints[self.partition.loop.body.outputs[index]], self.spec.deferred_axes(index)
         )
 
-    def _tick(self, held: Held, row: tuple[Any, Any]) -> tuple[Held, None]:
-        table, taken = row
-        placed, mine = self.storage.placed, dict(zip(COLUMNS, table[self.index], strict=True))
-        tasks = (self._forward, self._backward, self._weights)[: 3 if self.halves else 2]
-        num_own, num_ticks = self.ticks.num_microbatches * self.ticks.num_chunks, self.ticks.num_ticks
+    def _tick(self, buffers: Buffers, row: tuple[Any, Any]) -> tuple[Buffers, None]:
+        table, active_kinds = row
+        placed, columns = self.spec.placed, dict(zip(COLUMNS, table[self.index], strict=True))
+        tasks = (self._forward, self._backward, self._weights)[: 3 if self.split else 2]
+        num_tasks, num_ticks = self.ticks.num_microbatches * self.ticks.num_chunks, self.ticks.num_ticks
         for kind, task in enumerate(tasks):
-            own = mine["kind"] == kind
+            active = columns["kind"] == kind
 
-            def do(held: Held, task: Callable[..., Held] = task, own: Any = own) -> Held:
-                return placed(task(held, mine | {"own": own}))
+            def run(buffers: Buffers, task: Callable[..., Buffers] = task, active: Any = active) -> Buffers:
+                return placed(task(buffers, columns | {"active": active}))
 
-            with jax.named_scope(share_name(num_own, num_ticks)):
-                held = lax.cond(taken[kind] if self.meets else own, do, placed, held)
+            with jax.named_scope(share_name(num_tasks, num_ticks)):
+                buffers = lax.cond(active_kinds[kind] if self.lockstep else active, run, placed, buffers)
         for kind, name, step in ((0, "forward", 1), (1, "backward", -1)):
-            ring = [(at, (at + step) % self.ticks.num_stages) for at in range(self.ticks.num_stages)]
+            ring = [(stage, (stage + step) % self.ticks.num_stages) for stage in range(self.ticks.num_stages)]
 
-            def send(held: Held, name: str = name, ring: list[tuple[int, int]] = ring) -> Held:
-                slot = mine[f"arrives_{name}"]
-                got = [lax.ppermute(array, AXIS, ring) for array in held[f"sends_{name}"]]
-                return placed(held | {name: _put_all(held[name], slot, got, slot >= 0)})
+            def send(buffers: Buffers, name: str = name, ring: list[tuple[int, int]] = ring) -> Buffers:
+                slot = columns[f"arrives_{name}"]
+                received = [lax.ppermute(array, AXIS, ring) for array in buffers[f"sends_{name}"]]
+                return placed(buffers | {name: write_slots(buffers[name], slot, received, slot >= 0)})
 
             with jax.named_scope(share_name(self.ticks.num_taken(KINDS[kind]), num_ticks)):
-                held = lax.cond(taken[kind], send, placed, held)
-        return held, None
+                buffers = lax.cond(active_kinds[kind], send, placed, buffers)
+        return buffers, None
 
-    def _forward(self, held: Held, mine: Mine) -> Held:
-        """One microbatch through one chunk's layers, the front before the first and the head behind the last."""
-        cut, loop = self.cut, self.cut.forward
-        part, micro = self._part(mine), self._micro(mine)
-        states = {state.before: held["by_stage"][state.index] for state in cut.states}
+    def _forward(self, buffers: Buffers, task: Task) -> Buffers:
+        """Runs one microbatch through the layers of one chunk.
+
+        The first chunk runs the front before them, the last chunk the head after them.
+        """
+        partition, loop = self.partition, self.partition.forward
+        part, micro = self._part(task), self._micro(task)
+        states = {state.before: buffers["by_stage"][state.index] for state in partition.states}
 
         def front() -> tuple[Any, Any, Any]:
-            values = self.whole | micro | states
-            self.replay.ops(cut.front_ops, values)
-            going = self.replay.read(values, [*loop.carried, *cut.ridden])
-            by_stage = self._moved_on(held["by_stage"], values, "front", cut.states[: cut.num_front_states])
-            blank = [self.storage.zeros(value) for value in cut.collected]
-            return going + blank, by_stage, self._noted(held["results"], values, "front", mine)
+            values = self.invariants | micro | states
+            self.replay.ops(partition.front_ops, values)
+            carried_values = self.replay.read(values, [*loop.carried, *partition.ridden])
+            by_stage = self._accumulated(
+                buffers["by_stage"], values, "front", partition.states[: partition.num_front_states]
+            )
+            zeros = [self.spec.zeros(value) for value in partition.collected]
+            return carried_values + zeros, by_stage, self._recorded(buffers["results"], values, "front", task)
 
-        def later() -> tuple[Any, Any, Any]:
-            return [_at(array, mine["received"]) for array in held["forward"]], held["by_stage"], held["results"]
+        def receive() -> tuple[Any, Any, Any]:
+            return (
+                [read_slot(array, task["received"]) for array in buffers["forward"]],
+                buffers["by_stage"],
+                buffers["results"],
+            )
 
-        payload, by_stage, results = self._choose(part == 0, front, later)
-        ridden = dict(zip(cut.ridden, payload[loop.num_carried :], strict=False))
-        values = self.whole | micro | ridden
-        self.replay.ops(cut.forward_ops, values)
-        before = {state.before: self._chunk(held["by_rows"][state.index], mine) for state in cut.layer_states}
-        carried, stacked = self._layers(loop, payload[: loop.num_carried], values, self._chunks(mine) | before, part)
-        left = dict(zip(loop.stacked, stacked, strict=True))
-        num_going = loop.num_carried + len(cut.ridden)
+        payload, by_stage, results = self._choose(part == 0, front, receive)
+        ridden = dict(zip(partition.ridden, payload[loop.num_carried :], strict=False))
+        values = self.invariants | micro | ridden
+        self.replay.ops(partition.forward_ops, values)
+        before = {state.before: self._chunk(buffers["by_layer"][state.index], task) for state in partition.layer_states}
+        carried, stacked = self._layers(loop, payload[: loop.num_carried], values, self._chunks(task) | before, part)
+        layer_outputs = dict(zip(loop.stacked, stacked, strict=True))
+        num_sent = loop.num_carried + len(partition.ridden)
         collected = [
-            self._collected(array, left[value], part)
-            for array, value in zip(payload[num_going:], cut.collected, strict=True)
+            self._collected(array, layer_outputs[value], part)
+            for array, value in zip(payload[num_sent:], partition.collected, strict=True)
         ]
-        by_rows = {
-            state.index: self._put_chunk(held["by_rows"][state.index], mine, left[state.after])
-            for state in cut.layer_states
+        by_layer = {
+            state.index: self._put_chunk(buffers["by_layer"][state.index], task, layer_outputs[state.after])
+            for state in partition.layer_states
         }
-        kept = [(left | before)[value] for value in self.storage.residuals] + [*ridden.values()]
-        held = held | {
-            "by_rows": held["by_rows"] | by_rows,
-            "kept": _put_all(held["kept"], mine["kept"], kept, self._wanted(mine)),
-            "sends_forward": [*carried, *payload[loop.num_carried : num_going], *collected],
+        residuals = [(layer_outputs | before)[value] for value in self.spec.residuals] + [*ridden.values()]
+        buffers = buffers | {
+            "by_layer": buffers["by_layer"] | by_layer,
+            "residuals": write_slots(buffers["residuals"], task["kept"], residuals, self._is_active(task)),
+            "sends_forward": [*carried, *payload[loop.num_carried : num_sent], *collected],
         }
 
         def head() -> tuple[Any, Any, Any]:
-            values = self.whole | micro | states | ridden
-            values |= dict(zip((*loop.results, *cut.collected), (*carried, *collected), strict=True))
-            self.replay.ops(cut.head_ops, values)
-            seeds = self.replay.read(values, cut.payload_backward)
-            received = _put_all(held["backward"], mine["seeds"], seeds, self._wanted(mine))
-            moved_on = self._moved_on(by_stage, values, "head", cut.states[cut.num_front_states :])
-            return received, moved_on, self._noted(results, values, "head", mine)
+            values = self.invariants | micro | states | ridden
+            values |= dict(zip((*loop.results, *partition.collected), (*carried, *collected), strict=True))
+            self.replay.ops(partition.head_ops, values)
+            seeds = self.replay.read(values, partition.payload_backward)
+            gradients = write_slots(buffers["backward"], task["seeds"], seeds, self._is_active(task))
+            new_by_stage = self._accumulated(by_stage, values, "head", partition.states[partition.num_front_states :])
+            return gradients, new_by_stage, self._recorded(results, values, "head", task)
 
         is_last = part == self.ticks.num_parts - 1
-        received, by_stage, results = self._choose(is_last, head, lambda: (held["backward"], by_stage, results))
-        return self._if_own(mine, held | {"backward": received}, by_stage, results)
+        gradients, by_stage, results = self._choose(is_last, head, lambda: (buffers["backward"], by_stage, results))
+        return self._if_active(task, buffers | {"backward": gradients}, by_stage, results)
 
-    def _backward(self, held: Held, mine: Mine) -> Held:
-        """The gradient of one microbatch back through one chunk's layers, and behind the first of them the end."""
-        cut, loop = self.cut, self.cut.backward
-        payload = [_at(array, mine["received"]) for array in held["backward"]]
-        residuals, ridden = self._kept(held, mine)
-        returned = dict(zip(cut.returned, payload[loop.num_carried :], strict=True))
-        known = self.whole | self._micro(mine) | ridden | returned
-        values = dict(known)
-        self.replay.ops(cut.backward_ops, values)
-        part, chunks = self._part(mine), self._chunks(mine) | residuals
-        carried, stacked = self._layers(loop, payload[: loop.num_carried], values, chunks, part, self.halves)
-        held = held | {"sends_backward": [*carried, *returned.values()]}
-        if self.halves is None:
-            held = held | {"by_rows": self._added(held["by_rows"], mine, stacked)}
+    def _backward(self, buffers: Buffers, task: Task) -> Buffers:
+        """Runs the gradient of one microbatch through the layers of one chunk; the first chunk also runs the end."""
+        partition, loop = self.partition, self.partition.backward
+        payload = [read_slot(array, task["received"]) for array in buffers["backward"]]
+        residuals, ridden = self._residuals(buffers, task)
+        returned = dict(zip(partition.returned, payload[loop.num_carried :], strict=True))
+        inputs = self.invariants | self._micro(task) | ridden | returned
+        values = dict(inputs)
+        self.replay.ops(partition.backward_ops, values)
+        part, chunks = self._part(task), self._chunks(task) | residuals
+        carried, stacked = self._layers(loop, payload[: loop.num_carried], values, chunks, part, self.split)
+        buffers = buffers | {"sends_backward": [*carried, *returned.values()]}
+        if self.split is None:
+            buffers = buffers | {"by_layer": self._with_gradients(buffers["by_layer"], task, stacked)}
         else:
-            left = [*stacked, *returned.values()]
-            held = held | {"split": _put_all(held["split"], mine["split"], left, self._wanted(mine))}
+            weight_residuals = [*stacked, *returned.values()]
+            buffers = buffers | {
+                "weight_residuals": write_slots(
+                    buffers["weight_residuals"], task["split"], weight_residuals, self._is_active(task)
+                )
+            }
 
         def end() -> tuple[Any, Any]:
-            values = known | dict(zip(loop.results, carried, strict=True))
-            self.replay.ops(cut.end_ops, values)
-            by_stage = self._moved_on(held["by_stage"], values, "end", ())
-            return by_stage, self._noted(held["results"], values, "end", mine)
+            values = inputs | dict(zip(loop.results, carried, strict=True))
+            self.replay.ops(partition.end_ops, values)
+            by_stage = self._accumulated(buffers["by_stage"], values, "end", ())
+            return by_stage, self._recorded(buffers["results"], values, "end", task)
 
-        by_stage, results = self._choose(part == 0, end, lambda: (held["by_stage"], held["results"]))
-        return self._if_own(mine, held, by_stage, results)
+        by_stage, results = self._choose(part == 0, end, lambda: (buffers["by_stage"], buffers["results"]))
+        return self._if_active(task, buffers, by_stage, results)
 
-    def _weights(self, held: Held, mine: Mine) -> Held:
-        """The gradients of one chunk's weights, of one microbatch."""
-        assert self.halves is not None, "only a table that takes the way back apart has such tasks"
-        loop, two = self.cut.backward, self.halves
-        split = [_at(array, mine["split"]) for array in held["split"]]
+    def _weights(self, buffers: Buffers, task: Task) -> Buffers:
+        """Computes the weight gradients of one chunk for one microbatch."""
+        assert self.split is not None, "only schedules with separate weight gradients have such tasks"
+        loop, split = self.partition.backward, self.split
+        arrays = [read_slot(array, task["split"]) for array in buffers["weight_residuals"]]
         between, returned = (
-            split[: len(two.between)],
-            dict(zip(self.cut.returned, split[len(two.between) :], strict=True)),
+            arrays[: len(split.between)],
+            dict(zip(self.partition.returned, arrays[len(split.between) :], strict=True)),
         )
-        residuals, ridden = self._kept(held, mine)
-        values = self.whole | self._micro(mine) | ridden | returned
-        self.replay.ops(self.cut.backward_ops, values)
-        scanned = self._operands(loop, values, self._chunks(mine) | residuals, self._part(mine))
+        residuals, ridden = self._residuals(buffers, task)
+        values = self.invariants | self._micro(task) | ridden | returned
+        self.replay.ops(self.partition.backward_ops, values)
+        scanned = self._operands(loop, values, self._chunks(task) | residuals, self._part(task))
         consts = self.replay.read(values, loop.consts)
 
-        names, wanted = (*loop.body_consts, *loop.body_scanned, *two.between), two.outputs[loop.num_carried :]
+        names, outputs = (*loop.body_consts, *loop.body_scanned, *split.between), split.outputs[loop.num_carried :]
 
-        def layer(_: None, each: tuple[list[Any], list[Any], Any]) -> tuple[None, list[Any]]:
+        def layer(_: None, xs: tuple[list[Any], list[Any], Any]) -> tuple[None, list[Any]]:
             def run() -> tuple[list[Any], list[Any]]:
-                inside = dict(zip(names, [*consts, *each[0], *each[1]], strict=True))
-                self.replay.ops(two.second, inside)
-                return [], self.replay.read(inside, wanted)
+                layer_values = dict(zip(names, [*consts, *xs[0], *xs[1]], strict=True))
+                self.replay.ops(split.second, layer_values)
+                return [], self.replay.read(layer_values, outputs)
 
-            return None, self._unless_padding(each[2], run, [], wanted)[1]
+            return None, self._unless_padding(xs[2], run, [], outputs)[1]
 
-        _, stacked = lax.scan(layer, None, (scanned, between, self._is_layer(self._part(mine))))
-        return held | {"by_rows": self._added(held["by_rows"], mine, stacked)}
+        _, stacked = lax.scan(layer, None, (scanned, between, self._is_layer(self._part(task))))
+        return buffers | {"by_layer": self._with_gradients(buffers["by_layer"], task, stacked)}
 
     def _layers(
         self,
@@ -222,31 +238,31 @@ class Stage:
         values: Values,
         chunks: Values,
         part: Any,
-        two: SplitBackward | None = None,
+        split: SplitBackward | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """The layers of one chunk in their order: what goes on, and what they leave (in halves: for the second)."""
+        """Scans over the layers of one chunk; returns the carry, and stacked results (with `split`: residuals)."""
         consts, scanned = self.replay.read(values, loop.consts), self._operands(loop, values, chunks, part)
 
-        def layer(carried: list[Any], each: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
+        def layer(carried: list[Any], layer_xs: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
             def run() -> tuple[list[Any], list[Any]]:
-                args = [*consts, *carried, *each[0]]
-                if two is None:
+                args = [*consts, *carried, *layer_xs[0]]
+                if split is None:
                     outs = self.replay.body(loop.body, args)
                     return outs[: loop.num_carried], outs[loop.num_carried :]
-                inside = dict(zip(loop.body.inputs, args, strict=True))
-                self.replay.ops(two.first, inside)
-                going = self.replay.read(inside, two.outputs[: loop.num_carried])
-                return going, self.replay.read(inside, two.between)
+                layer_values = dict(zip(loop.body.inputs, args, strict=True))
+                self.replay.ops(split.first, layer_values)
+                new_carry = self.replay.read(layer_values, split.outputs[: loop.num_carried])
+                return new_carry, self.replay.read(layer_values, split.between)
 
-            outputs = loop.body.outputs if two is None else (*loop.body.outputs[: loop.num_carried], *two.between)
-            return self._unless_padding(each[1], run, carried, outputs)
+            outputs = loop.body.outputs if split is None else (*loop.body.outputs[: loop.num_carried], *split.between)
+            return self._unless_padding(layer_xs[1], run, carried, outputs)
 
         xs = scanned, self._is_layer(part)
-        return lax.scan(layer, list(carried), xs, reverse=loop.op.params["reverse"], length=self.storage.num_rows)
+        return lax.scan(layer, list(carried), xs, reverse=loop.op.params["reverse"], length=self.spec.num_rows)
 
     def _is_layer(self, part: Any) -> Any:
-        """For each row of a chunk whether it has a layer; None where all have one."""
-        parts = self.storage.parts
+        """Returns for each row of a chunk whether it has a layer; None if there is no padding."""
+        parts = self.spec.parts
         if not parts.num_short:
             return None
         return (jnp.arange(parts.num_rows) < parts.num_rows - 1) | parts.is_full(part)
@@ -258,139 +274,126 @@ class Stage:
         carried: Sequence[Any],
         outputs: Sequence[int],
     ) -> tuple[list[Any], list[Any]]:
-        """What a layer gives; a row of padding hands on what it was given, and leaves zeros."""
+        """Runs a layer; a row of padding passes the carry on and returns zeros."""
         if is_layer is None:
             return run()
 
-        def place(going: Sequence[Any], left: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            constraints, late = self.replay.constraints, self.replay.unreduced.of
-            arrays = zip([*going, *left], outputs, strict=True)
-            placed = [self.replay.constrained(array, constraints[value], late(value)) for array, value in arrays]
-            return placed[: len(going)], placed[len(going) :]
+        def constrained(new_carry: Sequence[Any], stacked: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            constraints, deferred = self.replay.constraints, self.replay.unreduced.of
+            arrays = zip([*new_carry, *stacked], outputs, strict=True)
+            placed = [self.replay.constrained(array, constraints[value], deferred(value)) for array, value in arrays]
+            return placed[: len(new_carry)], placed[len(new_carry) :]
 
-        left = jax.eval_shape(run)[1]
-        zeros = lambda: place(carried, [jnp.zeros(each.shape, each.dtype) for each in left])  # noqa: E731
-        return self._choose(is_layer, lambda: place(*run()), zeros)
+        stacked = jax.eval_shape(run)[1]
+        zeros = lambda: constrained(carried, [jnp.zeros(output.shape, output.dtype) for output in stacked])  # noqa: E731
+        return self._choose(is_layer, lambda: constrained(*run()), zeros)
 
-    def _collected(self, array: Any, left: Any, part: Any) -> Any:
-        """What layers leave for the head, with that of one chunk; the next chunk's comes over its padding."""
-        short = self.storage.parts.num_short
-        longer = _one_longer(array) if short else array
-        found = lax.dynamic_update_slice_in_dim(longer, left, self.storage.parts.first_layer(part), 0)
-        return found[: len(array)] if short else found
+    def _collected(self, array: Any, update: Any, part: Any) -> Any:
+        """Returns the stacked results for the head, updated by one chunk; the next chunk overwrites padding."""
+        has_padding = self.spec.parts.num_short
+        padded = _with_extra_row(array) if has_padding else array
+        collected = lax.dynamic_update_slice_in_dim(padded, update, self.spec.parts.first_layer(part), 0)
+        return collected[: len(array)] if has_padding else collected
 
     def _operands(self, loop: Loop, values: Values, chunks: Values, part: Any) -> list[Any]:
-        """The stacked operands of a loop over layers, as far as they belong to one chunk."""
-        found, parts = [], self.storage.parts
+        """Returns the stacked operands of a loop over layers, sliced to one chunk."""
+        operands, parts = [], self.spec.parts
         for value in loop.scanned:
             if value in chunks:
-                found.append(chunks[value])
+                operands.append(chunks[value])
             else:
                 (array,) = self.replay.read(values, [value])
-                array = _one_longer(array) if parts.num_short else array
-                found.append(lax.dynamic_slice_in_dim(array, parts.first_layer(part), parts.num_rows, 0))
-        return found
+                array = _with_extra_row(array) if parts.num_short else array
+                operands.append(lax.dynamic_slice_in_dim(array, parts.first_layer(part), parts.num_rows, 0))
+        return operands
 
-    def _part(self, mine: Mine) -> Any:
-        """Which part of the model a chunk is."""
-        return mine["chunk"] * self.ticks.num_stages + self.index
+    def _part(self, task: Task) -> Any:
+        """Returns the index of a chunk among all parts of the model."""
+        return task["chunk"] * self.ticks.num_stages + self.index
 
-    def _micro(self, mine: Mine) -> Values:
-        """One microbatch, by value."""
-        pairs = zip(self.cut.loop.body_scanned, self.microbatches, strict=True)
-        return {value: _at(array, mine["microbatch"]) for value, array in pairs}
+    def _micro(self, task: Task) -> Values:
+        """Returns the values of one microbatch."""
+        pairs = zip(self.partition.loop.body_scanned, self.microbatches, strict=True)
+        return {value: read_slot(array, task["microbatch"]) for value, array in pairs}
 
-    def _kept(self, held: Held, mine: Mine) -> tuple[Values, Values]:
-        """What was kept of a microbatch: of the layers, and of what rode along."""
-        kept, residuals = [_at(array, mine["kept"]) for array in held["kept"]], self.storage.residuals
-        return dict(zip(residuals, kept, strict=False)), dict(zip(self.cut.ridden, kept[len(residuals) :], strict=True))
+    def _residuals(self, buffers: Buffers, task: Task) -> tuple[Values, Values]:
+        """Returns the residuals of a microbatch: those of the layers, and the values sent with the activations."""
+        arrays, residuals = [read_slot(array, task["kept"]) for array in buffers["residuals"]], self.spec.residuals
+        return dict(zip(residuals, arrays, strict=False)), dict(
+            zip(self.partition.ridden, arrays[len(residuals) :], strict=True)
+        )
 
-    def _chunks(self, mine: Mine) -> Values:
-        """One chunk's rows of all that is stacked and the same for all microbatches."""
-        return {value: self._chunk(array, mine) for value, array in self.rows.items()}
+    def _chunks(self, task: Task) -> Values:
+        """Returns the rows of one chunk of all stacked operands."""
+        return {value: self._chunk(array, task) for value, array in self.rows.items()}
 
-    def _chunk(self, array: Any, mine: Mine, dim: int = 0) -> Any:
+    def _chunk(self, array: Any, task: Task, dim: int = 0) -> Any:
         if self.ticks.num_chunks == 1:
             return array
-        return lax.dynamic_slice_in_dim(array, mine["chunk"] * self.storage.num_rows, self.storage.num_rows, dim)
+        return lax.dynamic_slice_in_dim(array, task["chunk"] * self.spec.num_rows, self.spec.num_rows, dim)
 
-    def _put_chunk(self, array: Any, mine: Mine, new: Any, dim: int = 0) -> Any:
-        new = jnp.where(mine["own"], new, self._chunk(array, mine, dim)) if self.meets else new
-        return lax.dynamic_update_slice_in_dim(array, new, mine["chunk"] * self.storage.num_rows, dim)
+    def _put_chunk(self, array: Any, task: Task, new: Any, dim: int = 0) -> Any:
+        new = jnp.where(task["active"], new, self._chunk(array, task, dim)) if self.lockstep else new
+        return lax.dynamic_update_slice_in_dim(array, new, task["chunk"] * self.spec.num_rows, dim)
 
-    def _part_of(self, one: Sum, part: Part, array: Any) -> Any:
-        """A summand as it goes into its sum."""
-        axes = self.storage.deferred_axes(one.index)
+    def _summand(self, carried_sum: Sum, part: Part, array: Any) -> Any:
+        """Returns a summand in the dtype and the partial-sum form of its sum."""
+        axes = self.spec.deferred_axes(carried_sum.index)
         return lifted(converted(part, array), self.replay.unreduced.of(part.value), axes, self.replay.mesh.shape)
 
-    def _added(self, by_rows: Values, mine: Mine, stacked: Sequence[Any]) -> Values:
-        """The sums of gradients with those of one chunk and microbatch."""
-        left, found = dict(zip(self.cut.backward.stacked, stacked, strict=True)), dict(by_rows)
-        for one in self.cut.sums:
-            for part in one.parts.get("layers", ()):
-                dim, axes = len(self.storage.deferred_axes(one.index)), self.replay.unreduced.of(part.value)
-                added = self._part_of(one, part, in_front(left[part.value], axes))
-                total = self._chunk(found[one.index], mine, dim) + added
-                found[one.index] = self._put_chunk(found[one.index], mine, total, dim)
-        return found
+    def _with_gradients(self, by_layer: Values, task: Task, stacked: Sequence[Any]) -> Values:
+        """Returns the sums with the weight gradients of one chunk and microbatch added."""
+        gradients, carries = dict(zip(self.partition.backward.stacked, stacked, strict=True)), dict(by_layer)
+        for item in self.partition.sums:
+            for part in item.parts.get("layers", ()):
+                dim, axes = len(self.spec.deferred_axes(item.index)), self.replay.unreduced.of(part.value)
+                summand = self._summand(item, part, in_front(gradients[part.value], axes))
+                total = self._chunk(carries[item.index], task, dim) + summand
+                carries[item.index] = self._put_chunk(carries[item.index], task, total, dim)
+        return carries
 
-    def _moved_on(self, by_stage: Values, values: Values, place: str, states: Sequence[State]) -> Values:
-        """Sums with the parts of one piece, and states as that piece leaves them."""
-        found = dict(by_stage)
-        for one in self.cut.sums:
-            for part in one.parts.get(place, ()):
+    def _accumulated(self, by_stage: Values, values: Values, piece: str, states: Sequence[State]) -> Values:
+        """Returns the sums with the summands of one piece added, and the states after that piece."""
+        carries = dict(by_stage)
+        for item in self.partition.sums:
+            for part in item.parts.get(piece, ()):
                 (array,) = self.replay.read(values, [part.value])
-                found[one.index] = found[one.index] + self._part_of(one, part, array)
+                carries[item.index] = carries[item.index] + self._summand(item, part, array)
         for state in states:
-            (found[state.index],) = self.replay.read(values, [state.after])
-        return found
+            (carries[state.index],) = self.replay.read(values, [state.after])
+        return carries
 
-    def _noted(self, results: Sequence[Any], values: Values, place: str, mine: Mine) -> list[Any]:
-        """What is left of every microbatch, with what one piece knows of this one."""
-        found = list(results)
-        for at, (value, where) in enumerate(self.cut.results):
-            if where == place:
+    def _recorded(self, results: Sequence[Any], values: Values, piece: str, task: Task) -> list[Any]:
+        """Returns the results of the microbatches, updated with those that one piece computes."""
+        updated = list(results)
+        for index, (value, source) in enumerate(self.partition.results):
+            if source == piece:
                 (array,) = self.replay.read(values, [value])
-                found[at] = lax.dynamic_update_index_in_dim(found[at], array, mine["microbatch"], 0)
-        return found
+                updated[index] = lax.dynamic_update_index_in_dim(updated[index], array, task["microbatch"], 0)
+        return updated
 
-    def _choose(self, wanted: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-        if not self.meets:
-            return lax.cond(wanted, yes, no)
-        return jax.tree.map(lambda a, b: jnp.where(wanted, a, b), yes(), no())
+    def _choose(self, condition: Any, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+        if not self.lockstep:
+            return lax.cond(condition, if_true, if_false)
+        return jax.tree.map(lambda a, b: jnp.where(condition, a, b), if_true(), if_false())
 
-    def _wanted(self, mine: Mine) -> Any:
-        return mine["own"] if self.meets else True
+    def _is_active(self, task: Task) -> Any:
+        return task["active"] if self.lockstep else True
 
-    def _if_own(self, mine: Mine, held: Held, by_stage: Values, results: list[Any]) -> Held:
-        """What is held, with new sums, states and results if the task was this stage's own."""
-        if self.meets:
-            old = held["by_stage"], held["results"]
-            by_stage, results = jax.tree.map(lambda a, b: jnp.where(mine["own"], a, b), (by_stage, results), old)
-        return held | {"by_stage": by_stage, "results": results}
+    def _if_active(self, task: Task, buffers: Buffers, by_stage: Values, results: list[Any]) -> Buffers:
+        """Returns the buffers; sums, states and results are updated only if the task belongs to this stage."""
+        if self.lockstep:
+            old = buffers["by_stage"], buffers["results"]
+            by_stage, results = jax.tree.map(lambda a, b: jnp.where(task["active"], a, b), (by_stage, results), old)
+        return buffers | {"by_stage": by_stage, "results": results}
 
 
 def converted(part: Part, array: Any) -> Any:
-    """A summand as it goes into its sum."""
+    """Returns a summand in the dtype of its sum."""
     for op in part.converts:
         (array,) = op.bind([array])
     return array
 
 
-def _one_longer(array: Any) -> Any:
+def _with_extra_row(array: Any) -> Any:
     return jnp.concatenate([array, array[-1:]])
-
-
-def _at(array: Any, index: Any) -> Any:
-    return lax.dynamic_index_in_dim(array, jnp.maximum(index, 0), 0, keepdims=False)
-
-
-def _put_all(slots: Sequence[Any], slot: Any, arrays: Sequence[Any], wanted: Any) -> list[Any]:
-    """Arrays, each in one of its slots; left as they were where they are not wanted."""
-    at = jnp.maximum(slot, 0)
-
-    def put(old: Any, new: Any) -> Any:
-        new = new if wanted is True else jnp.where(wanted, new, _at(old, at))
-        return lax.dynamic_update_index_in_dim(old, new, at, 0)
-
-    return [put(old, new) for old, new in zip(slots, arrays, strict=True)]

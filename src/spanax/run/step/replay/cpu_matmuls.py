@@ -1,8 +1,8 @@
-"""Matmuls: a product summed over neighbouring dims is handed to XLA's CPU compiler as a sum over one.
+"""Rewrites matmuls that contract adjacent dims to contract one, which XLA's CPU compiler runs faster.
 
-A weight's gradient sums over batch and positions. Given two dims, that compiler writes an operand out anew, transposed,
-and what computes it is computed again for that (`CPU_TRANSPOSES` in `plan/sharding/xla_workarounds`); given one, it
-reads the operand as it lies.
+The gradient of a weight contracts batch and positions. For two contracting dims the CPU compiler transposes and copies
+an operand, and recomputes its producers for the copy (`CPU_TRANSPOSES` in `plan/sharding/xla_workarounds`); for one, it
+reads the operand in place.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,16 @@ from spanax.plan.sharding.resolve import Constraint
 from spanax.trace.jaxpr.graph import Op
 
 
-def as_one_sum(
+def single_contraction(
     op: Op, ins: Sequence[Any], constraints: Sequence[Constraint | None], manual: frozenset[str] = frozenset()
 ) -> list[Any] | None:
-    """The product with its summed dims as one; None where they do not lie side by side, or one but the first is split.
+    """Computes a matmul with its contracting dims merged into one.
 
-    A split dim within others cannot be told in the spec of them all, and would be gathered.
+    Returns None unless they are adjacent and only the first is sharded: the spec of a merged dim cannot express an
+    inner dim that is sharded, so XLA would gather the operand.
     """
     summed, (batch, _) = op.params["dimension_numbers"]
-    if batch or len(summed[0]) < 2 or not all(map(_side_by_side, summed)):
+    if batch or len(summed[0]) < 2 or not all(map(_is_adjacent, summed)):
         return None
     for dims, constraint in zip(summed, constraints, strict=True):
         if constraint is None or constraint.is_open or any(set(constraint.spec[dim]) - manual for dim in dims[1:]):
@@ -32,5 +33,5 @@ def as_one_sum(
     return op.bind(merged, op.params | {"dimension_numbers": numbers})
 
 
-def _side_by_side(dims: Sequence[int]) -> bool:
+def _is_adjacent(dims: Sequence[int]) -> bool:
     return list(dims) == list(range(dims[0], dims[0] + len(dims)))

@@ -6,14 +6,13 @@ What was planned is what runs: constraints recurse into loops and remat, and not
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spanax.plan.sharding.operands import OperandSharding
@@ -22,11 +21,11 @@ from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.run.step.attention import kernels  # noqa: F401  (what a platform's kernel computes is lowered to it)
 from spanax.run.step.attention.ring import attended_part
 from spanax.run.step.platform import platform_of
-from spanax.run.step.replay.cpu_matmuls import as_one_sum
+from spanax.run.step.replay.cpu_matmuls import single_contraction
 from spanax.run.step.replay.partial_sums import behind, in_front, in_parts, lifted, together
-from spanax.run.step.replay.sharded_lookup import look_up, split_lookup
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
-from spanax.trace.jaxpr.graph import BODIES, Body, Graph, Op, retraced, scan_counts
+from spanax.run.step.replay.sharded_lookup import look_up, match_sharded_lookup
+from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
+from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 
 # A user's own constraints name a mesh that is not this one, and are met by the plan instead.
 DROPPED = frozenset({"sharding_constraint", "reshard"})
@@ -62,25 +61,21 @@ class Replay:
     manual: frozenset[str] = frozenset()
 
     def body(self, body: Body, args: Sequence[Any]) -> list[Any]:
-        """The outputs of a body, of its inputs."""
-        readers = {value: op for op in reversed(body.ops) for value in op.inputs}
-        values: dict[int, Any] = {}
+        """Returns the outputs of a body, given its inputs."""
+        readers, values = self.graph.readers, Values()
         for value, arg in zip(body.inputs, args, strict=True):
-            with as_traced(readers[value]) if value in readers else nullcontext():
+            with as_traced(readers[value][0]) if value in readers else nullcontext():
                 values[value] = self.constrained(arg, self.constraints[value], self.unreduced.of(value))
         self.ops(body.ops, values)
         return self.read(values, body.outputs)
 
-    def ops(self, ops: Iterable[Op], values: dict[int, Any]) -> None:
-        """Run operations in their order; what they read is in `values`, and what they make is added to it."""
-        for op in ops:
-            with as_traced(op):
-                outs = self._compute(op, self.read(values, op.inputs))
-            values.update(zip(op.outputs, outs, strict=True))
+    def ops(self, ops: Iterable[Op], values: Values) -> None:
+        """Evaluates operations in order; reads operands from `values` and adds the results to it."""
+        run(self.graph, ops, values, self._compute)
 
-    def read(self, values: Mapping[int, Any], wanted: Iterable[int]) -> list[Any]:
-        """Values by number: computed ones, and what the program knows beforehand."""
-        return [values[value] if value in values else self.graph.constants[value] for value in wanted]
+    def read(self, values: Mapping[int, Any], numbers: Iterable[int]) -> list[Any]:
+        """Returns values by number: computed ones, literals and constants."""
+        return read(self.graph, values, numbers)
 
     def constrained(
         self, array: Any, constraint: Constraint | None, leading: Sequence[str | tuple[str, ...] | None] = ()
@@ -106,7 +101,9 @@ class Replay:
         if op.bodies:
             return self._with_bodies(op, ins)
         use, late = self.uses.get(op), self.unreduced.of(op.outputs[0]) if op.outputs else ()
-        split = split_lookup(self.graph, op, self.constraints, self.manual) if self.manual and not late else None
+        split = (
+            match_sharded_lookup(self.graph, op, self.constraints, self.manual) if self.manual and not late else None
+        )
         if split is not None:
             return look_up(self.graph, op, split, ins, self.mesh, self.manual)
         if use is not None:
@@ -129,7 +126,7 @@ class Replay:
         # Elementwise, with an operand of the result's shape and split: the compiler carries that over. Not over another
         # dtype: it would move the wider.
         graph, constraints = self.graph, self.constraints
-        is_plain = op.name in ELEMENTWISE - {"convert_element_type"} and use is None
+        is_plain = op.is_elementwise and op.name != "convert_element_type" and use is None
         carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
         found = []
         placed = use.outputs if use is not None else (None,) * len(outs)
@@ -150,14 +147,14 @@ class Replay:
             known = [Constraint(((),) * array.ndim) for array in ins]
         else:
             known = [self.constraints[value] for value in op.inputs] if use is None else use.inputs
-        return as_one_sum(op, ins, known, self.manual)
+        return single_contraction(op, ins, known, self.manual)
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
         """A loop, a branch or a remat, its bodies under the constraints."""
         if op.name == "scan":
-            outs = self._looped(op, ins)
+            outs: Sequence[Any] = self._looped(op, ins)
         else:
-            outs = self._bind(op, ins, self.body)
+            outs = with_bodies(op, ins, self.body, self._leading)
         late, constraints = self.unreduced.of, self.constraints
         return [self.constrained(out, constraints[v], late(v)) for v, out in zip(op.outputs, outs, strict=True)]
 
@@ -177,7 +174,7 @@ class Replay:
             outs = zip(body.outputs, self.body(body, args), going, strict=True)
             return [lifted(out, late(value), axes, ways) for value, out, axes in outs]
 
-        outs = self._bind(op, taken, turn)
+        outs = [*with_bodies(op, taken, turn, self._leading)]
         outs[num_carried:] = map(in_front, outs[num_carried:], going[num_carried:])
         pairs = zip(op.outputs, outs, going, strict=True)
         return [self.reduced(out, self.constraints[value], axes, late(value)) for value, out, axes in pairs]
@@ -193,26 +190,8 @@ class Replay:
         array = self.constrained(together(array, axes, left), constraint, (over, *left))
         return lax.reduce(array, np.zeros((), array.dtype), lax.add, [0])
 
-    def _bind(self, op: Op, ins: Sequence[Any], run: Callable[[Body, Sequence[Any]], list[Any]]) -> list[Any]:
-        """An operation with other bodies: what `run` does of each."""
-        params, bodies = dict(op.params), iter(op.bodies)
-
-        def again(held: Any) -> Any:
-            body = next(bodies)
-            parts = [[self.mesh.shape[axis] for axis in self.unreduced.of(value)] for value in body.inputs]
-            return retraced(held, lambda *args: run(body, args), parts)
-
-        for key in BODIES.get(op.name, ()):
-            held = params[key]
-            params[key] = tuple(map(again, held)) if isinstance(held, tuple) else again(held)
-        return op.bind(ins, params)
-
-
-def as_traced(op: Op) -> AbstractContextManager[None]:
-    """What is traced inside has the source line and the name stack that the operation was traced with."""
-    told = op.eqn.source_info
-    name_stack = source_info_util.current_name_stack() + told.name_stack
-    return source_info_util.user_context(told.traceback, name_stack=name_stack)
+    def _leading(self, value: int) -> list[int]:
+        return [self.mesh.shape[axis] for axis in self.unreduced.of(value)]
 
 
 def _shard_by_shard(

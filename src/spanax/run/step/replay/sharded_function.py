@@ -1,4 +1,4 @@
-"""Replayed: how a function of a program runs on the mesh of a plan."""
+"""Runs the step of a program, or its evaluation, on the mesh of a plan."""
 
 from collections.abc import Mapping
 
@@ -10,68 +10,73 @@ from spanax.plan.sharding.operands import OperandSharding, operand_shardings
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
-from spanax.run.step.pipeline.layer_order import Rows
-from spanax.run.step.pipeline.layer_padding import Padded
-from spanax.run.step.pipeline.pipeline import in_stages
+from spanax.run.step.pipeline.layer_order import LayerOrder
+from spanax.run.step.pipeline.layer_padding import PaddedStep
+from spanax.run.step.pipeline.pipeline import pipelined_replay
 from spanax.run.step.replay.replay import Replay
+from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.graph import Op
 from spanax.trace.program import Program
-from spanax.trace.traced import Traced
 
 
-def replayed(
+def sharded_function(
     program: Program,
     plan: Plan,
     mesh: Mesh,
-    rows: Rows | None,
-    traced: Traced,
-    padded: Padded | None,
+    rows: LayerOrder | None,
+    traced: StepAnalysis,
+    padded: PaddedStep | None,
     *,
     is_step: bool,
     inputs_only: bool,
 ) -> Replay:
-    """The step of a program, or its evaluation, under the constraints of a plan.
+    """Returns the replay of a step, or of an evaluation, under the sharding constraints of a plan.
 
     Args:
-      program: what the plan was made for.
+      program: the program that the plan was made for.
       plan: the plan.
       mesh: its devices.
-      rows: how the rows of stacked arrays are kept, where that is not the layers' order.
+      rows: the row order of stacked arrays, if it differs from the order of the layers.
       traced: the step or the evaluation.
-      padded: the step around a pipeline with rows of padding.
-      is_step: whether it is the step.
-      inputs_only: nothing between inputs and outputs is pinned.
+      padded: the step around a pipeline with padded rows.
+      is_step: whether `traced` is the step.
+      inputs_only: constrain only inputs and outputs, no intermediate values.
     """
-    # Evaluated are the layers without padding, which the stages cannot divide.
-    is_whole = not is_step and rows is not None and rows.is_padded
-    resolver = resolver_of(program, inside_stage(plan) if is_whole else plan)
+    # An evaluation takes the layers without padding, whose number is not a multiple of the stages.
+    is_unpadded = not is_step and rows is not None and rows.is_padded
+    resolver = resolver_of(program, inside_stage(plan) if is_unpadded else plan)
 
-    def replay(traced: Traced) -> Replay:
+    def replay(traced: StepAnalysis) -> Replay:
         constraints = resolver.constraints(traced)
         if inputs_only:
             return Replay(traced.graph, [None] * len(constraints), {}, mesh)
-        late = unreduced(ShardedProgram(resolver, traced), plan.schedule) if is_step else DeferredReductions()
-        taken = operand_shardings(resolver, traced, constraints)
-        free = _free(traced, taken)
-        told = [None if value in free else constraint for value, constraint in enumerate(constraints)]
-        return Replay(traced.graph, told, taken, mesh, late)
+        deferred = unreduced(ShardedProgram(resolver, traced), plan.schedule) if is_step else DeferredReductions()
+        op_shardings = operand_shardings(resolver, traced, constraints)
+        unconstrained = _unconstrained(traced, op_shardings)
+        pinned = [None if value in unconstrained else constraint for value, constraint in enumerate(constraints)]
+        return Replay(traced.graph, pinned, op_shardings, mesh, deferred)
 
     if inputs_only or not is_step:
         return replay(traced if padded is None else padded.step)
-    around = None if padded is None else (replay(padded.step), padded)
-    return in_stages(replay(traced), traced, plan.schedule, rows, around)
+    padded_replay = None if padded is None else (replay(padded.step), padded)
+    return pipelined_replay(replay(traced), traced, plan.schedule, rows, padded_replay)
 
 
-def _free(traced: Traced, taken: Mapping[Op, OperandSharding]) -> set[int]:
-    """One number all over that an operation asks for in its own way, and what nothing but that is made of.
+def _unconstrained(traced: StepAnalysis, op_shardings: Mapping[Op, OperandSharding]) -> set[int]:
+    """Returns uniform values that an operation reshards for itself, and those that only such values depend on.
 
-    It is made as it is asked for: said to lie otherwise before, it would be gathered.
+    They are computed where they are used: a constraint to another sharding would gather them.
     """
-    asked = {value for op, use in taken.items() for value, by in zip(op.inputs, use.inputs, strict=True) if by}
-    free, pinned = asked & traced.uniform, {*traced.graph.body.outputs} - asked
-    for op in reversed([*traced.graph.ops()]) if free else ():
-        if op.outputs and free.issuperset(op.outputs) and pinned.isdisjoint(op.outputs):
-            free |= traced.uniform.intersection(op.inputs)
+    resharded = {
+        value
+        for op, use in op_shardings.items()
+        for value, constraint in zip(op.inputs, use.inputs, strict=True)
+        if constraint
+    }
+    unconstrained, pinned = resharded & traced.uniform, {*traced.graph.body.outputs} - resharded
+    for op in reversed([*traced.graph.ops()]) if unconstrained else ():
+        if op.outputs and unconstrained.issuperset(op.outputs) and pinned.isdisjoint(op.outputs):
+            unconstrained |= traced.uniform.intersection(op.inputs)
         else:
-            pinned.update({*op.inputs, *(value for body in op.bodies for value in body.outputs)} - asked)
-    return free - pinned
+            pinned.update({*op.inputs, *(value for body in op.bodies for value in body.outputs)} - resharded)
+    return unconstrained - pinned

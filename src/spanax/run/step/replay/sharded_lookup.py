@@ -1,7 +1,7 @@
-"""Lookup: rows of a table that is split along what is looked up, found by each device for the rows it has.
+"""Shards lookups (gather and scatter-add) in a table along the looked-up dim: each device looks up its own rows.
 
-XLA's partitioner does this well on its own, but for a mesh of which an axis is split by hand: there it dies
-(`MANUAL_LOOKUPS` in `plan/sharding/xla_workarounds`). So inside of a pipeline it is done here.
+XLA's partitioner supports this except on a mesh with manual axes, where it aborts (`MANUAL_LOOKUPS` in
+`plan/sharding/xla_workarounds`). Inside of a pipeline stage the lookup is therefore written with collectives.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,11 @@ ADDING = LOOKUPS - {"gather"}
 
 
 @dataclass(frozen=True)
-class SplitLookup:
-    """A lookup in a table of which one looked-up dim is split.
+class ShardedLookup:
+    """Specs of a lookup in a table that is sharded along one looked-up dim.
 
-    `table`, `indices` and `rows` are the specs of the three; `dim` is the split one, `axes` split it.
+    `table`, `indices` and `rows` are the specs of the operands and the result; `dim` is the sharded dim and `axes` its
+    mesh axes.
     """
 
     dim: int
@@ -34,103 +35,107 @@ class SplitLookup:
     rows: Spec
 
 
-def split_lookup(
+def match_sharded_lookup(
     graph: Graph, op: Op, constraints: Sequence[Constraint | None], manual: frozenset[str]
-) -> SplitLookup | None:
-    """How a lookup goes over a split table; None of any other operation."""
+) -> ShardedLookup | None:
+    """Returns the specs of a lookup in a sharded table; None for any other operation."""
     if op.name not in LOOKUPS:
         return None
     is_adding = op.name in ADDING
     numbers = op.params["dimension_numbers"]
     table, rows = (op.outputs[0], op.inputs[2]) if is_adding else (op.inputs[0], op.outputs[0])
-    of_table, of_rows = (_spec(graph, value, constraints, manual) for value in (table, rows))
+    table_spec, row_spec = (_spec(graph, value, constraints, manual) for value in (table, rows))
     looked_up = numbers.scatter_dims_to_operand_dims if is_adding else numbers.start_index_map
     columns = numbers.update_window_dims if is_adding else numbers.offset_dims
-    left_out = numbers.inserted_window_dims if is_adding else numbers.collapsed_slice_dims
+    dropped = numbers.inserted_window_dims if is_adding else numbers.collapsed_slice_dims
     batching = tuple(numbers.operand_batching_dims)
-    asking = tuple(numbers.scatter_indices_batching_dims if is_adding else numbers.start_indices_batching_dims)
-    split = [dim for dim in looked_up if of_table[dim]]
-    if len(split) != 1 or split[0] not in left_out:
+    index_batching = tuple(numbers.scatter_indices_batching_dims if is_adding else numbers.start_indices_batching_dims)
+    sharded_dims = [dim for dim in looked_up if table_spec[dim]]
+    if len(sharded_dims) != 1 or sharded_dims[0] not in dropped:
         return None
-    axes = of_table[split[0]]
-    of_rows = tuple(tuple(axis for axis in by if axis not in axes) for by in of_rows)
-    indices = tuple(by for dim, by in enumerate(of_rows) if dim not in columns) + ((),)
-    kept = [dim for dim in range(len(of_table)) if dim not in left_out and dim not in batching]
+    axes = table_spec[sharded_dims[0]]
+    row_spec = tuple(tuple(axis for axis in dim_axes if axis not in axes) for dim_axes in row_spec)
+    indices = tuple(dim_axes for dim, dim_axes in enumerate(row_spec) if dim not in columns) + ((),)
+    window_dims = [dim for dim in range(len(table_spec)) if dim not in dropped and dim not in batching]
     sizes = graph.shape(table)
-    spec = [()] * len(of_table)
-    for dim, column in zip(kept, columns, strict=True):
-        whole = graph.shape(rows)[column] == sizes[dim]
-        if of_rows[column] and not whole:
+    spec = [()] * len(table_spec)
+    for dim, column in zip(window_dims, columns, strict=True):
+        takes_all = graph.shape(rows)[column] == sizes[dim]
+        if row_spec[column] and not takes_all:
             return None
-        spec[dim] = of_rows[column]
-    for dim, asked in zip(batching, asking, strict=True):
-        spec[dim] = indices[asked]
-    spec[split[0]] = axes
-    return SplitLookup(split[0], axes, tuple(spec), indices, of_rows)
+        spec[dim] = row_spec[column]
+    for dim, index_dim in zip(batching, index_batching, strict=True):
+        spec[dim] = indices[index_dim]
+    spec[sharded_dims[0]] = axes
+    return ShardedLookup(sharded_dims[0], axes, tuple(spec), indices, row_spec)
 
 
 def look_up(
-    graph: Graph, op: Op, how: SplitLookup, ins: Sequence[Any], mesh: Mesh, manual: frozenset[str]
+    graph: Graph, op: Op, lookup: ShardedLookup, ins: Sequence[Any], mesh: Mesh, manual: frozenset[str]
 ) -> list[Any]:
-    """The results of a lookup over a split table."""
+    """Computes a lookup in a sharded table."""
     is_adding = op.name in ADDING
     numbers = op.params["dimension_numbers"]
-    at = list(numbers.scatter_dims_to_operand_dims if is_adding else numbers.start_index_map).index(how.dim)
-    table, indices, rows = (PartitionSpec(*(by or None for by in spec)) for spec in (how.table, how.indices, how.rows))
-    size = graph.shape(op.inputs[0])[how.dim]
-    batching = {axis for dim in numbers.operand_batching_dims for axis in how.table[dim]}
-    over = tuple(axis for by in how.indices for axis in by if axis not in batching)
+    component = list(numbers.scatter_dims_to_operand_dims if is_adding else numbers.start_index_map).index(lookup.dim)
+    table, indices, rows = (
+        PartitionSpec(*(dim_axes or None for dim_axes in spec)) for spec in (lookup.table, lookup.indices, lookup.rows)
+    )
+    size = graph.shape(op.inputs[0])[lookup.dim]
+    batching = {axis for dim in numbers.operand_batching_dims for axis in lookup.table[dim]}
+    reduced_axes = tuple(axis for dim_axes in lookup.indices for axis in dim_axes if axis not in batching)
 
-    def part(operand: Any, indices: Any, *updates: Any) -> Any:
-        local = operand.shape[how.dim]
-        asked = indices[..., at]
+    def local_lookup(operand: Any, indices: Any, *updates: Any) -> Any:
+        local = operand.shape[lookup.dim]
+        target = indices[..., component]
         if op.params["mode"] == lax.GatherScatterMode.CLIP:
-            asked = jnp.clip(asked, 0, size - 1)
-        here = asked - lax.axis_index(how.axes) * local
-        is_here = (here >= 0) & (here < local)
-        indices = indices.at[..., at].set(jnp.clip(here, 0, local - 1))
+            target = jnp.clip(target, 0, size - 1)
+        local_index = target - lax.axis_index(lookup.axes) * local
+        is_local = (local_index >= 0) & (local_index < local)
+        indices = indices.at[..., component].set(jnp.clip(local_index, 0, local - 1))
         if is_adding:
-            (added,) = updates
-            added = jnp.where(_over_rows(is_here, added.ndim, numbers.update_window_dims), added, 0)
-            (found,) = op.bind([jnp.zeros_like(operand), indices, added])
-            return operand + (lax.psum(found, over) if over else found)
+            (local_updates,) = updates
+            local_updates = jnp.where(
+                _over_rows(is_local, local_updates.ndim, numbers.update_window_dims), local_updates, 0
+            )
+            (result,) = op.bind([jnp.zeros_like(operand), indices, local_updates])
+            return operand + (lax.psum(result, reduced_axes) if reduced_axes else result)
         sizes = tuple(
-            whole if whole in (0, 1) else min(whole, there)
-            for whole, there in zip(op.params["slice_sizes"], operand.shape, strict=True)
+            slice_size if slice_size in (0, 1) else min(slice_size, local_size)
+            for slice_size, local_size in zip(op.params["slice_sizes"], operand.shape, strict=True)
         )
-        (found,) = op.bind([operand, indices], op.params | {"slice_sizes": sizes})
-        is_there = (asked >= 0) & (asked < size)
-        found = lax.psum(jnp.where(_over_rows(is_here, found.ndim, numbers.offset_dims), found, 0), how.axes)
+        (result,) = op.bind([operand, indices], op.params | {"slice_sizes": sizes})
+        in_bounds = (target >= 0) & (target < size)
+        result = lax.psum(jnp.where(_over_rows(is_local, result.ndim, numbers.offset_dims), result, 0), lookup.axes)
         if op.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
-            return found
-        outside = jnp.full((), _fill(op, found.dtype), found.dtype)
-        return jnp.where(_over_rows(is_there, found.ndim, numbers.offset_dims), found, outside)
+            return result
+        outside = jnp.full((), _fill(op, result.dtype), result.dtype)
+        return jnp.where(_over_rows(in_bounds, result.ndim, numbers.offset_dims), result, outside)
 
     specs = (table, indices, rows) if is_adding else (table, indices)
     names = set(mesh.axis_names) - manual
     function = jax.shard_map(
-        part, in_specs=specs, out_specs=table if is_adding else rows, axis_names=names, check_vma=False
+        local_lookup, in_specs=specs, out_specs=table if is_adding else rows, axis_names=names, check_vma=False
     )
     return [function(*ins)]
 
 
 def _spec(graph: Graph, value: int, constraints: Sequence[Constraint | None], manual: frozenset[str]) -> Spec:
-    lies = constraints[value]
-    if lies is None:
+    constraint = constraints[value]
+    if constraint is None:
         return ((),) * len(graph.shape(value))
-    return tuple(tuple(axis for axis in by if axis not in manual) for by in lies.computed)
+    return tuple(tuple(axis for axis in dim_axes if axis not in manual) for dim_axes in constraint.computed)
 
 
 def _over_rows(flags: Any, rank: int, columns: Sequence[int]) -> Any:
-    """Flags of what was asked, as the rows are laid out."""
+    """Broadcasts flags of the lookups to the shape of the rows."""
     return jnp.expand_dims(flags, tuple(columns)) if len(columns) + flags.ndim == rank else flags
 
 
 def _fill(op: Op, dtype: Any) -> Any:
-    """What stands for a row that is not in the table."""
-    given = op.params.get("fill_value")
-    if given is not None:
-        return given
+    """Returns the fill value for an index that is out of bounds."""
+    fill_value = op.params.get("fill_value")
+    if fill_value is not None:
+        return fill_value
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.nan
     return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max

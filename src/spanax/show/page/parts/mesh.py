@@ -31,12 +31,12 @@ def mesh_grid(mesh: MeshShape) -> Node:
         fill(grids, el("div", el("p", title, class_="facet") if title else None, grid))
     size = next(size for size, most in SIZES.items() if math.prod(drawn) <= most)
     return el(
-        "div", legend(mesh), grids, _left_out(axes, drawn), class_=f"mesh {size}", role="img", aria_label=said(mesh),
+        "div", legend(mesh), grids, _left_out(axes, drawn), class_=f"mesh {size}", role="img", aria_label=caption(mesh),
         data_mesh=" ".join(str(size) for _, size in axes),
     )  # fmt: skip
 
 
-def said(mesh: MeshShape) -> str:
+def caption(mesh: MeshShape) -> str:
     """A mesh in words.
 
     Example:

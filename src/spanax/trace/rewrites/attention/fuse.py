@@ -10,11 +10,10 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend import core, source_info_util
 
 from spanax.errors import SpanaxError
-from spanax.trace.jaxpr.graph import bind, opened, remat_of, retraced
-from spanax.trace.jaxpr.lines import Line, Lines
+from spanax.trace.jaxpr.graph import CALLS, Graph, Op, contains, from_jaxpr, remat_of
+from spanax.trace.jaxpr.interpret import evaluate, with_bodies
 from spanax.trace.rewrites.attention.kernels import Unfit, kernel_of
 from spanax.trace.rewrites.attention.match import AttentionMatch, Mismatch, as_written, attentions, canonical
 from spanax.trace.rewrites.attention.operation import attention
@@ -55,18 +54,18 @@ def fuse_attention(
       1
     """
 
-    def run(*args: Any) -> Any:
+    def fused(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-        jaxpr, consts = opened(closed)
         matches: list[AttentionMatch | Mismatch] = []
-        outs = _evaluate(jaxpr, consts, jax.tree.leaves(args), matches, context)
+        graph = from_jaxpr(closed, CALLS, as_traced=True)
+        outs = _evaluate(graph, jax.tree.leaves(args), matches, context)
         if context == RING:
             _check(matches)
         elif outcomes is not None:
             outcomes.extend(_outcomes(matches, context))
         return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
-    return run
+    return fused
 
 
 def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
@@ -74,7 +73,7 @@ def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
     if mismatches:
         raise SpanaxError(
             f"an attention cannot go around a ring: it has {mismatches[0].why}.",
-            where=mismatches[0].line.where,
+            where=mismatches[0].op.where,
             fix="no dropout on attention weights, or the gathered form: layout 'context'",
         )
     if not matches:
@@ -87,7 +86,7 @@ def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
 
 def _outcomes(matches: Sequence[AttentionMatch | Mismatch], kernel: str) -> list[FusedAttention]:
     """Returns the implementation of each attention."""
-    location = lambda match: match.line.where  # noqa: E731
+    location = lambda match: match.op.where  # noqa: E731
     return [
         FusedAttention(None, f" at {location(match)}: {match.why}")
         if isinstance(match, Mismatch)
@@ -102,94 +101,43 @@ def _name(match: AttentionMatch) -> str:
     return f"{queries:,} x {keys:,}" + " causal" * is_causal
 
 
-def _fitted(lines: Lines, index: int, match: AttentionMatch | Mismatch, kernel: str) -> AttentionMatch | Mismatch:
+def _fitted(graph: Graph, op: Op, match: AttentionMatch | Mismatch, kernel: str) -> AttentionMatch | Mismatch:
     """Returns an attention with its kernel, or why the kernel does not support it."""
     if isinstance(match, Mismatch):
         return match
-    shapes = [jax.eval_shape(partial(canonical, order=order), lines.avals[value]) for value, order in match.operands]
-    kernel_or_unfit = kernel_of(kernel, match.form, *shapes)
-    return (
-        Mismatch(kernel_or_unfit.why, lines.lines[index])
-        if isinstance(kernel_or_unfit, Unfit)
-        else replace(match, kernel=kernel_or_unfit)
-    )
+    shapes = [jax.eval_shape(partial(canonical, order=order), graph.avals[value]) for value, order in match.operands]
+    fit = kernel_of(kernel, match.form, *shapes)
+    return Mismatch(fit.why, op) if isinstance(fit, Unfit) else replace(match, kernel=fit)
 
 
 def _evaluate(
-    jaxpr: core.Jaxpr,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    matches: list[AttentionMatch | Mismatch],
-    context: str,
-) -> list[Any]:
-    lines = Lines.of(jaxpr, consts)
-    fused = attentions(lines)
+    graph: Graph, args: Sequence[Any], matches: list[AttentionMatch | Mismatch], context: str
+) -> Sequence[Any]:
+    """Evaluates a graph with each attention as one operation, without those that only produce its scores."""
+    fused = attentions(graph)
     if context != RING:
-        fused = {index: _fitted(lines, index, match, context) for index, match in fused.items()}
+        fused = {op: _fitted(graph, op, match, context) for op, match in fused.items()}
     matches += fused.values()
-    values = dict(lines.known) | dict(zip(lines.inputs, args, strict=True))
-    for index in _needed(lines, fused):
-        line, match = lines.lines[index], fused.get(index)
-        with source_info_util.user_context(
-            line.eqn.source_info.traceback,
-            name_stack=source_info_util.current_name_stack() + line.eqn.source_info.name_stack,
-        ):
-            if isinstance(match, AttentionMatch):
-                outs = [_attend(lines, line, match, values)]
-            else:
-                outs = _apply(line, [values[value] for value in line.ins], matches, context)
-        values.update(zip(line.outs, outs, strict=True))
-    return [values[value] for value in lines.outputs]
+    matched = {op: match for op, match in fused.items() if isinstance(match, AttentionMatch)}
+    replaced = {op: replace(op, inputs=match.needs) for op, match in matched.items()}
+    attended = {replaced[op]: match for op, match in matched.items()}
+    graph = graph.within(replace(graph.body, ops=tuple(replaced.get(op, op) for op in graph.body.ops)))
+
+    def override(op: Op, ins: Sequence[Any]) -> Sequence[Any] | None:
+        if op in attended:
+            return [_attend(graph, op, attended[op], ins)]
+        is_followed = op.name in ("scan", "cond") or remat_of(op.eqn) is not None
+        if not is_followed or not contains(op.eqn, lambda eqn: eqn.primitive.name == "dot_general"):
+            return None
+        return with_bodies(op, ins, lambda body, args: _evaluate(graph.within(body), args, matches, context))
+
+    needed = graph.slice(graph.body.outputs, roots=[op for op in graph.body.ops if op.eqn.effects])
+    return evaluate(graph, args, override, needed)
 
 
-def _needed(lines: Lines, fused: dict[int, AttentionMatch | Mismatch]) -> list[int]:
-    """Returns the lines to evaluate, without those that only produce the scores of a fused attention."""
-    live, needed = set(lines.outputs), []
-    for index in range(len(lines.lines) - 1, -1, -1):
-        line, match = lines.lines[index], fused.get(index)
-        if line.eqn.effects or live.intersection(line.outs):
-            needed.append(index)
-            live.update(match.needs if isinstance(match, AttentionMatch) else line.ins)
-    return needed[::-1]
-
-
-def _attend(lines: Lines, line: Line, match: AttentionMatch, values: dict[int, Any]) -> Any:
-    q, k, v = (canonical(values[value], order) for value, order in match.operands)
-    (result,) = line.outs
-    dtype = lines.avals[result].dtype
-    out = attention(match.form, dtype, q, k, v, [values[value] for value in match.extras], match.kernel)
-    return as_written(out, match.out, lines.shape(result))
-
-
-def _apply(line: Line, ins: Sequence[Any], matches: list[AttentionMatch | Mismatch], context: str) -> list[Any]:
-    eqn, name, params = line.eqn, line.name, dict(line.eqn.params)
-
-    def inner(body: Any) -> Callable[..., list[Any]]:
-        jaxpr, consts = opened(body)
-        return lambda *args: _evaluate(jaxpr, consts, args, matches, context)
-
-    if (remat := remat_of(eqn)) is not None:
-        if not _holds(remat["jaxpr"]):
-            return bind(eqn, ins, params)
-        function = jax.checkpoint(inner(remat["jaxpr"]), policy=remat["policy"], prevent_cse=remat["prevent_cse"])
-        outs: list[Any] = function(*ins)
-        return outs
-    if name == "scan" and _holds(params["jaxpr"]):
-        return bind(eqn, ins, params | {"jaxpr": retraced(params["jaxpr"], inner(params["jaxpr"]))})
-    if name == "cond" and any(map(_holds, params["branches"])):
-        return bind(
-            eqn, ins, params | {"branches": tuple(retraced(branch, inner(branch)) for branch in params["branches"])}
-        )
-    return bind(eqn, ins, params)
-
-
-def _holds(body: Any) -> bool:
-    """Whether a body contains a matmul at any depth; without one it contains no attention."""
-    jaxpr, _ = opened(body)
-    return any(eqn.primitive.name == "dot_general" or any(map(_holds, _bodies(eqn))) for eqn in jaxpr.eqns)
-
-
-def _bodies(eqn: core.JaxprEqn) -> list[Any]:
-    params = remat_of(eqn) or eqn.params
-    bodies = [body for value in params.values() for body in (value if isinstance(value, tuple | list) else (value,))]
-    return [body for body in bodies if hasattr(opened(body)[0], "eqns")]
+def _attend(graph: Graph, op: Op, match: AttentionMatch, ins: Sequence[Any]) -> Any:
+    q, k, v = (canonical(array, order) for array, (_, order) in zip(ins, match.operands, strict=False))
+    (result,) = op.outputs
+    dtype = graph.avals[result].dtype
+    out = attention(match.form, dtype, q, k, v, ins[len(match.operands) :], match.kernel)
+    return as_written(out, match.out, graph.shape(result))

@@ -12,13 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE
-from spanax.trace.jaxpr.lines import Labels, Line, Lines, back
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.dim_maps.table import names
+from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.kernels import Kernel
 from spanax.trace.rewrites.attention.scores import NONE, Form, Step
 
 SAME = frozenset({"convert_element_type", "stop_gradient", "copy", "optimization_barrier"})
-VIEWS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim"})
+VIEWS = names(Family.VIEW)
+
+Labels = tuple[int, ...]
+"""For every dim of a value, the label of the dim that it corresponds to."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,123 +54,121 @@ class Mismatch:
     """A softmax between two products that is not supported, and why."""
 
     why: str
-    line: Line
+    op: Op
 
 
-def attentions(lines: Lines) -> dict[int, AttentionMatch | Mismatch]:
-    """Returns matches and mismatches by the index of the line of the second product."""
-    matches: dict[int, AttentionMatch | Mismatch] = {}
-    for index, line in enumerate(lines.lines):
-        if line.name != "dot_general":
+def attentions(graph: Graph) -> dict[Op, AttentionMatch | Mismatch]:
+    """Returns matches and mismatches by the operation of the second product."""
+    matches: dict[Op, AttentionMatch | Mismatch] = {}
+    for op in graph.body.ops:
+        if op.name != "dot_general":
             continue
         for side in (0, 1):
-            match = _attention(lines, line, side)
+            match = _attention(graph, op, side)
             if match is not None:
-                matches[index] = match
+                matches[op] = match
                 break
     return matches
 
 
-def _attention(lines: Lines, line: Line, side: int) -> AttentionMatch | Mismatch | None:
+def _attention(graph: Graph, op: Op, side: int) -> AttentionMatch | Mismatch | None:
     """Matches the attention whose weights are operand `side` of its second product."""
-    weights, values = line.ins[side], line.ins[1 - side]
-    shape = lines.shape(weights)
+    weights, values = op.inputs[side], op.inputs[1 - side]
+    shape = graph.shape(weights)
     tags = tuple(dim if size > 1 else NONE for dim, size in enumerate(shape))
-    (contract, batch) = line.eqn.params["dimension_numbers"]
-    if len(contract[side]) != 1 or not jnp.issubdtype(lines.avals[weights].dtype, jnp.floating):
+    (contract, batch) = op.params["dimension_numbers"]
+    if len(contract[side]) != 1 or not jnp.issubdtype(graph.avals[weights].dtype, jnp.floating):
         return None
     keys = contract[side][0]
     if shape[keys] <= 1:
         return None
-    soft = _softmax(lines, weights, tags, keys)
+    soft = _softmax(graph, weights, tags, keys)
     if soft is None:
-        weight_line = _softmax_behind(lines, weights)
-        why = "dropout on its weights" if weight_line and weight_line.name in ("mul", "select_n", "div") else None
-        return (
-            Mismatch(f"{why} ('{weight_line.name}' between softmax and values)", line) if why and weight_line else None
-        )
-    steps = _Steps(lines, keys, {tag for tag in tags if tag != NONE})
+        weight_op = _softmax_behind(graph, weights)
+        why = "dropout on its weights" if weight_op and weight_op.name in ("mul", "select_n", "div") else None
+        return Mismatch(f"{why} ('{weight_op.name}' between softmax and values)", op) if why and weight_op else None
+    steps = _Steps(graph, keys, {tag for tag in tags if tag != NONE})
     if steps.grow(*soft) is None or steps.score is None:
         return None
-    return steps.found(line, side, values, dict(zip(batch[1 - side], batch[side], strict=True)))
+    return steps.found(op, side, values, dict(zip(batch[1 - side], batch[side], strict=True)))
 
 
-def _softmax(lines: Lines, weights: int, tags: Labels, keys: int) -> tuple[int, Labels] | None:
+def _softmax(graph: Graph, weights: int, tags: Labels, keys: int) -> tuple[int, Labels] | None:
     """Returns the logits of a softmax over the dim tagged `keys`, with their tags."""
-    walked = _views(lines, weights, tags)
-    line, tags = walked or (None, tags)
-    if line is None or line.name != "div":
+    walked = _views(graph, weights, tags)
+    op, tags = walked or (None, tags)
+    if op is None or op.name != "div":
         return None
-    numerator, denominator = line.ins
-    exp = lines.behind(numerator, SAME)
-    exp_line = lines.made_by(exp)
-    operand_tags = back(lines, line, tags)
-    if exp_line is None or exp_line.name != "exp" or operand_tags is None:
+    numerator, denominator = op.inputs
+    exp = graph.origin(numerator, SAME)
+    exp_op = graph.producers.get(exp)
+    operand_tags = _operand_labels(op, tags)
+    if exp_op is None or exp_op.name != "exp" or operand_tags is None:
         return None
-    total = _views(lines, denominator, operand_tags[1])
+    total = _views(graph, denominator, operand_tags[1])
     if total is None or total[0] is None or total[0].name != "reduce_sum":
         return None
-    (axis, *more_axes), (summed,) = total[0].eqn.params["axes"], total[0].ins
-    if more_axes or lines.behind(summed, SAME) != exp or tags[axis] != keys:
+    (axis, *more_axes), (summed,) = total[0].params["axes"], total[0].inputs
+    if more_axes or graph.origin(summed, SAME) != exp or tags[axis] != keys:
         return None
     if total[1] != tuple(tag for dim, tag in enumerate(tags) if dim != axis):
         return None
-    logits = exp_line.ins[0]
+    logits = exp_op.inputs[0]
     # Softmax is invariant to a shift that is constant along keys, such as the largest logit.
-    while (shift := lines.made_by(lines.behind(logits, SAME))) is not None and shift.name == "sub":
-        operand_tags = back(lines, shift, tags)
-        if operand_tags is None or not _is_of_row(lines, shift.ins[1], operand_tags[1], keys):
+    while (shift := graph.producers.get(graph.origin(logits, SAME))) is not None and shift.name == "sub":
+        operand_tags = _operand_labels(shift, tags)
+        if operand_tags is None or not _is_of_row(graph, shift.inputs[1], operand_tags[1], keys):
             break
-        logits = shift.ins[0]
+        logits = shift.inputs[0]
     return logits, tags
 
 
-def _views(lines: Lines, value: int, tags: Labels) -> tuple[Line | None, Labels] | None:
-    """Skips views; returns the line that produces the underlying value, and its tags."""
-    while (line := lines.made_by(value)) is not None and line.name in SAME | VIEWS:
-        operand_tags = back(lines, line, tags)
+def _views(graph: Graph, value: int, tags: Labels) -> tuple[Op | None, Labels] | None:
+    """Skips views; returns the operation that produces the underlying value, and its tags."""
+    while (op := graph.producers.get(value)) is not None and op.name in SAME | VIEWS:
+        operand_tags = _operand_labels(op, tags)
         if operand_tags is None:
             return None
-        value, tags = line.ins[0], operand_tags[0]
-    return line, tags
+        value, tags = op.inputs[0], operand_tags[0]
+    return op, tags
 
 
-def _is_of_row(lines: Lines, value: int, tags: Labels, keys: int) -> bool:
+def _is_of_row(graph: Graph, value: int, tags: Labels, keys: int) -> bool:
     """Whether a value is constant along keys."""
     while keys in tags:
-        line = lines.made_by(value)
-        if line is None or line.name not in SAME | VIEWS:
+        op = graph.producers.get(value)
+        if op is None or op.name not in SAME | VIEWS:
             return False
-        operand_tags = back(lines, line, tags)
+        operand_tags = _operand_labels(op, tags)
         if operand_tags is None:
             return False
-        value, tags = line.ins[0], operand_tags[0]
+        value, tags = op.inputs[0], operand_tags[0]
     return True
 
 
-def _softmax_behind(lines: Lines, value: int) -> Line | None:
+def _softmax_behind(graph: Graph, value: int) -> Op | None:
     """Returns the last `mul` or `select_n` between a softmax and a value computed elementwise from it, if any."""
-    first: Line | None = None
-    for line in _ancestors(lines, value):
-        if line.name in ("mul", "select_n") and first is None:
-            first = line
-        if line.name == "div":
-            exp, total = (lines.behind(operand, SAME | VIEWS) for operand in line.ins)
-            makers = [lines.made_by(operand) for operand in (exp, total)]
-            if [maker.name if maker else "" for maker in makers] == ["exp", "reduce_sum"] and first is not None:
+    first: Op | None = None
+    for op in _ancestors(graph, value):
+        if op.name in ("mul", "select_n") and first is None:
+            first = op
+        if op.name == "div":
+            exp, total = (graph.origin(operand, SAME | VIEWS) for operand in op.inputs)
+            producers = [graph.producers.get(operand) for operand in (exp, total)]
+            if [op.name if op else "" for op in producers] == ["exp", "reduce_sum"] and first is not None:
                 return first
     return None
 
 
-def _ancestors(lines: Lines, value: int) -> Iterator[Line]:
-    """Yields the elementwise lines and views that produce a value, nearest first, at most 64."""
+def _ancestors(graph: Graph, value: int) -> Iterator[Op]:
+    """Yields the elementwise operations and views that produce a value, nearest first, at most 64."""
     queue, seen = [value], set[int]()
     while queue and len(seen) < 64:
-        line = lines.made_by(queue.pop(0))
-        if line is not None and line.outs[0] not in seen and line.name in ELEMENTWISE | VIEWS:
-            seen.add(line.outs[0])
-            queue += line.ins
-            yield line
+        op = graph.producers.get(queue.pop(0))
+        if op is not None and op.outputs[0] not in seen and _is_followed(op):
+            seen.add(op.outputs[0])
+            queue += op.inputs
+            yield op
 
 
 class _Steps:
@@ -176,12 +178,12 @@ class _Steps:
     and results of other operations are extras.
     """
 
-    def __init__(self, lines: Lines, keys: int, tags: set[int]):
-        self._lines, self._keys, self._tags = lines, keys, tags
+    def __init__(self, graph: Graph, keys: int, tags: set[int]):
+        self._graph, self._keys, self._tags = graph, keys, tags
         self._steps: list[Step] = []
         self._known: dict[tuple[int, Labels], int] = {}
         self._extras: list[tuple[int, Labels]] = []
-        self.score: Line | None = None
+        self.score: Op | None = None
         self._score_tags: Labels = ()
 
     def grow(self, value: int, tags: Labels) -> int | None:
@@ -196,29 +198,29 @@ class _Steps:
         return self._known[key]
 
     def _made(self, value: int, tags: Labels) -> Step | None:
-        lines = self._lines
-        shape, dtype, line = lines.shape(value), np.dtype(lines.avals[value].dtype), lines.made_by(value)
+        graph = self._graph
+        shape, dtype, op = graph.shape(value), np.dtype(graph.avals[value].dtype), graph.producers.get(value)
         rest = (tags, shape, dtype)
-        if value in lines.known and not shape and np.ndim(lines.known[value]) == 0:
-            literal = np.asarray(lines.known[value]).item()
+        if value in graph.constants and not shape and np.ndim(graph.constants[value]) == 0:
+            literal = np.asarray(graph.constants[value]).item()
             return Step("literal", None, (("value", literal),), (), *rest)
-        if line is not None and self._is_score(line, tags):
-            self.score, self._score_tags = line, tags
+        if op is not None and self._is_score(op, tags):
+            self.score, self._score_tags = op, tags
             return Step("score", None, (), (), *rest)
-        if line is not None and line.name == "iota":
-            return Step("iota", None, (("dimension", int(line.eqn.params["dimension"])),), (), *rest)
-        if line is not None and line.name in (ELEMENTWISE | VIEWS) - {"sharding_constraint"}:
-            operand_tags = back(lines, line, tags)
+        if op is not None and op.name == "iota":
+            return Step("iota", None, (("dimension", int(op.params["dimension"])),), (), *rest)
+        if op is not None and _is_followed(op) and op.name != "sharding_constraint":
+            operand_tags = _operand_labels(op, tags)
             args = (
-                [self.grow(*pair) for pair in zip(line.ins, operand_tags, strict=True)]
+                [self.grow(*pair) for pair in zip(op.inputs, operand_tags, strict=True)]
                 if operand_tags is not None
                 else [None]
             )
             if all(arg is not None for arg in args):
-                params = {name: _plain(param) for name, param in line.eqn.params.items()}
+                params = {name: _plain(param) for name, param in op.params.items()}
                 return Step(
-                    line.name,
-                    line.eqn.primitive,
+                    op.name,
+                    op.eqn.primitive,
                     tuple(sorted(params.items())),
                     tuple(step for step in args if step is not None),
                     *rest,
@@ -228,41 +230,31 @@ class _Steps:
         self._extras.append((value, tags))
         return Step("extra", None, (("at", len(self._extras) - 1),), (), *rest)
 
-    def _is_score(self, line: Line, tags: Labels) -> bool:
-        """Whether a line is q.k: a single product whose result has all dims of the logits."""
-        is_known = self.score is None or self.score is line
+    def _is_score(self, op: Op, tags: Labels) -> bool:
+        """Whether an operation is q.k: a single product whose result has all dims of the logits."""
+        is_known = self.score is None or self.score is op
         labeled = [tag for tag in tags if tag != NONE]
         return (
-            line.name == "dot_general" and is_known and len(labeled) == len(set(labeled)) and set(labeled) == self._tags
+            op.name == "dot_general" and is_known and len(labeled) == len(set(labeled)) and set(labeled) == self._tags
         )
 
     def _comes_of_score(self, value: int) -> bool:
         """Whether a value depends on q.k."""
-        stack, seen = [value], set[int]()
-        lines = self._lines
-        while stack:
-            line = lines.made_by(stack.pop())
-            if line is None or id(line) in seen:
-                continue
-            seen.add(id(line))
-            if line is self.score:
-                return True
-            stack += line.ins
-        return False
+        return self.score in self._graph.slice([value])
 
-    def found(self, second: Line, side: int, values: int, batch: dict[int, int]) -> AttentionMatch | None:
+    def found(self, second: Op, side: int, values: int, batch: dict[int, int]) -> AttentionMatch | None:
         """Returns the attention if the dims of both products match."""
-        lines, first = self._lines, self.score
+        graph, first = self._graph, self.score
         assert first is not None
-        contract, batched = first.eqn.params["dimension_numbers"]
-        free_dims = _sides(lines, first)
+        contract, batched = first.params["dimension_numbers"]
+        free_dims = _sides(graph, first)
         keys_at = self._score_tags.index(self._keys)
         q_side = next((operand for operand in (0, 1) if keys_at not in free_dims[operand].values()), None)
         num_batch = len(batched[0])
         if q_side is None or keys_at < num_batch or len(free_dims[1 - q_side]) != 1:
             return None
         q_free = free_dims[q_side]
-        shape = lines.shape(first.outs[0])
+        shape = graph.shape(first.outputs[0])
         if not q_free:
             return None
         queries = max(q_free, key=lambda dim: (shape[q_free[dim]] == shape[keys_at], shape[q_free[dim]], -dim))
@@ -282,44 +274,54 @@ class _Steps:
             sizes=tuple(shape[dim] for dim in order),
             steps=tuple(replace(step, labels=relabelled(step.labels)) for step in self._steps),
             extras=tuple(relabelled(tags) for _, tags in self._extras),
-            precision=(_plain(first.eqn.params["precision"]), _plain(second.eqn.params["precision"])),
-            dtype=np.dtype(lines.avals[first.outs[0]].dtype),
+            precision=(_plain(first.params["precision"]), _plain(second.params["precision"])),
+            dtype=np.dtype(graph.avals[first.outputs[0]].dtype),
         )
-        operands = ((first.ins[q_side], q_order), (first.ins[1 - q_side], k_order), (values, v))
+        operands = ((first.inputs[q_side], q_order), (first.inputs[1 - q_side], k_order), (values, v))
         out = self._result(second, side, v[-1], label_of_tag, len(order))
         return AttentionMatch(form, operands, tuple(value for value, _ in self._extras), out)
 
     def _values(
-        self, second: Line, side: int, values: int, batch: dict[int, int], label_of: dict[int, int], num_batch: int
+        self, second: Op, side: int, values: int, batch: dict[int, int], label_of: dict[int, int], num_batch: int
     ) -> Labels | None:
         """Returns the values' dims in the order (batch, keys, width); -1 for a missing dim of size 1."""
-        shape = self._lines.shape(values)
-        tag = lambda dim: dim if self._lines.shape(second.ins[side])[dim] > 1 else NONE  # noqa: E731
+        shape = self._graph.shape(values)
+        tag = lambda dim: dim if self._graph.shape(second.inputs[side])[dim] > 1 else NONE  # noqa: E731
         labels = {label_of[tag(weight_dim)]: dim for dim, weight_dim in batch.items() if tag(weight_dim) != NONE}
-        (contract, batched) = second.eqn.params["dimension_numbers"]
+        (contract, batched) = second.params["dimension_numbers"]
         free = [dim for dim in range(len(shape)) if dim not in (*contract[1 - side], *batched[1 - side])]
         batch_labels = {label for label in label_of.values() if NONE < label < num_batch}
         if set(labels) != batch_labels or len(free) != 1:
             return None
         return (*(labels.get(label, -1) for label in range(num_batch)), contract[1 - side][0], free[0])
 
-    def _result(self, second: Line, side: int, width: int, label_of: dict[int, int], width_label: int) -> Labels:
+    def _result(self, second: Op, side: int, width: int, label_of: dict[int, int], width_label: int) -> Labels:
         """Returns the label of each dim of the second product's result."""
-        lines = self._lines
-        contract, batched = second.eqn.params["dimension_numbers"]
-        weight_shape = lines.shape(second.ins[side])
+        graph = self._graph
+        contract, batched = second.params["dimension_numbers"]
+        weight_shape = graph.shape(second.inputs[side])
         label = lambda dim: label_of[dim] if weight_shape[dim] > 1 else NONE  # noqa: E731
         free = [label(dim) for dim in range(len(weight_shape)) if dim not in (*contract[side], *batched[side])]
         dims = [free, [width_label]] if side == 0 else [[width_label], free]
         return tuple([label(dim) for dim in batched[side]] + dims[0] + dims[1])
 
 
-def _sides(lines: Lines, dot: Line) -> tuple[dict[int, int], dict[int, int]]:
+def _is_followed(op: Op) -> bool:
+    """Returns whether an operation computes its result elementwise, or is a view of its operand."""
+    return op.is_elementwise or op.family is Family.VIEW
+
+
+def _operand_labels(op: Op, labels: Labels) -> list[Labels] | None:
+    """Returns the labels of an operation's operands, given those of its result; None if they cannot be propagated."""
+    return op.dim_map.operand_labels(labels, NONE) if _is_followed(op) else None
+
+
+def _sides(graph: Graph, dot: Op) -> tuple[dict[int, int], dict[int, int]]:
     """Returns, for each operand, its free dims with the corresponding dims of the result."""
-    contract, batched = dot.eqn.params["dimension_numbers"]
+    contract, batched = dot.params["dimension_numbers"]
     start, result_dims = len(batched[0]), []
     for side in (0, 1):
-        rank = len(lines.shape(dot.ins[side]))
+        rank = len(graph.shape(dot.inputs[side]))
         free = [dim for dim in range(rank) if dim not in (*contract[side], *batched[side])]
         result_dims.append({dim: start + offset for offset, dim in enumerate(free)})
         start += len(free)

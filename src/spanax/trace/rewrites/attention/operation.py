@@ -15,8 +15,8 @@ from jax.extend import core
 from jax.interpreters import mlir
 from jax.interpreters import partial_eval as pe
 
-from spanax.trace.axes.discover import Dims
-from spanax.trace.jaxpr.dim_rules import rule
+from spanax.trace.jaxpr.dim_maps.relations import Equation
+from spanax.trace.jaxpr.dim_maps.rule import Recorder, rule
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.blockwise import Blocks, Keys, Part, finished, parted
 from spanax.trace.rewrites.attention.kernels import Kernel
@@ -245,7 +245,7 @@ pe.dce_rules[attention_grad_p] = _without_unread
 
 
 @rule(FORWARD)
-def _forward_dims(op: Op, dims: Dims) -> None:
+def _forward_dims(op: Equation, dims: Recorder) -> None:
     _join(dims, op.params["form"], op.inputs[:3], op.inputs[3:])
     form, (q, _, v) = op.params["form"], op.inputs[:3]
     out, *rows = op.outputs
@@ -254,7 +254,7 @@ def _forward_dims(op: Op, dims: Dims) -> None:
 
 
 @rule(BACKWARD)
-def _backward_dims(op: Op, dims: Dims) -> None:
+def _backward_dims(op: Equation, dims: Recorder) -> None:
     form, (q, _, v, of_out, *rows) = op.params["form"], op.inputs[:NUM_ROWS]
     _join(dims, form, op.inputs[:3], op.inputs[NUM_ROWS:])
     _join_rows(dims, form, q, (of_out, *rows))
@@ -263,7 +263,7 @@ def _backward_dims(op: Op, dims: Dims) -> None:
         dims.same(operand, gradient)
 
 
-def _join(dims: Dims, form: Form, operands: Sequence[int], extras: Sequence[int]) -> None:
+def _join(dims: Recorder, form: Form, operands: Sequence[int], extras: Sequence[int]) -> None:
     q, k, v = operands
     for dim in range(form.num_batch):
         dims.join(q, dim, k, dim)
@@ -278,7 +278,7 @@ def _join(dims: Dims, form: Form, operands: Sequence[int], extras: Sequence[int]
                 dims.join(q, label, extra, dim)
 
 
-def _join_rows(dims: Dims, form: Form, q: int, values: Sequence[int]) -> None:
+def _join_rows(dims: Recorder, form: Form, q: int, values: Sequence[int]) -> None:
     for value in values:
         for dim in range(form.keys):
             dims.join(q, dim, value, dim)

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import source_info_util
 
 from spanax.errors import SpanaxError
-from spanax.trace.jaxpr.graph import bind, opened
-from spanax.trace.jaxpr.lines import Line, Lines
+from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
+from spanax.trace.jaxpr.interpret import Values, evaluate, read, run
 from spanax.trace.rewrites.chunked_loss.per_token import Mismatch, Region, across, dependents, narrowed, regions
 
 LINEAR = frozenset(
@@ -31,8 +30,6 @@ IGNORED = frozenset({"sharding_constraint", "reshard"})
 
 CHUNKS = "spanax_loss_chunks"
 """Name of the scans over chunks in the name stack, and of their gradients in remat policies."""
-
-Values = dict[int, Any]
 
 
 def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -57,39 +54,35 @@ def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]
     if count == 1:
         return function
 
-    def run(*args: Any) -> Any:
+    def chunked(*args: Any) -> Any:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
         leaves, num_batch = jax.tree.leaves(args), len(jax.tree.leaves(args[-1]))
-        lines, candidates = _found(closed, leaves, num_batch)
+        graph, candidates = _candidates(closed, leaves, num_batch)
         return jax.tree.unflatten(
-            jax.tree.structure(shapes), _evaluate(lines, _checked(lines, candidates, count), leaves, count)
+            jax.tree.structure(shapes), _evaluate(graph, _checked(graph, candidates, count), leaves, count)
         )
 
-    return run
+    return chunked
 
 
-def _found(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Lines, list[Region] | Mismatch | None]:
-    lines = Lines.of(*opened(closed))
-    candidates = regions(lines, frozenset(lines.inputs[len(args) - num_batch :]))
-    is_sum = isinstance(candidates, Mismatch) and candidates.line.name == "reduce_sum"
-    if not isinstance(candidates, Mismatch) or not is_sum or len(candidates.line.eqn.params["axes"]) < 2:
-        return lines, candidates
-    return _found(jax.make_jaxpr(partial(_summed_apart, lines, candidates.line))(*args), args, num_batch)
+def _candidates(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Graph, list[Region] | Mismatch | None]:
+    graph = from_jaxpr(closed, CALLS, as_traced=True)
+    candidates = regions(graph, frozenset(graph.body.inputs[len(args) - num_batch :]))
+    is_sum = isinstance(candidates, Mismatch) and candidates.op.name == "reduce_sum"
+    if not isinstance(candidates, Mismatch) or not is_sum or len(candidates.op.params["axes"]) < 2:
+        return graph, candidates
+    summed, (*rest, last) = candidates.op, sorted(candidates.op.params["axes"])
+
+    def override(op: Op, ins: Sequence[Any]) -> list[Any] | None:
+        """Decomposes the sum over several dims: first over the last dim, then over the rest."""
+        parts = op.bind(ins, op.params | {"axes": (last,)}) if op is summed else None
+        return parts and op.bind(parts, op.params | {"axes": tuple(rest)})
+
+    again = jax.make_jaxpr(lambda *args: evaluate(graph, args, override))(*args)
+    return _candidates(again, args, num_batch)
 
 
-def _summed_apart(lines: Lines, summed: Line, *args: Any) -> list[Any]:
-    """Evaluates lines with a sum over several dims decomposed: first over the last dim, then over the rest."""
-    values = dict(lines.known) | dict(zip(lines.inputs, args, strict=True))
-    index, (first, (*rest, last)) = lines.lines.index(summed), (summed.ins[0], sorted(summed.eqn.params["axes"]))
-    run_lines(lines.lines[:index], values)
-    with as_traced(summed):
-        (part,) = bind(summed.eqn, [values[first]], dict(summed.eqn.params, axes=(last,)))
-        (values[summed.outs[0]],) = bind(summed.eqn, [part], dict(summed.eqn.params, axes=tuple(rest)))
-    run_lines(lines.lines[index + 1 :], values)
-    return [values[value] for value in lines.outputs]
-
-
-def _checked(lines: Lines, candidates: list[Region] | Mismatch | None, count: int) -> list[Region]:
+def _checked(graph: Graph, candidates: list[Region] | Mismatch | None, count: int) -> list[Region]:
     if candidates is None:
         raise SpanaxError(
             "the loss has no logits to take in chunks.",
@@ -99,11 +92,11 @@ def _checked(lines: Lines, candidates: list[Region] | Mismatch | None, count: in
     if isinstance(candidates, Mismatch):
         raise SpanaxError(
             f"the logits cannot be taken in chunks: {candidates.why}.",
-            where=candidates.line.where,
+            where=candidates.op.where,
             fix="a loss that reads them token by token, or loss_chunks=1",
         )
     for region in candidates:
-        num_tokens = region.most_chunks(lines)
+        num_tokens = region.most_chunks(graph)
         if num_tokens % count:
             near = max(number for number in range(1, count) if num_tokens % number == 0)
             raise SpanaxError(
@@ -112,81 +105,58 @@ def _checked(lines: Lines, candidates: list[Region] | Mismatch | None, count: in
     return candidates
 
 
-def _evaluate(lines: Lines, logit_regions: Sequence[Region], args: Sequence[Any], count: int) -> list[Any]:
-    values = dict(lines.known) | dict(zip(lines.inputs, args, strict=True))
-    member_indices = {index for region in logit_regions for index in region.lines}
+def _evaluate(graph: Graph, logit_regions: Sequence[Region], args: Sequence[Any], count: int) -> list[Any]:
+    values = dict(zip(graph.body.inputs, args, strict=True))
+    members = {op for region in logit_regions for op in region.ops}
     outs = [value for region in logit_regions for value in region.outs]
-    after = dependents(lines, outs)
-    is_late = [not after.isdisjoint(line.ins) for line in lines.lines]
-    early = [line for index, line in enumerate(lines.lines) if index not in member_indices and not is_late[index]]
-    late = [line for index, line in enumerate(lines.lines) if index not in member_indices and is_late[index]]
-    run_lines(early, values)
-    (loss, *_) = lines.outputs
-    if loss not in after or lines.shape(loss) or not is_linear(lines, late, after, loss):
+    after = dependents(graph, outs)
+    others = [op for op in graph.body.ops if op not in members]
+    late = [op for op in others if not after.isdisjoint(op.inputs)]
+    run(graph, [op for op in others if after.isdisjoint(op.inputs)], values)
+    (loss, *_) = graph.body.outputs
+    if loss not in after or graph.shape(loss) or not is_linear(late, after, loss):
         for region in logit_regions:
-            values |= _recomputed(lines, region, values, count)
-        run_lines(late, values)
-        return [values[value] for value in lines.outputs]
-    floats = [value for value in outs if jnp.issubdtype(lines.avals[value].dtype, jnp.floating)]
-    weights = _weights(lines, late, values, floats, loss)
-    slope = jnp.zeros((), lines.avals[loss].dtype)
+            values |= _recomputed(graph, region, values, count)
+        run(graph, late, values)
+        return read(graph, values, graph.body.outputs)
+    floats = [value for value in outs if jnp.issubdtype(graph.avals[value].dtype, jnp.floating)]
+    weights = _weights(graph, values, floats, loss)
+    slope = jnp.zeros((), graph.avals[loss].dtype)
     for region in logit_regions:
-        results, term = _with_slope(lines, region, values, weights, slope, count)
+        results, term = _with_slope(graph, region, values, weights, slope, count)
         values, slope = values | results, slope + term
-    run_lines(late, values)
+    run(graph, late, values)
     values[loss] = _sloped(values[loss], slope)
-    return [values[value] for value in lines.outputs]
+    return read(graph, values, graph.body.outputs)
 
 
-def run_lines(some: Sequence[Line], values: Values) -> None:
-    for line in some:
-        with as_traced(line):
-            outs = bind(line.eqn, [values[value] for value in line.ins], dict(line.eqn.params))
-        values.update(zip(line.outs, outs, strict=True))
-
-
-def as_traced(line: Line) -> Any:
-    source_info = line.eqn.source_info
-    return source_info_util.user_context(
-        source_info.traceback, name_stack=source_info_util.current_name_stack() + source_info.name_stack
-    )
-
-
-def is_linear(lines: Lines, behind: Sequence[Line], after: set[int], loss: int) -> bool:
+def is_linear(ops: Sequence[Op], after: set[int], loss: int) -> bool:
     """Whether the loss is linear in its per-token terms, so that their weights do not depend on them."""
     live = {loss}
-    for line in behind[::-1]:
-        if live.isdisjoint(line.outs):
+    for op in ops[::-1]:
+        if live.isdisjoint(op.outputs):
             continue
-        dependent = [index for index, value in enumerate(line.ins) if value in after]
-        linear_in = range(len(line.ins)) if line.name in LINEAR else LINEAR_IN.get(line.name, ())
-        if not set(dependent) <= set(linear_in) or (line.name in PRODUCTS and len(dependent) > 1):
+        dependent = [index for index, value in enumerate(op.inputs) if value in after]
+        linear_in = range(len(op.inputs)) if op.name in LINEAR else LINEAR_IN.get(op.name, ())
+        if not set(dependent) <= set(linear_in) or (op.name in PRODUCTS and len(dependent) > 1):
             return False
-        live.update(line.ins)
+        live.update(op.inputs)
     return True
 
 
-def _weights(lines: Lines, late: Sequence[Line], values: Values, floats: Sequence[int], loss: int) -> Values:
+def _weights(graph: Graph, values: Values, floats: Sequence[int], loss: int) -> Values:
     """Returns the weight of each per-token value in the loss, under `stop_gradient`."""
+
+    needed = graph.slice([loss], values.keys() | {*floats})
 
     def of_tokens(token_values: list[Any]) -> Any:
         substituted = dict(values) | dict(zip(floats, token_values, strict=True))
-        needed = _leading_to(late, {loss})
-        run_lines(needed, substituted)
+        run(graph, needed, substituted)
         return substituted[loss]
 
-    zeros = [jnp.zeros(lines.shape(value), lines.avals[value].dtype) for value in floats]
+    zeros = [jnp.zeros(graph.shape(value), graph.avals[value].dtype) for value in floats]
     gradients = jax.lax.stop_gradient(jax.grad(of_tokens)(zeros))
     return dict(zip(floats, gradients, strict=True))
-
-
-def _leading_to(candidates: Sequence[Line], live: set[int]) -> list[Line]:
-    needed = []
-    for line in candidates[::-1]:
-        if not live.isdisjoint(line.outs):
-            needed.append(line)
-            live |= {*line.ins}
-    return needed[::-1]
 
 
 @jax.custom_vjp
@@ -198,40 +168,38 @@ def _sloped(value: Any, slope: Any) -> Any:
 _sloped.defvjp(lambda value, slope: (value, None), lambda _, of_value: (of_value, of_value))
 
 
-def _some(lines: Lines, region: Region, count: int, fixed: Values, scanned: Values) -> list[Any]:
+def _some(graph: Graph, region: Region, count: int, fixed: Values, scanned: Values) -> list[Any]:
     """Returns the outputs of a region for one chunk."""
-    values = dict(lines.known) | fixed | scanned
-    for index in region.lines:
-        line = lines.lines[index]
-        dim = region.dims[line.outs[0]]
-        operand_dims = across(lines, line, dim)
+
+    def override(op: Op, ins: Sequence[Any]) -> Sequence[Any]:
+        dim = region.dims[op.outputs[0]]
+        operand_dims = across(graph, op, dim)
         assert operand_dims is not None
-        ins = [values[value] for value in line.ins]
-        with as_traced(line):
-            is_plain = line.name not in IGNORED
-            outs = bind(line.eqn, ins, narrowed(line, dim, operand_dims, count)) if is_plain else ins[:1]
-        values.update(zip(line.outs, outs, strict=True))
-    return [values[value] for value in region.outs]
+        return ins[:1] if op.name in IGNORED else op.bind(ins, narrowed(op, dim, operand_dims, count))
+
+    values = fixed | scanned
+    run(graph, region.ops, values, override)
+    return read(graph, values, region.outs)
 
 
-def _recomputed(lines: Lines, region: Region, values: Values, count: int) -> Values:
+def _recomputed(graph: Graph, region: Region, values: Values, count: int) -> Values:
     """Returns the outputs of a region, scanned over chunks and recomputed in the backward pass."""
-    fixed, scanned = _taken(region, values, count)
+    fixed, scanned = _taken(graph, region, values, count)
 
     def body(_: None, part: Values) -> tuple[None, list[Any]]:
-        return None, jax.checkpoint(partial(_some, lines, region, count), prevent_cse=False)(fixed, part)
+        return None, jax.checkpoint(partial(_some, graph, region, count), prevent_cse=False)(fixed, part)
 
     return _joined(region, _loop(body, None, scanned)[1])
 
 
 def _with_slope(
-    lines: Lines, region: Region, values: Values, weights: Values, slope: Any, count: int
+    graph: Graph, region: Region, values: Values, weights: Values, slope: Any, count: int
 ) -> tuple[Values, Any]:
     """Returns the outputs of a region, scanned over chunks, and a zero with the gradient of their weighted sum."""
-    taken = _taken(region, values, count)
+    taken = _taken(graph, region, values, count)
     weighed = {value: apart(weights[value], region.dims[value], count) for value in region.outs if value in weights}
     smooth, nondiff = zip(*map(_by_kind, taken), strict=True)
-    evaluate_chunk = partial(_some, lines, region, count)
+    evaluate_chunk = partial(_some, graph, region, count)
 
     def primal(smooth: Any, nondiff: Any, weighed: Values) -> tuple[list[Any], Any]:
         fixed = smooth[0] | nondiff[0]
@@ -269,10 +237,11 @@ def _loop(body: Callable[..., Any], first: Any, parts: Any) -> Any:
         return jax.lax.scan(body, first, parts)
 
 
-def _taken(region: Region, values: Values, count: int) -> tuple[Values, Values]:
+def _taken(graph: Graph, region: Region, values: Values, count: int) -> tuple[Values, Values]:
     # A copy is free and can be all-gathered once: the weight itself would be gathered in every iteration.
     fixed = {value: jnp.copy(values[value]) for value in region.fixed}
-    return fixed, {value: apart(values[value], region.dims[value], count) for value in region.scanned}
+    scanned = zip(region.scanned, read(graph, values, region.scanned), strict=True)
+    return fixed, {value: apart(array, region.dims[value], count) for value, array in scanned}
 
 
 def _by_kind(values: Values) -> tuple[Values, Values]:

@@ -7,15 +7,19 @@ One token dim is followed: an operation that is independent per row can be evalu
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import dropwhile
 
 import jax.numpy as jnp
 
-from spanax.trace.jaxpr.dim_rules import ELEMENTWISE, reshape_groups
-from spanax.trace.jaxpr.lines import Line, Lines
+from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
+from spanax.trace.jaxpr.graph import Graph, Op
 
-REDUCING = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
-ALONG = {"cumsum": "axis", "cummax": "axis", "cumlogsumexp": "axis", "sort": "dimension", "concatenate": "dimension"}
-"""Operations along one dim, and the parameter that names the dim."""
+SIZES = ("shape", "new_sizes", "limit_indices")
+"""Parameters that hold the sizes of a result's dims; `slice_sizes` are of the first operand's dims."""
+
+CHUNKED = frozenset({Family.ELEMENTWISE, Family.VIEW, Family.RESIZE, Family.REDUCTION, Family.CUMULATIVE})
+CHUNKED |= {Family.GATHER, Family.IOTA, Family.OTHER}
+"""Operations that are chunked where their rows are independent; others end a region."""
 
 HALF = 2
 """A value with at least 1 / HALF as many elements as the logits must be chunked."""
@@ -26,10 +30,10 @@ Dims = tuple[int | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """Lines that are independent per row of one dim.
+    """Operations that are independent per row of one dim.
 
     Attributes:
-      lines: their indices, in order; includes the product.
+      ops: the operations, in order; includes the product.
       dims: the token dim of each chunked value.
       fixed: inputs shared by all rows.
       scanned: inputs that are chunked.
@@ -37,16 +41,16 @@ class Region:
       logits: number of elements of the product.
     """
 
-    lines: tuple[int, ...]
+    ops: tuple[Op, ...]
     dims: dict[int, int]
     fixed: tuple[int, ...]
     scanned: tuple[int, ...]
     outs: tuple[int, ...]
     logits: int
 
-    def most_chunks(self, lines: Lines) -> int:
+    def most_chunks(self, graph: Graph) -> int:
         """Returns the greatest common divisor of the sizes of the token dims."""
-        return math.gcd(*(lines.shape(value)[dim] for value, dim in self.dims.items()))
+        return math.gcd(*(graph.shape(value)[dim] for value, dim in self.dims.items()))
 
 
 @dataclass(frozen=True)
@@ -54,69 +58,70 @@ class Mismatch:
     """Logits that cannot be chunked, and why."""
 
     why: str
-    line: Line
+    op: Op
 
 
-def regions(lines: Lines, batch: frozenset[int]) -> list[Region] | Mismatch | None:
+def regions(graph: Graph, batch: frozenset[int]) -> list[Region] | Mismatch | None:
     """Returns the regions of the largest logits; why there are none; or None without logits.
 
     Args:
-      lines: a loss.
+      graph: a loss.
       batch: the inputs that belong to the batch.
     """
-    heads = sorted(_heads(lines, batch), key=lambda head: (-math.prod(lines.shape(lines.lines[head[0]].outs[0])), head))
+    heads = sorted(_heads(graph, batch), key=lambda head: -math.prod(graph.shape(head[0].outputs[0])))
     selected: list[Region] = []
-    mismatches: dict[int, Mismatch] = {}
-    for index, dims in heads:
-        if any(index in region.lines for region in selected):
+    mismatches: dict[Op, Mismatch] = {}
+    for op, dims in heads:
+        if any(op in region.ops for region in selected):
             continue
-        candidates = [_Growing(lines, index, dim).region() for dim in dims]
+        candidates = [_Growing(graph, op, dim).region() for dim in dims]
         valid = [region for region in candidates if isinstance(region, Region)]
         if valid:
-            selected.append(max(valid, key=lambda region: (divisor := region.most_chunks(lines)) & -divisor))
+            selected.append(max(valid, key=lambda region: (divisor := region.most_chunks(graph)) & -divisor))
         else:
-            mismatches |= dict.fromkeys([index], next(region for region in candidates if isinstance(region, Mismatch)))
+            mismatches[op] = next(region for region in candidates if isinstance(region, Mismatch))
+    order = graph.positions
     if not selected:
-        return mismatches[max(mismatches)] if mismatches else None
+        return mismatches[max(mismatches, key=order.__getitem__)] if mismatches else None
     large = [region for region in selected if HALF * region.logits >= selected[0].logits]
-    return _independent(lines, sorted(large, key=lambda region: region.lines))
+    return _independent(graph, sorted(large, key=lambda region: [order[op] for op in region.ops]))
 
 
-def _heads(lines: Lines, batch: frozenset[int]) -> Iterator[tuple[int, list[int]]]:
+def _heads(graph: Graph, batch: frozenset[int]) -> Iterator[tuple[Op, list[int]]]:
     """Yields products of activations and a weight, each with the token dims of the result, last first."""
     dependent = set(batch)
-    for index, line in enumerate(lines.lines):
-        if not dependent.isdisjoint(line.ins):
-            dependent.update(line.outs)
-        if line.name != "dot_general" or not jnp.issubdtype(lines.avals[line.outs[0]].dtype, jnp.floating):
+    for op in graph.body.ops:
+        if not dependent.isdisjoint(op.inputs):
+            dependent.update(op.outputs)
+        if op.name != "dot_general" or not jnp.issubdtype(graph.avals[op.outputs[0]].dtype, jnp.floating):
             continue
-        (contracted, batched), is_activation = line.eqn.params["dimension_numbers"], [v in dependent for v in line.ins]
+        (contracted, batched), is_activation = op.params["dimension_numbers"], [v in dependent for v in op.inputs]
         if any(batched) or sum(is_activation) != 1:
             continue
         side = is_activation.index(True)
-        free = [len(lines.shape(value)) - len(dims) for value, dims in zip(line.ins, contracted, strict=True)]
+        free = [len(graph.shape(value)) - len(dims) for value, dims in zip(op.inputs, contracted, strict=True)]
         first = 0 if side == 0 else free[0]
-        dims = [dim for dim in range(first, first + free[side]) if lines.shape(line.outs[0])[dim] > 1]
+        dims = [dim for dim in range(first, first + free[side]) if graph.shape(op.outputs[0])[dim] > 1]
         if dims and free[1 - side]:
-            yield index, dims[::-1]
+            yield op, dims[::-1]
 
 
-def _independent(lines: Lines, candidates: list[Region]) -> list[Region]:
+def _independent(graph: Graph, candidates: list[Region]) -> list[Region]:
     """Returns the regions that do not depend on the outputs of an earlier one."""
     selected: list[Region] = []
     for region in candidates:
-        dependent = dependents(lines, [value for previous in selected for value in previous.outs])
+        dependent = dependents(graph, [value for previous in selected for value in previous.outs])
         if dependent.isdisjoint((*region.scanned, *region.fixed)):
             selected.append(region)
     return selected
 
 
-def dependents(lines: Lines, values: list[int]) -> set[int]:
+def dependents(graph: Graph, values: list[int]) -> set[int]:
     """Returns these values and all values that depend on them."""
     results = set(values)
-    for line in lines.lines:
-        if not results.isdisjoint(line.ins):
-            results.update(line.outs)
+    for op in graph.body.ops:
+        if not results.isdisjoint(op.inputs):
+            results.update(op.outputs)
     return results
 
 
@@ -124,13 +129,13 @@ def dependents(lines: Lines, values: list[int]) -> set[int]:
 class _Growing:
     """A region grown from a product along one of its dims."""
 
-    lines: Lines
-    first: int
+    graph: Graph
+    first: Op
     dim: int
     dims: dict[int, int] = field(default_factory=dict)
     made: dict[int, None] = field(default_factory=dict)
     fixed: dict[int, None] = field(default_factory=dict)
-    members: list[int] = field(default_factory=list)
+    members: list[Op] = field(default_factory=list)
     beside: dict[int, int] = field(default_factory=dict)
 
     def region(self) -> Region | Mismatch:
@@ -140,137 +145,92 @@ class _Growing:
             mismatch = self._grow(roots)
             if mismatch is not None:
                 return mismatch
-            new_roots = {self.lines.maker[value]: dim for value, dim in self.beside.items() if value not in self.made}
+            beside = ((value, dim) for value, dim in self.beside.items() if value not in self.made)
+            new_roots = {self.graph.producers[value]: dim for value, dim in beside}
             is_complete, roots = not new_roots, roots | new_roots
         scanned = tuple(value for value in self.dims if value not in self.made)
         return Region(tuple(self.members), self.dims, tuple(self.fixed), scanned, self._outs(), self._num_logits)
 
-    def _grow(self, roots: dict[int, int]) -> Mismatch | None:
+    def _grow(self, roots: dict[Op, int]) -> Mismatch | None:
         self.dims, self.made, self.fixed, self.members, self.beside = {}, {}, {}, [], {}
         after = set[int]()
-        for index, line in enumerate(self.lines.lines[min(roots) :], min(roots)):
-            region_inputs = [value for value in line.ins if value in self.made]
-            if not region_inputs and index not in roots and after.isdisjoint(line.ins):
+        for op in dropwhile(lambda op: op not in roots, self.graph.body.ops):
+            region_inputs = [value for value in op.inputs if value in self.made]
+            if not region_inputs and op not in roots and after.isdisjoint(op.inputs):
                 continue
-            if after.isdisjoint(line.ins) and self._joins(line, roots.get(index)):
-                self.members.append(index)
+            if after.isdisjoint(op.inputs) and self._joins(op, roots.get(op)):
+                self.members.append(op)
                 continue
-            after.update(line.outs)
+            after.update(op.outputs)
             if any(map(self._is_large, region_inputs)):
-                return Mismatch(f"'{line.name}' takes all of the logits, or tokens together", line)
+                return Mismatch(f"'{op.name}' takes all of the logits, or tokens together", op)
         if any(map(self._is_large, self._outs())):
-            return Mismatch("its logits are among the results", self.lines.lines[self.first])
+            return Mismatch("its logits are among the results", self.first)
         return None
 
-    def _joins(self, line: Line, root: int | None) -> bool:
-        """Adds a line if it is independent per row; `root` is the token dim of a root's result."""
-        is_product = line.name == "dot_general"
-        if line.eqn.effects or (root is None and is_product):
+    def _joins(self, op: Op, root: int | None) -> bool:
+        """Adds an operation if it is independent per row; `root` is the token dim of a root's result."""
+        is_product = op.name == "dot_general"
+        if op.eqn.effects or (root is None and is_product):
             return False
-        for dim in range(len(self.lines.shape(line.outs[0]))) if root is None else (root,):
-            operand_dims = across(self.lines, line, dim)
-            if operand_dims is None or not self._agrees(line, operand_dims):
+        for dim in range(len(self.graph.shape(op.outputs[0]))) if root is None else (root,):
+            operand_dims = across(self.graph, op, dim)
+            if operand_dims is None or not self._agrees(op, operand_dims):
                 continue
-            for value, operand_dim in zip(line.ins, operand_dims, strict=True):
+            for value, operand_dim in zip(op.inputs, operand_dims, strict=True):
                 if operand_dim is None:
-                    self.fixed |= {} if value in self.lines.known else {value: None}
+                    self.fixed |= {} if value in self.graph.constants else {value: None}
                     continue
                 self.dims[value] = operand_dim
-                maker = self.lines.made_by(value)
-                if not is_product and maker is not None and self._is_large(value):
-                    self.beside |= {} if across(self.lines, maker, operand_dim) is None else {value: operand_dim}
-            self.dims |= dict.fromkeys(line.outs, dim)
-            self.made |= dict.fromkeys(line.outs)
+                producer = self.graph.producers.get(value)
+                if not is_product and producer is not None and self._is_large(value):
+                    self.beside |= {} if across(self.graph, producer, operand_dim) is None else {value: operand_dim}
+            self.dims |= dict.fromkeys(op.outputs, dim)
+            self.made |= dict.fromkeys(op.outputs)
             return True
         return False
 
-    def _agrees(self, line: Line, operand_dims: Dims) -> bool:
+    def _agrees(self, op: Op, operand_dims: Dims) -> bool:
         """Whether no operand is already chunked along another dim, or both chunked and fixed."""
         return all(
             value not in self.dims
             if operand_dim is None
             else self.dims.get(value, operand_dim) == operand_dim and value not in self.fixed
-            for value, operand_dim in zip(line.ins, operand_dims, strict=True)
+            for value, operand_dim in zip(op.inputs, operand_dims, strict=True)
         )
 
     def _outs(self) -> tuple[int, ...]:
-        members = set(self.members)
-        read = {value for index, line in enumerate(self.lines.lines) if index not in members for value in line.ins}
-        return tuple(value for value in self.made if value in read or value in self.lines.outputs)
+        members, outputs = set(self.members), set(self.graph.body.outputs)
+        is_read = lambda value: not members.issuperset(self.graph.readers[value])  # noqa: E731
+        return tuple(value for value in self.made if value in outputs or is_read(value))
 
     @property
     def _num_logits(self) -> int:
-        return math.prod(self.lines.shape(self.lines.lines[self.first].outs[0]))
+        return math.prod(self.graph.shape(self.first.outputs[0]))
 
     def _is_large(self, value: int) -> bool:
-        return HALF * math.prod(self.lines.shape(value)) >= self._num_logits
+        return HALF * math.prod(self.graph.shape(value)) >= self._num_logits
 
 
-def across(lines: Lines, line: Line, dim: int) -> Dims | None:
-    """Returns the operands' dims for a dim of a line's result, if each row depends only on the same row of theirs."""
-    shapes, out, params = [lines.shape(value) for value in line.ins], lines.shape(line.outs[0]), line.eqn.params
-    if out[dim] <= 1:
+def across(graph: Graph, op: Op, dim: int) -> Dims | None:
+    """Returns the operands' dims for a dim of the results, if each row depends only on the same row of theirs.
+
+    A reshape has the same chunks along the last dims of two runs with the same elements.
+    """
+    is_chunked = op.name == "dot_general" or (op.family in CHUNKED and len(op.outputs) <= max(1, len(op.inputs)))
+    if graph.shape(op.outputs[0])[dim] <= 1 or not is_chunked:
         return None
-    if line.name in ELEMENTWISE:
-        return tuple(dim if shape and shape[dim] == out[dim] else None for shape in shapes)
-    if line.name == "iota":
-        return () if params["dimension"] != dim and not shapes else None
-    if line.name == "dot_general":
-        return _across_product(shapes, params["dimension_numbers"], dim)
-    if line.name == "broadcast_in_dim":
-        operand_dim = dict(zip(params["broadcast_dimensions"], range(len(shapes[0])), strict=True)).get(dim)
-        is_same = operand_dim is not None and shapes[0][operand_dim] == out[dim]
-        return (operand_dim if is_same else None, *[None] * (len(shapes) - 1))
-    if line.name == "transpose":
-        return (params["permutation"][dim],)
-    if line.name in ("reshape", "squeeze"):
-        groups = (group for group in reshape_groups(shapes[0], out) if group[1] and group[1][-1] == dim)
-        return next(((ins[-1],) for ins, _ in groups), None)
-    if line.name in REDUCING:
-        remaining = [operand_dim for operand_dim in range(len(shapes[0])) if operand_dim not in params["axes"]]
-        return tuple(remaining[dim] for _ in shapes)
-    if line.name in ALONG:
-        return None if params[ALONG[line.name]] == dim else (dim,) * len(shapes)
-    if line.name == "slice":
-        is_full = shapes[0][dim] == out[dim]
-        return (dim,) if is_full else None
-    if line.name == "pad":
-        return (dim, None) if params["padding_config"][dim] == (0, 0, 0) else None
-    return _across_gather(shapes, params, len(out), dim) if line.name == "gather" else None
+    for relation in op.dim_map.of_kind(Kind.FACTORS):
+        if relation.other[-1][1] == dim:
+            return (relation.dims[-1][1],)
+    dims = {op.dim_map.operand_dims(dim, result) for result in range(len(op.outputs))}
+    return dims.pop() if len(dims) == 1 else None
 
 
-def _across_product(shapes: list[tuple[int, ...]], numbers: tuple[tuple[tuple[int, ...], ...], ...], dim: int) -> Dims:
-    (contracted, batched), operand_dims = numbers, list[tuple[int | None, int | None]](zip(*numbers[1], strict=True))
-    for side in (0, 1):
-        free = [
-            free_dim for free_dim in range(len(shapes[side])) if free_dim not in (*contracted[side], *batched[side])
-        ]
-        operand_dims += [(free_dim, None) if side == 0 else (None, free_dim) for free_dim in free]
-    return operand_dims[dim]
-
-
-def _across_gather(shapes: list[tuple[int, ...]], params: dict[str, object], rank: int, dim: int) -> Dims | None:
-    """Token dims of a gather: full slices of the operand, batching dims, or rows of the indices."""
-    numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-    index_dims = [operand_dim for operand_dim in range(rank) if operand_dim not in numbers.offset_dims]  # type: ignore[attr-defined]
-    batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))  # type: ignore[attr-defined]
-    if dim in index_dims:
-        operand_dim = index_dims.index(dim)
-        return batching.get(operand_dim), operand_dim
-    left_out = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}  # type: ignore[attr-defined]
-    operand_dim = [i for i in range(len(shapes[0])) if i not in left_out][numbers.offset_dims.index(dim)]  # type: ignore[attr-defined]
-    return (operand_dim, None) if sizes[operand_dim] == shapes[0][operand_dim] else None  # type: ignore[index]
-
-
-def narrowed(line: Line, dim: int, wanted: Dims, count: int) -> dict[str, object]:
-    """Returns a line's parameters for one of `count` equal chunks along a dim of its result."""
-    params = dict(line.eqn.params)
-    key = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}.get(line.name)
-    chunked_dim: int | None = dim
-    if line.name == "slice":
-        key = "limit_indices"
-    elif line.name == "gather" and wanted[1] is None:
-        key, chunked_dim = "slice_sizes", wanted[0]
-    if key is not None and chunked_dim is not None:
-        params[key] = tuple(size // count if i == chunked_dim else size for i, size in enumerate(params[key]))
+def narrowed(op: Op, dim: int, operand_dims: Dims, count: int) -> dict[str, object]:
+    """Returns an operation's parameters for one of `count` equal chunks along a dim of its result."""
+    params, chunked = dict(op.params), dict.fromkeys(SIZES, dim) | {"slice_sizes": next(iter(operand_dims), None)}
+    for key in chunked.keys() & params.keys():
+        sizes = enumerate(params[key])
+        params[key] = tuple(size // count if i == chunked[key] and size > 1 else size for i, size in sizes)
     return params

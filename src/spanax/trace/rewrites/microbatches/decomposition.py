@@ -1,6 +1,6 @@
 """Decomposes a loss into sums over examples and a function of those sums."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from spanax.errors import SpanaxError
-from spanax.trace.jaxpr.graph import opened
-from spanax.trace.jaxpr.lines import Lines
-from spanax.trace.rewrites.chunked_loss.chunked import apart, is_linear, run_lines
+from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
+from spanax.trace.jaxpr.interpret import Values, read, run
+from spanax.trace.rewrites.chunked_loss.chunked import apart, is_linear
 from spanax.trace.rewrites.microbatches.dependence import SAME, Dependence, Kind, mixed, rows
 from spanax.trace.rewrites.microbatches.flow import Flow, Misaligned, check_aligned
-from spanax.trace.rewrites.microbatches.microbatch import Place, Values, evaluate
+from spanax.trace.rewrites.microbatches.microbatch import Microbatch
 from spanax.trace.rewrites.microbatches.rules import EXTREMA
 
 
@@ -35,8 +35,8 @@ class Decomposition:
       ahead: values that are computed for the full batch before the microbatches.
     """
 
-    full: Lines
-    small: Lines
+    full: Graph
+    small: Graph
     shapes: Any
     flow: Flow
     count: int
@@ -48,56 +48,57 @@ class Decomposition:
     @property
     def loss(self) -> int:
         """The value of the loss."""
-        return self.full.outputs[0]
+        return self.full.body.outputs[0]
 
     @cached_property
     def weighted(self) -> tuple[int, ...]:
         """The sums with respect to which the loss has a gradient."""
-        needed = {value for line in self.loss_lines for value in line.ins} | {self.loss}
+        needed = {value for op in self.loss_ops for value in op.inputs} | {self.loss}
         is_smooth = lambda value: jnp.issubdtype(self.full.avals[value].dtype, jnp.inexact)  # noqa: E731
         return tuple(value for value in self.sums if value in needed and is_smooth(value))
 
     @cached_property
-    def loss_lines(self) -> list[Any]:
-        """The equations that compute the loss from the sums."""
-        return [self.full.lines[position] for position in leading_to(self.full, [self.loss], self.sums)]
+    def loss_ops(self) -> list[Op]:
+        """The operations that compute the loss from the sums."""
+        return self.full.slice([self.loss], self.sums)
 
     @cached_property
     def is_linear(self) -> bool:
         """Whether the loss is linear in the sums, so that their weights do not depend on them."""
         after = {value for value, each in self.flow.dependence.items() if each.kind is Kind.TOTAL} | {*self.sums}
-        return is_linear(self.full, self.loss_lines, after, self.loss)
+        return is_linear(self.loss_ops, after, self.loss)
 
     @cached_property
     def is_direct(self) -> bool:
         """Whether the loss depends on trained parameters other than through the sums (weight decay in the loss)."""
-        read = {value for line in self.loss_lines for value in line.ins} | {self.loss}
-        operands = read - {value for line in self.loss_lines for value in line.outs} - {*self.sums}
+        read = {value for op in self.loss_ops for value in op.inputs} | {self.loss}
+        operands = read - {value for op in self.loss_ops for value in op.outputs} - {*self.sums}
         return any(self.flow.dependence[value].is_trained for value in operands)
 
-    def microbatch(self, values: Values, place: Place) -> Values:
+    def microbatch(self, values: Values, index: Any) -> Values:
         """Evaluates one microbatch; returns the terms of the sums, and rows and repeated results.
 
         Args:
-          values: the inputs for the microbatch, and the values computed ahead; updated in place.
-          place: which microbatch it is.
+          values: the inputs for the microbatch, and the values computed ahead.
+          index: which microbatch it is.
         """
         results = (*self.sums, *self.stacked, *self.repeated)
-        needed = leading_to(self.full, results, self.ahead)
-        evaluate(self.full, self.small, values, needed, place)
-        return {value: values[value] for value in results}
+        flow = self.flow
+        microbatch = Microbatch(self.full, self.small, index, self.count, flow.batch_size, flow.is_tiled)
+        computed = microbatch.evaluate(results, values, {*self.ahead})
+        return dict(zip(results, computed, strict=True))
 
     def evaluated(self, outputs: Sequence[int], values: Values) -> list[Any]:
         """Evaluates outputs for the full batch, given its inputs and the sums."""
-        values = dict(self.full.known) | values
-        run_lines([self.full.lines[position] for position in leading_to(self.full, outputs, values)], values)
-        return [values[value] for value in outputs]
+        values = dict(values)
+        run(self.full, self.full.slice(outputs, values), values)
+        return read(self.full, values, outputs)
 
     def totals(self, terms: Values) -> Values:
         """Combines the stacked terms of all microbatches into sums, maxima and minima over the batch."""
         kinds = self.flow.dependence
         return {
-            value: EXTREMA[self.full.lines[self.full.maker[value]].name](parts, 0)
+            value: EXTREMA[self.full.producers[value].name](parts, 0)
             if kinds[value].kind is Kind.EXTREME
             else parts.sum(0, dtype=parts.dtype)
             for value, parts in terms.items()
@@ -109,21 +110,6 @@ class Decomposition:
         inner, shape = each.inner or 1, jnp.shape(parts)[1:]
         grouped = jnp.reshape(parts, (self.count, *shape[: each.dim], -1, inner, *shape[each.dim + 1 :]))
         return jnp.moveaxis(grouped, 0, each.dim + 1).reshape(self.full.shape(value))
-
-
-def leading_to(lines: Lines, outputs: Iterable[int], known: Collection[int]) -> list[int]:
-    """Returns the positions of the equations that compute `outputs` from `known` values."""
-    stack, seen, needed = list(outputs), set(known), set[int]()
-    while stack:
-        value = stack.pop()
-        position = lines.maker.get(value)
-        if value in seen or position is None:
-            continue
-        seen.add(value)
-        if position not in needed:
-            needed.add(position)
-            stack.extend(lines.lines[position].ins)
-    return sorted(needed)
 
 
 def decomposed(
@@ -164,13 +150,13 @@ def decomposed(
     _check_exact(outs)
     parts = Decomposition(full, small, shapes, flow, count, **_results_of(full, flow))
     extremes = [number for number in parts.weighted if flow.dependence[number].kind is Kind.EXTREME]
-    _check_exact([mixed(full.lines[full.maker[number]]) for number in extremes])
+    _check_exact([mixed(full.producers[number]) for number in extremes])
     return parts
 
 
 def _traced(
     value: Callable[..., Any], args: tuple[Any, Any, Any], is_example: tuple[bool, ...], count: int
-) -> tuple[Lines, Any]:
+) -> tuple[Graph, Any]:
     """Traces a loss for one of `count` microbatches; returns its equations and the shapes of its results.
 
     Raises:
@@ -187,7 +173,7 @@ def _traced(
         if count == 1:
             raise
         raise _of_another_size(leaves[is_example.index(True)].shape[0], count) from error
-    return Lines.of(*opened(closed)), shapes
+    return from_jaxpr(closed, CALLS, as_traced=True), shapes
 
 
 def _of_another_size(batch_size: int, count: int) -> SpanaxError:
@@ -198,12 +184,12 @@ def _of_another_size(batch_size: int, count: int) -> SpanaxError:
     )
 
 
-def _results_of(full: Lines, flow: Flow) -> dict[str, tuple[int, ...]]:
+def _results_of(full: Graph, flow: Flow) -> dict[str, tuple[int, ...]]:
     """Returns the values of a decomposition by attribute name."""
     kind = lambda value: flow.dependence[value].kind  # noqa: E731
     sums: dict[int, None] = {}
-    stacked = {value for value in full.outputs if kind(value) is Kind.ROWS and value not in flow.ahead}
-    stack, seen = [value for value in full.outputs if value not in stacked], set[int]()
+    stacked = {value for value in full.body.outputs if kind(value) is Kind.ROWS and value not in flow.ahead}
+    stack, seen = [value for value in full.body.outputs if value not in stacked], set[int]()
     while stack:
         value = stack.pop()
         if value in seen:
@@ -212,15 +198,15 @@ def _results_of(full: Lines, flow: Flow) -> dict[str, tuple[int, ...]]:
         if kind(value) in (Kind.PARTIAL, Kind.EXTREME):
             sums[value] = None
         elif kind(value) is Kind.TOTAL:
-            stack.extend(full.lines[full.maker[value]].ins)
+            stack.extend(full.producers[value].inputs)
 
     def has_rows(value: int) -> bool:
-        read = {operand for position in leading_to(full, [value], flow.ahead) for operand in full.lines[position].ins}
-        return any(kind(operand) is Kind.ROWS for operand in read)
+        needed = full.slice([value], flow.ahead)
+        return any(kind(operand) is Kind.ROWS for op in needed for operand in op.inputs)
 
     repeated = {
         operand
-        for operand in full.outputs
+        for operand in full.body.outputs
         if kind(operand) is Kind.SAME and operand not in flow.ahead and has_rows(operand)
     }
     ordered = {"sums": sums, "stacked": stacked, "repeated": repeated}

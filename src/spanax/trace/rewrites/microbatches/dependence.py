@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from spanax.trace.jaxpr.lines import Line
+from spanax.trace.jaxpr.graph import Op
 
 
 class Kind(Enum):
@@ -47,7 +47,7 @@ class Dependence:
     is_zero: bool = False
     is_shifted: bool = False
     columns: frozenset[int] = frozenset()
-    cause: Line | None = None
+    cause: Op | None = None
 
     def trained(self, is_trained: bool) -> "Dependence":
         """Returns this dependence, marked as depending on trained parameters if `is_trained`."""
@@ -65,7 +65,7 @@ def rows(dim: int, inner: int | None = 1) -> Dependence:
     return Dependence(Kind.ROWS, dim, inner)
 
 
-def mixed(cause: Line | None) -> Dependence:
+def mixed(cause: Op | None) -> Dependence:
     """Returns the dependence of a value in which an equation combines several examples."""
     return Dependence(Kind.MIXED, cause=cause)
 
@@ -75,7 +75,7 @@ def first_mixed(operands: Iterable[Dependence]) -> Dependence:
     return max((operand for operand in operands if operand.kind is Kind.MIXED), key=lambda operand: operand.is_trained)
 
 
-def joined(first: Dependence, second: Dependence, cause: Line | None) -> Dependence:
+def joined(first: Dependence, second: Dependence, cause: Op | None) -> Dependence:
     """Returns the dependence of a value that is either of two: a loop's carry, or the result of a `cond`."""
     is_trained = first.is_trained or second.is_trained
     is_zero = first.is_zero and second.is_zero

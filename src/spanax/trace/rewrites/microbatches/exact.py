@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spanax.trace.jaxpr.interpret import Values
 from spanax.trace.rewrites.chunked_loss.chunked import apart
 from spanax.trace.rewrites.microbatches.decomposition import Decomposition, decomposed
 from spanax.trace.rewrites.microbatches.dependence import Kind
-from spanax.trace.rewrites.microbatches.microbatch import Place, Values
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Rewrites a loss before differentiation: remat, chunked logits, fused attention."""
@@ -47,7 +47,7 @@ def accumulated(
       (83.66666412353516, True)
     """
     parts = decomposed(value, args, is_example, count)
-    inputs: Values = dict(zip(parts.full.inputs, jax.tree.leaves(args), strict=True))
+    inputs: Values = dict(zip(parts.full.body.inputs, jax.tree.leaves(args), strict=True))
     inputs |= dict(zip(parts.ahead, parts.evaluated(parts.ahead, inputs), strict=True))
     term = transform(partial(_term, parts))
     loop = partial(_loop, parts, args, is_example, inputs)
@@ -62,7 +62,7 @@ def accumulated(
     (grads, repeated), (terms, rows) = loop(jax.grad(term, has_aux=True), first, weights(zeros))
     totals = parts.totals(terms)
     stacked = {number: parts.together(number, array) for number, array in rows.items()}
-    outs = parts.evaluated(parts.full.outputs, inputs | totals | stacked | repeated)
+    outs = parts.evaluated(parts.full.body.outputs, inputs | totals | stacked | repeated)
     if parts.is_direct:
         grads = jax.tree.map(jnp.add, grads, jax.grad(partial(_loss, parts, inputs, totals))(args[0]))
     return jax.tree.unflatten(jax.tree.structure(parts.shapes), outs), grads
@@ -72,7 +72,7 @@ def _state_before(parts: Decomposition, args: tuple[Any, Any, Any]) -> Values:
     """Returns, for each repeated result, the state that it replaces."""
     num_before = 1 + len(jax.tree.leaves(parts.shapes[1][0]))
     state = jax.tree.leaves(args[1])
-    after = dict(zip(parts.full.outputs[num_before : num_before + len(state)], state, strict=True))
+    after = dict(zip(parts.full.body.outputs[num_before : num_before + len(state)], state, strict=True))
     zeros = lambda number: jnp.zeros(parts.full.shape(number), parts.full.avals[number].dtype)  # noqa: E731
     return {number: after[number] if number in after else zeros(number) for number in parts.repeated}
 
@@ -88,7 +88,7 @@ def _weights(parts: Decomposition, inputs: Values, sums: Values) -> Values:
 
 def _loss(parts: Decomposition, inputs: Values, totals: Values, params: Any) -> Any:
     """Evaluates the loss as a function of trained parameters, at fixed sums."""
-    trained = dict(zip(parts.full.inputs, jax.tree.leaves(params), strict=False))
+    trained = dict(zip(parts.full.body.inputs, jax.tree.leaves(params), strict=False))
     return parts.evaluated([parts.loss], inputs | trained | totals)[0]
 
 
@@ -96,8 +96,8 @@ def _term(
     parts: Decomposition, params: Any, rest: Any, weights: Values, ahead: Values, index: Any, rows: tuple[Values, Any]
 ) -> tuple[Any, tuple[Values, tuple[Values, Values]]]:
     """Returns a microbatch's term of the weighted sum, with its repeated results, terms and rows."""
-    values = dict(zip(parts.full.inputs, jax.tree.leaves((params, rest, rows[1])), strict=True)) | ahead | rows[0]
-    computed = parts.microbatch(values, Place(index, parts.count, parts.flow.batch_size, parts.flow.is_tiled))
+    values = dict(zip(parts.full.body.inputs, jax.tree.leaves((params, rest, rows[1])), strict=True)) | ahead | rows[0]
+    computed = parts.microbatch(values, index)
     terms = [(weights[number] * computed[number]).sum().astype(jnp.float32) for number in parts.weighted]
     sums = {number: computed[number] for number in parts.sums}
     stacked, repeated = (

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spanax.trace.jaxpr.graph import CALLED, counts_by_rank, opened, remat_of
-from spanax.trace.jaxpr.lines import Line, Lines
+from spanax.trace.jaxpr.graph import Body, Graph, Op, remat_of, scan_counts
 from spanax.trace.rewrites.microbatches.dependence import (
     SAME,
     SUMMARIES,
@@ -21,11 +20,6 @@ from spanax.trace.rewrites.microbatches.dependence import (
 )
 from spanax.trace.rewrites.microbatches.rules import RANDOM, Equation, is_zero, results
 
-CALLS = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "composite"}
-"""Equations that call one body on their operands."""
-
-LOOPS = frozenset({"scan", "while", "cond"})
-
 
 class Misaligned(Exception):
     """Raised if the equations for a microbatch differ from those for the batch."""
@@ -33,7 +27,7 @@ class Misaligned(Exception):
 
 @dataclass(eq=False)
 class Flow:
-    """One body at both batch sizes, its equations and values in pairs.
+    """One body at both batch sizes, its operations and values in pairs.
 
     Attributes:
       full, small: the body for the batch and for a microbatch.
@@ -44,8 +38,8 @@ class Flow:
       ahead: values to compute for the full batch, before the microbatches.
     """
 
-    full: Lines
-    small: Lines
+    full: Graph
+    small: Graph
     batch_size: int
     is_tiled: bool = False
     is_outermost: bool = False
@@ -54,18 +48,21 @@ class Flow:
 
     def run(self, inputs: Sequence[Dependence]) -> list[Dependence]:
         """Returns the dependence of the results, given that of the inputs."""
-        self.dependence = dict(zip(self.full.inputs, inputs, strict=True))
-        for value in self.full.known:
+        self.dependence = dict(zip(self.full.body.inputs, inputs, strict=True))
+        for op, small_op in zip(self.full.body.ops, self.small.body.ops, strict=True):
+            operands = tuple(map(self._of, op.inputs))
+            equation = Equation(self.full, self.small, op, operands, self.batch_size, self.is_tiled)
+            outs = self._results(equation, small_op)
+            self.dependence |= zip(op.outputs, map(self._ahead, op.outputs, outs), strict=True)
+        return [self._of(value) for value in self.full.body.outputs]
+
+    def _of(self, value: int) -> Dependence:
+        if value not in self.dependence:
             self.dependence[value] = self._constant(value)
-        for line, small_line in zip(self.full.lines, self.small.lines, strict=True):
-            operands = tuple(self.dependence[value] for value in line.ins)
-            equation = Equation(self.full, self.small, line, operands, self.batch_size, self.is_tiled)
-            outs = self._results(equation, small_line)
-            self.dependence |= zip(line.outs, map(self._ahead, line.outs, outs), strict=True)
-        return [self.dependence[value] for value in self.full.outputs]
+        return self.dependence[value]
 
     def _constant(self, value: int) -> Dependence:
-        const = self.full.known[value]
+        const = self.full.constants[value]
         if self.full.shape(value) == self.small.shape(value):
             return Dependence(Kind.SAME, is_zero=is_zero(const))
         return self._ahead(value, mixed(None))
@@ -84,143 +81,114 @@ class Flow:
             return rows(sized[0][0], 1)
         return out
 
-    def _results(self, equation: Equation, small_line: Line) -> list[Dependence]:
-        """Returns the dependence of an equation's results, following its bodies, if any."""
-        name, line, kinds = equation.name, equation.line, equation.kinds()
-        if not has_bodies(line) or kinds <= {Kind.SAME} and not any(map(equation.sized_by_batch, line.outs)):
+    def _results(self, equation: Equation, small: Op) -> list[Dependence]:
+        """Returns the dependence of an operation's results, following its bodies, if any."""
+        name, op, kinds = equation.name, equation.op, equation.kinds()
+        if not op.bodies or kinds <= {Kind.SAME} and not any(map(equation.sized_by_batch, op.outputs)):
             outs = results(equation)
         elif Kind.MIXED in kinds:
-            outs = [first_mixed(equation.operands)] * len(line.outs)
+            outs = [first_mixed(equation.operands)] * len(op.outputs)
         elif self.is_outermost and kinds <= {Kind.SAME, *SUMMARIES}:
-            outs = [Dependence(Kind.TOTAL)] * len(line.outs)
+            outs = [Dependence(Kind.TOTAL)] * len(op.outputs)
         elif name == "scan":
-            outs = self._scanned(equation, small_line)
+            outs = self._scanned(equation, small)
         elif name == "while":
-            outs = self._repeated(equation, small_line)
+            outs = self._repeated(equation, small)
         elif name == "cond":
-            outs = self._branched(equation, small_line)
-        elif name in CALLS and is_changed(bodies_of(line)[0], bodies_of(small_line)[0]):
-            outs = [mixed(line)] * len(line.outs)  # a replacement would not have its custom derivative
+            outs = self._branched(equation, small)
+        elif remat_of(op.eqn) is None and is_changed(self.full, self.small, op.bodies[0], small.bodies[0]):
+            outs = [mixed(op)] * len(op.outputs)  # a replacement would not have its custom derivative
         else:
-            outs = self._within(bodies_of(line)[0], bodies_of(small_line)[0], equation.operands)
+            outs = self._within(op.bodies[0], small.bodies[0], equation.operands)
         if not self.is_outermost:
             # A body cannot use totals, which are available only after all microbatches.
-            outs = [mixed(line) if out.kind in (Kind.TOTAL, Kind.EXTREME) else out for out in outs]
+            outs = [mixed(op) if out.kind in (Kind.TOTAL, Kind.EXTREME) else out for out in outs]
         return [out.trained(equation.is_trained) for out in outs]
 
-    def _within(self, full: Any, small: Any, inputs: Sequence[Dependence]) -> list[Dependence]:
-        return Flow(Lines.of(*opened(full)), Lines.of(*opened(small)), self.batch_size, self.is_tiled).run(inputs)
+    def _within(self, full: Body, small: Body, inputs: Sequence[Dependence]) -> list[Dependence]:
+        return Flow(self.full.within(full), self.small.within(small), self.batch_size, self.is_tiled).run(inputs)
 
-    def _scanned(self, equation: Equation, small_line: Line) -> list[Dependence]:
-        line, params = equation.line, equation.line.eqn.params
-        (full,), (small,) = bodies_of(line), bodies_of(small_line)
-        num_consts, num_carried = counts(equation.full, line)
+    def _scanned(self, equation: Equation, small: Op) -> list[Dependence]:
+        op = equation.op
+        num_consts, num_carried = scan_counts(self.full, op)
         before, stacked = equation.operands[: num_consts + num_carried], equation.operands[num_consts + num_carried :]
-        if params["length"] != small_line.eqn.params["length"]:
+        if op.params["length"] != small.params["length"]:
             return self._examples_in_turn(equation, num_carried)
         if any(each.kind is Kind.ROWS and each.dim == 0 for each in stacked):
-            return [mixed(line)] * len(line.outs)
+            return [mixed(op)] * len(op.outputs)
         slices = [replace(each, dim=each.dim - 1) if each.kind is Kind.ROWS else each for each in stacked]
-        consts, carry = before[:num_consts], list(before[num_consts:])
-        outs = self._fixed_point(line, carry, lambda carry: self._within(full, small, [*consts, *carry, *slices]))
+        consts, carry, bodies = before[:num_consts], list(before[num_consts:]), (op.bodies[0], small.bodies[0])
+        outs = self._fixed_point(op, carry, lambda carry: self._within(*bodies, [*consts, *carry, *slices]))
         stacked_outs = [replace(out, dim=out.dim + 1) if out.kind is Kind.ROWS else out for out in outs[num_carried:]]
         return [*carry, *stacked_outs]
 
     def _examples_in_turn(self, equation: Equation, num_carried: int) -> list[Dependence]:
         """A scan over the examples without a carry is independent per example."""
-        line, sized = equation.line, [each for each in equation.operands if each.kind is Kind.ROWS]
+        op, sized = equation.op, [each for each in equation.operands if each.kind is Kind.ROWS]
         is_mapped = num_carried == 0 and sized and all(each.dim == 0 and each.inner in (1, None) for each in sized)
-        return [rows(0, 1) if is_mapped else mixed(line)] * len(line.outs)
+        return [rows(0, 1) if is_mapped else mixed(op)] * len(op.outputs)
 
-    def _repeated(self, equation: Equation, small_line: Line) -> list[Dependence]:
-        line, operands = equation.line, equation.operands
-        (test, body), (small_test, small_body) = bodies_of(line), bodies_of(small_line)
-        num_test, num_body = line.eqn.params["cond_nconsts"], line.eqn.params["body_nconsts"]
+    def _repeated(self, equation: Equation, small: Op) -> list[Dependence]:
+        op, operands = equation.op, equation.operands
+        tests, bodies = zip(op.bodies, small.bodies, strict=True)
+        num_test, num_body = op.params["cond_nconsts"], op.params["body_nconsts"]
         consts, carry = operands[num_test : num_test + num_body], list(operands[num_test + num_body :])
-        self._fixed_point(line, carry, lambda carry: self._within(body, small_body, [*consts, *carry]))
-        (stops,) = self._within(test, small_test, [*operands[:num_test], *carry])
-        return carry if stops.kind is Kind.SAME else [mixed(line)] * len(line.outs)
+        self._fixed_point(op, carry, lambda carry: self._within(*bodies, [*consts, *carry]))
+        (stops,) = self._within(*tests, [*operands[:num_test], *carry])
+        return carry if stops.kind is Kind.SAME else [mixed(op)] * len(op.outputs)
 
-    def _branched(self, equation: Equation, small_line: Line) -> list[Dependence]:
-        line, (index, *operands) = equation.line, equation.operands
+    def _branched(self, equation: Equation, small: Op) -> list[Dependence]:
+        op, (index, *operands) = equation.op, equation.operands
         if index.kind is not Kind.SAME:
-            return [mixed(line)] * len(line.outs)
-        pairs = zip(bodies_of(line), bodies_of(small_line), strict=True)
-        first, *more = [self._within(full, small, operands) for full, small in pairs]
+            return [mixed(op)] * len(op.outputs)
+        first, *more = [self._within(*pair, operands) for pair in zip(op.bodies, small.bodies, strict=True)]
         for outs in more:
-            first = [joined(*pair, line) for pair in zip(first, outs, strict=True)]
+            first = [joined(*pair, op) for pair in zip(first, outs, strict=True)]
         return first
 
-    def _fixed_point(self, line: Line, carry: list[Dependence], body: Any) -> list[Dependence]:
+    def _fixed_point(self, op: Op, carry: list[Dependence], body: Any) -> list[Dependence]:
         """Iterates a loop body until the dependence of its carry is stable; returns its results and updates `carry`."""
         while True:
             outs = body(carry)
-            after = [joined(*pair, line) for pair in zip(carry, outs[: len(carry)], strict=True)]
+            after = [joined(*pair, op) for pair in zip(carry, outs[: len(carry)], strict=True)]
             if after == carry:
                 return outs
             carry[:] = after
 
 
-def check_aligned(full: Lines, small: Lines, *, ranks: bool = True) -> None:
-    """Checks that two programs have the same equations on the same values.
+def check_aligned(full: Graph, small: Graph, *, ranks: bool = True) -> None:
+    """Checks that two programs have the same operations on the same values.
 
     Raises:
-      Misaligned: the equations differ or, with `ranks`, two values differ in rank.
+      Misaligned: the operations differ or, with `ranks`, two values differ in rank.
     """
-    structure = [
-        (len(lines.avals), lines.known.keys(), lines.inputs, lines.outputs)
-        + ([(line.name, line.ins, line.outs) for line in lines.lines],)
-        + ([len(lines.shape(value)) for value in range(len(lines.avals))] if ranks else [],)
-        for lines in (full, small)
-    ]
-    if structure[0] != structure[1]:
+    num_dims = lambda graph: [len(graph.shape(value)) for value in range(len(graph.avals))]  # noqa: E731
+    is_alike = full.constants.keys() == small.constants.keys() and _structure(full.body) == _structure(small.body)
+    if not is_alike or (ranks and num_dims(full) != num_dims(small)):
         raise Misaligned
-    for line, small_line in zip(full.lines, small.lines, strict=True):
-        for body, small_body in zip(bodies_of(line), bodies_of(small_line), strict=True) if has_bodies(line) else ():
-            check_aligned(Lines.of(*opened(body)), Lines.of(*opened(small_body)), ranks=ranks)
 
 
-def has_bodies(line: Line) -> bool:
-    """Whether an equation has bodies that the analysis follows."""
-    return line.name in LOOPS or line.name in CALLS or remat_of(line.eqn) is not None
+def _structure(body: Body) -> Any:
+    ops = [(op.name, op.inputs, op.outputs, list(map(_structure, op.bodies))) for op in body.ops]
+    return body.inputs, body.outputs, ops
 
 
-def bodies_of(line: Line) -> list[Any]:
-    """Returns the bodies of an equation, in order."""
-    params = remat_of(line.eqn) or line.eqn.params
-    if line.name == "while":
-        return [params["cond_jaxpr"], params["body_jaxpr"]]
-    if line.name == "cond":
-        return list(params["branches"])
-    key = next((key for key in (*CALLED, "fun_jaxpr") if key in params), None)
-    return [] if key is None else [params[key]]
+def draws(full: Graph, small: Graph, op: Op) -> bool:
+    """Whether an operation draws noise for all examples from the same key."""
+    is_sized = any(full.shape(value) != small.shape(value) for value in op.outputs)
+    return op.name in RANDOM and is_sized and all(full.shape(value) == small.shape(value) for value in op.inputs)
 
 
-def counts(lines: Lines, line: Line) -> tuple[int, int]:
-    """Returns the number of constants and of carried values of a scan."""
-    body, _ = opened(bodies_of(line)[0])
-    outside = ([len(lines.shape(value)) for value in values] for values in (line.ins, line.outs))
-    inside = ([np.ndim(var.aval) for var in variables] for variables in (body.invars, body.outvars))
-    (ins, outs), (body_ins, body_outs) = outside, inside
-    return counts_by_rank(ins, body_ins, outs, body_outs)
-
-
-def draws(full: Lines, small: Lines, line: Line) -> bool:
-    """Whether an equation draws noise for all examples from the same key."""
-    is_sized = any(full.shape(value) != small.shape(value) for value in line.outs)
-    return line.name in RANDOM and is_sized and all(full.shape(value) == small.shape(value) for value in line.ins)
-
-
-def is_changed(full_body: Any, small_body: Any) -> bool:
+def is_changed(full: Graph, small: Graph, full_body: Body, small_body: Body) -> bool:
     """Whether a body draws noise per example, or has constants that depend on the batch size."""
-    full, small = Lines.of(*opened(full_body)), Lines.of(*opened(small_body))
-    for value, const in full.known.items():
-        if full.shape(value) == small.shape(value) and _differ(const, small.known[value]):
+    for value in {*full_body.outputs, *(value for op in full_body.ops for value in op.inputs)} & full.constants.keys():
+        is_alike = full.shape(value) == small.shape(value)
+        if is_alike and _differ(full.constants[value], small.constants[value]):
             return True
-    return any(
-        draws(full, small, line) or (has_bodies(line) and any(map(is_changed, bodies_of(line), bodies_of(small_line))))
-        for line, small_line in zip(full.lines, small.lines, strict=True)
-    )
+    ops = zip(full_body.ops, small_body.ops, strict=True)
+    bodies = (pair for op, small_op in ops for pair in zip(op.bodies, small_op.bodies, strict=True))
+    is_noisy = any(draws(full, small, op) for op in full_body.ops)
+    return is_noisy or any(is_changed(full, small, *pair) for pair in bodies)
 
 
 def _differ(first: Any, second: Any) -> bool:

@@ -1,6 +1,7 @@
 """Slices the random draws of the full batch for one microbatch."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -8,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import random as jex_random
 
-from spanax.trace.jaxpr.graph import bind
-from spanax.trace.jaxpr.lines import Line
+from spanax.trace.jaxpr.graph import Op
 
 
 def rows_of(array: Any, dim: int, inner: int, index: Any, count: int) -> Any:
@@ -28,18 +28,18 @@ def rows_of(array: Any, dim: int, inner: int, index: Any, count: int) -> Any:
     return jnp.reshape(group_rows, (*shape[:dim], shape[dim] // count, *shape[dim + 1 :]))
 
 
-def drawn(line: Line, ins: list[Any], places: list[tuple[int, int] | None], index: Any, count: int) -> list[Any]:
-    """Returns what a random equation of the full batch draws for one microbatch.
+def drawn(op: Op, ins: Sequence[Any], places: list[tuple[int, int] | None], index: Any, count: int) -> list[Any]:
+    """Returns what a random operation of the full batch draws for one microbatch.
 
     Args:
-      line: the equation of the batch.
+      op: the operation of the batch.
       ins: its operands.
       places: for each result, its example dim and the elements per example along it; None without examples.
       index: the index of the microbatch.
       count: the number of microbatches.
     """
-    (place, *_), params = places, line.eqn.params
-    if line.name == "random_bits" and place is not None and _is_counted(ins[0], params, place[0]):
+    (place, *_), params = places, op.params
+    if op.name == "random_bits" and place is not None and _is_counted(ins[0], params, place[0]):
         dim, inner = place
         num_key_dims = jnp.ndim(ins[0])
         draw = partial(
@@ -49,7 +49,7 @@ def drawn(line: Line, ins: list[Any], places: list[tuple[int, int] | None], inde
         for _ in range(num_key_dims):
             draw = jax.vmap(draw)
         return [draw(ins[0])]
-    outs = bind(line.eqn, ins, dict(params))
+    outs = op.bind(ins)
     pairs = zip(outs, places, strict=True)
     return [out if place is None else rows_of(out, *place, index, count) for out, place in pairs]
 

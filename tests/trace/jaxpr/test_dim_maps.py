@@ -19,7 +19,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import spanax
 from spanax.trace.axes.discover import Dims
 from spanax.trace.axes.scanned_dims import scanned_dims
-from spanax.trace.jaxpr import dim_rules
+from spanax.trace.jaxpr.dim_maps.registry import TABLE
+from spanax.trace.jaxpr.dim_maps.relations import Kind
 from spanax.trace.jaxpr.graph import from_jaxpr
 
 
@@ -34,7 +35,7 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 def dims_of(function: Callable[..., Any], *args: Any) -> Dims:
     dims = Dims(from_jaxpr(jax.make_jaxpr(function)(*args)))
     for op in dims.graph.ops():
-        dim_rules.apply(op, dims)
+        dims.add(op)
     dims.join_pieces()
     return dims
 
@@ -215,7 +216,7 @@ def test_a_rule_joins(name: str) -> None:
 
 
 def test_a_wrong_join_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dim_rules.RULES, "transpose", dim_rules.RULES["exp"])
+    monkeypatch.setitem(TABLE, "transpose", TABLE["exp"])
     assert joined(dims_of(jnp.transpose, X)) == "ab->ab"
 
 
@@ -251,7 +252,7 @@ def test_channels_split_no_further_than_their_groups(groups: int, expected: int)
         (lax.ragged_dot, (X, CUBE, COUNT), 0),
     ],
 )
-def test_an_operated_dim_is_kept_whole(function: Callable[..., Any], args: tuple[Any, ...], dim: int) -> None:
+def test_an_operated_dim_is_replicated(function: Callable[..., Any], args: tuple[Any, ...], dim: int) -> None:
     assert {at for _, at in dims_of(function, *args).replicated} == {dim}
 
 
@@ -271,7 +272,7 @@ def test_an_unknown_primitive_is_counted_and_joins_nothing() -> None:
 
 
 def test_a_users_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dim_rules, "RULES", dict(dim_rules.RULES))
+    monkeypatch.delitem(TABLE, "mystery", raising=False)
 
     @spanax.rule("mystery")
     def mystery_rule(op: Any, dims: Any) -> None:
@@ -349,7 +350,7 @@ def turned(function: Callable[..., Any], *args: Any) -> Dims:
     graph = from_jaxpr(jax.make_jaxpr(function)(*args))
     dims = Dims(graph, scanned_dims(graph))
     for op in graph.ops():
-        dim_rules.apply(op, dims)
+        dims.add(op)
     dims.join_turns(graph.body.inputs[:1])
     return dims
 
@@ -385,4 +386,4 @@ def test_what_is_drawn_into_known_places_is_not_an_example() -> None:
 def test_a_matrix_or_a_row_is_one_problem(function: Callable[..., Any], args: Any) -> None:
     graph = from_jaxpr(jax.make_jaxpr(function)(*args))
     (op,) = [op for op in graph.ops() if op.name in ("cholesky", "fft")]
-    assert not [*dim_rules.independent_dims(graph, op, op.outputs[0])]
+    assert op.dim_map is not None and not op.dim_map.dims(Kind.SAME)

@@ -1,4 +1,4 @@
-"""What the corpus is made of: programs, plans and reports, each made once in a process."""
+"""Builds the cases of the lint corpus: programs (cached per process), plans, reports and profiles."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ import spanax
 from spanax.check.finding import Finding
 from spanax.check.hlo.collectives import Collective, totals
 from spanax.check.lint.lint import lint, lint_profile
-from spanax.check.measure.profile import Profiled
+from spanax.check.measure.profile import StepProfile
 from spanax.check.report import Figures, Report
 from spanax.models import gpt
 from spanax.models.workloads import load
@@ -25,11 +25,11 @@ from spanax.plan.plan import Plan
 from spanax.trace.program import Program
 
 Make = Callable[[], list[Finding]]
-"""Makes one case, and returns what is said of it."""
+"""Builds a case and returns its findings."""
 
 
 class Wide(nnx.Module):
-    """Three matmuls, the last of them square and `odd` wide."""
+    """Three matmuls, the last one square and `odd` wide."""
 
     def __init__(self, rngs: nnx.Rngs, width: int, odd: int):
         self.up = nnx.Linear(width, 4 * width, rngs=rngs)
@@ -41,7 +41,7 @@ class Wide(nnx.Module):
 
 
 class Tall(nnx.Module):
-    """Layers written out one after the other."""
+    """A list of layers, without a scan."""
 
     def __init__(self, rngs: nnx.Rngs, layers: int):
         self.layers = nnx.List([nnx.Linear(256, 256, rngs=rngs) for _ in range(layers)])
@@ -53,7 +53,7 @@ class Tall(nnx.Module):
 
 
 class Tagger(nnx.Module):
-    """A table of odd sizes and a head: word vectors of 300 numbers for 50,257 words."""
+    """An embedding of 50,257 tokens with 300 features, and a head."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(50257, 300, rngs=rngs)
@@ -65,7 +65,7 @@ class Tagger(nnx.Module):
 
 
 class Named(nnx.Module):
-    """Two layers whose kernels carry names of axes."""
+    """Two layers with axis names in their kernels' annotations."""
 
     def __init__(self, rngs: nnx.Rngs, names: tuple[str, str]):
         init = nnx.nn.linear.default_kernel_init
@@ -113,17 +113,17 @@ LOSSES: dict[str, Callable[[Any, jax.Array], Any]] = {
 
 
 def learner(loss: str, *, on: str) -> Make:
-    """A small model under one of the losses; `frozen head` trains the other layer alone."""
+    """A small model with a loss of `LOSSES`; `frozen head` trains only the other layer."""
 
     def optimizer(model: nnx.Module) -> nnx.Optimizer:
         wrt = nnx.All(nnx.Param, nnx.PathContains("up")) if loss == "frozen head" else nnx.Param
         return nnx.Optimizer(model, optax.adamw(1e-3), wrt=wrt)
 
-    def found() -> list[Finding]:
+    def findings() -> list[Finding]:
         program = spanax.trace(build=Pair, optimizer=optimizer, batch=programs.array(256, 64), loss=LOSSES[loss])
-        return case(program, on, layout="data").found()
+        return case(program, on, layout="data").findings()
 
-    return found
+    return findings
 
 
 @functools.cache
@@ -154,7 +154,7 @@ def model(name: str, batch: int = 64, dtype: Any = jnp.bfloat16, **sizes: int) -
 
 @functools.cache
 def listed_gpt(layers: int) -> Program:
-    """GPT with its blocks in a list instead of a scan."""
+    """A GPT with its blocks in a list instead of a scan."""
     config = dataclasses.replace(gpt.SIZES["nano"], num_layers=layers, scan_layers=False)
     return spanax.trace(
         build=functools.partial(gpt.GPT, config), optimizer=optax.adamw(1e-3),
@@ -164,14 +164,14 @@ def listed_gpt(layers: int) -> Program:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A plan on devices; with what a compiler says of it."""
+    """A plan, its program and its devices, with an optional report."""
 
     program: Program
     plan: Plan
     cluster: spanax.Cluster
     report: Report | None = None
 
-    def found(self) -> list[Finding]:
+    def findings(self) -> list[Finding]:
         return lint(self.program, self.plan, self.cluster, self.report)
 
 
@@ -180,63 +180,65 @@ def case(program: Program, on: str, **options: Any) -> Case:
     return Case(program, spanax.plan(program, machine, **options), machine)
 
 
-def planned(make: Callable[..., Program], *args: Any, on: str, sizes: dict[str, Any] | None = None, **how: Any) -> Make:
-    """A plan as `spanax.plan` makes it with these options, the best one without any."""
-    return lambda: case(make(*args, **sizes or {}), on, **how).found()
+def planned(
+    make: Callable[..., Program], *args: Any, on: str, sizes: dict[str, Any] | None = None, **options: Any
+) -> Make:
+    """The plan that `spanax.plan` returns for some options; the best plan without options."""
+    return lambda: case(make(*args, **sizes or {}), on, **options).findings()
 
 
-def tight(make: Callable[..., Program], share: float, *, on: str, **how: Any) -> Make:
-    """The same on devices of which the plan needs such a share."""
+def tight(make: Callable[..., Program], share: float, *, on: str, **options: Any) -> Make:
+    """A plan on devices whose memory it needs to a given share."""
 
-    def found() -> list[Finding]:
-        made = case(make(), on, **how)
-        needed = evaluate(made.program, made.plan, made.cluster).candidate.peak_bytes
+    def findings() -> list[Finding]:
+        base = case(make(), on, **options)
+        needed = evaluate(base.program, base.plan, base.cluster).candidate.peak_bytes
         return dataclasses.replace(
-            made, cluster=dataclasses.replace(made.cluster, memory_bytes=int(needed / share))
-        ).found()
+            base, cluster=dataclasses.replace(base.cluster, memory_bytes=int(needed / share))
+        ).findings()
 
-    return found
+    return findings
 
 
-def told(make: Callable[..., Program], *, on: str, flops: float = 1.0, peak: float = 0.5,
-         moved: tuple[Collective, ...] = (), **how: Any) -> Make:  # fmt: skip
-    """With a compiler's report: its FLOPs over the plan's, its peak over the memory, and what else it moves."""
+def reported(make: Callable[..., Program], *, on: str, flops: float = 1.0, peak: float = 0.5,
+         moved: tuple[Collective, ...] = (), **options: Any) -> Make:  # fmt: skip
+    """A plan with a compiler's report: FLOPs over the plan's, peak over the memory, and additional collectives."""
 
-    def found() -> list[Finding]:
-        made = case(make(), on, **how)
-        planned, limit = {"fsdp": {"all-gather": 1 << 22}}, made.cluster.memory_bytes or 0
+    def findings() -> list[Finding]:
+        base = case(make(), on, **options)
+        planned, limit = {"fsdp": {"all-gather": 1 << 22}}, base.cluster.memory_bytes or 0
         all_moved = {axes: dict(kinds) for axes, kinds in planned.items()}
         for axes, kinds in totals(moved).items():
             for kind, num_bytes in kinds.items():
                 all_moved.setdefault(axes, {})[kind] = all_moved.get(axes, {}).get(kind, 0) + num_bytes
-        ours = Figures(flops=1e9, collectives=planned)
-        theirs = Figures(flops=flops * 1e9, peak_bytes=int(peak * limit), collectives=all_moved)
-        report = Report(3, str(made.cluster), made.plan.layout.name, str(made.plan.mesh), True, "", ours, theirs,
+        predicted = Figures(flops=1e9, collectives=planned)
+        compiled = Figures(flops=flops * 1e9, peak_bytes=int(peak * limit), collectives=all_moved)
+        report = Report(3, str(base.cluster), base.plan.layout.name, str(base.plan.mesh), True, "", predicted, compiled,
                         collectives=moved)  # fmt: skip
-        return dataclasses.replace(made, report=report).found()
+        return dataclasses.replace(base, report=report).findings()
 
-    return found
+    return findings
 
 
 def compiled(make: Callable[..., Program], *args: Any, on: str = "cpu:8", level: int = 2, inputs_only: bool = False,
-             **how: Any) -> Make:  # fmt: skip
-    """With what the partitioner says; `inputs_only`: of the step as the user's own jit would have it."""
+             **options: Any) -> Make:  # fmt: skip
+    """A plan with the partitioner's report; with `inputs_only`, of a jit with only `in_shardings`."""
 
-    def found() -> list[Finding]:
-        made = case(make(*args), on, **how)
-        said = spanax.check(made.program, made.plan, made.cluster, level=level, inputs_only=inputs_only, cache=False)
-        return dataclasses.replace(made, report=said).found()
+    def findings() -> list[Finding]:
+        base = case(make(*args), on, **options)
+        report = spanax.check(base.program, base.plan, base.cluster, level=level, inputs_only=inputs_only, cache=False)
+        return dataclasses.replace(base, report=report).findings()
 
-    return found
+    return findings
 
 
-def watched(*, host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Make:
-    """The profile of a step of half a second."""
+def profiled(*, host: float = 0.0, idle: float = 0.0, input_wait: float = 0.0) -> Make:
+    """A profile of a step of 0.5 s."""
     busy = 0.5 - host - idle - input_wait
-    return lambda: lint_profile(Profiled(11, 8, 0.5, busy, 0.0, {}, input_wait, host, idle, {"fusion.1": busy}))
+    return lambda: lint_profile(StepProfile(11, 8, 0.5, busy, 0.0, {}, input_wait, host, idle, {"fusion.1": busy}))
 
 
 def own_layout(computed: tuple[str, ...] = ("batch",), **stored: tuple[str, ...]) -> Layout:
-    """Everything stored over `x`, but for what is said otherwise."""
-    kept = {"params": ("x",), "gradients": ("x",), "optimizer": ("x",)} | stored
-    return Layout("mine", computed=(("x", computed),), **{f"stored_{kind}": axes for kind, axes in kept.items()})
+    """A layout that stores every kind over `x`, unless given otherwise."""
+    axes = {"params": ("x",), "gradients": ("x",), "optimizer": ("x",)} | stored
+    return Layout("mine", computed=(("x", computed),), **{f"stored_{kind}": over for kind, over in axes.items()})

@@ -1,0 +1,60 @@
+"""Groups the classes of dims by their role in a step: batch, layers, experts, indexed dims, attention scores."""
+
+from collections.abc import Collection, Sequence
+
+from spanax.trace.axes.axes import Axes
+from spanax.trace.jaxpr.dim_maps.relations import Family
+from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
+from spanax.trace.jaxpr.provenance import Origin
+
+Labels = tuple[int | None, ...]
+"""The class of each dim of a value; None for a dim of size 1."""
+
+Key = tuple[int, ...]
+"""The classes of a value in sorted order, without None."""
+
+
+def label_key(labels: Sequence[int | None]) -> Key:
+    """Returns the labels of a value in sorted order, without None."""
+    return tuple(sorted(label for label in labels if label is not None))
+
+
+def labels_by_name(graph: Graph, axes: Axes) -> dict[str, list[int]]:
+    """Returns classes by name and by use, in the order in which contractions compute with them."""
+    order: dict[int, None] = {}
+    for op in graph.ops():
+        if op.name in CONTRACTIONS:
+            order |= {label: None for label in axes.classes[op.outputs[0]] if label is not None}
+    order |= {label: None for label in sorted(axes.names)}
+    by_name: dict[str, list[int]] = {}
+    for label in order:
+        for names in (axes.names, axes.uses):
+            if label in names:
+                by_name.setdefault(names[label], []).append(label)
+    return by_name
+
+
+def worked_labels(axes: Axes, routed: Collection[Labels]) -> frozenset[int]:
+    """Returns the classes of dims of weights and activations, except those that only router scores have.
+
+    Experts in a Python loop have a router whose scores are a separate class: sharding that class would partition
+    neither the weights of the experts nor their compute.
+    """
+    worked = {labels for labels in axes.classes if labels not in routed}
+    return frozenset(label for labels in worked for label in labels if label is not None)
+
+
+def looked_up_labels(graph: Graph, axes: Axes) -> frozenset[int | None]:
+    """Returns the classes along which tables are indexed; if sharded along others, lookups are local."""
+    return frozenset(
+        axes.classes[op.inputs[0]][dim]
+        for op in graph.ops()
+        if op.family is Family.GATHER and not axes.origins[op.inputs[0]] & Origin.BATCH
+        for dim in op.params["dimension_numbers"].start_index_map
+    )
+
+
+def score_labels(axes: Axes, score_keys: Collection[Key], layers: Collection[int | None]) -> frozenset[Labels]:
+    """Returns the labels of attention scores, also with stacked layers."""
+    keys = {labels: label_key([label for label in labels if label not in layers]) for labels in set(axes.classes)}
+    return frozenset(labels for labels, key in keys.items() if key in score_keys)

@@ -1,0 +1,197 @@
+"""Analyses of a traced function that do not depend on a layout, each computed once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from spanax.displays import display
+from spanax.trace.analysis.fusion import Kept, memory_plan
+from spanax.trace.analysis.gradient_accumulation import GradientSum, gradient_sums
+from spanax.trace.analysis.labels import Key, Labels, labels_by_name, looked_up_labels, score_labels, worked_labels
+from spanax.trace.analysis.leaf_aliases import alias_pairs, reachable
+from spanax.trace.analysis.liveness import Liveness, liveness
+from spanax.trace.analysis.moe_routing import Routing, routed, routings
+from spanax.trace.analysis.op_groups import OpGroup, Traffic, inert_ops, layer_carry, op_groups, score_keys, traffic
+from spanax.trace.analysis.order import order
+from spanax.trace.analysis.sharding_keys import ShardingKey, sharding_keys, uniform_values
+from spanax.trace.axes.axes import Axes
+from spanax.trace.jaxpr.graph import Body, Graph, Op
+from spanax.trace.traced import Traced
+
+
+@dataclass(frozen=True, eq=False)
+class StepAnalysis:
+    """A traced function with its analyses.
+
+    Example:
+      >>> import jax, optax, spanax
+      >>> from flax import nnx
+      >>> program = spanax.trace(
+      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
+      ...     optimizer=optax.sgd(0.1),
+      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
+      ...     loss=lambda model, x: (model(x) ** 2).mean(),
+      ... )
+      >>> [(group.op.name, group.runs, group.phase.name) for group in program.step.op_groups][0]
+      ('dot_general', 1, 'FORWARD')
+      >>> aliases = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index("kernel"))
+      >>> sorted({program.step.graph.shape(value) for value in aliases})  # and its transpose
+      [(16, 32), (32, 16)]
+    """
+
+    traced: Traced
+
+    def _repr_html_(self) -> str | None:
+        return display(self)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Returns the operations of the function."""
+        return self.traced.graph
+
+    @cached_property
+    def axes(self) -> Axes:
+        """Returns the classes of the dims of all values, and their names."""
+        return self.traced.axes
+
+    @property
+    def result(self) -> Any:
+        """Returns the structure of the outputs after the new state."""
+        return self.traced.result
+
+    @property
+    def num_results(self) -> int:
+        """Returns the number of outputs after the new state."""
+        return self.traced.num_results
+
+    def rename(self, names: Mapping[str, str]) -> "StepAnalysis":
+        """Returns the analyses of the same function with renamed axes."""
+        return StepAnalysis(replace(self.traced, axes=self.axes.renamed(names)))
+
+    @cached_property
+    def labels_by_name(self) -> dict[str, list[int]]:
+        """Returns classes by name and by use, in the order in which contractions compute with them."""
+        return labels_by_name(self.graph, self.axes)
+
+    @cached_property
+    def batch_labels(self) -> frozenset[int | None]:
+        """Returns the classes of dims that grow with the batch."""
+        return frozenset(label for label, name in self.axes.names.items() if name == "batch")
+
+    @cached_property
+    def layer_labels(self) -> frozenset[int | None]:
+        """Returns the classes of dims along which layers are stacked."""
+        return frozenset(self.labels_by_name.get("layers", ()))
+
+    @cached_property
+    def routings(self) -> dict[int, Routing]:
+        """Returns, for each class of experts, how tokens are dispatched to them."""
+        experts = self.labels_by_name.get("experts", ())
+        return routings(self.graph, self.axes, experts, self.batch_labels, self.layer_labels)
+
+    @cached_property
+    def routed(self) -> frozenset[Labels]:
+        """Returns the classes of values that select experts."""
+        return routed(self.axes, self.routings, self.batch_labels, self.layer_labels)
+
+    @cached_property
+    def worked(self) -> frozenset[int]:
+        """Returns the classes of dims of weights and activations, except those that only router scores have."""
+        return worked_labels(self.axes, self.routed)
+
+    @cached_property
+    def looked_up(self) -> frozenset[int | None]:
+        """Returns the classes along which tables are indexed; if sharded along others, lookups are local."""
+        return looked_up_labels(self.graph, self.axes)
+
+    @cached_property
+    def sharding_keys(self) -> list[ShardingKey]:
+        """Returns the sharding key of every value, by index."""
+        return sharding_keys(self.graph, self.axes, self.routed)
+
+    @cached_property
+    def op_groups(self) -> list[OpGroup]:
+        """Returns the groups of equal operations, each with its number of runs."""
+        return op_groups(self.traced, self.sharding_keys, self.layer_labels)
+
+    @cached_property
+    def alike(self) -> dict[Op, Op]:
+        """Returns, for every operation, the first operation of its group."""
+        return {op: group.op for group in self.op_groups for op, _ in group.ops}
+
+    @cached_property
+    def gradient_sums(self) -> list[GradientSum]:
+        """Returns the sums of results that have no other consumer."""
+        return gradient_sums(self.graph, self.memory_plans, self.op_groups)
+
+    @cached_property
+    def memory_traffic(self) -> Traffic:
+        """Returns the reads and writes of fused kernels."""
+        return traffic(self.traced, self.sharding_keys, self.op_groups, self.batch_labels, self.layer_labels)
+
+    @cached_property
+    def score_keys(self) -> frozenset[Key]:
+        """Returns the labels of attention scores and of similar contractions of two activations."""
+        return score_keys(self.traced, self.op_groups, self.batch_labels)
+
+    @cached_property
+    def score_labels(self) -> frozenset[Labels]:
+        """Returns the labels of attention scores, also with stacked layers."""
+        return score_labels(self.axes, self.score_keys, self.layer_labels)
+
+    @cached_property
+    def memory_plans(self) -> dict[Body, Kept]:
+        """Returns, for every body, the values stored in memory between kernels."""
+        return memory_plan(self.graph)
+
+    @cached_property
+    def order(self) -> dict[Body, tuple[Op, ...]]:
+        """Returns, for every body, its operations in execution order."""
+        return order(self.graph, self.memory_plans, self.sharding_keys, self.batch_labels)
+
+    @cached_property
+    def liveness(self) -> dict[Body, Liveness]:
+        """Returns, for every body, the live ranges of its values."""
+        return liveness(self.traced, self.memory_plans, self.order, self.sharding_keys, in_matmuls=False)
+
+    @cached_property
+    def tpu_liveness(self) -> dict[Body, Liveness]:
+        """Returns the live ranges where the compiler fuses producers into matmuls."""
+        return liveness(self.traced, self.memory_plans, self.order, self.sharding_keys, in_matmuls=True)
+
+    @cached_property
+    def inert(self) -> frozenset[Op]:
+        """Returns elementwise operations whose values have equal shardings in any layout, so that none is resharded."""
+        return inert_ops(self.graph, self.sharding_keys)
+
+    @cached_property
+    def uniform(self) -> frozenset[int]:
+        """Returns the values whose elements are all equal: each device computes its shard without communication."""
+        return uniform_values(self.graph)
+
+    @cached_property
+    def mapped_meshes(self) -> frozenset[tuple[tuple[str, int], ...]]:
+        """Returns the multi-device meshes of the user's `jax.shard_map` calls: axes with their sizes."""
+        meshes = (op.params["mesh"] for op in self.graph.ops() if op.name == "shard_map")
+        return frozenset(tuple(mesh.shape.items()) for mesh in meshes if mesh.size > 1)
+
+    @cached_property
+    def layer_carry(self) -> tuple[int | None, int]:
+        """Returns the largest carry between layers, and the number of layers."""
+        return layer_carry(self.traced, self.op_groups, self.layer_labels)
+
+    @cached_property
+    def _alias_pairs(self) -> dict[int, list[int]]:
+        return alias_pairs(self.traced, self.batch_labels, self.layer_labels)
+
+    def leaf_aliases(self, leaf: int) -> frozenset[int]:
+        """Returns the values that are aliases of a leaf of the state, by index.
+
+        Two values are aliases if one is computed from the other elementwise or by data movement, and both have the
+        same classes, none of them the batch. In the body of a scan over layers, the alias is one layer of its operand.
+
+        Args:
+          leaf: index of the leaf in the state.
+        """
+        return reachable(self.graph.body.inputs[leaf], self._alias_pairs)

@@ -1,0 +1,225 @@
+"""The user's definition of a train step, from which each variant of a program is traced once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import jax
+from flax import nnx
+
+from spanax.errors import SpanaxError
+from spanax.trace.analysis.computation import Computation
+from spanax.trace.axes.axes import aligned, discover, warn_of_unknown
+from spanax.trace.axes.batch_sized_dims import batch_sized_dims
+from spanax.trace.initial_state import Eager, Initial, initial
+from spanax.trace.jaxpr.graph import Graph, contains, from_jaxpr, remat_of
+from spanax.trace.optimizers.gradient_recording import recording
+from spanax.trace.optimizers.learning_rates import injected_rate, with_logged
+from spanax.trace.optimizers.validation import of_loss
+from spanax.trace.pipeline.retrace import Shapes, retraced_graph
+from spanax.trace.pure_loss import with_extra
+from spanax.trace.rewrites.attention.fuse import FusedAttention, fuse_attention
+from spanax.trace.rewrites.chunked_loss.chunked import chunked_loss
+from spanax.trace.rewrites.microbatches.support import Microbatches, microbatches_of
+from spanax.trace.rewrites.remat_policies import GATHERED
+from spanax.trace.traced import Traced
+from spanax.trace.train_step import as_metrics, chosen_step
+from spanax.trace.user_mesh import UserMesh, outside_meshes
+from spanax.trace.variables import Leaf, Variables, lowered, plain_variables, wants_hijax
+from spanax.trace.variant import Variant
+
+Results = tuple[list[Any], dict[str, Any]]
+"""The new state of a step, and its metrics."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _once(
+    method: Callable[Concatenate["Definition", P], T],
+) -> Callable[Concatenate["Definition", P], T]:
+    """Returns the method, run outside the user's mesh, with its result for each arguments stored in the definition."""
+
+    @wraps(method)
+    def stored(self: "Definition", *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (method.__name__, *args)
+        if key not in self._memo:
+            self._memo[key] = outside_meshes(method)(self, *args, **kwargs)
+        result: T = self._memo[key]
+        return result
+
+    return stored
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """The variables of model and optimizer, how they are initialized, and the mesh of their annotations."""
+
+    variables: Variables
+    init: Initial
+    mesh: UserMesh
+
+
+class TracedVariant(NamedTuple):
+    """The traced step and evaluation of one variant, and its fused attentions."""
+
+    step: Traced
+    evaluation: Traced | None
+    attention: tuple[FusedAttention, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """The arguments of `spanax.trace`, with the mesh and the defaults of NNX under which it was called.
+
+    Attributes:
+      build: returns the model; `Eager` if it runs on the host.
+      optimizer: as in `spanax.trace`.
+      batch: shapes and dtypes of the batch.
+      batch_leaves: the same as leaves.
+      batch_treedef: the structure of the batch.
+      loss: as in `spanax.trace`; None with a `train_step`.
+      train_step: as in `spanax.trace`; None with a `loss`.
+      clip_norm: as in `spanax.trace`.
+      accumulate: as in `spanax.trace`.
+      mesh: the user's mesh, with the shardings of the batch.
+      var_defaults: the defaults for new Variables.
+    """
+
+    build: Callable[..., nnx.Module] | Eager
+    optimizer: Any
+    batch: Any
+    batch_leaves: tuple[Leaf, ...]
+    batch_treedef: Any
+    loss: Callable[..., Any] | None
+    train_step: Callable[..., Any] | None
+    clip_norm: float | None
+    accumulate: str
+    mesh: UserMesh
+    var_defaults: Any = field(default_factory=nnx.var_defaults)
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def state(self, variant: Variant) -> State:
+        """Returns the state of a variant; it depends on the seed and on whether gradients are recorded."""
+        return self._state(variant.records_gradients, variant.seed)
+
+    def step(self, variant: Variant, attentions: list[FusedAttention] | None = None) -> Any:
+        """Returns the train step of a variant as a function of model, optimizer and batch.
+
+        Args:
+          variant: the options of the step.
+          attentions: each fused attention is appended to this list when the step is traced.
+
+        Raises:
+          SpanaxError: the definition does not support the variant.
+        """
+        return chosen_step(self.loss, self.train_step, self.clip_norm, self.accumulate, variant, attentions)
+
+    @_once
+    def traced(self, variant: Variant) -> TracedVariant:
+        """Returns the traced step and evaluation of a variant.
+
+        Raises:
+          SpanaxError: the step cannot be traced.
+        """
+        state, attentions = self.state(variant), list[FusedAttention]()
+        step = self._traced(state, partial(_run_step, state.variables, self.step(variant, attentions)))
+        warn_of_unknown(step.axes)
+        evaluation = None
+        if self.loss is not None:
+            evaluation = self._evaluation(replace(variant, remat=None, microbatches=1, compute_dtype=None))
+            axes = aligned(evaluation.axes, evaluation.graph.body.inputs, step.axes, step.graph.body.inputs)
+            evaluation = replace(evaluation, axes=axes)
+        return TracedVariant(step, evaluation, tuple(dict.fromkeys(attentions)))
+
+    @_once
+    def resized(self, variant: Variant, shapes: Shapes) -> Graph:
+        """Returns the graph of a variant's step with other shapes for the leaves of the state.
+
+        Raises:
+          SpanaxError: it cannot be traced with these shapes, or its operations differ.
+        """
+        state = self.state(variant)
+        variables = state.variables.of_shapes(shapes)
+        step = state.mesh.traced(partial(_run_step, variables, self.step(variant)))
+        return retraced_graph(self.traced(variant).step.graph, step, variables.abstract(), self.batch)
+
+    def microbatches(self, variant: Variant) -> Microbatches:
+        """Returns whether a variant supports microbatches, and if not, why."""
+        return self._microbatches(replace(variant, remat=None, microbatches=1, context=GATHERED, loss_chunks=1))
+
+    @_once
+    def computation(self) -> Computation:
+        """Returns the fingerprint of the step as written; the first call may trace it."""
+        variant = Variant()
+        return Computation.of(self.traced(variant).step, self.state(variant).variables.leaves)
+
+    def run_loss(self, variant: Variant) -> Callable[[list[Any], Any], Results] | None:
+        """Returns the loss as a function of state and batch of any size; None without a `loss`."""
+        state = self.state(variant)
+        return None if self.loss is None else state.mesh.traced(partial(_run_loss, state.variables, self.loss))
+
+    @_once
+    def _state(self, records_gradients: bool, seed: int) -> State:
+        build = replace(self.build, seed=seed) if isinstance(self.build, Eager) else self.build
+        optimizer = recording(self.optimizer) if records_gradients else self.optimizer
+        with nnx.var_defaults(hijax=self.var_defaults.hijax, ref=self.var_defaults.ref):
+            variables, init = initial(build, optimizer if self.loss is None else of_loss(optimizer), self.mesh)
+            # A user's step may write to hijax Variables inside `jax.grad`; Spanax's step around a loss does not.
+            variables = replace(variables, is_hijax=self.loss is None and wants_hijax())
+        return State(variables, init, self.mesh.with_state(variables.leaves))
+
+    @_once
+    def _evaluation(self, variant: Variant) -> Traced:
+        state = self.state(variant)
+        run_loss = partial(_run_loss, state.variables, self.loss)
+        attending = run_loss if variant.context == GATHERED else fuse_attention(run_loss, variant.context)
+        return self._traced(state, chunked_loss(attending, variant.loss_chunks))
+
+    @_once
+    def _microbatches(self, variant: Variant) -> Microbatches:
+        state = self.state(variant)
+
+        def shapes(step: Any) -> Any:
+            run = state.mesh.traced(partial(_run_step, state.variables, step))
+            with plain_variables():
+                return jax.eval_shape(run, state.variables.abstract(), self.batch)
+
+        return microbatches_of(self.loss, variant.compute_dtype, self.accumulate, self.batch, shapes)
+
+    def _traced(self, state: State, function: Callable[..., Results]) -> Traced:
+        function, leaves, values = state.mesh.traced(function), state.variables.leaves, state.variables.abstract()
+        with plain_variables():  # Variables created in the step have the same type as those of the model
+            jaxpr, (_, result) = jax.make_jaxpr(function, return_shape=True)(values, self.batch)
+        graph = from_jaxpr(jaxpr)
+        if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
+            raise SpanaxError(
+                "the train step uses an array that `build` made and NNX does not carry: one in a closure or a global.",
+                fix="self.name = array in a module, or eager_build=True",
+            )
+        axes = discover(graph, leaves, self.batch_leaves)
+        if batch_dims := batch_sized_dims(graph, axes, function, values, self.batch, self.batch_leaves):
+            axes = discover(graph, leaves, self.batch_leaves, batch_dims)
+        num_state = len(jaxpr.out_avals) - len(jax.tree.leaves(result))
+        graph, structure = with_logged(graph, num_state, jax.tree.structure(result))
+        has_remat = any(remat_of(eqn) or contains(eqn, remat_of) for eqn in jaxpr.eqns)
+        return Traced(graph, axes, structure, has_remat)
+
+
+def _run_step(variables: Variables, step: Any, values: list[Any], batch: Any) -> Results:
+    def run(values: list[Any], batch: Any) -> Results:
+        with nnx.var_defaults(hijax=variables.is_hijax):
+            model, optimizer = variables.merge(values)
+            metrics = as_metrics(step(model, optimizer, batch))
+            after = variables.split(model, optimizer)
+        return after, injected_rate(variables.leaves, after) | metrics
+
+    return (lowered(run) if variables.is_hijax else run)(values, batch)
+
+
+def _run_loss(variables: Variables, loss: Any, values: list[Any], batch: Any) -> Results:
+    model, _ = variables.merge(values)
+    model.eval()
+    scalar, extra = with_extra(loss(model, batch))
+    return [], {"loss": scalar} | extra

@@ -1,0 +1,114 @@
+"""Names of axes on functions of a few operations, each with one piece of evidence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from programs import array, leaf, step_of
+from spanax.trace.axes.axes import Axes
+from spanax.trace.axes.naming import with_examples
+
+Names = tuple[str | None, ...]
+
+
+def axes_of(
+    function: Callable[..., Any],
+    params: list[jax.ShapeDtypeStruct],
+    batch: jax.ShapeDtypeStruct,
+    *annotations: tuple[Any, ...],
+) -> tuple[Axes, list[Names]]:
+    """The axes of a function of parameters and a batch, and the names of these arguments."""
+    axes, inputs = (step := step_of(function, params, batch, *annotations)).axes, step.graph.body.inputs
+    return axes, [axes.of(value) for value in inputs]
+
+
+def attention(wq: Any, wk: Any, wv: Any, x: Any) -> Any:
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, w) for w in (wq, wk, wv))
+    scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k))
+    return jnp.einsum("bhts,bshk->bthk", scores, v)
+
+
+def stack(ups: Any, downs: Any, x: Any) -> Any:
+    layer = lambda x, weights: (x + jnp.tanh(x @ weights[0]) @ weights[1], None)  # noqa: E731
+    return jax.lax.scan(layer, x, (ups, downs))[0]
+
+
+def blocks(up: Any, down: Any, second_up: Any, second_down: Any, x: Any) -> Any:
+    x = x + jnp.tanh(x @ up) @ down
+    return x + jnp.tanh(x @ second_up) @ second_down
+
+
+def convolution(kernel: Any, image: Any) -> Any:
+    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def recurrence(weight: Any, x: Any) -> Any:
+    step = lambda state, row: (jnp.tanh(state @ weight + row), None)  # noqa: E731
+    return jax.lax.scan(step, jnp.zeros((3, 5)), x.swapaxes(0, 1))[0]
+
+
+def routed(router: Any, experts: Any, x: Any) -> Any:
+    gates, _ = jax.lax.top_k(x @ router, 2)
+    return jnp.einsum("ebd,edf->ebf", jnp.broadcast_to(x, (4, *x.shape)), experts) * gates.sum()
+
+
+FOUR = [array(7, 11), array(11, 7)] * 2
+CASES: dict[str, tuple[Callable[..., Any], list[jax.ShapeDtypeStruct], jax.ShapeDtypeStruct, list[Names]]] = {
+    "a table indexed by the batch": (
+        lambda table, tokens: table[tokens], [array(13, 5)], array(3, 7, dtype="int32"),
+        [("vocab", "embed"), ("batch", "seq")],
+    ),
+    "a table indexed by positions": (
+        lambda table, x: table[jnp.arange(7)[::-1]] + x, [array(13, 5)], array(3, 7, 5),
+        [("positions", "features"), ("batch", "seq", "features")],
+    ),
+    "attention": (
+        attention, [array(7, 2, 5)] * 3, array(3, 11, 7),
+        [("features", "heads", "head_dim")] * 2 + [("features", "heads", "features"), ("batch", "seq", "features")],
+    ),
+    "a residual stream": (blocks, FOUR, array(3, 7), [("embed", "mlp"), ("mlp", "embed")] * 2 + [("batch", "embed")]),
+    "a scan over weights": (
+        stack, [array(5, 7, 11), array(5, 11, 7)], array(3, 7),
+        [("layers", "features", "hidden"), ("layers", "hidden", "features"), ("batch", "features")],
+    ),
+    "a convolution": (
+        convolution, [array(2, 2, 5, 7)], array(3, 11, 13, 5),
+        [("window", "window", "channels", "channels"), ("batch", "height", "width", "channels")],
+    ),
+    "a scan over the batch": (
+        recurrence, [array(5, 5)], array(3, 11, 5), [("features", "features"), ("batch", "seq", "features")],
+    ),
+    "experts": (
+        routed, [array(7, 4), array(4, 7, 5)], array(3, 7),
+        [("features", "experts"), ("experts", "features", "features"), ("batch", "features")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function, params, batch, expected", CASES.values(), ids=CASES)
+def test_the_use_of_a_dim_names_it(
+    function: Callable[..., Any], params: list[jax.ShapeDtypeStruct], batch: jax.ShapeDtypeStruct, expected: list[Names]
+) -> None:
+    assert axes_of(function, params, batch)[1] == expected
+
+
+def test_an_annotation_is_stronger_than_any_use_but_the_batch() -> None:
+    axes, names = axes_of(blocks, FOUR, array(3, 7), ("stream", "model"), ("wide", None))
+    assert names[0] == ("stream", "wide") and names[2] == ("stream", "mlp") and names[4] == ("batch", "stream")
+    assert sorted(axes.uses.values()) == ["embed", "mlp"]
+
+
+def test_an_annotation_with_a_standard_name_has_no_other_use() -> None:
+    axes, names = axes_of(blocks, FOUR, array(3, 7), ("hidden", "heads"))
+    assert names[0] == ("hidden", "heads") and axes.uses == {}
+
+
+def test_the_most_common_leading_size_is_that_of_the_examples() -> None:
+    shapes = [(9,), (3, 2), (3,), (), (9, 5), (3,)]
+    leaves = [leaf(array(*shape), "batch") for shape in shapes]
+    assert with_examples([10, 11, 12, 13, 14, 15], leaves) == [11, 12, 15]
+    assert with_examples([1], [leaf(array(), "batch")]) == []
+    assert with_examples([1, 2], [leaf(array(3), "batch"), leaf(array(8), "batch")]) == [2]  # a tie: the larger size

@@ -1,0 +1,96 @@
+"""Variants of a program: each is traced once, from whichever program it is reached."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from programs import small_gpt
+from spanax.errors import SpanaxError
+from spanax.trace import definition
+from spanax.trace.program import Program
+from spanax.trace.variant import Variant
+
+FIELDS: dict[str, Any] = {
+    "remat": "dots", "microbatches": 2, "context": "ring", "loss_chunks": 4, "compute_dtype": "bfloat16",
+    "records_gradients": True,
+}  # fmt: skip
+ALIASES: dict[str, Callable[[Program], Program]] = {
+    "remat": lambda program: program.with_remat("dots"),
+    "microbatches": lambda program: program.with_microbatches(2),
+    "context": lambda program: program.with_context("ring"),
+    "loss_chunks": lambda program: program.with_loss_chunks(4),
+    "compute_dtype": lambda program: program.with_compute_dtype("bfloat16"),
+    "records_gradients": lambda program: program.with_gradients(),
+}
+
+
+def linear(**options: Any) -> Program:
+    return spanax.trace(
+        build=lambda rngs: nnx.Linear(4, 2, rngs=rngs), optimizer=optax.sgd(0.1),
+        batch=jax.ShapeDtypeStruct((8, 4), "float32"), loss=lambda model, x: (model(x) ** 2).mean(), **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_each_method_is_a_variant_that_differs_in_one_field(field: str) -> None:
+    program = small_gpt()
+    variant = ALIASES[field](program)
+    assert variant.form == replace(Variant(), **{field: FIELDS[field]}) != program.form
+    assert variant is program.variant(variant.form) and variant.variant(Variant()) is program
+
+
+def test_the_order_of_changes_does_not_matter() -> None:
+    program = linear()
+    both = program.variant(Variant(remat="dots", microbatches=2))
+    assert program.with_remat("dots").with_microbatches(2) is both
+    assert program.with_microbatches(2).with_remat("dots") is both
+    assert both.variant(Variant(microbatches=2)) is program.with_microbatches(2)
+
+
+def test_a_variant_shares_what_its_options_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, traces = linear(), list[Any]()
+    from_jaxpr = definition.from_jaxpr
+    monkeypatch.setattr(definition, "from_jaxpr", lambda jaxpr: traces.append(jaxpr) or from_jaxpr(jaxpr))
+    first = program.variant(Variant(remat="dots", compute_dtype="bfloat16"))
+    assert len(traces) == 1 and program.with_remat("dots").with_compute_dtype("bfloat16") is first
+    assert len(traces) == 2  # `with_remat` alone, and no evaluation: it has no remat and no compute dtype
+    assert first.variables is program.variables and first.init is program.init
+    assert program.evaluation and first.evaluation and first.evaluation.graph is program.evaluation.graph
+    assert program.with_gradients().variables is not program.variables
+
+
+def test_a_variant_of_a_renamed_program_is_renamed() -> None:
+    program = linear()
+    renamed = program.rename({"features": "size"}).rename({"size": "width"})
+    variant = renamed.with_remat("dots")
+    assert "width" in {axis.name for axis in variant.axes}
+    assert variant.with_remat(None) is renamed and renamed.with_remat("dots") is variant
+    assert "width" not in {axis.name for axis in program.with_remat("dots").axes}
+
+
+def test_a_traced_build_has_one_variant_for_all_seeds() -> None:
+    program = linear()
+    assert program.with_seed(3) is program and program.variant(Variant(seed=3, remat="dots")).form.seed == 0
+    eager = linear(eager_build=True)
+    assert eager.with_seed(3).init.seed == 3 and eager.with_seed(3).with_seed(0) is eager
+
+
+def test_every_variant_computes_the_same() -> None:
+    program = linear(compute_dtype="bfloat16", microbatches=2)
+    variants = [Variant(), Variant(remat="dots"), Variant(records_gradients=True), Variant(compute_dtype="float16")]
+    assert all(program.variant(variant).computation is program.computation for variant in variants)
+
+
+@pytest.mark.parametrize("wrong", [{"remat": "some"}, {"context": "square"}, {"loss_chunks": 3}, {"microbatches": 3}])
+def test_an_unsupported_variant_raises_each_time(wrong: dict[str, Any]) -> None:
+    program = small_gpt()
+    for _ in range(2):
+        with pytest.raises(SpanaxError):
+            program.variant(replace(Variant(), **wrong))
+    assert program.variant(Variant()) is program
