@@ -235,7 +235,7 @@ def evaluate(
       >>> candidate.step_seconds == best.step_seconds, candidate.memory == best.memory
       (True, True)
       >>> plan = spanax.plan(program, machine, layout="fsdp", mesh="fsdp=8")
-      >>> evaluate(program, plan, machine).prediction.moved_of["kernel"]["fsdp"]["all-gather"] == 2 * 1024 * 1024 * 2
+      >>> evaluate(program, plan, machine).prediction.moved_of["kernel"]["fsdp"]["all-gather"] == 2 * 1024 * 1024
       True
     """
     is_first = cluster.adds_first if adds_first is None else adds_first
