@@ -93,7 +93,7 @@ def measure(schedule: str, stages: int, count: int, rounds: int) -> dict[str, An
         "efficiency_on_these_cores": expected(table, os.cpu_count() or 1),
         "efficiency_measured": ratio,
         "seconds": {name: statistics.median(values[1:]) for name, values in taken.items()},
-        "activations_in_flight": table.num_kept,
+        "activations_in_flight": table.num_in_flight,
         "residual_bytes_per_microbatch": residual_bytes(runs["pipelined"], plans["pipelined"].schedule),
         "temporary_bytes": temporaries,
     }

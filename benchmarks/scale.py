@@ -21,7 +21,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import spanax  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
-from spanax.plan.candidate import Search, collectives_of, plan_of, shortfall  # noqa: E402
+from spanax.plan.candidate import Search, plan_of, shortfall  # noqa: E402
+from spanax.plan.evaluate import collectives_of  # noqa: E402
 from spanax.show.search import candidate_json  # noqa: E402
 from spanax.units import bytes_text  # noqa: E402
 

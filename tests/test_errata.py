@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from spanax.hardware.cluster import cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.models.workloads import load
-from spanax.plan.candidate import collectives_of
+from spanax.plan.evaluate import collectives_of
 from spanax.plan.pipeline.bubble import bubble_over_ideal, num_in_flight
 from spanax.plan.search import search
 from spanax.trace.program import Program

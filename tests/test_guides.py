@@ -12,7 +12,8 @@ import pytest
 import spanax
 from spanax.models.workloads import load
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import Candidate, Search, collectives_of
+from spanax.plan.candidate import Candidate, Search
+from spanax.plan.evaluate import collectives_of
 from spanax.trace.program import Program
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

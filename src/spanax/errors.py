@@ -79,7 +79,7 @@ class IdleAxisError(SpanaxError):
     """A mesh axis shards no weight and saves no work in a program; exit code 2.
 
     Example:
-      >>> IdleAxisError("mesh axis 'expert' (2) has nothing to split in this program.").exit_code
+      >>> IdleAxisError("mesh axis 'expert' (2) has nothing to shard in this program.").exit_code
       2
     """
 

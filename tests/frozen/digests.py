@@ -21,12 +21,11 @@ import spanax
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Candidate, plan_of
 from spanax.plan.cost.peak_memory import walk
-from spanax.plan.evaluate import _laid
+from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Schedule
 from spanax.plan.sharding.place import as_planned
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.deferred_reductions import deferred_reductions
-from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.run.run import Run
 from spanax.trace.program import Program
 
@@ -153,7 +152,7 @@ def add_preset(texts: Texts, program: Program, preset: str, mesh: str, *, pipeli
     if plan is None:
         return
     add_plan(texts, key, plan)
-    laid: ShardedProgram = _laid(program, plan)
+    laid = evaluate(program, plan, cluster).layout.sharded
     terms = count_terms(laid, adds_first=cluster.adds_first, late=deferred_reductions(laid))
     texts[f"terms {preset}"] = numbers(terms) + numbers(walk(laid, is_tpu=False))
     if pipeline or preset == LOWERED:
@@ -171,7 +170,8 @@ def add_search(texts: Texts, program: Program, machine: str) -> None:
         return
     rows = [candidate_text(row) for row in (*search.candidates, *search.too_large, *search.nearest)]
     texts[key] = "\n".join([*rows, repr((search.layouts_priced, sorted(search.rejected.values()), search.model_flops))])
-    texts[f"words {key}"] = repr((sorted(search.rejected), search.asked, search.logits))
+    reasons = [str(reason or "") for reason in (search.requested, search.logits)]
+    texts[f"words {key}"] = repr((sorted(map(str, search.rejected)), *reasons))
     if search.best is not None:
         add_plan(texts, f"plan {machine}", plan_of(search, search.best))
 

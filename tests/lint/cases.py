@@ -19,7 +19,7 @@ from spanax.check.measure.profile import StepProfile
 from spanax.check.report import Figures, Report
 from spanax.models import gpt
 from spanax.models.workloads import load
-from spanax.plan.evaluate import candidate_of
+from spanax.plan.evaluate import evaluate
 from spanax.plan.layout import Layout
 from spanax.plan.plan import Plan
 from spanax.trace.program import Program
@@ -192,7 +192,7 @@ def tight(make: Callable[..., Program], share: float, *, on: str, **options: Any
 
     def findings() -> list[Finding]:
         base = case(make(), on, **options)
-        needed = candidate_of(base.program, base.plan, base.cluster).peak_bytes
+        needed = evaluate(base.program, base.plan, base.cluster).candidate.peak_bytes
         return dataclasses.replace(
             base, cluster=dataclasses.replace(base.cluster, memory_bytes=int(needed / share))
         ).findings()

@@ -82,10 +82,10 @@ REFUSED = {
         ("gpt2", 12), "a100:8", {"layout": "fsdp"}, "'batch' of size 12 does not divide 8",
     ),
     "8 experts over 16": (
-        ("moe-nano", 64), "h100:2x8", {"layout": "expert", "mesh": "data=1,expert=16"}, "has nothing to split",
+        ("moe-nano", 64), "h100:2x8", {"layout": "expert", "mesh": "data=1,expert=16"}, "has nothing to shard",
     ),
     "63 tokens over 16": (
-        ("gpt-nano", 64, 63), "a100:2x8", {"layout": "context", "mesh": "data=1,context=16"}, "has nothing to split",
+        ("gpt-nano", 64, 63), "a100:2x8", {"layout": "context", "mesh": "data=1,context=16"}, "has nothing to shard",
     ),
     "a pin of an axis that is not there": (
         ("gpt2", 64), "a100:8", {"layout": "fsdp", "pin": {"mpl": "fsdp"}}, "cannot pin axis 'mpl'",

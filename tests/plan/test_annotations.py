@@ -69,7 +69,7 @@ def test_a_layout_shards_an_axis_under_a_name_that_it_does_not_know() -> None:
 
 def test_such_an_axis_is_pinned_and_forbidden_by_its_name() -> None:
     traced = program(("narrow", "wide"), ("wide", "narrow"))
-    with pytest.raises(spanax.SpanaxError, match="'model' .2. has nothing to split"):
+    with pytest.raises(spanax.SpanaxError, match="'model' .2. has nothing to shard"):
         spanax.plan(traced, CLUSTER, layout="tensor", mesh="data=4,model=2", forbid=["wide", "narrow"])
     pinned = spanax.plan(traced, CLUSTER, layout="tensor", mesh="data=4,model=2", pin={"wide": "model"})
     assert spec(pinned, "blocks.0.up.kernel") == ((), ("model",))
@@ -97,7 +97,7 @@ def test_a_dim_of_size_one_is_replicated_with_a_reason() -> None:
     )  # fmt: skip
     plan = spanax.plan(traced, CLUSTER, layout="data+tensor", mesh="data=4,model=2")
     assert spec(plan, "layers.0.kernel") == ((), ("model",)) and spec(plan, "layers.1.kernel") == ((), ())
-    assert plan["layers.1.kernel"].reason.startswith("annotated over model, which does not divide 1")
+    assert plan["layers.1.kernel"].reason.startswith("annotated over model, and replicated because the dim has size 1")
 
 
 @pytest.mark.parametrize(("layout", "mesh"), [("fsdp+tensor", "fsdp=4,model=2"), ("fsdp+tensor", "fsdp=4,tensor=2")])

@@ -69,7 +69,9 @@ def test_a_train_step_of_ones_own_stays_as_it_is() -> None:
         train_step=lambda model, optimizer, x: {"loss": model(x).mean()},
     )
     told = spanax.plan(made, spanax.cluster("h100:8"), layout="data", attention="auto").why
-    assert told.startswith("as asked; ") and told.endswith("; attention plain: the program has a train step of its own")
+    assert told.startswith("as requested; ") and told.endswith(
+        "; attention plain: the program has a train step of its own"
+    )
 
 
 def test_a_kernel_holds_no_scores_and_counts_what_it_computes() -> None:

@@ -12,7 +12,7 @@ from flax import nnx
 
 import spanax
 from spanax.errors import IdleAxisError
-from spanax.plan.space import IDLE
+from spanax.plan.reason import Code, Reason
 
 EXPERTS, EMBED, TOKENS = 8, 16, 32
 
@@ -69,7 +69,7 @@ def test_an_axis_that_shards_only_scores_is_refused_and_never_chosen(mix: str) -
         spanax.plan(looped, "cpu:4", layout="expert")
     ranked = spanax.search(looped, "h100:8", top=1000)
     assert ranked.candidates and not any("expert" in each.mesh.names for each in ranked.candidates)
-    assert ranked.rejected[IDLE] > 0
+    assert ranked.rejected[Reason(Code.IDLE_AXIS)] > 0
 
 
 def test_experts_in_one_product_are_sharded() -> None:

@@ -1,6 +1,7 @@
 """The price that a plan keeps: what is said of each array adds up to what is said of all, and it places nothing."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,8 @@ from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster, cluster
 from spanax.plan.candidate import Candidate
 from spanax.plan.choose import plan
-from spanax.plan.plan import Plan
-from spanax.plan.predict import pattern, with_prediction
+from spanax.plan.evaluate import evaluate
+from spanax.plan.plan import Plan, path_pattern
 from spanax.plan.search import search
 
 
@@ -20,7 +21,7 @@ from spanax.plan.search import search
 def test_what_moves_of_each_parameter_adds_up(name: str, mesh: str) -> None:
     machine = cluster("cpu:8")
     made = plan(zoo_program(name), machine, mesh=mesh)
-    price = with_prediction(zoo_program(name), made, machine).price
+    price = evaluate(zoo_program(name), made, machine).prediction
     assert price is not None and price.moved_of.keys() == {leaf.path for leaf in made.leaves if leaf.kind == "param"}
     over = "fsdp" if "fsdp" in mesh else "data"
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -33,17 +34,17 @@ def test_what_moves_of_each_parameter_adds_up(name: str, mesh: str) -> None:
 
 def test_equal_blocks_are_told_of_by_the_first() -> None:
     made = plan(zoo_program("gpt-unrolled"), cluster("cpu:8"), mesh="fsdp=8")
-    price = with_prediction(zoo_program("gpt-unrolled"), made, cluster("cpu:8")).price
+    price = evaluate(zoo_program("gpt-unrolled"), made, cluster("cpu:8")).prediction
     assert price is not None
-    told = {pattern(path) for path in price.moved_of}
-    assert told == {pattern(leaf.path) for leaf in made.leaves if leaf.kind == "param"}
+    told = {path_pattern(path) for path in price.moved_of}
+    assert told == {path_pattern(leaf.path) for leaf in made.leaves if leaf.kind == "param"}
     assert len(told) == len(price.moved_of) < sum(leaf.kind == "param" for leaf in made.leaves)
 
 
 def test_a_price_is_kept_and_makes_no_plan_another() -> None:
     machine = cluster("h100:8")
     made = plan(zoo_program("mlp"), machine, mesh="fsdp=8")
-    with_price = with_prediction(zoo_program("mlp"), made, machine)
+    with_price = replace(made, price=evaluate(zoo_program("mlp"), made, machine).prediction)
     read = Plan.from_json(with_price.to_json())
     assert read == with_price == made and hash(made) == hash(with_price) and not made.diff(with_price)
     assert read.price == with_price.price and read.price is not None
@@ -59,7 +60,7 @@ def test_nobody_knows_how_long_a_step_takes_on_an_unknown_chip() -> None:
     machine = cluster("cpu:8")
     unknown = Cluster(Chip("odd"), 8)
     made = plan(zoo_program("mlp"), machine, mesh="data=8")
-    assert with_prediction(zoo_program("mlp"), made, unknown).price is None
+    assert evaluate(zoo_program("mlp"), made, unknown).prediction is None
 
 
 def test_the_fastest_of_every_kind_of_layout_is_kept_where_it_is_asked_for() -> None:

@@ -54,7 +54,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a sequence without tensor": (lambda: plan(program(), layout="fsdp+seq"), "unknown layout 'fsdp+seq'.", "known:"),
     "a sequence without tensor, as an option": (
         lambda: plan(program(), layout="fsdp", sequence_parallel=True),
-        "layout 'fsdp' has no model axis to split the sequence over.",
+        "layout 'fsdp' has no model axis to shard the sequence over.",
         "fsdp+tensor+seq",
     ),
     "a mesh that is larger than the cluster": (
@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a mesh axis with no meaning": (
         lambda: plan(program(), mesh="x=8"),
-        "mesh axis 'x' has no meaning by itself.",
+        "mesh axis 'x' has no default meaning.",
         "name a layout for it",
     ),
     "a mesh axis that the layout does not use": (
@@ -84,57 +84,57 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a layout of one's own without a mesh": (
         lambda: plan(program(), layout=Layout("mine", computed=(("x", ("batch",)),))),
-        "a Layout of your own needs a mesh.",
+        "a custom Layout needs a mesh.",
         "mesh={'data': 8}",
     ),
     "a batch that does not divide": (
         lambda: plan(program(size=12), layout="data"),
-        "'batch' of size 12 does not divide 8 ways: 12 % 8 = 4.",
+        "'batch' of size 12 is not divisible by 8: 12 % 8 = 4.",
         "a batch of 8 or 16, or a smaller mesh axis",
     ),
     "a batch that is smaller than the mesh": (
         lambda: plan(program(size=4), layout="fsdp"),
-        "'batch' of size 4 does not divide 8 ways: 4 % 8 = 4.",
+        "'batch' of size 4 is not divisible by 8: 4 % 8 = 4.",
         "a batch of 8, or a smaller mesh axis",
     ),
     "a batch that two mesh axes split": (
         lambda: plan(program(size=4), layout="hsdp", mesh="data=2,fsdp=4"),
-        "'batch' of size 4 does not divide 8 ways: 4 % 8 = 4.",
+        "'batch' of size 4 is not divisible by 8: 4 % 8 = 4.",
         "a batch of 8",
     ),
     "experts where there are none": (
         lambda: plan(program(), layout="expert", mesh="data=4,expert=2"),
-        "mesh axis 'expert' (2) has nothing to split in this program under layout 'expert'.",
+        "mesh axis 'expert' (2) has nothing to shard in this program under layout 'expert'.",
         "expert=1, or a layout without 'expert'",
     ),
     "experts everywhere where there are none": (
         lambda: plan(program(), layout="expert", mesh="expert=8"),
-        "mesh axis 'expert' (8) has nothing to split in this program under layout 'expert'.",
+        "mesh axis 'expert' (8) has nothing to shard in this program under layout 'expert'.",
         "expert=1, or a layout without 'expert'",
     ),
     "more experts asked for than there are": (
         lambda: plan(program("moe"), layout="expert", mesh="expert=16", devices=16),
-        "mesh axis 'expert' (16) has nothing to split in this program under layout 'expert'.",
+        "mesh axis 'expert' (16) has nothing to shard in this program under layout 'expert'.",
         "expert=8, or a layout without 'expert'",
     ),
     "a sequence where there is none": (
         lambda: plan(program(), layout="context", mesh="data=4,context=2"),
-        "mesh axis 'context' (2) has nothing to split in this program under layout 'context'.",
+        "mesh axis 'context' (2) has nothing to shard in this program under layout 'context'.",
         "context=1, or a layout without 'context'",
     ),
     "no dim that tensor parallelism can split": (
         lambda: plan(odd(), layout="tensor"),
-        "mesh axis 'model' (8) has nothing to split in this program under layout 'tensor'.",
+        "mesh axis 'model' (8) has nothing to shard in this program under layout 'tensor'.",
         "model=7, or a layout without 'model'",
     ),
     "no parameter that can be stored split": (
         lambda: plan(odd(), layout="fsdp"),
-        "no parameter divides 8 ways: fsdp would store nothing split.",
+        "no parameter is divisible by 8: fsdp would shard nothing in storage.",
         "a smaller mesh axis, or layout 'data'",
     ),
     "no moment that can be stored split": (
         lambda: plan(odd(), layout="zero1"),
-        "no parameter divides 8 ways: zero1 would store nothing split.",
+        "no parameter is divisible by 8: zero1 would shard nothing in storage.",
         "a smaller mesh axis, or layout 'data'",
     ),
     "no moment at all": (
@@ -142,7 +142,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
             spanax.trace(build=zoo.MLP, optimizer=optax.sgd(0.1), batch=zoo.VECTORS(16), loss=zoo.squared_error),
             layout="zero1",
         ),
-        "the optimizer has no arrays: zero1 would store nothing split.",
+        "the optimizer has no arrays: zero1 would shard nothing in storage.",
         "layout 'data'",
     ),
     "a pin of an unknown axis": (
@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a pin that does not divide": (
         lambda: plan(odd(), layout="data", pin={"features": "data"}),
-        "'features' of size 9 does not divide 8 ways: 9 % 8 = 1.",
+        "'features' of size 9 is not divisible by 8: 9 % 8 = 1.",
         "a features of 8 or 16",
     ),
     "a forbidden axis that there is not": (

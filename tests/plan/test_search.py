@@ -17,8 +17,9 @@ from spanax.errors import SpanaxError
 from spanax.plan.candidate import RESERVE, Candidate, Search, shortfall
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
+from spanax.plan.reason import Code, Reason
 from spanax.plan.search import SCHEDULES, search
-from spanax.plan.space import BATCH, layout_on
+from spanax.plan.space import layout_on
 from spanax.trace.program import Program
 
 EVERYTHING = 100_000
@@ -170,7 +171,7 @@ def test_a_batch_of_another_size() -> None:
 
 @pytest.mark.parametrize("batch_size", [0, -8])
 def test_a_batch_of_nothing_is_refused(batch_size: int) -> None:
-    with pytest.raises(SpanaxError, match=f"the batch is {batch_size}"):
+    with pytest.raises(SpanaxError, match=f"the batch size is {batch_size}"):
         search(workload("gpt-nano"), spanax.cluster("cpu:8"), batch_size=batch_size)
 
 
@@ -198,8 +199,8 @@ def test_where_nothing_fits_the_nearest_are_told() -> None:
     leanest = min(one.peak_bytes for one in searched("gpt-nano", "cpu:8").candidates)
     assert found.nearest[0].peak_bytes == pytest.approx(leanest, abs=8)
     assert [one.peak_bytes for one in found.nearest] == sorted(one.peak_bytes for one in found.nearest)
-    assert found.rejected["it does not fit into memory"] == found.layouts_priced
-    assert "the leanest layout needs" in shortfall(found) and "there are 1 MiB" in shortfall(found)
+    assert found.rejected[Reason(Code.TOO_LARGE)] == found.layouts_priced
+    assert "the layout with the lowest peak needs" in shortfall(found) and "a device has 1 MiB" in shortfall(found)
 
 
 def test_what_does_not_fit_is_counted() -> None:
@@ -207,7 +208,7 @@ def test_what_does_not_fit_is_counted() -> None:
     peaks = sorted(one.peak_bytes for one in everything.candidates)
     limit = int(peaks[len(peaks) // 2] / (1 - RESERVE))
     found = search(workload("gpt-nano"), with_memory("cpu:8", limit), top=EVERYTHING)
-    assert 0 < found.rejected["it does not fit into memory"] == everything.layouts_priced - len(found.candidates)
+    assert 0 < found.rejected[Reason(Code.TOO_LARGE)] == everything.layouts_priced - len(found.candidates)
     assert list(found.candidates) == [one for one in everything.candidates if one.peak_bytes <= limit * (1 - RESERVE)]
 
 
@@ -220,7 +221,7 @@ def test_a_chip_of_which_no_memory_is_known_holds_everything() -> None:
 def test_an_odd_batch_leaves_what_does_not_split_it() -> None:
     program = spanax.trace(build=zoo.MLP, optimizer=optax.adam(1e-3), batch=zoo.VECTORS(7), loss=zoo.squared_error)
     found = search(program, spanax.cluster("cpu:8"), top=EVERYTHING)
-    assert found.candidates and found.rejected[BATCH] > 0
+    assert found.candidates and found.rejected[Reason(Code.BATCH_NOT_DIVISIBLE)] > 0
     assert {one.mesh.ways(("data", "fsdp", "expert")) for one in found.candidates} == {1}
 
 
@@ -232,9 +233,9 @@ def test_where_nothing_divides_that_is_said_with_a_batch_that_does() -> None:
     program = spanax.trace(
         build=lambda rngs: nnx.Linear(5, 3, rngs=rngs), optimizer=optax.adam(1e-3), batch=array(7, 5), loss=squared
     )
-    with pytest.raises(SpanaxError, match="no layout divides a batch of 7 among 8 devices") as caught:
+    with pytest.raises(SpanaxError, match="no layout shards a batch of 7 over 8 devices") as caught:
         search(program, spanax.cluster("cpu:8"))
-    assert BATCH in str(caught.value) and "a batch of 8" in str(caught.value)
+    assert str(Reason(Code.BATCH_NOT_DIVISIBLE)) in str(caught.value) and "a batch of 8" in str(caught.value)
 
 
 def test_one_device() -> None:

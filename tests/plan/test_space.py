@@ -12,10 +12,11 @@ from flax import nnx
 
 import spanax
 from programs import array, workload
-from spanax.plan.cost.peak_memory import held, state_of, walk
+from spanax.plan.cost.peak_memory import memory_use, state_of, walk
 from spanax.plan.cost.step_time import Grid, price
+from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.resolve import Resolver, resolve
-from spanax.plan.space import AXES, BATCH, IDLE, UNEVEN, UNSTORED, Family, families, layout_on, mesh_of
+from spanax.plan.space import AXES, Family, families, layout_on, mesh_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.partition import as_masks, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -94,7 +95,7 @@ def priced(
     stages = family.num_stages[at : at + 1]
     grid = Grid(family.sizes[:, at : at + 1], stages, one, one)
     seconds = price(count_terms(ShardedProgram(resolver, program.step)), cluster, grid).step_seconds
-    memory = held(
+    memory = memory_use(
         state_of(resolver), walk(ShardedProgram(resolver, program.step)), grid.sizes,
         num_stages=stages, num_microbatches=one, in_flight=one, scale=one,
     )  # fmt: skip
@@ -142,13 +143,16 @@ def test_meshes_on_which_a_leaf_is_stored_along_its_layers_are_a_family_of_their
 
 def test_what_cannot_be_is_counted_by_reason() -> None:
     _, rejected = space("gpt-nano", "cpu:8", batch_size=4)
-    assert set(rejected) == {BATCH} and rejected[BATCH] > 0
+    batch = Reason(Code.BATCH_NOT_DIVISIBLE)
+    assert set(rejected) == {batch} and rejected[batch] > 0
     program = spanax.trace(
         build=lambda rngs: nnx.Linear(6, 6, rngs=rngs), optimizer=optax.sgd(0.1), batch=array(8, 6), loss=squared
     )
     rejected = Counter()
     found = families(program, spanax.cluster("cpu:8"), 8, rejected)
-    assert found and set(rejected) <= {IDLE, UNEVEN, UNSTORED} and rejected
+    assert found and {reason.code for reason in rejected} <= {
+        Code.IDLE_AXIS, Code.SIZE_NOT_DIVISIBLE, Code.NOTHING_STORED,
+    } and rejected  # fmt: skip
 
 
 def test_an_annotation_that_does_not_divide_is_a_reason() -> None:
@@ -162,7 +166,7 @@ def test_an_annotation_that_does_not_divide_is_a_reason() -> None:
     rejected = Counter[str]()
     found = families(program, spanax.cluster("cpu:8"), 8, rejected)
     assert {int(size) for family in found for size in family.sizes[1]} == {1, 2, 4}
-    assert rejected[UNEVEN] == 3
+    assert rejected[Reason(Code.SIZE_NOT_DIVISIBLE)] == 3
 
 
 def test_nothing_is_stored_split_where_there_is_nothing_to_store_split() -> None:
@@ -172,7 +176,7 @@ def test_nothing_is_stored_split_where_there_is_nothing_to_store_split() -> None
     )  # fmt: skip
     rejected = Counter[str]()
     found = families(program, spanax.cluster("cpu:8"), 8, rejected)
-    assert {family.storing for family in found} == {"fsdp"} and rejected[UNSTORED] > 0
+    assert {family.storing for family in found} == {"fsdp"} and rejected[Reason(Code.NOTHING_STORED)] > 0
     odd = spanax.trace(
         build=lambda rngs: nnx.Linear(15, 31, rngs=rngs), optimizer=optax.adam(0.1),
         batch=jax.ShapeDtypeStruct((8, 15), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),

@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_on_the_page_too() -> None:
         assert bool(tight.candidates) == ("yes" in fits)
         read = Read(document(search_page(tight, None, "gpt")))
         assert {a["data-fits"] for tag, a in read.elements if tag == "tr" and "data-fits" in a} == fits
-        assert not read.problems and (tight.best is not None or "the leanest layout needs" in read.text)
+        assert not read.problems and (tight.best is not None or "the layout with the lowest peak needs" in read.text)
 
 
 VALUES: dict[str, Any] = {

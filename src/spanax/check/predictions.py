@@ -1,16 +1,9 @@
 """A plan's predictions for a step, in the same figures that are read from a compiled program."""
 
-import numpy as np
-
 from spanax.check.report import Figures
 from spanax.hardware.cluster import Cluster
-from spanax.plan.cost.collective_bytes import laid_as_planned, moved_bytes, moved_of, num_shares
-from spanax.plan.cost.step_time import ways_table
-from spanax.plan.evaluate import memory_of
-from spanax.plan.pipeline.stages import inside_stage
+from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
-from spanax.plan.spmd.count_terms import count_terms
-from spanax.plan.spmd.deferred_reductions import unreduced
 from spanax.trace.program import Program
 
 
@@ -39,18 +32,11 @@ def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: b
       >>> figures.collectives["data"]["all-reduce"] >= 16 * 32 * 4
       True
     """
-    sharded = laid_as_planned(program, plan)
-    terms = count_terms(sharded, adds_first=adds_first, late=unreduced(sharded, plan.schedule))
-    sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes], float)
-    matmuls = terms.matmuls
-    stages = np.where(matmuls.in_layers, num_shares(sharded, plan), 1)
-    flops = float((matmuls.flops * matmuls.runs / ways_table(sizes)[matmuls.work, 0] / stages).sum())
-    collectives = moved_bytes(sharded, plan, terms)
-    peak_bytes = round(float(memory_of(program, plan, cluster).peak_bytes[0]))
-    return Figures(plan.state_bytes(), peak_bytes, flops, collectives)
+    cost = evaluate(program, plan, cluster, adds_first=adds_first)
+    return Figures(plan.state_bytes(), round(cost.peak_bytes), cost.matmul_flops, cost.collectives)
 
 
-def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
+def gathered_bytes(program: Program, plan: Plan, cluster: Cluster, path: str) -> dict[str, int]:
     """Returns the bytes per device and step of the planned all-gathers of one parameter, by mesh axes.
 
     Raises:
@@ -65,8 +51,9 @@ def gathered_bytes(program: Program, plan: Plan, path: str) -> dict[str, int]:
       ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> gathered_bytes(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), "kernel")
+      >>> machine = spanax.cluster("cpu:8")
+      >>> gathered_bytes(program, spanax.plan(program, machine, layout="fsdp"), machine, "kernel")
       {'fsdp': 2048}
     """
-    moved = moved_of(laid_as_planned(program, plan), plan, path)
-    return {axes: kinds["all-gather"] for axes, kinds in moved.items() if "all-gather" in kinds}
+    collectives = evaluate(program, plan, cluster).collectives_of(path)
+    return {axes: kinds["all-gather"] for axes, kinds in collectives.items() if "all-gather" in kinds}

@@ -1,7 +1,7 @@
 """`spanax check`: compares a layout with XLA, without the devices."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -180,11 +180,11 @@ def _certify(
 ) -> list[str]:
     """Writes the certificate with the plan's predicted cost; returns a note if the cost cannot be predicted."""
     from spanax.check.certificate import Certificate
-    from spanax.plan.predict import with_prediction
+    from spanax.plan.evaluate import evaluate
 
     notes: list[str] = []
     try:
-        plan = with_prediction(program, plan, machine)
+        plan = replace(plan, price=evaluate(program, plan, machine).prediction)
     except SpanaxError as error:
         notes.append(f"note: the certificate has no predicted cost: {first_line(error)}")
     Certificate(report, tuple(findings), plan).save(path)

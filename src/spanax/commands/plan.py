@@ -193,11 +193,12 @@ def _extras(command: PlanCommand, load: Load, search: "Search", plan: "Plan", ma
 
 def _write(command: PlanCommand, search: "Search", plan: "Plan", machine: "Cluster") -> list[str]:
     """Writes the plan with its predicted cost, and the page."""
-    from spanax.plan.predict import with_prediction
+    from spanax.plan.evaluate import evaluate
 
     lines = []
     try:
-        plan = with_prediction(next(iter(search.programs.values())), plan, machine, search.best)
+        program = next(iter(search.programs.values()))
+        plan = replace(plan, price=evaluate(program, plan, machine).prediction)
     except SpanaxError as error:
         lines.append(f"note: the plan has no predicted cost: {first_line(error)}")
     if command.html is not None:
@@ -217,7 +218,7 @@ def _write_page(path: Path, search: "Search", plan: "Plan | None", command: Plan
 
 def _explained(path: str, search: "Search", plan: "Plan") -> Extra:
     """Returns the sharding of one array, the reason for it, and its collectives."""
-    from spanax.plan.candidate import collectives_of
+    from spanax.plan.evaluate import collectives_of
     from spanax.show.search import array_lines
 
     leaf = plan[path]
@@ -235,7 +236,7 @@ def _logits(search: "Search", plan: "Plan", machine: "Cluster") -> Extra:
     program, count = search.programs[search.best.remat], plan.schedule.loss_chunks
     saved = saved_bytes(program, plan, machine)
     line = f"logits in {count} chunks of tokens: {bytes_text(saved)} less per device than in one"
-    line = line if count > 1 else suiting_chunks(program, plan, machine)[1]
+    line = line if count > 1 else str(suiting_chunks(program, plan, machine)[1])
     return [line], {"logits": {"chunks": count, "saved_bytes": saved}}
 
 

@@ -28,19 +28,19 @@ def kernel_on(cluster: Cluster) -> str | None:
     return CUDNN if any(kind.startswith("NVIDIA") for kind in kinds) else None
 
 
-def with_attention(program: Program, cluster: Cluster, asked: str | None) -> Program:
+def with_attention(program: Program, cluster: Cluster, requested: str | None) -> Program:
     """Returns the program with its attention computed as requested; its `attention` records the kernel or the reason.
 
     Args:
       program: what `spanax.trace` returned.
       cluster: the devices.
-      asked: `plain`, as the model defines it; `flash`, by the platform's kernel; `auto`, by the kernel where
+      requested: `plain`, as the model defines it; `flash`, by the platform's kernel; `auto`, by the kernel where
         supported. None leaves the program unchanged.
 
     Raises:
       SpanaxError: `flash`, and no kernel supports this platform or any attention of this program.
     """
-    if asked is None or known_attention(asked) == "plain" or program.context != GATHERED:
+    if requested is None or known_attention(requested) == "plain" or program.context != GATHERED:
         return program
     kernel = kernel_on(cluster)
     attention: tuple[FusedAttention, ...] = (
@@ -53,7 +53,7 @@ def with_attention(program: Program, cluster: Cluster, asked: str | None) -> Pro
         if any(each.kernel == kernel for each in fused.attention):
             return fused
         attention = fused.attention
-    if asked == "flash":
+    if requested == "flash":
         raise SpanaxError(
             "no attention of this program can be a kernel's.", where=str(attention[0]), fix="attention 'auto'"
         )

@@ -13,16 +13,13 @@ from spanax.plan.cost.peak_memory import MemoryUse
 from spanax.plan.cost.step_time import Costs, Grid
 from spanax.plan.defaults import contraction_dtypes
 from spanax.plan.layout import Layout
-from spanax.plan.pipeline.layer_partition import shares
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import as_ring
+from spanax.plan.reason import Reason
 from spanax.plan.setting import Setting, attention_names, sequence_lengths
 from spanax.plan.sharding.assign import Pins
 from spanax.plan.sharding.place import placed
-from spanax.plan.sharding.resolve import resolve
-from spanax.plan.space import AXES, layout_on
-from spanax.plan.spmd.count_terms import count_terms
-from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.plan.space import layout_on
 from spanax.trace.program import Program
 from spanax.trace.rewrites.attention.fuse import FusedAttention
 from spanax.trace.rewrites.remat_policies import POLICIES, RING
@@ -59,7 +56,7 @@ class Candidate:
         grid: Grid,
         costs: Costs,
         memory: MemoryUse,
-        at: int = 0,
+        index: int = 0,
     ) -> "Candidate":
         """Returns the candidate of one entry of a priced grid."""
         return Candidate(
@@ -67,15 +64,15 @@ class Candidate:
             storing=storing,
             sequence=layout.sequence_axis is not None,
             mesh=mesh,
-            num_stages=int(grid.num_stages[at]),
+            num_stages=int(grid.num_stages[index]),
             schedule=grid.schedule,
             num_chunks=grid.num_chunks,
             remat=program.remat,
-            microbatches=int(grid.num_microbatches[at]),
-            step_seconds=float(costs.step_seconds[at]),
-            seconds={name: float(values[at]) for name, values in costs.terms.items()},
-            memory={name: _whole(values[at]) for name, values in memory.groups.items()},
-            flops=float(costs.flops[at]),
+            microbatches=int(grid.num_microbatches[index]),
+            step_seconds=float(costs.step_seconds[index]),
+            seconds={name: float(values[index]) for name, values in costs.terms.items()},
+            memory={name: rounded_up(values[index]) for name, values in memory.groups.items()},
+            flops=float(costs.flops[index]),
         )
 
     def _repr_html_(self) -> str | None:
@@ -120,7 +117,7 @@ class Search:
       dtype: the dtype of most of these FLOPs.
       programs: the program under each remat policy.
       attention: the outcome for each attention for which a kernel was requested.
-      asked: the requested part of the layout.
+      requested: why these layouts were searched; None where all were.
       logits: the best number of chunks of the logits, and why.
 
     Example:
@@ -133,15 +130,15 @@ class Search:
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
       >>> result = spanax.search(program, spanax.cluster("a100:8"), layout="data", remat=("none",))
-      >>> result.best.layout, result.best.mesh, sorted(result.rejected)
-      ('data', data=8, ['another layout or mesh was asked for', 'nothing could be stored split'])
+      >>> result.best.layout, result.best.mesh, sorted(map(str, result.rejected))
+      ('data', data=8, ['another layout or mesh was requested', 'storage would shard no array'])
     """
 
     cluster: Cluster = field(repr=False)
     batch_size: int
     candidates: tuple[Candidate, ...] = field(repr=False)
     nearest: tuple[Candidate, ...] = field(repr=False)
-    rejected: dict[str, int]
+    rejected: dict[Reason, int]
     layouts_priced: int
     model_flops: float
     dtype: str
@@ -151,8 +148,8 @@ class Search:
     pins: Pins = field(default_factory=dict)
     too_large: tuple[Candidate, ...] = field(default=(), repr=False)
     attention: tuple[FusedAttention, ...] = ()
-    asked: str = ""
-    logits: str = ""
+    requested: Reason | None = None
+    logits: Reason | None = None
 
     def _repr_html_(self) -> str | None:
         return display(self)
@@ -194,24 +191,24 @@ class Search:
         return self.candidates[0] if self.candidates else None
 
 
-def shortfall(found: Search) -> str:
+def shortfall(search: Search) -> str:
     """Returns why nothing fits, as a sentence: the lowest peak of any layout, and the memory of a device."""
-    if not found.nearest or found.cluster.memory_bytes is None:
+    if not search.nearest or search.cluster.memory_bytes is None:
         return "no layout divides these devices and this batch"
-    needed = found.nearest[0].peak_bytes / (1 - RESERVE)
-    limit = bytes_text(found.cluster.memory_bytes)
-    return f"the leanest layout needs {bytes_text(needed)} a device, and there are {limit}"
+    needed = search.nearest[0].peak_bytes / (1 - RESERVE)
+    limit = bytes_text(search.cluster.memory_bytes)
+    return f"the layout with the lowest peak needs {bytes_text(needed)} per device, and a device has {limit}"
 
 
-def plan_of(found: Search, candidate: Candidate) -> Plan:
+def plan_of(search: Search, candidate: Candidate) -> Plan:
     """Returns the plan of a candidate, which trains, saves and compares like any other."""
-    program = next(iter(found.programs.values()))
+    program = next(iter(search.programs.values()))
     is_named = candidate.remat in POLICIES
     plan = placed(
         program,
         layout_on(candidate.storing, candidate.sequence, candidate.mesh),
         candidate.mesh,
-        pins=found.pins,
+        pins=search.pins,
         why="as priced",
         schedule=Schedule(
             remat=candidate.remat if is_named else None,
@@ -224,39 +221,9 @@ def plan_of(found: Search, candidate: Candidate) -> Plan:
             loss_chunks=program.loss_chunks,
         ),
     )
-    return replace(plan, xla_flags=default_flags(found.cluster, plan.param_axes))
+    return replace(plan, xla_flags=default_flags(search.cluster, plan.param_axes))
 
 
-def collectives_of(found: Search, one: Candidate, path: str | None = None) -> dict[str, dict[str, int]]:
-    """Returns the bytes of collectives per device and per step, by mesh axes and kind, over all iterations of loops.
-
-    Counts the bytes of the result of each collective, as compiled programs show them.
-
-    Args:
-      found: the search.
-      one: one of its candidates.
-      path: a leaf of the state; counts only the collectives of it, its gradient and its update.
-    """
-    program = found.programs[one.remat]
-    sizes = [dict(one.mesh.axes).get(axis, 1) for axis in AXES]
-    mesh = MeshShape(tuple(zip(AXES, sizes, strict=True)))
-    layout = layout_on(one.storing, one.sequence, one.mesh)
-    only = None
-    if path is not None:
-        only = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
-    sharded = ShardedProgram(resolve(program, layout, mesh, found.pins), program.step)
-    moved = count_terms(sharded, only, adds_first=found.cluster.adds_first).moved_bytes(
-        mesh,
-        scale=found.batch_size / program.batch[0].shape[0] / one.microbatches,
-        num_microbatches=one.microbatches,
-        num_stages=float(shares(program.step.layer_carry[1], one.num_stages, one.num_chunks)),
-    )
-    totals: dict[str, dict[str, int]] = {}
-    for (kind, axes), num_bytes in moved.items():
-        totals.setdefault(axes, {})[kind] = _whole(num_bytes)
-    return totals
-
-
-def _whole(num_bytes: float) -> int:
+def rounded_up(num_bytes: float) -> int:
     """Returns the bytes as an integer, rounded up beyond floating-point error."""
     return math.ceil(round(float(num_bytes), 3))

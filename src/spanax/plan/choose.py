@@ -14,11 +14,12 @@ from spanax.plan.attention_kernel import with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
 from spanax.plan.defaults import computed_in, default_attention, default_chunks, default_dtype, defaults
 from spanax.plan.layout import Layout
-from spanax.plan.loss_chunks import found_in_chunks, in_chunks
+from spanax.plan.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
-from spanax.plan.search import REMAT, TOO_LARGE, check_asked, search
+from spanax.plan.reason import Code, Reason
+from spanax.plan.search import REMAT, check_request, search
 from spanax.plan.sharding.assign import Pins
 from spanax.plan.sharding.place import placed
 from spanax.plan.space import AXES, is_standard
@@ -125,14 +126,14 @@ class Request:
         return named or (self.schedule is not None and self.schedule.context == RING)
 
 
-def decided(program: Program, cluster: Cluster, request: Request, found: Search | None = None) -> Plan:
+def decided(program: Program, cluster: Cluster, request: Request, priced: Search | None = None) -> Plan:
     """Returns the plan of a request; `spanax.plan` and every command call it.
 
     Args:
       program: what `spanax.trace` returned.
       cluster: the devices.
       request: the requirements of the plan.
-      found: what `searched` returned for the same request; by default, searches again.
+      priced: what `searched` returned for the same request; by default, searches again.
 
     Raises:
       SpanaxError: the request cannot be carried out, or no layout fits into the memory.
@@ -140,14 +141,14 @@ def decided(program: Program, cluster: Cluster, request: Request, found: Search 
     _check_request(request)
     can_search = _is_searchable(cluster, request)
     if not request.is_placed and can_search:
-        return chosen(found or searched(program, cluster, request))
+        return chosen(priced or searched(program, cluster, request))
     schedule = request.schedule
     dtype = None if schedule is None else schedule.compute_dtype
     if can_search and defaults(cluster).is_searched:
         _placed(computed_in(program, dtype or program.compute_dtype), cluster, request, program.loss_chunks)
-        found = found or searched(program, cluster, request)
-        if found.best is not None:
-            return chosen(found)
+        priced = priced or searched(program, cluster, request)
+        if priced.best is not None:
+            return chosen(priced)
     program = computed_in(program, dtype or default_dtype(program, cluster))
     count = default_chunks(program, cluster, request.chunks)
 
@@ -193,7 +194,7 @@ def searched(
     schedule, usual = request.schedule, defaults(cluster)
     dtype = None if schedule is None else schedule.compute_dtype
     program = computed_in(program, dtype or default_dtype(program, cluster))
-    asked, layout, mesh = _named(cluster, request)
+    reason, layout, mesh = _named(cluster, request)
     as_traced = program.evaluation is None or (request.is_placed and not usual.is_searched)
     counts = [count for count in (microbatches, schedule and schedule.microbatches) if count]
     if not counts and (as_traced or program.microbatches > 1):
@@ -211,7 +212,7 @@ def searched(
         program = in_attention(program, cluster, request)
         policies = REMAT if remat is None else (remat,)
         result = find(program, remat=policies[:1], pipeline=bool(request.pipeline))
-        if TOO_LARGE in result.rejected and len(policies) > 1:
+        if Reason(Code.TOO_LARGE) in result.rejected and len(policies) > 1:
             result = find(program, remat=policies, pipeline=bool(request.pipeline))
         is_open = request.pipeline is None and usual.pipeline and not request.is_placed
         if result.best is None and is_open and program.evaluation is not None:
@@ -221,24 +222,26 @@ def searched(
     count = default_chunks(program, cluster, request.chunks)
     program = program.variant(replace(program.form, loss_chunks=count or 1))
     if count:
-        return replace(fastest(program), asked=asked)
-    result = found_in_chunks(fastest, program, cluster)
+        return replace(fastest(program), requested=reason)
+    result = search_in_chunks(fastest, program, cluster)
     is_reported = request.chunks is not None or (result.best and plan_of(result, result.best).schedule.loss_chunks > 1)
-    return replace(result, asked=asked, logits=result.logits if is_reported else "")
+    return replace(result, requested=reason, logits=result.logits if is_reported else None)
 
 
-def chosen(found: Search) -> Plan:
+def chosen(result: Search) -> Plan:
     """Returns the plan of the fastest layout that fits.
 
     Raises:
       SpanaxError: no layout fits; the message lists options that would make one fit.
     """
-    if found.best is None:
-        raise SpanaxError("no layout fits into the memory.", where=shortfall(found), fix="; or ".join(remedies(found)))
-    plan = plan_of(found, found.best)
-    reasons = (found.asked, rule(found, found.best), *(f"attention {each}" for each in found.attention))
-    reasons = (*reasons, found.logits)
-    return replace(plan, why="; ".join(filter(None, reasons)))
+    if result.best is None:
+        raise SpanaxError(
+            "no layout fits into the memory.", where=shortfall(result), fix="; or ".join(remedies(result))
+        )
+    plan = plan_of(result, result.best)
+    attention = [f"attention {outcome}" for outcome in result.attention]
+    reasons = (result.requested, rule(result, result.best), *attention, result.logits)
+    return replace(plan, why="; ".join(str(reason) for reason in reasons if reason))
 
 
 def _check_request(request: Request) -> None:
@@ -267,19 +270,19 @@ def _is_searchable(cluster: Cluster, request: Request) -> bool:
     return {*named, *pinned} <= {*AXES}
 
 
-def _named(cluster: Cluster, request: Request) -> tuple[str, str | None, MeshShape | None]:
+def _named(cluster: Cluster, request: Request) -> tuple[Reason | None, str | None, MeshShape | None]:
     """Returns the reason for the requested layout, its name and its mesh, as arguments of `search`."""
     layout = request.layout.name if isinstance(request.layout, Layout) else request.layout
     mesh = None if request.mesh is None else MeshShape.of(request.mesh)
-    asked = "as asked" if layout is not None else "what the mesh's names mean" if mesh is not None else ""
-    check_asked(cluster, layout, mesh)
+    code = Code.LAYOUT_REQUESTED if layout is not None else Code.MESH_NAMES if mesh is not None else None
+    check_request(cluster, layout, mesh)
     if layout is None and mesh is not None:
         layout = layout_for(mesh).name
     if layout is not None and mesh is None and not defaults(cluster).is_searched:
         mesh = default_mesh(layout, cluster.num_devices)
     if layout is not None and request.sequence_parallel and "+seq" not in layout:
         layout += "+seq"
-    return asked, layout, mesh
+    return code and Reason(code), layout, mesh
 
 
 def _placed(program: Program, cluster: Cluster, request: Request, count: int) -> Plan:
@@ -317,17 +320,21 @@ def _choose(
 ) -> tuple[str, Layout, MeshShape]:
     if isinstance(layout, Layout):
         if mesh is None:
-            raise SpanaxError("a Layout of your own needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
-        return "as asked", layout, MeshShape.of(mesh)
+            raise SpanaxError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
+        return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
     if layout is not None:
         shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)
-        return "as asked", layout_named(layout, shape, sequence_parallel=sequence_parallel), shape
+        return (
+            str(Reason(Code.LAYOUT_REQUESTED)),
+            layout_named(layout, shape, sequence_parallel=sequence_parallel),
+            shape,
+        )
     if mesh is not None:
         shape = MeshShape.of(mesh)
         named = layout_for(shape)
         if sequence_parallel:
             named = layout_named(named.name, shape, sequence_parallel=True)
-        return "what the mesh's names mean", named, shape
+        return str(Reason(Code.MESH_NAMES)), named, shape
     state = sum(leaf.num_bytes for leaf in program.leaves)
     memory_bytes = cluster.memory_bytes
     fits = memory_bytes is None or state <= STATE_FRACTION * memory_bytes

@@ -1,28 +1,223 @@
-"""Computes the cost of a user-supplied plan with the model of the search."""
+"""Predicts what a layout costs: step time, peak memory and collectives, per device and per step.
 
-from dataclasses import replace
+`evaluate` prices one plan. `LayoutCosts` prices one layout on many meshes and schedules at once, for the search.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from spanax.hardware.cluster import Cluster
-from spanax.plan.candidate import Candidate
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.candidate import Candidate, Search, rounded_up
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.peak_memory import MemoryUse, memory_per_device, state_of, walk
-from spanax.plan.cost.step_time import Grid, price
-from spanax.plan.pipeline.stages import inside_stage
-from spanax.plan.plan import Plan
-from spanax.plan.sharding.place import in_forms, resolver_of
+from spanax.plan.cost.peak_memory import Level, MemoryUse, State, memory_per_device, state_of, walk
+from spanax.plan.cost.prediction import Prediction
+from spanax.plan.cost.stage_transfers import stage_transfer_bytes
+from spanax.plan.cost.step_time import Costs, Grid, GridTable, price, shard_counts
+from spanax.plan.cost.terms import Terms
+from spanax.plan.pipeline.layer_partition import shares
+from spanax.plan.pipeline.stages import AXIS, inside_stage
+from spanax.plan.pipeline.ticks import ticks_of
+from spanax.plan.plan import Plan, path_pattern
+from spanax.plan.sharding.place import as_planned, in_forms, resolver_of
+from spanax.plan.sharding.resolve import resolve
+from spanax.plan.space import AXES, layout_on
 from spanax.plan.spmd.count_terms import count_terms
-from spanax.plan.spmd.deferred_reductions import deferred_reductions
+from spanax.plan.spmd.deferred_reductions import deferred_reductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
+from spanax.trace.analysis.op_groups import Phase, contraction_flops
+from spanax.trace.jaxpr.graph import CONTRACTIONS
+from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.program import Program
+from spanax.trace.rewrites.attention.operation import FORWARD, attention_flops
+
+MOST = 64
+"""The largest number of groups of equal parameters whose collectives are counted, by size."""
+
+Moved = dict[str, dict[str, int]]
+"""Bytes of the results of collectives, by mesh axes and kind of collective."""
 
 
-def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumptions | None = None) -> Candidate:
-    """Returns a plan as a priced candidate, whatever the names of its axes.
+@dataclass(frozen=True, eq=False)
+class LayoutCosts:
+    """The costs of one microbatch of a step under one layout, on any mesh on which the layout resolves equally.
 
-    Raises:
-      SpanaxError: the plan belongs to another program.
+    Attributes:
+      sharded: the program of one microbatch under the layout.
+      state: its state, sharded.
+      cluster: the devices.
+      assumptions: constants that are not in data sheets.
+    """
+
+    sharded: ShardedProgram
+    state: State
+    cluster: Cluster
+    assumptions: Assumptions
+
+    @cached_property
+    def terms(self) -> Terms:
+        """The cost terms."""
+        late = deferred_reductions(self.sharded)
+        return count_terms(self.sharded, adds_first=self.cluster.adds_first, late=late)
+
+    @cached_property
+    def level(self) -> Level:
+        """The moments at which memory may peak."""
+        return walk(self.sharded, is_tpu=self.cluster.is_torus)
+
+    def memory(self, grid: Grid) -> MemoryUse:
+        """Returns the peak memory per device on every mesh of a grid."""
+        return memory_per_device(self.state, self.level, grid, fused_attention=self.assumptions.fused_attention)
+
+    def costs(self, grid: Grid, table: GridTable | None = None) -> Costs:
+        """Returns the step time on every mesh of a grid; `table` caches matmuls and links of many layouts."""
+        return price(self.terms, self.cluster, grid, self.assumptions, table)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """The predicted cost of one plan on a cluster; `evaluate` returns it. Each figure is computed on first access.
+
+    Attributes:
+      program: the program that the plan was made for.
+      plan: the plan.
+      cluster: the devices.
+      assumptions: constants that are not in data sheets.
+      adds_first: whether the compiler adds partial sums before it all-reduces them, as in `count_terms`.
+    """
+
+    program: Program
+    plan: Plan
+    cluster: Cluster
+    assumptions: Assumptions
+    adds_first: bool
+
+    @cached_property
+    def layout(self) -> LayoutCosts:
+        """The costs of one microbatch."""
+        variant, remat = in_forms(self.program, self.plan), self.plan.schedule.remat
+        policy = variant.form.remat if remat in (None, variant.remat) else remat
+        variant = variant.variant(replace(variant.form, remat=policy, microbatches=1))
+        sharded = ShardedProgram(resolver_of(self.program, inside_stage(self.plan)).of(variant), variant.step)
+        return LayoutCosts(sharded, state_of(sharded.resolver), self.cluster, self.assumptions)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The mesh and the schedule of the plan."""
+        schedule, ones = self.plan.schedule, np.ones(1, int)
+        count = max(schedule.microbatches, self.program.microbatches)
+        sizes = np.asarray([[size] for _, size in inside_stage(self.plan).mesh.axes])
+        stages, num_layers = ones * schedule.num_stages, self.program.step.layer_carry[1]
+        return Grid(sizes, stages, ones * count, ones / count, schedule.pipeline, schedule.num_chunks, num_layers)
+
+    @cached_property
+    def memory(self) -> MemoryUse:
+        """The peak memory per device, by group; arrays of shape (1,)."""
+        return self.layout.memory(self.grid)
+
+    @property
+    def peak_bytes(self) -> float:
+        """The peak memory per device."""
+        return float(self.memory.peak_bytes[0])
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """The plan as a candidate of a search, whatever the names of its mesh axes."""
+        costs, plan = self.layout.costs(self.grid), self.plan
+        stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
+        storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
+        program = self.layout.sharded.resolver.program
+        return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, program, self.grid, costs, self.memory)
+
+    @cached_property
+    def step(self) -> ShardedProgram:
+        """The step as it would run, with all its microbatches, sharded inside one stage."""
+        planned = as_planned(self.program, self.plan)
+        return ShardedProgram(resolver_of(self.program, inside_stage(self.plan)).of(planned), planned.step)
+
+    @cached_property
+    def terms(self) -> Terms:
+        """The cost terms of `step`."""
+        return count_terms(self.step, adds_first=self.adds_first, late=unreduced(self.step, self.plan.schedule))
+
+    @property
+    def matmul_flops(self) -> float:
+        """FLOPs of the matmuls of `step`."""
+        matmuls = self.terms.matmuls
+        sizes = np.asarray([[size] for _, size in inside_stage(self.plan).mesh.axes], float)
+        stages = np.where(matmuls.in_layers, self._num_shares, 1)
+        return float((matmuls.flops * matmuls.runs / shard_counts(sizes)[matmuls.work, 0] / stages).sum())
+
+    @property
+    def collectives(self) -> Moved:
+        """Bytes of all collectives of `step`, including transfers between stages."""
+        result, schedule = self._by_axes(self.terms), self.plan.schedule
+        if schedule.num_stages > 1:
+            pieces = pipeline_partition(self.step.traced, schedule.microbatches)
+            sent = stage_transfer_bytes(self.step.resolver, pieces, ticks_of(schedule))
+            result[AXIS] = {"collective-permute": sent}
+        return result
+
+    def collectives_of(self, path: str) -> Moved:
+        """Returns the bytes of the collectives of one leaf of the state, its gradient and its update."""
+        program = self.step.resolver.program
+        values = self.step.traced.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
+        return self._by_axes(count_terms(self.step, values, late=unreduced(self.step, self.plan.schedule)))
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """The cost that is stored with the plan; None on a chip of unknown speed."""
+        chip, candidate = self.cluster.chip, self.candidate if self.cluster.chip.peak_flops else None
+        if candidate is None:
+            return None
+        peak = self.cluster.num_devices * chip.peak_flops.get(main_dtype(self.terms), 0.0) * candidate.step_seconds
+        return Prediction(
+            cluster=str(self.cluster),
+            step_seconds=candidate.step_seconds,
+            seconds=candidate.seconds,
+            memory=candidate.memory,
+            limit_bytes=self.cluster.memory_bytes,
+            flops=candidate.flops,
+            mfu=model_flops(self.step.resolver.program) / peak if peak else None,
+            moved=self.collectives,
+            moved_of={path: self.collectives_of(path) for path in _distinct_params(self.plan)},
+        )
+
+    @property
+    def _num_shares(self) -> float:
+        """The number of parts that the layers are divided into, padding included."""
+        schedule = self.plan.schedule
+        return float(shares(self.step.traced.layer_carry[1], schedule.num_stages, schedule.num_chunks))
+
+    def _by_axes(self, terms: Terms) -> Moved:
+        result: Moved = {}
+        moved = terms.moved_bytes(inside_stage(self.plan).mesh, num_stages=self._num_shares)
+        for (kind, axes), num_bytes in sorted(moved.items()):
+            result.setdefault(axes, {})[kind] = round(num_bytes)
+        return result
+
+
+def evaluate(
+    program: Program,
+    plan: Plan,
+    cluster: Cluster,
+    assumptions: Assumptions | None = None,
+    *,
+    adds_first: bool | None = None,
+) -> Evaluation:
+    """Returns the predicted cost of a plan, per device and per step.
+
+    Figures raise SpanaxError if the plan was made for another program, or cannot run.
+
+    Args:
+      program: the program of the plan.
+      plan: the plan.
+      cluster: the devices.
+      assumptions: constants that are not in data sheets.
+      adds_first: whether the compiler adds partial sums before it all-reduces them. Default: that of the cluster.
 
     Example:
       >>> import jax, optax, spanax
@@ -36,49 +231,70 @@ def candidate_of(program: Program, plan: Plan, cluster: Cluster, given: Assumpti
       ... )
       >>> machine = spanax.cluster("a100:8")
       >>> best = spanax.search(program, machine, remat=("none",), microbatches=1).best
-      >>> candidate = candidate_of(program.with_remat("none"), spanax.plan(program, machine), machine)
+      >>> candidate = evaluate(program.with_remat("none"), spanax.plan(program, machine), machine).candidate
       >>> candidate.step_seconds == best.step_seconds, candidate.memory == best.memory
       (True, True)
+      >>> plan = spanax.plan(program, machine, layout="fsdp", mesh="fsdp=8")
+      >>> evaluate(program, plan, machine).prediction.moved_of["kernel"]["fsdp"]["all-gather"] == 2 * 1024 * 1024
+      True
     """
-    sharded, grid = _laid(program, plan), _grid(program, plan)
-    memory = _held(sharded, grid, cluster, given or Assumptions())
-    costs = price(
-        count_terms(sharded, adds_first=cluster.adds_first, late=deferred_reductions(sharded)), cluster, grid, given
-    )
-    stored = {kind for kind in ("param", "gradient", "optimizer") if plan.layout.stored(kind)}
-    storing = "fsdp" if "param" in stored else "zero2" if "gradient" in stored else "zero1" if stored else "fsdp"
-    return Candidate.of(plan.layout, storing, inside_stage(plan).mesh, sharded.resolver.program, grid, costs, memory)
+    is_first = cluster.adds_first if adds_first is None else adds_first
+    return Evaluation(program, plan, cluster, assumptions or Assumptions(), is_first)
 
 
-def memory_of(program: Program, plan: Plan, cluster: Cluster) -> MemoryUse:
-    """Returns the peak memory per device under a plan, by group; arrays of shape (1,).
+def collectives_of(search: Search, candidate: Candidate, path: str | None = None) -> Moved:
+    """Returns the bytes of the collectives of a candidate, over all iterations of loops.
 
-    Raises:
-      SpanaxError: the plan belongs to another program.
+    Counts the bytes of the result of each collective, as compiled programs show them, without transfers between stages.
+
+    Args:
+      search: the search.
+      candidate: one of its candidates.
+      path: a leaf of the state; counts only the collectives of it, its gradient and its update.
     """
-    return _held(_laid(program, plan), _grid(program, plan), cluster, Assumptions())
-
-
-def _held(sharded: ShardedProgram, grid: Grid, cluster: Cluster, assumptions: Assumptions) -> MemoryUse:
-    return memory_per_device(
-        state_of(sharded.resolver),
-        walk(sharded, is_tpu=cluster.is_torus),
-        grid,
-        fused_attention=assumptions.fused_attention,
+    program = search.programs[candidate.remat]
+    sizes = [dict(candidate.mesh.axes).get(axis, 1) for axis in AXES]
+    mesh = MeshShape(tuple(zip(AXES, sizes, strict=True)))
+    layout = layout_on(candidate.storing, candidate.sequence, candidate.mesh)
+    values = None
+    if path is not None:
+        values = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index(path))
+    sharded = ShardedProgram(resolve(program, layout, mesh, search.pins), program.step)
+    moved = count_terms(sharded, values, adds_first=search.cluster.adds_first).moved_bytes(
+        mesh,
+        scale=search.batch_size / program.batch[0].shape[0] / candidate.microbatches,
+        num_microbatches=candidate.microbatches,
+        num_stages=float(shares(program.step.layer_carry[1], candidate.num_stages, candidate.num_chunks)),
     )
+    totals: Moved = {}
+    for (kind, axes), num_bytes in moved.items():
+        totals.setdefault(axes, {})[kind] = rounded_up(num_bytes)
+    return totals
 
 
-def _laid(program: Program, plan: Plan) -> ShardedProgram:
-    """Returns one microbatch of the step of a plan, sharded."""
-    variant, remat = in_forms(program, plan), plan.schedule.remat
-    policy = variant.form.remat if remat in (None, variant.remat) else remat
-    variant = variant.variant(replace(variant.form, remat=policy, microbatches=1))
-    return ShardedProgram(resolver_of(program, inside_stage(plan)).of(variant), variant.step)
+def main_dtype(terms: Terms) -> str:
+    """Returns the dtype of most FLOPs of matmuls."""
+    flops: Counter[str] = Counter()
+    for dtype, count in zip(terms.matmuls.dtypes, terms.matmuls.flops * terms.matmuls.runs, strict=True):
+        flops[dtype] += count
+    return flops.most_common(1)[0][0] if flops else "fp32"
 
 
-def _grid(program: Program, plan: Plan) -> Grid:
-    schedule, ones = plan.schedule, np.ones(1, int)
-    count = max(schedule.microbatches, program.microbatches)
-    sizes = np.asarray([[size] for _, size in inside_stage(plan).mesh.axes])
-    stages, num_layers = ones * schedule.num_stages, program.step.layer_carry[1]
-    return Grid(sizes, stages, ones * count, ones / count, schedule.pipeline, schedule.num_chunks, num_layers)
+def model_flops(program: Program) -> float:
+    """Returns the FLOPs of the matmuls of a step without recomputation, with unmasked attention scores.
+
+    Source: the forward pass, and twice that in the backward pass: gradients of inputs and weights (PaLM, appendix B).
+    """
+    graph = program.step.graph
+    groups = [group for group in program.step.op_groups if group.phase == Phase.FORWARD]
+    matmuls = sum(group.runs * contraction_flops(graph, group.op) for group in groups if group.op.name in CONTRACTIONS)
+    attention = sum(group.runs * attention_flops(graph, group.op) for group in groups if group.op.name == FORWARD)
+    return 3.0 * (matmuls + attention)
+
+
+def _distinct_params(plan: Plan) -> list[str]:
+    """Returns the path of the first of each group of equal parameters, largest first."""
+    groups = {
+        (path_pattern(leaf.path), leaf.shape, leaf.spec): leaf for leaf in reversed(plan.leaves) if leaf.kind == "param"
+    }
+    return [leaf.path for leaf in sorted(groups.values(), key=lambda leaf: -leaf.local_bytes)[:MOST]]

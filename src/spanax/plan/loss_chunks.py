@@ -8,8 +8,9 @@ from typing import Any
 from spanax.errors import SpanaxError, first_line
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Search, plan_of
-from spanax.plan.evaluate import candidate_of, memory_of
+from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
+from spanax.plan.reason import Code, Reason
 from spanax.trace.program import Program
 from spanax.units import bytes_text
 
@@ -44,7 +45,7 @@ def in_chunks(program: Program, cluster: Cluster, make: Callable[[Program], Plan
     return replace(plan, why=f"{plan.why}; {reason}")
 
 
-def found_in_chunks(find: Callable[[Program], Search], program: Program, cluster: Cluster) -> Search:
+def search_in_chunks(find: Callable[[Program], Search], program: Program, cluster: Cluster) -> Search:
     """Returns the search of a program with the number of chunks of the logits that suits its best candidate."""
     result = find(program)
     candidate = next(iter((*result.candidates, *result.nearest)), None)
@@ -55,7 +56,7 @@ def found_in_chunks(find: Callable[[Program], Search], program: Program, cluster
     return replace(chunked, logits=reason)
 
 
-def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int, str]:
+def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int, Reason]:
     """Returns the best number of chunks of tokens for the logits of a plan, and why.
 
     The number is the smallest power of two where doubling saves little memory or costs much time.
@@ -77,14 +78,14 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     """
     peak_bytes = partial(_peak_bytes, plan=plan, cluster=cluster)
     divided = _divided(program, peak_bytes)
-    if isinstance(divided, str):
-        return 1, f"logits whole: {divided}"
+    if isinstance(divided, Reason):
+        return 1, divided
     tried, before = divided.loss_chunks, _peak_bytes(program, plan, cluster, 1)
     logits = (before - _peak_bytes(program, plan, cluster, tried)) * tried / (tried - 1)
     if logits < LARGE * before:
-        return 1, f"logits whole: in chunks a device would hold {max(0.0, logits / before):.0%} less"
+        return 1, Reason(Code.LOGITS_SMALL, detail=f"{max(0.0, logits / before):.0%}")
     count, peak, slower, seconds = 1, before, 0.0, _step_seconds(program, plan, cluster, 1)
-    while count < MOST and not isinstance(_divided(program, peak_bytes, [2 * count]), str):
+    while count < MOST and not isinstance(_divided(program, peak_bytes, [2 * count]), Reason):
         chunked_peak = _peak_bytes(program, plan, cluster, 2 * count)
         slower = _step_seconds(program, plan, cluster, 2 * count) / seconds - 1
         fits = cluster.memory_bytes is None or peak <= cluster.memory_bytes
@@ -92,21 +93,23 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
             break
         count, peak = 2 * count, chunked_peak
     if count > 1:
-        return count, f"logits in {count} chunks: {bytes_text(before - peak)} less"
-    return 1, f"logits whole: 2 chunks {f'take {slower:.0%} longer' if slower > SLOWER else 'save little'}"
+        return count, Reason(Code.LOGITS_IN_CHUNKS, size=count, detail=bytes_text(before - peak))
+    if slower > SLOWER:
+        return 1, Reason(Code.LOGITS_SLOWER, detail=f"{slower:.0%}")
+    return 1, Reason(Code.LOGITS_SAVE_LITTLE)
 
 
-def chunks_to_try(found: Search) -> tuple[int, int]:
+def chunks_to_try(result: Search) -> tuple[int, int]:
     """Returns the best number of chunks for the leanest layout of a search where nothing fits, and the bytes saved.
 
     Returns (1, 0) where chunks save little.
     """
-    program = next(iter(found.programs.values()))
-    if found.best or not found.nearest or program.loss_chunks > 1:
+    program = next(iter(result.programs.values()))
+    if result.best or not result.nearest or program.loss_chunks > 1:
         return 1, 0
-    plan = plan_of(found, found.nearest[0])
-    count, _ = suiting_chunks(program, plan, found.cluster)
-    return count, saved_bytes(program, _asked(plan, count), found.cluster) if count > 1 else 0
+    plan = plan_of(result, result.nearest[0])
+    count, _ = suiting_chunks(program, plan, result.cluster)
+    return count, saved_bytes(program, _with_chunks(plan, count), result.cluster) if count > 1 else 0
 
 
 def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
@@ -117,33 +120,33 @@ def saved_bytes(program: Program, plan: Plan, cluster: Cluster) -> int:
 
 
 def _peak_bytes(program: Program, plan: Plan, cluster: Cluster, count: int) -> float:
-    return float(memory_of(program, _asked(plan, count), cluster).peak_bytes[0])
+    return evaluate(program, _with_chunks(plan, count), cluster).peak_bytes
 
 
 def _step_seconds(program: Program, plan: Plan, cluster: Cluster, count: int) -> float:
     """Returns the predicted step time with `count` chunks; 1 on a chip of unknown speed."""
     if not cluster.chip.peak_flops:
         return 1.0
-    return candidate_of(program, _asked(plan, count), cluster).step_seconds
+    return evaluate(program, _with_chunks(plan, count), cluster).candidate.step_seconds
 
 
-def _asked(plan: Plan, count: int) -> Plan:
+def _with_chunks(plan: Plan, count: int) -> Plan:
     return replace(plan, schedule=replace(plan.schedule, loss_chunks=count))
 
 
-def _divided(program: Program, check: Callable[..., Any], counts: Sequence[int] = TRIED) -> Program | str:
-    """Returns the program with the first of these numbers of chunks that is possible, or why none is.
+def _divided(program: Program, check: Callable[..., Any], counts: Sequence[int] = TRIED) -> Program | Reason:
+    """Returns the program with the first supported number of chunks, or why it supports none.
 
     Args:
       program: with its logits in one chunk.
       check: raises where the plan does not support `count` chunks.
       counts: the numbers to try.
     """
-    why = ""
+    message = ""
     for count in counts:
         try:
             check(program, count=count)
             return program.variant(replace(program.form, loss_chunks=count))
         except SpanaxError as error:
-            why = first_line(error)  # the plan reports it
-    return why
+            message = first_line(error)  # the plan reports it
+    return Reason(Code.LOGITS_UNSUPPORTED, detail=message)

@@ -303,6 +303,16 @@ class Plan:
         return "\n".join([*head, *([f"  XLA: {flags}"] if flags else []), *_rows(self)])
 
 
+def path_pattern(path: str) -> str:
+    """Returns a path with the numbers of repeated blocks replaced by `*`.
+
+    Example:
+      >>> path_pattern("blocks.11.mlp.up.kernel")
+      'blocks.*.mlp.up.kernel'
+    """
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
+
 @functools.lru_cache(maxsize=4096)
 def _shared_sharding(mesh: "Mesh", spec: Spec) -> "NamedSharding":
     # At every step JAX compares the sharding of every array with the compiled one: by identity first, and by value, in
@@ -317,8 +327,7 @@ def _rows(plan: Plan) -> list[str]:
     groups: dict[tuple[Any, ...], list[Placement]] = {}
     for leaf in (*plan.batch, *plan.leaves):
         if leaf.kind in ("param", "batch"):
-            pattern = ".".join("*" if part.isdigit() else part for part in leaf.path.split("."))
-            groups.setdefault((pattern, leaf.shape, leaf.spec, leaf.reason), []).append(leaf)
+            groups.setdefault((path_pattern(leaf.path), leaf.shape, leaf.spec, leaf.reason), []).append(leaf)
     rows = []
     for (pattern, *_), leaves in groups.items():
         leaf = leaves[0]
@@ -342,7 +351,7 @@ def _size(leaf: Placement) -> int:
 
 def _texts(key: str, value: Any, example: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-        raise DataError(f"the plan's '{key}' is no list of texts.", where=f"{key}: {value}", fix=f'["{example}"]')
+        raise DataError(f"the plan's '{key}' is not a list of strings.", where=f"{key}: {value}", fix=f'["{example}"]')
     return tuple(value)
 
 
@@ -356,15 +365,17 @@ def _possible(plan: Plan) -> Plan:
     schedule = plan.schedule
     counts = (schedule.microbatches, schedule.num_stages, schedule.num_chunks)
     if plan.mesh.size > MAX_DEVICES or min(*counts, schedule.loss_chunks) < 1 or math.prod(counts) > MAX_TASKS:
-        raise ValueError(f"a mesh of {plan.mesh.size} devices, {' x '.join(map(str, counts))} tasks: no such plan")
+        raise ValueError(
+            f"a mesh of {plan.mesh.size} devices, {' x '.join(map(str, counts))} tasks: beyond the limits of a plan"
+        )
     for leaf in (*plan.leaves, *plan.batch):
         by_dim = [axis for axes in leaf.spec for axis in axes]
         lengths = {len(leaf.shape), len(leaf.axes), len(leaf.spec), len(leaf.local_shape)}
         if len(lengths) > 1 or not names.issuperset(by_dim) or len(set(by_dim)) < len(by_dim):
-            raise ValueError(f"'{leaf.path}' has no spec of its dims over the mesh {plan.mesh}")
+            raise ValueError(f"'{leaf.path}' has a spec that does not match its dims and the mesh {plan.mesh}")
         dims = list(zip(leaf.shape, leaf.local_shape, leaf.spec, strict=True))
         if math.prod(leaf.shape) >= MAX_INT or not 0 <= leaf.local_bytes < MAX_INT:
             raise ValueError(f"'{leaf.path}' is larger than any array")
         if any(not 0 <= local_size <= size <= local_size * num_shards(axes) for size, local_size, axes in dims):
-            raise ValueError(f"'{leaf.path}' has shape {leaf.shape}, and a device {leaf.local_shape} of it")
+            raise ValueError(f"'{leaf.path}' has shape {leaf.shape}, of which {leaf.local_shape} is not a shard")
     return plan

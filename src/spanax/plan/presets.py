@@ -70,7 +70,7 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
     layout = _layout(name, roles, STORED.get(base, ("param", "gradient", "optimizer")))
     wants_sequence = sequence_parallel or bool(plus)
     if wants_sequence and "model" not in PRESETS[base]:
-        raise SpanaxError(f"layout '{base}' has no model axis to split the sequence over.", fix="fsdp+tensor+seq")
+        raise SpanaxError(f"layout '{base}' has no model axis to shard the sequence over.", fix="fsdp+tensor+seq")
     return replace(layout, sequence_axis=roles["model"] if wants_sequence else None)
 
 
@@ -92,7 +92,7 @@ def check_ring(layout: Layout, mesh: MeshShape) -> None:
     """
     if not any("seq" in names and mesh.ways([axis]) > 1 for axis, names in layout.computed):
         raise SpanaxError(
-            "a ring needs a mesh axis that splits sequences.",
+            "ring attention needs a mesh axis that shards sequences.",
             where=f"mesh {mesh}, layout '{layout.name}'",
             fix=f"mesh {default_mesh(RING, mesh.size)}" if mesh.size > 1 else "several devices, or no ring",
         )
@@ -115,7 +115,7 @@ def layout_for(mesh: MeshShape) -> Layout:
     for axis, size in mesh.axes:
         if axis not in MEANING and size > 1:
             raise SpanaxError(
-                f"mesh axis '{axis}' has no meaning by itself.",
+                f"mesh axis '{axis}' has no default meaning.",
                 where=f"mesh {mesh}",
                 fix=f"name a layout for it, or use {', '.join(a for a in CANONICAL_AXES if a in MEANING)}",
             )

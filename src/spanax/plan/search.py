@@ -14,27 +14,20 @@ from spanax.hardware.mesh import MeshShape
 from spanax.plan.attention_kernel import with_attention
 from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.peak_memory import MemoryUse, memory_per_device, state_of, walk
-from spanax.plan.cost.step_time import Costs, Grid, Table, price
+from spanax.plan.cost.peak_memory import MemoryUse, state_of
+from spanax.plan.cost.step_time import Costs, Grid, Table
 from spanax.plan.cost.terms import Terms
+from spanax.plan.evaluate import LayoutCosts, main_dtype, model_flops
 from spanax.plan.presets import PRESETS, as_ring
+from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins, check_pinned
-from spanax.plan.space import AXES, STORING, Family, families, is_standard, layout_on, mesh_of
-from spanax.plan.spmd.count_terms import count_terms
-from spanax.plan.spmd.deferred_reductions import deferred_reductions
-from spanax.plan.spmd.sharded_program import Known, ShardedProgram
-from spanax.trace.analysis.op_groups import Phase, contraction_flops
-from spanax.trace.jaxpr.graph import CONTRACTIONS
+from spanax.plan.space import AXES, STORING, Family, Rejections, families, is_standard, layout_on, mesh_of
+from spanax.plan.spmd.sharded_program import ShardedProgram, ShardingCache
 from spanax.trace.program import Program
-from spanax.trace.rewrites.attention.operation import FORWARD, attention_flops
 from spanax.trace.rewrites.remat_policies import RING
 
 REMAT = ("none", "dots", "full")
 SCHEDULES = ("1f1b", "interleaved")
-TOO_LARGE = "it does not fit into memory"
-UNASKED = "another layout or mesh was asked for"
-SAME_PRICE = "sequence parallelism would change neither time nor memory"
-INEXACT = "microbatches would change the loss, or evaluate it twice"
 
 
 def search(
@@ -90,34 +83,34 @@ def search(
     """
     batch_size = program.batch[0].shape[0] if batch_size is None else batch_size
     if batch_size < 1:
-        raise SpanaxError(f"the batch is {batch_size}; it takes a whole number from 1.")
+        raise SpanaxError(f"the batch size is {batch_size}; it must be at least 1.")
     mesh = None if mesh is None else MeshShape.of(mesh)
     cluster = cluster_of(cluster)
-    check_asked(cluster, layout, mesh)
+    check_request(cluster, layout, mesh)
     check_pinned(program, pins or ())
     if microbatches not in (None, 1) and program.accumulates.error is not None:
         raise program.accumulates.error
     program = _attending(program, cluster, layout, attention)
     find = functools.partial(
         _search, program, cluster, batch_size=batch_size, remat=remat, top=top, each=each, layout=layout, mesh=mesh,
-        given=assumptions or Assumptions(), pins=pins,
+        assumptions=assumptions or Assumptions(), pins=pins,
     )  # fmt: skip
     result = find(microbatches=microbatches, pipeline=pipeline)
     if microbatches is not None or not _is_inexact(program, result):
         return result
     one_batch = find(microbatches=1, pipeline=False)
     num_left_out = result.layouts_priced - one_batch.layouts_priced
-    return replace(one_batch, rejected={**one_batch.rejected, INEXACT: num_left_out})
+    return replace(one_batch, rejected={**one_batch.rejected, Reason(Code.INEXACT): num_left_out})
 
 
 def _search(
     program: Program, cluster: Cluster, *, batch_size: int, remat: Sequence[str] | None, top: int, each: bool,
-    layout: str | None, mesh: MeshShape | None, given: Assumptions, pins: Pins | None, microbatches: int | None,
+    layout: str | None, mesh: MeshShape | None, assumptions: Assumptions, pins: Pins | None, microbatches: int | None,
     pipeline: bool,
 ) -> Search:  # fmt: skip
     """Searches with validated arguments, without checking whether microbatches change the loss."""
     start, traced_batch = time.perf_counter(), program.batch[0].shape[0]
-    rejected: Counter[str] = Counter()
+    rejected: Rejections = Counter()
     tracing_start = time.perf_counter()
     programs = _programs(program, remat, rejected)
     trace_seconds = time.perf_counter() - tracing_start
@@ -125,14 +118,14 @@ def _search(
     space = families(first, cluster, batch_size, rejected, pins)
     if not space:
         raise NoLayoutError(
-            f"no layout divides a batch of {batch_size} among {cluster.num_devices} devices.",
+            f"no layout shards a batch of {batch_size} over {cluster.num_devices} devices.",
             where="; ".join(f"{count} meshes: {reason}" for reason, count in rejected.items()),
             fix=f"a batch of {-(-batch_size // cluster.num_devices) * cluster.num_devices}",
         )
-    space = [_asked(family, layout, mesh, pipeline, rejected) for family in space]
+    space = [_requested(family, layout, mesh, pipeline, rejected) for family in space]
     num_layers = first.step.layer_carry[1]
     grids = [_grids(family, batch_size, traced_batch, microbatches, num_layers) for family in space]
-    priced = _price(programs.values(), space, grids, cluster, given)
+    priced = _price(programs.values(), space, grids, cluster, assumptions)
     best, too_large, nearest = _ranked(priced, cluster.memory_bytes, top, each, rejected)
     return Search(
         cluster=cluster,
@@ -167,7 +160,7 @@ def _attending(program: Program, cluster: Cluster, layout: str | None, attention
     return with_attention(program, cluster, attention)
 
 
-def check_asked(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -> None:
+def check_request(cluster: Cluster, layout: str | None, mesh: MeshShape | None) -> None:
     """Checks that a search can price a layout and a mesh.
 
     Raises:
@@ -204,7 +197,7 @@ class _Priced:
     costs: Costs
 
 
-def _programs(program: Program, remat: Sequence[str] | None, rejected: Counter[str]) -> dict[str, Program]:
+def _programs(program: Program, remat: Sequence[str] | None, rejected: Rejections) -> dict[str, Program]:
     """Returns the program under each policy, in one microbatch; counts unsupported policies in `rejected`.
 
     Raises:
@@ -216,15 +209,15 @@ def _programs(program: Program, remat: Sequence[str] | None, rejected: Counter[s
             policy = program.form.remat if name == program.remat else name
             programs[name] = program.variant(replace(program.form, remat=policy, microbatches=1))
         except SpanaxError as error:
-            rejected[f"remat {name}: {first_line(error)}"] += 1
+            rejected[Reason(Code.NO_REMAT, name, detail=first_line(error))] += 1
             errors.append(error)
     if remat and not programs:
         raise errors[0]
     return programs or {program.remat: program}
 
 
-def _asked(
-    family: Family, layout: str | None, mesh: MeshShape | None, pipeline: bool, rejected: Counter[str]
+def _requested(
+    family: Family, layout: str | None, mesh: MeshShape | None, pipeline: bool, rejected: Rejections
 ) -> Family:
     """Returns the family with the requested meshes only."""
     if layout is None and mesh is None and pipeline:
@@ -240,7 +233,7 @@ def _asked(
             if layout in (None, name) or (layout == as_ring(name) and layout != name):
                 columns.append(column)
                 continue
-        rejected[UNASKED] += 1
+        rejected[Reason(Code.NOT_REQUESTED)] += 1
     return replace(family, sizes=family.sizes[:, columns], num_stages=family.num_stages[columns])
 
 
@@ -253,23 +246,18 @@ def _price(
 ) -> list[_Priced]:
     """Prices every mesh of every family under every policy and schedule."""
     table, result = Table(cluster, AXES, sum(grids, []), assumptions), list[_Priced]()
-    indices = [[(grid, table.at(grid)) for grid in family_grids] for family_grids in grids]
+    indices = [[(grid, table.select(grid)) for grid in family_grids] for family_grids in grids]
     states = [state_of(family.resolver) for family in space]
     for program in programs:
-        known = Known()
+        cache = ShardingCache()
         for family, state, family_grids in zip(space, states, indices, strict=True):
             if not family_grids:
                 continue
-            sharded = ShardedProgram(family.resolver.of(program), program.step, known)
-            late = deferred_reductions(sharded)
-            terms, level = (
-                count_terms(sharded, adds_first=cluster.adds_first, late=late),
-                walk(sharded, is_tpu=cluster.is_torus),
-            )
-            for grid, index in family_grids:
-                memory = memory_per_device(state, level, grid, fused_attention=assumptions.fused_attention)
-                costs = price(terms, cluster, grid, assumptions, index)
-                result.append(_Priced(family, program, terms, grid, memory, costs))
+            sharded = ShardedProgram(family.resolver.of(program), program.step, cache)
+            layout = LayoutCosts(sharded, state, cluster, assumptions)
+            for grid, grid_table in family_grids:
+                memory, costs = layout.memory(grid), layout.costs(grid, grid_table)
+                result.append(_Priced(family, program, layout.terms, grid, memory, costs))
     return result
 
 
@@ -302,14 +290,14 @@ def _microbatches(per_device: int, stages: int, schedule: str) -> list[int]:
 
 
 def _ranked(
-    priced: Sequence[_Priced], limit: int | None, top: int, each: bool, rejected: Counter[str]
+    priced: Sequence[_Priced], limit: int | None, top: int, each: bool, rejected: Rejections
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...], tuple[Candidate, ...]]:
     """Returns the fastest that fit, the fastest that do not fit and, if none fits, those of the lowest peak memory."""
     rows = []
     for index, entry in enumerate(priced):
         peak = entry.memory.peak_bytes / (1 - RESERVE)
         fits = np.full(peak.shape, True) if limit is None else peak <= limit
-        rejected[TOO_LARGE] += int(np.count_nonzero(~fits))
+        rejected[Reason(Code.TOO_LARGE)] += int(np.count_nonzero(~fits))
         columns = np.arange(peak.size)
         rows.append(
             np.stack([np.full(peak.shape, index), columns, entry.costs.step_seconds, peak, fits, _kinds(entry)])
@@ -318,7 +306,7 @@ def _ranked(
         return (), (), ()
     table = np.concatenate(rows, axis=1)
     repeated = _repeated(priced, table)
-    rejected[SAME_PRICE] += len(repeated)
+    rejected[Reason(Code.SAME_COST)] += len(repeated)
     table = np.delete(table, repeated, axis=1)
     fitting, too_large = table[:, table[4] > 0], table[:, table[4] == 0]
 
@@ -369,23 +357,3 @@ def _candidate(priced: Sequence[_Priced], row: np.ndarray) -> Candidate:
     return Candidate.of(
         layout, entry.family.storing, mesh, entry.program, entry.grid, entry.costs, entry.memory, column
     )
-
-
-def main_dtype(terms: Terms) -> str:
-    """Returns the dtype of most FLOPs of matmuls."""
-    flops: Counter[str] = Counter()
-    for dtype, count in zip(terms.matmuls.dtypes, terms.matmuls.flops * terms.matmuls.runs, strict=True):
-        flops[dtype] += count
-    return flops.most_common(1)[0][0] if flops else "fp32"
-
-
-def model_flops(program: Program) -> float:
-    """Returns the FLOPs of the matmuls of a step without recomputation, with unmasked attention scores.
-
-    Source: the forward pass, and twice that in the backward pass: gradients of inputs and weights (PaLM, appendix B).
-    """
-    graph = program.step.graph
-    groups = [group for group in program.step.op_groups if group.phase == Phase.FORWARD]
-    matmuls = sum(group.runs * contraction_flops(graph, group.op) for group in groups if group.op.name in CONTRACTIONS)
-    attention = sum(group.runs * attention_flops(graph, group.op) for group in groups if group.op.name == FORWARD)
-    return 3.0 * (matmuls + attention)

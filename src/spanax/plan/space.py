@@ -13,6 +13,7 @@ from spanax.hardware.mesh import MeshShape
 from spanax.hardware.torus import divisors
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
+from spanax.plan.reason import Code, Reason
 from spanax.plan.sharding.assign import Pins
 from spanax.plan.sharding.resolve import Resolver, annotated, resolve
 from spanax.trace.program import Program
@@ -23,11 +24,8 @@ AXES = ("data", "fsdp", "expert", "context", "model")
 STORING = {"fsdp": ("param", "gradient", "optimizer")} | STORED
 """The arrays that a layout with an `fsdp` axis shards over it in storage, by name."""
 
-BATCH = "the batch does not divide the axes that split it"
-IDLE = "a mesh axis has nothing to split"
-UNEVEN = "a size does not divide"
-UNSTORED = "nothing could be stored split"
-UNPINNED = "an axis is pinned to a mesh axis that is not there"
+Rejections = Counter[Reason]
+"""The number of rejected layouts by reason."""
 
 Key = dict[str, frozenset[tuple[int, int]]]
 Row = tuple[int, ...]
@@ -51,7 +49,7 @@ class Family:
 
 
 def families(
-    program: Program, cluster: Cluster, batch_size: int, rejected: Counter[str], pins: Pins | None = None
+    program: Program, cluster: Cluster, batch_size: int, rejected: Rejections, pins: Pins | None = None
 ) -> list[Family]:
     """Returns every mesh of a cluster under every storage and sequence option, grouped by resolved layout.
 
@@ -63,25 +61,25 @@ def families(
       pins: the mesh axes requested for single axes, in every layout.
     """
     meshes = list(_meshes(program, cluster.num_devices, pins or {}))
-    keys: dict[tuple[object, ...], Key | str] = {}
+    keys: dict[tuple[object, ...], Key | Reason] = {}
     result = []
     optimizer = any(leaf.kind == "optimizer" and leaf.shape for leaf in program.leaves)
     for storing in STORING:
         for sequence in (False, True):
-            options, groups = _Way(program, storing, sequence, pins or {}), Groups()
+            options, groups = _Options(program, storing, sequence, pins or {}), Groups()
             for stages, *sizes in meshes:
                 by_axis = dict(zip(AXES, sizes, strict=True))
                 if (storing != "fsdp" and by_axis["fsdp"] == 1) or (sequence and by_axis["model"] == 1):
                     continue
                 if storing != "fsdp" and not optimizer:
-                    rejected[UNSTORED] += 1
+                    rejected[Reason(Code.NOTHING_STORED)] += 1
                     continue
                 if batch_size % (by_axis["data"] * by_axis["fsdp"] * by_axis["expert"]):
-                    rejected[BATCH] += 1
+                    rejected[Reason(Code.BATCH_NOT_DIVISIBLE)] += 1
                     continue
                 # Sharding in computation depends neither on storage nor on stages.
                 key = keys.get((sequence, *sizes)) or keys.setdefault((sequence, *sizes), _key(options, sizes))
-                if isinstance(key, str):
+                if isinstance(key, Reason):
                     rejected[key] += 1
                 else:
                     _join(groups, key, (stages, *sizes))
@@ -140,7 +138,7 @@ def _meshes(program: Program, num_devices: int, pins: Pins) -> Iterator[tuple[in
 
 
 @dataclass(frozen=True, eq=False)
-class _Way:
+class _Options:
     """The options of a layout that do not depend on the mesh."""
 
     program: Program
@@ -149,21 +147,21 @@ class _Way:
     pins: Pins
 
 
-def _key(options: _Way, sizes: Sequence[int]) -> Key | str:
+def _key(options: _Options, sizes: Sequence[int]) -> Key | Reason:
     """Returns the classes that each mesh axis shards, or the reason for a rejection."""
     mesh = mesh_of(sizes)
     if any(
         axis not in mesh.names for to in options.pins.values() for axis in ((to,) if isinstance(to, str) else to or ())
     ):
-        return UNPINNED
+        return Reason(Code.PIN_NOT_IN_MESH)
     try:
         assignment = resolve(options.program, layout_on("fsdp", options.sequence, mesh), mesh, options.pins).assignment
         for leaf in options.program.leaves:
             annotated(leaf, mesh)
     except IdleAxisError:
-        return IDLE
+        return Reason(Code.IDLE_AXIS)
     except SpanaxError:
-        return UNEVEN  # a batch, a pinned axis or an annotation that does not divide: all other errors of resolve()
+        return Reason(Code.SIZE_NOT_DIVISIBLE)  # all other errors of resolve()
     return {axis: frozenset(ranks.items()) for axis, ranks in assignment.ranks.items()}
 
 
@@ -177,7 +175,7 @@ def _join(groups: Groups, key: Key, row: Row) -> None:
     groups.append((dict(key), [row]))
 
 
-def _stored_alike(options: _Way, key: Key, rows: Sequence[Row], rejected: Counter[str]) -> list[Family]:
+def _stored_alike(options: _Options, key: Key, rows: Sequence[Row], rejected: Rejections) -> list[Family]:
     """Returns the families of one group, separated by the leaves that storage can shard on each mesh."""
     result = []
     for resolver, members in _represented(options, key, rows):
@@ -186,7 +184,7 @@ def _stored_alike(options: _Way, key: Key, rows: Sequence[Row], rejected: Counte
             same_rows = [row for row, column in zip(members, flags.T, strict=True) if (column == flag).all()]
             if not flag.any():
                 idle = [row for row in same_rows if row[1 + AXES.index("fsdp")] > 1]
-                rejected[UNSTORED] += len(idle)
+                rejected[Reason(Code.NOTHING_STORED)] += len(idle)
                 same_rows = [row for row in same_rows if row not in idle]
             if not same_rows:
                 continue
@@ -197,7 +195,7 @@ def _stored_alike(options: _Way, key: Key, rows: Sequence[Row], rejected: Counte
 
 
 def _represented(
-    options: _Way, key: Key, rows: Sequence[Row], flag: np.ndarray | None = None
+    options: _Options, key: Key, rows: Sequence[Row], flag: np.ndarray | None = None
 ) -> list[tuple[Resolver, Sequence[Row]]]:
     """Returns resolvers that shard over every axis that any of their rows shards over, each with its rows.
 
@@ -206,7 +204,7 @@ def _represented(
     """
     smallest = [min((size for size in column if size > 1), default=1) for column in zip(*rows, strict=True)][1:]
     smallest_key = _key(options, smallest)
-    if not isinstance(smallest_key, str) and all(key[axis] == ranks for axis, ranks in smallest_key.items()):
+    if not isinstance(smallest_key, Reason) and all(key[axis] == ranks for axis, ranks in smallest_key.items()):
         resolver = _resolver(options, smallest)
         if flag is None or (_storable(resolver, np.asarray([smallest]).T)[:, 0] == flag).all():
             return [(resolver, rows)]
@@ -221,7 +219,7 @@ def _represented(
     return result
 
 
-def _resolver(options: _Way, sizes: Sequence[int]) -> Resolver:
+def _resolver(options: _Options, sizes: Sequence[int]) -> Resolver:
     mesh = MeshShape(tuple(zip(AXES, map(int, sizes), strict=True)))
     return resolve(options.program, layout_on(options.storing, options.sequence, mesh), mesh, options.pins)
 

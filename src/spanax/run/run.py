@@ -287,7 +287,7 @@ class Run:
         return self.mesh.size > 1 and platform_of(self.mesh) == "cpu"
 
     def _settle(self, metrics: list[Any]) -> None:
-        # XLA's CPU collectives deadlock and abort when steps on simulated devices pile up (jax 0.10.2).
+        # XLA's CPU collectives deadlock and abort when steps on simulated devices pile up: `CPU_COLLECTIVES`.
         if self.is_simulated:
             jax.block_until_ready(metrics)
 

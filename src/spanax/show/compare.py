@@ -14,7 +14,8 @@ from spanax.check.measure.compare import (
     distance,
     rank_correlation,
 )
-from spanax.plan.candidate import Candidate, Search, collectives_of
+from spanax.plan.candidate import Candidate, Search
+from spanax.plan.evaluate import collectives_of
 from spanax.show.live.progress import remaining_text
 from spanax.show.search import candidate_json
 from spanax.show.tables import table_text

@@ -20,7 +20,7 @@ def ticks_text(table: Ticks) -> str:
     counts = f"{table.num_stages} stages, {table.num_microbatches} microbatches"
     chunks = f" in {table.num_chunks} chunks per stage" if table.num_chunks > 1 else ""
     second = "W of the weights" if table.is_split else "and of the weights"
-    memory = f"activations of at most {table.num_kept} microbatches are in memory at once"
+    memory = f"activations of at most {table.num_in_flight} microbatches are in memory at once"
     return "\n".join(
         [
             f"{table.schedule}: {counts}{chunks}, {table.num_ticks} ticks",
@@ -43,7 +43,7 @@ def ticks_json(table: Ticks) -> dict[str, Any]:
         "num_ticks": table.num_ticks,
         "idle_ticks": list(table.num_idle),
         "bubble_fraction": table.bubble_fraction,
-        "activations_in_flight": table.num_kept,
+        "activations_in_flight": table.num_in_flight,
     }
 
 

@@ -7,7 +7,8 @@ from rich.table import Table
 
 from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import RESERVE, Candidate, Search, collectives_of, plan_of, shortfall
+from spanax.plan.candidate import RESERVE, Candidate, Search, plan_of, shortfall
+from spanax.plan.evaluate import collectives_of
 from spanax.plan.plan import Placement
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
@@ -69,7 +70,7 @@ def search_json(search: Search, top: int) -> dict[str, Any]:
         "usable_bytes": search.cluster.memory_bytes,
         "reserve": RESERVE,
         "candidates": [candidate_json(search, candidate) for candidate in search.candidates[:top]],
-        "rejected": search.rejected,
+        "rejected": {str(reason): count for reason, count in search.rejected.items()},
         "compute_dtype": next(iter(search.programs.values())).compute_dtype,
         "loss_chunks": next(iter(search.programs.values())).loss_chunks,
         "attention": [str(choice) for choice in search.attention] or list(setting.attention),

@@ -101,7 +101,9 @@ def test_an_unplanned_gather_of_a_parameter_is_reported() -> None:
     )  # fmt: skip
     [said] = [one for one in lint(program, plan, MACHINE, told) if one.code in ("SPX012", "SPX016")]
     assert (said.code, said.path) == ("SPX012", "blocks.up.kernel") and "/home/me/model.py:7" in said.message
-    assert said.num_bytes == gather.num_bytes - gathered_bytes(program, plan, "blocks.up.kernel").get("model", 0)
+    assert said.num_bytes == gather.num_bytes - gathered_bytes(program, plan, MACHINE, "blocks.up.kernel").get(
+        "model", 0
+    )
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp+tensor"])

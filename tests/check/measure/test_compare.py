@@ -29,6 +29,7 @@ from spanax.check.measure.compare import (
 from spanax.commands.compare import CompareCommand, compared
 from spanax.errors import SpanaxError
 from spanax.plan.candidate import Search
+from spanax.plan.reason import Code, Reason
 from spanax.show.compare import compared_text
 
 ASKED = CompareCommand("mlp", mesh="fsdp=8", steps=2)
@@ -89,7 +90,7 @@ def test_a_layout_that_cannot_be_planned_is_left_out_with_the_reason() -> None:
     )
     here = layouts(program, spanax.cluster("cpu:8"), mesh=spanax.MeshShape.of("fsdp=8"))
     assert "zero1" not in {one.layout for one in here.candidates} and here.candidates
-    assert here.rejected["nothing could be stored split"] > 0
+    assert here.rejected[Reason(Code.NOTHING_STORED)] > 0
 
 
 def test_the_contract(answered: tuple[str, dict[str, Any]]) -> None:

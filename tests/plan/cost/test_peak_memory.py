@@ -12,7 +12,7 @@ from flax import nnx
 import spanax
 import zoo
 from programs import array, small_gpt, zoo_program
-from spanax.plan.cost.peak_memory import GROUPS, by_name, held, state_of, walk
+from spanax.plan.cost.peak_memory import GROUPS, by_name, memory_use, state_of, walk
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -48,7 +48,7 @@ def groups(
     sizes = np.asarray([[size] for _, size in resolver.mesh.axes])
     numbers: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "in_flight": 1, "scale": 1.0}
     arrays = {name: np.asarray([given.pop(name, default)]) for name, default in numbers.items()}
-    found = held(
+    found = memory_use(
         state_of(resolver), walk(ShardedProgram(resolver, program.step), is_tpu=is_tpu), sizes, **arrays, **given
     )
     assert found.peak_bytes[0] == pytest.approx(sum(values[0] for values in found.groups.values()))
@@ -232,7 +232,7 @@ def test_one_walk_serves_many_meshes() -> None:
     resolver = resolver_of(program, planned(program, "fsdp+tensor", "fsdp=4,model=2"))
     sizes = np.asarray([[1, 2, 4, 8, 4], [8, 4, 2, 1, 1]])
     one = np.ones(5)
-    together = held(
+    together = memory_use(
         state_of(resolver), walk(ShardedProgram(resolver, program.step)), sizes,
         num_stages=one, num_microbatches=one, in_flight=one, scale=one,
     )  # fmt: skip

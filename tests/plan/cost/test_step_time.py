@@ -18,7 +18,7 @@ from spanax.errors import SpanaxError
 from spanax.hardware.chip import Link
 from spanax.hardware.chips import chip_named
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.step_time import TILE, Costs, Grid, Table, matmul_seconds, price, ways_table
+from spanax.plan.cost.step_time import TILE, Costs, Grid, Table, matmul_seconds, price, shard_counts
 from spanax.plan.cost.terms import KINDS, Matmuls, Terms
 from spanax.plan.search import Candidate, search
 from spanax.plan.sharding.place import resolver_of
@@ -74,10 +74,10 @@ def slowed(cluster: spanax.Cluster, inside: float = 1.0, between: float = 1.0) -
 # Ways
 
 
-def test_ways_table() -> None:
-    table = ways_table(np.asarray([[2, 1], [3, 4], [5, 8]]))
+def test_shard_counts() -> None:
+    table = shard_counts(np.asarray([[2, 1], [3, 4], [5, 8]]))
     assert table.T.tolist() == [[1, 2, 3, 6, 5, 10, 15, 30], [1, 1, 4, 4, 8, 8, 32, 32]]
-    assert ways_table(np.zeros((0, 2), int)).tolist() == [[1, 1]]
+    assert shard_counts(np.zeros((0, 2), int)).tolist() == [[1, 1]]
 
 
 # Works
@@ -118,7 +118,7 @@ def one_matmul(m: int, n: int, k: int, *, splits: tuple[int, ...] = (0, 0, 0, 0)
 
 
 def seconds(chip: str, works: Matmuls, ways: int = 1) -> float:
-    table = ways_table(np.asarray([[ways]]))
+    table = shard_counts(np.asarray([[ways]]))
     return float(matmul_seconds(works, table, np.ones(1), chip_named(chip), Assumptions())[0, 0])
 
 
@@ -314,14 +314,14 @@ def test_a_table_made_once_is_that_made_for_each_grid() -> None:
     two, four = grid((8, 2), (4, 4)), grid((4, 2), (2, 4), stages=2, microbatches=4, scale=0.25)
     table = Table(cluster, found.axes, [two, four], Assumptions())
     for one in (two, four):
-        together = price(found, cluster, one, table=table.at(one))
+        together = price(found, cluster, one, table=table.select(one))
         assert (together.step_seconds == price(found, cluster, one).step_seconds).all()
 
 
 def test_a_table_takes_a_matmul_apart_from_what_differs_in_one_number() -> None:
     cluster, alone = spanax.cluster("a100:8"), grid((8,))
     shapes = [(4096, 4096, 4096), (4096, 4096, 2048), (4096, 4096, 4096)]
-    table = Table(cluster, ("data",), [alone], Assumptions()).at(alone)
+    table = Table(cluster, ("data",), [alone], Assumptions()).select(alone)
     found = [float(table.matmul_seconds(one_matmul(*shape))[0, 0]) for shape in shapes]
     assert found[0] == found[2] > 1.5 * found[1]
     narrow = one_matmul(4096, 4096, 4096, dtype="fp32")

@@ -133,9 +133,9 @@ def test_a_table_that_is_smaller_than_what_is_looked_up_comes_whole() -> None:
     moved = predicted("moe", "tensor", "model=8")
     looked_up = 16 * 32 * 32 * 4
     assert looked_up == 4 * table and moved["all-gather", "model"] <= 2 * table
-    ways = operands._ways_to_look_up
+    ways = operands._lookup_strategies
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operands, "_ways_to_look_up", lambda *given: ways(*given)[:1])
+        patch.setattr(operands, "_lookup_strategies", lambda *given: ways(*given)[:1])
         split = predicted("moe", "tensor", "model=8")
     assert split["all-reduce", "model"] == moved["all-reduce", "model"] + looked_up
 

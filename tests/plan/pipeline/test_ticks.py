@@ -45,7 +45,9 @@ def test_ticks_and_idle_ticks_are_those_of_the_formula(table: Ticks) -> None:
 
 def test_as_many_activations_as_the_schedule_promises(table: Ticks) -> None:
     counts = (table.num_stages, table.num_microbatches, table.num_chunks)
-    assert table.num_kept == max(num_in_flight(table.schedule, *counts, stage) for stage in range(table.num_stages))
+    assert table.num_in_flight == max(
+        num_in_flight(table.schedule, *counts, stage) for stage in range(table.num_stages)
+    )
 
 
 def test_a_slot_is_free_before_it_is_written_and_read_as_it_was_written(table: Ticks) -> None:

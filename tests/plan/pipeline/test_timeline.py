@@ -193,7 +193,7 @@ REFUSED: dict[str, tuple[Callable[[], Timeline | StageSeconds], str]] = {
     ),
     "no task": (
         lambda: simulate(((Task("X", 0),),), StageSeconds.equal(1)),  # type: ignore[arg-type]
-        "device 0 has X of microbatch 0, chunk 0, which is no task.",
+        "device 0 has X of microbatch 0, chunk 0, which is not a task.",
     ),
     "no device": (lambda: simulate((), StageSeconds.equal(1)), "there is no device to run anything."),
     "too few times": (

@@ -31,7 +31,7 @@ def divided(
         classes[value] = given
     split = spmd_partition(graph, classes, op, ins, [out])
     assert all(shift.is_operand == (names[shift.value] != "out") for shift in split.shifts)
-    return [(shift.kind, names[shift.value], shift.over, shift.kept) for shift in split.shifts], split
+    return [(shift.kind, names[shift.value], shift.over, shift.unchanged) for shift in split.shifts], split
 
 
 def einsum(spec: str, x: Masks, w: Masks, out: Masks, sizes: str = "") -> tuple[Moves, PartitionedOp]:

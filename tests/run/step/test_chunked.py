@@ -1,4 +1,4 @@
-"""Logits in chunks, run: the numbers are those of one device with its logits whole, and the logits are not there."""
+"""Logits in chunks, run: the numbers are those of one device with one chunk, and the logits are not there."""
 
 import dataclasses
 import functools
@@ -16,10 +16,9 @@ import hlo_bytes
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt
-from spanax.plan.evaluate import candidate_of, memory_of
+from spanax.plan.evaluate import evaluate
 from spanax.plan.loss_chunks import chunks_to_try, saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan, Schedule
-from spanax.plan.predict import with_prediction
 from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run
 from spanax.show.search import search_json, search_text
@@ -120,11 +119,11 @@ def test_nothing_more_is_moved_and_the_logits_are_not_there(layout: str, mesh: s
     steps = [compiled(plan) for plan in plans]
     moved = [hlo_bytes.by_axis(step.as_text(), dict(plans[0].mesh.axes)) for step in steps]
     assert sum(moved[1].values()) <= sum(moved[0].values()) + 256
-    foreseen = [with_prediction(program(), plan, spanax.cluster("a100:4")).price for plan in plans]
+    foreseen = [evaluate(program(), plan, spanax.cluster("a100:4")).prediction for plan in plans]
     for whole, chunked in zip(*(one.moved[mesh.split("=")[0]].values() for one in foreseen if one), strict=True):
         assert chunked <= whole + 256
     machine = spanax.cluster("cpu", 4)
-    told = [float(memory_of(program(), plan, machine).peak_bytes[0]) for plan in plans]
+    told = [evaluate(program(), plan, machine).peak_bytes for plan in plans]
     held = [step.memory_analysis().temp_size_in_bytes for step in steps]
     weight_bytes = 4 * VOCAB * WIDTH  # the gradient of the head is added up, and of each chunk there is one more
     least = LOGIT_BYTES // 4 * 7 // 8 - 2 * weight_bytes
@@ -144,7 +143,7 @@ def test_auto_takes_chunks_where_they_save_much_and_take_little() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert "loss_chunks" not in planned("data", "data=4", 1).to_json()
     made = {many: spanax.plan(traced, machine, layout="data", loss_chunks=many) for many in (1, count, 2 * count)}
-    priced_as = {many: candidate_of(traced.with_loss_chunks(many), plan, machine) for many, plan in made.items()}
+    priced_as = {many: evaluate(traced.with_loss_chunks(many), plan, machine).candidate for many, plan in made.items()}
     first, then, twice = (priced_as[many].step_seconds for many in made)
     assert then <= 1.05 * first < twice
     # What does not fit so is taken in more, whatever it takes.
@@ -155,7 +154,7 @@ def test_auto_takes_chunks_where_they_save_much_and_take_little() -> None:
 def test_auto_leaves_logits_whole_where_chunks_have_few_tokens() -> None:
     plan = planned("data", "data=4", "auto")  # 64 tokens a device
     assert plan.schedule.loss_chunks == 1
-    assert re.search(r"; logits whole: 2 chunks take \d+% longer$", plan.why)
+    assert re.search(r"; logits in one chunk: 2 chunks take \d+% longer$", plan.why)
 
 
 def test_where_nothing_fits_chunks_are_named_if_they_save_much() -> None:
@@ -185,7 +184,7 @@ def test_auto_leaves_small_logits_whole() -> None:
     )
     machine = spanax.cluster("cpu:2")
     plan = spanax.plan(traced, machine, layout="data", loss_chunks="auto")
-    assert plan.schedule.loss_chunks == 1 and "logits whole" in plan.why
+    assert plan.schedule.loss_chunks == 1 and "logits in one chunk" in plan.why
     assert suiting_chunks(traced, plan, machine)[0] == 1
 
 

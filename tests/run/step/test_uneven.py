@@ -173,7 +173,7 @@ def test_parts_differ_by_one_layer_at_most(stages: int, chunks: int) -> None:
         held = [sum(lengths[stage::stages]) for stage in range(stages)]
         assert max(held) - min(held) <= 1 and held[-1] == min(held)
         rows = layers_by_stage(parts)
-        assert sorted(row for row in rows if row != PADDING) == [*range(num_layers)] and len(rows) == parts.num_kept
+        assert sorted(row for row in rows if row != PADDING) == [*range(num_layers)] and len(rows) == parts.num_padded
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from flax import nnx
 import spanax
 import zoo
 from programs import zoo_program
-from spanax.plan.evaluate import candidate_of
+from spanax.plan.evaluate import evaluate
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.count_terms import count_terms
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -124,4 +124,4 @@ def test_a_sum_that_is_saved_altogether_leaves_no_move() -> None:
     plan = spanax.plan(program, spanax.cluster("a100:8"), layout="data")
     moves = count_terms(ShardedProgram(resolver_of(program, plan), program.step), adds_first=True).collectives
     assert (moves.runs > 0).all()
-    assert candidate_of(program, plan, spanax.cluster("a100:8")).step_seconds > 0
+    assert evaluate(program, plan, spanax.cluster("a100:8")).candidate.step_seconds > 0

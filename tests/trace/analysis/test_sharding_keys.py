@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from programs import array, step_of
-from spanax.trace.analysis.sharding_keys import ShardingKey, numbered
+from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.provenance import Origin
 
@@ -45,9 +45,9 @@ def test_a_statistic_of_the_batch_is_computed() -> None:
     assert mean.origin == Origin.BATCH and mean.is_computed
 
 
-def test_a_dim_that_an_operation_works_along_is_whole() -> None:
+def test_a_dim_that_an_operation_works_along_is_replicated() -> None:
     step = step_of(lambda w, x: jnp.sort(x @ w, axis=1), [W], X)
-    assert [key.whole for key in keys_of(step, "sort")] == [frozenset({1})]
+    assert [key.replicated for key in keys_of(step, "sort")] == [frozenset({1})]
 
 
 def test_equal_keys_have_one_number() -> None:
@@ -55,9 +55,9 @@ def test_equal_keys_have_one_number() -> None:
     tanh, exp = (
         [value for op in step.graph.ops() if op.name == name for value in op.outputs] for name in ("tanh", "exp")
     )
-    assert step.key_numbers[tanh[0]] == step.key_numbers[exp[0]] != step.key_numbers[step.graph.body.inputs[0]]
     keys = step.sharding_keys
-    assert numbered(keys) == [list(dict.fromkeys(keys)).index(key) for key in keys]
+    assert keys[tanh[0]].number == keys[exp[0]].number != keys[step.graph.body.inputs[0]].number
+    assert [key.number for key in keys] == [list(dict.fromkeys(keys)).index(key) for key in keys]
 
 
 def test_a_value_that_selects_experts_is_routed() -> None:

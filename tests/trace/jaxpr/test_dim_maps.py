@@ -252,8 +252,8 @@ def test_channels_split_no_further_than_their_groups(groups: int, expected: int)
         (lax.ragged_dot, (X, CUBE, COUNT), 0),
     ],
 )
-def test_an_operated_dim_is_kept_whole(function: Callable[..., Any], args: tuple[Any, ...], dim: int) -> None:
-    assert {at for _, at in dims_of(function, *args).kept_whole} == {dim}
+def test_an_operated_dim_is_replicated(function: Callable[..., Any], args: tuple[Any, ...], dim: int) -> None:
+    assert {at for _, at in dims_of(function, *args).replicated} == {dim}
 
 
 def mystery_primitive() -> Primitive:

@@ -7,7 +7,7 @@ from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
 from spanax.hardware.mesh import CANONICAL_AXES
 from spanax.plan.plan import Placement
-from spanax.plan.sharding.assign import Uneven
+from spanax.plan.reason import Code, Reason
 from spanax.trace.axes.naming import STRENGTH
 
 LARGE_SHARE = 0.01
@@ -37,11 +37,11 @@ def large_replicated_array(subject: LintSubject) -> Iterator[Message]:
 
 def indivisible_dim(subject: LintSubject) -> Iterator[Message]:
     """A dim of a large array is not divisible by the mesh axis that should shard it."""
-    by_reason: dict[tuple[str, Uneven], list[Placement]] = {}
+    by_reason: dict[tuple[str, Reason], list[Placement]] = {}
     for leaf, reason in _uneven(subject):
         if not _is_sharded_elsewhere(subject, leaf, reason.name):
             by_reason.setdefault((leaf.kind, reason), []).append(leaf)
-    seen = set[Uneven]()
+    seen = set[Reason]()
     for (kind, reason), leaves in by_reason.items():
         if reason not in seen and sum(leaf.local_bytes for leaf in leaves) >= UNEVEN * subject.plan.state_bytes(kind):
             seen.add(reason)
@@ -50,19 +50,19 @@ def indivisible_dim(subject: LintSubject) -> Iterator[Message]:
                 yield Message(leaf.path, f"`{leaf.path}` {list(leaf.shape)}: {reason}.", fix, leaf.local_bytes)
 
 
-def _uneven(subject: LintSubject) -> Iterator[tuple[Placement, Uneven]]:
+def _uneven(subject: LintSubject) -> Iterator[tuple[Placement, Reason]]:
     """Yields every placement with each of its dims that is not sharded because its size does not divide."""
     program = subject.program
     rows = zip(program.leaves, program.step.graph.body.inputs, subject.plan.leaves, strict=False)
     for leaf, value, placement in rows:
-        for reason in subject.resolver.unsplit(leaf, program.step.axes.classes[value]):
-            if isinstance(reason, Uneven):
+        for reason in subject.resolver.not_sharded(leaf, program.step.axes.classes[value]):
+            if reason.code is Code.NOT_DIVISIBLE:
                 yield placement, reason
 
 
-def _divisible(reason: Uneven) -> str:
+def _divisible(reason: Reason) -> str:
     """Returns the nearest size and number of shards that divide; empty if both are far off, as for 3 color channels."""
-    size, num_shards = reason.size, reason.ways
+    size, num_shards = reason.size, reason.num_shards
     padded, divisor = -(-size // num_shards) * num_shards, math.gcd(size, num_shards)
     fixes = [f"{reason.name} {padded}"] if padded <= (1 + MAX_PADDING) * size else []
     fixes += [f"{divisor} shards"] if divisor > 1 else []

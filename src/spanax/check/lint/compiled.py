@@ -105,7 +105,8 @@ def _unplanned_gathers(subject: LintSubject, report: Report) -> Iterator[tuple[l
     for (axes, paths), gathers in groups.items():
         num_bytes = sum(gather.num_bytes for gather in gathers)
         if num_bytes > MIN_EXCESS_BYTES:
-            planned = sum(gathered_bytes(subject.program, subject.plan, path).get(axes, 0) for path in paths)
+            gathered = (gathered_bytes(subject.program, subject.plan, subject.cluster, path) for path in paths)
+            planned = sum(by_axes.get(axes, 0) for by_axes in gathered)
             if num_bytes - planned > max(MIN_EXCESS_BYTES, MIN_EXCESS * planned):
                 yield gathers, num_bytes, planned
 

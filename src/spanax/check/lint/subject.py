@@ -9,7 +9,7 @@ from spanax.displays import display
 from spanax.errors import NoLayoutError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
-from spanax.plan.evaluate import candidate_of
+from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
 from spanax.plan.sharding.place import resolver_of
@@ -38,7 +38,7 @@ class LintSubject:
     @cached_property
     def candidate(self) -> Candidate:
         """The plan with its predicted cost."""
-        return candidate_of(self.program, self.plan, self.cluster)
+        return evaluate(self.program, self.plan, self.cluster).candidate
 
     @cached_property
     def alternatives(self) -> tuple[Candidate, ...]:

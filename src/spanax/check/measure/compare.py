@@ -20,6 +20,7 @@ from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.choose import Request, searched
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
+from spanax.plan.reason import Code, Reason
 from spanax.plan.search import search
 from spanax.run.run import Run
 from spanax.run.state.placement import assert_placed
@@ -35,7 +36,7 @@ EVERY = 1_000_000
 CHEAPEST = 5
 """The number of cheapest layouts that are compared by default."""
 
-PRUNED = "priced, not compared"
+PRUNED = Reason(Code.NOT_COMPARED)
 
 WARM_UP = 1
 """The number of untimed steps before the timed steps."""
@@ -122,7 +123,10 @@ def layouts(
         raise SpanaxError(
             f"no layout of this workload can run on {machine}" + (f" as {mesh}." if mesh else "."),
             where=f"a batch of {searched_layouts.batch_size}; "
-            + "; ".join(f"left out {count}: {reason}" for reason, count in sorted(searched_layouts.rejected.items())),
+            + "; ".join(
+                f"left out {count}: {reason}"
+                for reason, count in sorted((str(reason), count) for reason, count in searched_layouts.rejected.items())
+            ),
             fix="another --mesh or --batch",
         )
     if top is not None:

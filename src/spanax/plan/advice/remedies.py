@@ -7,29 +7,30 @@ from spanax.errors import NoLayoutError, SpanaxError
 from spanax.plan.advice.what_if import cluster_of_size
 from spanax.plan.candidate import RESERVE, Candidate, Search
 from spanax.plan.loss_chunks import chunks_to_try
-from spanax.plan.search import UNASKED, search
+from spanax.plan.reason import Code, Reason
+from spanax.plan.search import search
 from spanax.trace.program import Program
 
 MOST = 16
 """The largest multiple of the requested number of devices to price."""
 
 
-def remedies(found: Search) -> list[str]:
+def remedies(result: Search) -> list[str]:
     """Returns command-line options, each of which makes the program fit.
 
     Where no single option is enough, the first entry joins all options that lower the memory.
 
     Args:
-      found: a search where nothing fits.
+      result: a search where nothing fits.
     """
-    if not found.nearest or found.cluster.memory_bytes is None:
+    if not result.nearest or result.cluster.memory_bytes is None:
         return ["another batch size or another number of devices"]
-    program, leanest = next(iter(found.programs.values())), found.nearest[0]
-    switches = list(_switches(found, program, leanest, found.cluster.memory_bytes * (1 - RESERVE)))
+    program, leanest = next(iter(result.programs.values())), result.nearest[0]
+    switches = list(_switches(result, program, leanest, result.cluster.memory_bytes * (1 - RESERVE)))
     enough = [text for text, fits in switches if fits]
     joined = " with ".join(text for text, fits in switches if not fits)
     lines = enough or [joined] * bool(joined)
-    if devices := _more_devices(found, program, leanest):
+    if devices := _more_devices(result, program, leanest):
         lines.append(f"{devices} devices")
     return lines or ["a smaller model, or a chip with more memory"]
 
@@ -50,7 +51,7 @@ def _switches(previous: Search, program: Program, leanest: Candidate, limit: flo
     optimizer = leanest.memory["optimizer"]
     if any(leaf.kind == "optimizer" and leaf.shape and leaf.dtype == "float32" for leaf in program.leaves):
         yield "--optimizer-state bfloat16", leanest.peak_bytes - optimizer / 2 <= limit
-    if UNASKED in previous.rejected:
+    if Reason(Code.NOT_REQUESTED) in previous.rejected:
         best = search(program, previous.cluster, pins=previous.pins, top=1).best
         if best is not None:
             yield f"--layout {best.layout} --mesh {best.mesh}", True

@@ -53,11 +53,11 @@ def largest(size_up: Callable[[int], Search | None], start: int, step: int = 1) 
     return fits
 
 
-def fewest_devices(search_on: Callable[[Cluster], Search], given: Cluster, most: int = 65536) -> Search | None:
+def fewest_devices(search_on: Callable[[Cluster], Search], machine: Cluster, most: int = 65536) -> Search | None:
     """Returns the search on the fewest devices, in powers of two, on which some layout fits; None without any."""
     count = 1
     while count <= most:
-        candidate = cluster_of_size(given, count)
+        candidate = cluster_of_size(machine, count)
         try:
             result = None if candidate is None else search_on(candidate)
         except NoLayoutError:
@@ -68,15 +68,17 @@ def fewest_devices(search_on: Callable[[Cluster], Search], given: Cluster, most:
     return None
 
 
-def cluster_of_size(given: Cluster, count: int) -> Cluster | None:
+def cluster_of_size(machine: Cluster, count: int) -> Cluster | None:
     """Returns a cluster of `count` devices of the same chip, or None where that number is not available."""
     try:
-        return cluster(given.file or given.chip.name, count)
+        return cluster(machine.file or machine.chip.name, count)
     except SpanaxError:
         return None  # the chip exists, so that only the number can be invalid
 
 
-def budget(found: Search, tokens_per_step: float, tokens: float, *, hours: float | None, save_seconds: float) -> Budget:
+def budget(
+    search: Search, tokens_per_step: float, tokens: float, *, hours: float | None, save_seconds: float
+) -> Budget:
     """Returns the hours of a training run over `tokens`, and the interval of checkpoints.
 
     interval = sqrt(2 x seconds to save x mean seconds between failures)
@@ -86,10 +88,10 @@ def budget(found: Search, tokens_per_step: float, tokens: float, *, hours: float
     Raises:
       SpanaxError: nothing fits.
     """
-    if found.best is None:
-        raise SpanaxError("nothing fits, so there is nothing to take time.")
-    devices = found.cluster.num_devices
-    total = tokens / tokens_per_step * found.best.step_seconds / 3600
+    if search.best is None:
+        raise SpanaxError("no layout fits, so a run has no duration.")
+    devices = search.cluster.num_devices
+    total = tokens / tokens_per_step * search.best.step_seconds / 3600
     failures = DEVICE_HOURS_A_FAILURE / devices * 3600
     return Budget(
         tokens,

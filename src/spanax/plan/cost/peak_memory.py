@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from spanax.plan.cost.ring_attention import worked_bytes
-from spanax.plan.cost.step_time import Grid, ways_table
+from spanax.plan.cost.ring_attention import temporary_bytes
+from spanax.plan.cost.step_time import Grid, shard_counts
 from spanax.plan.pipeline.bubble import num_in_flight
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import as_masks, union
@@ -29,7 +29,7 @@ GROUPS = ("activations", "gradients", "gathered weights")
 
 ACTIVATIONS, GRADIENTS, WEIGHTS = range(len(GROUPS))
 
-HELD = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
+STATE_GROUPS = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
 """The memory group of each kind of leaf."""
 
 Column = tuple[int, bool, bool, bool, int]
@@ -40,7 +40,7 @@ Column = tuple[int, bool, bool, bool, int]
 class Level:
     """The peak moments of one body: global bytes by (moment, column), and the bodies that run at some of them."""
 
-    held: Array
+    live_bytes: Array
     columns: tuple[Column, ...]
     inside: dict[int, tuple["Level", ...]]
 
@@ -83,13 +83,13 @@ def state_of(resolver: Resolver) -> State:
     return State(kinds, np.asarray([*rows.values()], float), np.asarray(splits, int), np.asarray(stacked, bool))
 
 
-def walk(laid: ShardedProgram, *, is_tpu: bool = False) -> Level:
+def walk(sharded: ShardedProgram, *, is_tpu: bool = False) -> Level:
     """Returns the peak moments of a program under a layout, with the live ranges of a TPU's compiler or of others."""
-    liveness = laid.traced.tpu_liveness if is_tpu else laid.traced.liveness
-    return _level(laid, liveness, laid.traced.graph.body)
+    liveness = sharded.traced.tpu_liveness if is_tpu else sharded.traced.liveness
+    return _level(sharded, liveness, sharded.traced.graph.body)
 
 
-def held(
+def memory_use(
     state: State,
     level: Level,
     sizes: Array,
@@ -112,15 +112,15 @@ def held(
       scale: the batch of one microbatch over the traced batch.
       fused_attention: whether attention scores stay on the chip.
     """
-    ways = ways_table(sizes)
-    local = state.num_bytes[:, None] / ways[state.split] / np.where(state.stacked[:, None], num_stages, 1)
+    num_shards = shard_counts(sizes)
+    local = state.num_bytes[:, None] / num_shards[state.split] / np.where(state.stacked[:, None], num_stages, 1)
     by_kind = {
         kind: local[np.asarray([leaf_kind == kind for leaf_kind in state.kind], bool)].sum(0)
-        for kind in (*HELD, "gradient")
+        for kind in (*STATE_GROUPS, "gradient")
     }
-    groups = {name: by_kind[kind] for kind, name in HELD.items()}
+    groups = {name: by_kind[kind] for kind, name in STATE_GROUPS.items()}
     groups["batch"] = groups["batch"] * scale * num_microbatches  # live from the start
-    columns = _Columns(ways, scale, num_stages, in_flight, fused_attention)
+    columns = _Columns(num_shards, scale, num_stages, in_flight, fused_attention)
     peak = _peak(level, columns)
     for index, name in enumerate(GROUPS):
         groups[name] = peak[index]
@@ -131,7 +131,7 @@ def held(
 def memory_per_device(state: State, level: Level, grid: Grid, *, fused_attention: bool = False) -> MemoryUse:
     """Returns the bytes per device on every mesh of a grid, under its pipeline schedule."""
     flying = num_in_flight(grid.schedule, grid.num_stages, grid.num_microbatches, grid.num_chunks)
-    return held(
+    return memory_use(
         state,
         level,
         grid.sizes,
@@ -149,12 +149,12 @@ def _peak(level: Level, columns: "_Columns") -> Array:
         np.stack([columns.share(column) for column in level.columns]) if level.columns else np.zeros((0, columns.count))
     )
     inside = {moment: _fullest_of([_peak(body, columns) for body in inner]) for moment, inner in level.inside.items()}
-    totals = level.held @ shares
+    totals = level.live_bytes @ shares
     for moment, inner in inside.items():
         totals[moment] += inner.sum(0)
     fullest = totals.argmax(0)
     groups = np.asarray([column[-1] for column in level.columns], int)
-    peak_bytes = level.held[fullest].T * shares
+    peak_bytes = level.live_bytes[fullest].T * shares
     totals_by_group = np.stack([peak_bytes[groups == group].sum(0) for group in range(len(GROUPS))])
     for moment, inner in inside.items():
         totals_by_group += np.where(fullest == moment, inner, 0.0)
@@ -170,8 +170,8 @@ def _fullest_of(arrays: Sequence[Array]) -> Array:
 class _Columns:
     """The share of a column's global bytes on one device."""
 
-    def __init__(self, ways: Array, scale: Array, num_stages: Array, in_flight: Array, fused_attention: bool):
-        self._ways, self._scale, self._stages, self._in_flight = ways, scale, num_stages, in_flight
+    def __init__(self, num_shards: Array, scale: Array, num_stages: Array, in_flight: Array, fused_attention: bool):
+        self._num_shards, self._scale, self._stages, self._in_flight = num_shards, scale, num_stages, in_flight
         self._fused = fused_attention
         self.count = scale.shape[0]
         self._known: dict[Column, Array] = {}
@@ -180,7 +180,7 @@ class _Columns:
         """Returns one number per candidate."""
         if column not in self._known:
             split, is_batched, is_stacked, is_score, _ = column
-            share = 1.0 / self._ways[split]
+            share = 1.0 / self._num_shards[split]
             if is_batched:
                 share = share * self._scale * (self._in_flight if is_stacked else 1.0)
             if is_stacked:
@@ -189,13 +189,13 @@ class _Columns:
         return self._known[column]
 
 
-def _level(laid: ShardedProgram, liveness: Mapping[Body, Liveness], body: Body) -> Level:
+def _level(sharded: ShardedProgram, liveness: Mapping[Body, Liveness], body: Body) -> Level:
     """Returns the moments of a body that may be its peak."""
-    live, ops = liveness[body], laid.traced.order[body]
+    live, ops = liveness[body], sharded.traced.order[body]
     num_ops = len(ops)
     columns: dict[Column, int] = {}
-    of_group = [columns.setdefault(_column(laid, value), len(columns)) for value in live.values]
-    spans = [*_gathered(laid, ops), *_summed(laid, ops), *_worked(laid, ops)]
+    of_group = [columns.setdefault(_column(sharded, value), len(columns)) for value in live.values]
+    spans = [*_gathered(sharded, ops), *_summed(sharded, ops), *_worked(sharded, ops)]
     of_span = [columns.setdefault(span.column, len(columns)) for span in spans]
     first = np.concatenate([live.first, np.asarray([span.first for span in spans], int)])
     last = np.concatenate([live.last, np.asarray([span.last for span in spans], int)])
@@ -204,17 +204,17 @@ def _level(laid: ShardedProgram, liveness: Mapping[Body, Liveness], body: Body) 
     num_columns = len(columns)
     changes = np.bincount(first * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
     changes -= np.bincount((last + 1) * num_columns + column, num_bytes, (num_ops + 2) * num_columns)
-    held = changes.reshape(num_ops + 2, num_columns).cumsum(0)
+    live_bytes = changes.reshape(num_ops + 2, num_columns).cumsum(0)
     inside = {
-        index: tuple(_level(laid, liveness, inner_body) for inner_body in op.bodies)
+        index: tuple(_level(sharded, liveness, inner_body) for inner_body in op.bodies)
         for index, op in enumerate(ops)
         if op.bodies
     }
     # Live bytes only grow until a live range ends.
-    full = _fullest(held, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
+    full = _fullest(live_bytes, np.setdiff1d(np.append(last[last < num_ops], max(num_ops - 1, 0)), list(inside)))
     moments = [*full, *inside]
     return Level(
-        held[moments], tuple(columns), {len(full) + index: inner for index, inner in enumerate(inside.values())}
+        live_bytes[moments], tuple(columns), {len(full) + index: inner for index, inner in enumerate(inside.values())}
     )
 
 
@@ -228,62 +228,65 @@ class Span:
     num_bytes: float
 
 
-def _gathered(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
+def _gathered(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
     """Yields stored weights in their used sharding, from the first gather to the last use."""
     spans: dict[tuple[int, Constraint], list[int]] = {}
     for index, op in enumerate(ops):
-        use = None if op.bodies or op in laid.traced.inert else laid.division(op).use
-        for value, constraint in zip(op.inputs, use.inputs, strict=True) if use is not None and not use.around else ():
+        use = None if op.bodies or op in sharded.traced.inert else sharded.division(op).operands
+        if use is None or use.attention:
+            continue
+        for value, constraint in zip(op.inputs, use.inputs, strict=True):
             if constraint is not None:
                 spans.setdefault((value, constraint), [index, index])[1] = index
     for (value, constraint), (first, last) in spans.items():
-        split = union(laid.masks_of(value, constraint))
-        yield Span(first, last, (split, *_column(laid, value)[1:-1], WEIGHTS), laid.num_bytes(value))
+        split = union(sharded.masks_of(value, constraint))
+        yield Span(first, last, (split, *_column(sharded, value)[1:-1], WEIGHTS), sharded.num_bytes(value))
 
 
-def _summed(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
+def _summed(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
     """Yields sums that are replicated before they are scattered: gradients of stored weights.
 
     They are exchanged after the loops that follow, which do not need them.
     """
     last_loop = max((index for index, op in enumerate(ops) if op.bodies), default=0)
     for index, op in enumerate(ops):
-        partitioned = laid.division(op).split if op.name in CONTRACTIONS else None
+        partitioned = sharded.division(op).partition if op.name in CONTRACTIONS else None
         for shift in partitioned.shifts if partitioned else ():
             if shift.kind == "reduce-scatter":
                 (value,) = op.outputs
-                yield Span(index, max(index, last_loop), (shift.kept, *_column(laid, value)[1:]), laid.num_bytes(value))
+                column = (shift.unchanged, *_column(sharded, value)[1:])
+                yield Span(index, max(index, last_loop), column, sharded.num_bytes(value))
 
 
-def _worked(laid: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
+def _worked(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
     """Yields the temporaries of ring attention."""
     for index, op in enumerate(ops):
-        use = laid.division(op).use if op.name in RING else None
-        if use is None or use.around is None:
+        use = sharded.division(op).operands if op.name in RING else None
+        if use is None or use.attention is None:
             continue
-        for spec, num_bytes in worked_bytes(laid.traced.graph, op, use.around, laid.resolver.mesh):
-            mask = laid.mask([axis for by in spec for axis in by])
-            yield Span(index, index, (mask, *_column(laid, op.inputs[0])[1:]), num_bytes)
+        for spec, num_bytes in temporary_bytes(sharded.traced.graph, op, use.attention, sharded.resolver.mesh):
+            mask = sharded.mask([axis for by in spec for axis in by])
+            yield Span(index, index, (mask, *_column(sharded, op.inputs[0])[1:]), num_bytes)
 
 
-def _column(laid: ShardedProgram, value: int) -> Column:
+def _column(sharded: ShardedProgram, value: int) -> Column:
     """Returns the column of a value in its own sharding."""
-    traced, labels = laid.traced, laid.traced.sharding_keys[value].labels
-    is_batched = laid.is_batched(value)
+    traced, labels = sharded.traced, sharded.traced.sharding_keys[value].labels
+    is_batched = sharded.is_batched(value)
     is_stacked = not traced.layer_labels.isdisjoint(labels)
     group = ACTIVATIONS if is_batched or not labels else GRADIENTS
-    return union(laid.masks(value)), is_batched, is_stacked, labels in traced.score_labels, group
+    return union(sharded.masks(value)), is_batched, is_stacked, labels in traced.score_labels, group
 
 
-def _fullest(held: Array, rows: Array) -> list[int]:
+def _fullest(live_bytes: Array, rows: Array) -> list[int]:
     """Returns the rows that no other row exceeds in every column."""
-    rows, result = rows[np.argsort(-held[rows].sum(1), kind="stable")], []
+    rows, result = rows[np.argsort(-live_bytes[rows].sum(1), kind="stable")], []
     while rows.size:
         result.append(int(rows[0]))
-        rows = rows[~(held[rows] <= held[rows[0]]).all(1)]
+        rows = rows[~(live_bytes[rows] <= live_bytes[rows[0]]).all(1)]
     return result
 
 
-def by_name(found: Mapping[str, Any], at: int) -> dict[str, int]:
+def by_name(groups: Mapping[str, Any], index: int) -> dict[str, int]:
     """Returns one candidate's bytes by group."""
-    return {name: int(values[at]) for name, values in found.items()}
+    return {name: int(values[index]) for name, values in groups.items()}

@@ -19,12 +19,12 @@ ROUND, HOP = "round", "collective-permute"
 """A value that circulates once around a ring, back to its device; and one hop."""
 
 
-def ring_of(around: AttentionSharding, mesh: MeshShape) -> Shares:
+def ring_of(sharding: AttentionSharding, mesh: MeshShape) -> Shares:
     """Returns the sequence chunks of every device of the ring; of one device without a ring."""
-    return shares(around.form, mesh.ways(around.ring))
+    return shares(sharding.form, mesh.ways(sharding.ring))
 
 
-def ring_split(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> PartitionedOp:
+def ring_partition(graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape) -> PartitionedOp:
     """Returns how an attention operation is partitioned, with its collectives.
 
     Keys and values circulate past all other devices; their gradients circulate with them and back to their device,
@@ -33,22 +33,22 @@ def ring_split(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape)
     all-reduced.
     """
     mask = _masks(mesh)
-    ring = mask((around.ring,))
+    ring = mask((sharding.ring,))
     shifts: list[Reshard] = []
-    if mesh.ways(around.ring) > 1:
-        is_moved = ring_of(around, mesh).is_moved
-        for value, spec, rounds, width in _moving(graph, op, around):
+    if mesh.ways(sharding.ring) > 1:
+        is_moved = ring_of(sharding, mesh).is_moved
+        for value, spec, rounds, width in _moving(graph, op, sharding):
             common = mask(spec) & ~ring
             hops = is_moved * width + rounds * (width if value in op.outputs else -1)
             for kind, times in ((ROUND, rounds * width), (HOP, hops)):
                 if times:
                     shifts.append(Reshard(kind, value, ring, common, False, times))
     if op.name == BACKWARD:
-        used = mask(around.axes)
-        for value, spec in zip(op.outputs, around.results(op), strict=True):
+        used = mask(sharding.axes)
+        for value, spec in zip(op.outputs, sharding.results(op), strict=True):
             if over := used & ~mask(spec):
                 shifts.append(Reshard("all-reduce", value, over, mask(spec), False, _words(graph, value)))
-    return PartitionedOp(mask(around.axes), (), (), tuple(shifts))
+    return PartitionedOp(mask(sharding.axes), (), (), tuple(shifts))
 
 
 def _masks(mesh: MeshShape) -> Callable[[Spec], int]:
@@ -57,24 +57,24 @@ def _masks(mesh: MeshShape) -> Callable[[Spec], int]:
     return lambda spec: union(as_masks(spec, bits))
 
 
-def _moving(graph: Graph, op: Op, around: AttentionSharding) -> Iterator[tuple[int, Spec, int, int]]:
+def _moving(graph: Graph, op: Op, sharding: AttentionSharding) -> Iterator[tuple[int, Spec, int, int]]:
     """Yields values that are exchanged or circulate: the spec, number of rounds, bytes sent over stored bytes.
 
     Gradients are accumulated in 32 bits, whatever their dtype.
     """
     is_back = op.name == BACKWARD
     keys = (op.inputs[1], op.inputs[2])
-    for value, spec in zip(op.inputs, around.operands(op), strict=True):
+    for value, spec in zip(op.inputs, sharding.operands(op), strict=True):
         if value in keys:
             continue
-        if set(around.ring) & {axis for by in spec for axis in by}:
+        if set(sharding.ring) & {axis for by in spec for axis in by}:
             yield value, spec, 0, 1
     for value in keys:
-        yield value, around.keys, 1, 1
-    for index, (value, spec) in enumerate(zip(op.outputs, around.results(op), strict=True)):
+        yield value, sharding.keys, 1, 1
+    for index, (value, spec) in enumerate(zip(op.outputs, sharding.results(op), strict=True)):
         width = _words(graph, value) if is_back else 1
         is_key = is_back and index in (1, 2)
-        if set(around.ring) & {axis for by in spec for axis in by}:
+        if set(sharding.ring) & {axis for by in spec for axis in by}:
             yield value, spec, int(is_key), width
 
 
@@ -83,14 +83,16 @@ def _words(graph: Graph, value: int) -> int:
     return max(1, 4 // graph.avals[value].dtype.itemsize)
 
 
-def products(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> list[tuple[float, tuple[float, ...]]]:
+def products(
+    graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape
+) -> list[tuple[float, tuple[float, ...]]]:
     """Returns FLOPs and sizes (m, n, k, separate products) of its matmuls: two forward, five backward.
 
     Source: Dao et al., FlashAttention, arXiv 2205.14135, algorithms 1 and 4. Statically masked blocks are not
     computed: the share of `zigzag`, or of a kernel's blocks.
     """
-    form, kernel = around.form, op.params["kernel"]
-    share = _blocks_met(form, kernel) if kernel else ring_of(around, mesh).share
+    form, kernel = sharding.form, op.params["kernel"]
+    share = _computed_blocks(form, kernel) if kernel else ring_of(sharding, mesh).share
     count = math.prod(form.sizes[: form.num_batch])
     rows = math.prod(form.sizes[form.num_batch : form.keys])
     keys = form.sizes[form.keys] * share
@@ -106,23 +108,23 @@ def products(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -
     return [(2.0 * math.prod(sizes), sizes) for sizes in (backward if op.name == BACKWARD else [scores, outputs])]
 
 
-def _blocks_met(form: Form, kernel: Kernel) -> float:
+def _computed_blocks(form: Form, kernel: Kernel) -> float:
     """Returns the share of the blocks of keys that a kernel computes: with a causal mask, up to the diagonal."""
     num_blocks = max(form.sizes[form.keys] // BLOCK, 1)
     return (1 + 1 / num_blocks) / 2 if kernel.is_causal else 1.0
 
 
-def works(
-    graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape, is_batched: bool, dtype: str
+def matmul_rows(
+    graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape, is_batched: bool, dtype: str
 ) -> list[tuple[Any, ...]]:
     """Returns rows of `Matmuls` for its matmuls, without phase and number of runs."""
     mask = _masks(mesh)
-    form = around.form
-    separate, rows = mask(around.axes[: form.num_batch]), mask(around.axes[form.num_batch : form.keys])
+    form = sharding.form
+    separate, rows = mask(sharding.axes[: form.num_batch]), mask(sharding.axes[form.num_batch : form.keys])
     queries, size = math.prod(form.sizes[form.num_batch : form.keys]), graph.avals[op.inputs[0]].dtype.itemsize
     matmuls: list[tuple[Any, ...]] = []
-    is_kernel, keys = op.params["kernel"] is not None, products(graph, op, around, mesh)[0][1][1]
-    for flops, (m, n, k, count) in products(graph, op, around, mesh):
+    is_kernel, keys = op.params["kernel"] is not None, products(graph, op, sharding, mesh)[0][1][1]
+    for flops, (m, n, k, count) in products(graph, op, sharding, mesh):
         splits = [rows if dim == queries else 0 for dim in (m, n, k)]
         num_bytes = [count * elements * size for elements in (m * k, k * n, m * n)]
         if is_kernel:  # its scores are not materialized
@@ -135,26 +137,26 @@ def works(
     return matmuls
 
 
-def worked_bytes(graph: Graph, op: Op, around: AttentionSharding, mesh: MeshShape) -> list[tuple[Spec, float]]:
+def temporary_bytes(graph: Graph, op: Op, sharding: AttentionSharding, mesh: MeshShape) -> list[tuple[Spec, float]]:
     """Returns the bytes of its temporaries, by sharding, in addition to operands and results.
 
     Keys as stored, as sent and as received; 32-bit accumulators with their next terms; a block of scores, its weights,
     and in the backward pass their gradients. For a kernel, one 32-bit accumulator in the backward pass.
     """
-    form, size = around.form, graph.num_bytes
+    form, size = sharding.form, graph.num_bytes
     numbers = lambda value: 4.0 * math.prod(graph.shape(value))  # noqa: E731
     if op.params["kernel"]:
-        return [(around.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []
-    parts = mesh.ways(around.ring) * len(ring_of(around, mesh).owned[0])
+        return [(sharding.rows(wide=True), numbers(op.inputs[0]))] if op.name == BACKWARD else []
+    parts = mesh.ways(sharding.ring) * len(ring_of(sharding, mesh).owned[0])
     block = min(BLOCK, form.sizes[form.keys] // parts)
     rows = 4.0 * math.prod(form.sizes[: form.keys])
     q, k, v = op.inputs[:3]
-    scores, queries = rows * block, around.rows(wide=True)
+    scores, queries = rows * block, sharding.rows(wide=True)
     if op.name == BACKWARD:
         sums = numbers(k) + numbers(v)
         extras = [
             (spec, numbers(value))
-            for spec, value in zip(around.extras(op.params["grads"]), op.outputs[3:], strict=True)
+            for spec, value in zip(sharding.extras(op.params["grads"]), op.outputs[3:], strict=True)
         ]
-        return [(queries, 2 * numbers(q) + 2 * scores), (around.keys, 2 * (size(k) + size(v)) + 3 * sums), *extras]
-    return [(queries, size(q) + 2 * numbers(op.outputs[0]) + 2 * scores), (around.keys, 2 * (size(k) + size(v)))]
+        return [(queries, 2 * numbers(q) + 2 * scores), (sharding.keys, 2 * (size(k) + size(v)) + 3 * sums), *extras]
+    return [(queries, size(q) + 2 * numbers(op.outputs[0]) + 2 * scores), (sharding.keys, 2 * (size(k) + size(v)))]

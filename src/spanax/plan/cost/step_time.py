@@ -69,26 +69,26 @@ class Costs:
 
 
 def price(
-    terms: Terms, cluster: Cluster, grid: Grid, given: Assumptions | None = None, table: "TableAt | None" = None
+    terms: Terms, cluster: Cluster, grid: Grid, assumptions: Assumptions | None = None, table: "GridTable | None" = None
 ) -> Costs:
     """Returns the cost of a step on every mesh of a grid.
 
     A microbatch runs the forward and backward pass of the layers and of the operations around them, and waits for
     gathers of weights. Gradients are reduced over `data` and weights updated once per step.
     """
-    given = given or Assumptions()
-    terms = repeated(terms, given.gathers_again) if given.repeats_forward else terms
-    ways = ways_table(grid.sizes)
-    table_at = table or Table(cluster, terms.axes, [grid], given).at(grid)
-    parts = _computed(terms, ways, table_at, grid, given)
-    moved, once = _moved(terms, ways, table_at, grid, given)
+    assumptions = assumptions or Assumptions()
+    terms = repeated(terms, assumptions.gathers_again) if assumptions.repeats_forward else terms
+    num_shards = shard_counts(grid.sizes)
+    grid_table = table or Table(cluster, terms.axes, [grid], assumptions).select(grid)
+    parts = _computed(terms, num_shards, grid_table, grid, assumptions)
+    moved, once = _moved(terms, num_shards, grid_table, grid, assumptions)
     stages, count = grid.num_stages, grid.num_microbatches
     layers, around = (_sum(parts, moved, inside) for inside in (True, False))
-    _wait_for_host(layers, around, terms, stages, given)
+    _wait_for_host(layers, around, terms, stages, assumptions)
     divided = grid.shares
     stage = sum(layers.values()) / divided
     # Replicas within a stage send one shard each (Megatron-LM's scatter and gather, arXiv 2104.04473).
-    hop = table_at.hop_seconds(terms.carry_bytes * grid.scale / ways[-1])
+    hop = grid_table.hop_seconds(terms.carry_bytes * grid.scale / num_shards[-1])
     # Only the bubble distinguishes forward and backward, and it depends on their sum.
     third = stage / 3 / grid.num_chunks
     pipelined = step_seconds(
@@ -102,12 +102,13 @@ def price(
     for name, seconds_by_key in (("weights between devices", moved), ("update", parts)):
         seconds = sum(value for (phase, _, _), value in seconds_by_key.items() if phase == Phase.UPDATE) / divided
         seconds_by_term[name] = seconds_by_term.get(name, 0.0) + seconds
-    works = terms.matmuls
-    flops = _flops(works, ways, grid.scale) * works.runs[:, None] / np.where(works.in_layers[:, None], divided, 1)
-    return Costs(seconds_by_term, sum(seconds_by_term.values()), flops.sum(0) * count)
+    matmuls = terms.matmuls
+    runs = matmuls.runs[:, None] / np.where(matmuls.in_layers[:, None], divided, 1)
+    flops = (_flops(matmuls, num_shards, grid.scale) * runs).sum(0) * count
+    return Costs(seconds_by_term, sum(seconds_by_term.values()), flops)
 
 
-def ways_table(sizes: Array) -> Array:
+def shard_counts(sizes: Array) -> Array:
     """Returns the number of shards of every set of mesh axes, as a mask; `sizes` is (mesh axis, mesh)."""
     num_axes, num_meshes = sizes.shape
     table = np.ones((1 << num_axes, num_meshes))
@@ -116,7 +117,7 @@ def ways_table(sizes: Array) -> Array:
     return table
 
 
-def matmul_seconds(works: Matmuls, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
+def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip, assumptions: Assumptions) -> Array:
     """Returns seconds of one run of each matmul: a roofline over full tiles. One row per matmul, one column per mesh.
 
     Each core computes one tile of the result at a time, and the last wave of tiles leaves cores idle (`_tiled`). Memory
@@ -124,25 +125,25 @@ def matmul_seconds(works: Matmuls, ways: Array, scale: Array, chip: Chip, given:
 
     Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
     """
-    sizes = works.sizes[:, :, None] / ways[works.splits]
-    grows = np.arange(4)[None, :, None] == works.batched[:, None, None]
+    sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.splits]
+    grows = np.arange(4)[None, :, None] == matmuls.batched[:, None, None]
     m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
-    of_scores = works.scores.any(1).reshape(-1, 1)
-    in_kernel = works.fused.reshape(-1, 1)
-    is_fused = (of_scores & given.fused_attention) | in_kernel
-    in_memory = np.where(works.scores & given.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
-    operand_bytes = works.num_bytes[:, :, None] / ways[works.bytes_splits]
-    operand_bytes = np.where(works.bytes_batched[:, :, None], operand_bytes * scale, operand_bytes)
-    is_cast = np.asarray([dtype == "fp8" for dtype in works.dtypes])[:, None]
+    of_scores = matmuls.scores.any(1).reshape(-1, 1)
+    in_kernel = matmuls.fused.reshape(-1, 1)
+    is_fused = (of_scores & assumptions.fused_attention) | in_kernel
+    in_memory = np.where(matmuls.scores & assumptions.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
+    operand_bytes = matmuls.num_bytes[:, :, None] / num_shards[matmuls.bytes_splits]
+    operand_bytes = np.where(matmuls.bytes_batched[:, :, None], operand_bytes * scale, operand_bytes)
+    is_cast = np.asarray([dtype == "fp8" for dtype in matmuls.dtypes])[:, None]
     num_bytes = (in_memory * operand_bytes).sum(1)
-    rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(works.dtypes)}
-    rate = np.asarray([rates[dtype] for dtype in works.dtypes])[:, None]
-    first = np.where(of_scores, given.score_products, given.first_products)
-    done, partial_bytes = _tiled(m, n, k, np.maximum(count, 1.0), first, chip.num_cores, given.idle_rounds)
+    rates = {dtype: chip.flops_per_second(dtype) * chip.sustained_share for dtype in set(matmuls.dtypes)}
+    rate = np.asarray([rates[dtype] for dtype in matmuls.dtypes])[:, None]
+    first = np.where(of_scores, assumptions.score_products, assumptions.first_products)
+    done, partial_bytes = _tiled(m, n, k, np.maximum(count, 1.0), first, chip.num_cores, assumptions.idle_rounds)
     arithmetic, num_bytes = done / rate, num_bytes + partial_bytes
-    causal_share = np.where(in_kernel, 1.0, given.causal_share)  # its FLOPs already exclude masked scores
-    fused = _flops(works, ways, scale) * causal_share / (given.attention * rate)
-    start = given.start * chip.kernel_start_seconds
+    causal_share = np.where(in_kernel, 1.0, assumptions.causal_share)  # its FLOPs already exclude masked scores
+    fused = _flops(matmuls, num_shards, scale) * causal_share / (assumptions.attention * rate)
+    start = assumptions.start * chip.kernel_start_seconds
     memory_rate = _memory_rate(chip)
     longer = np.maximum(np.where(is_fused, fused, arithmetic), num_bytes / memory_rate)
     return start + longer + is_cast * CAST * operand_bytes[:, :2].sum(1) / memory_rate
@@ -167,31 +168,33 @@ def _tiled(
     return rounds * 2.0 * TILE**2 * (k / parts + first) * cores, np.where(parts > 1, 8.0 * parts * m * n * count, 0.0)
 
 
-def touch_seconds(touches: MemoryTraffic, ways: Array, scale: Array, chip: Chip, given: Assumptions) -> Array:
+def traffic_seconds(
+    traffic: MemoryTraffic, num_shards: Array, scale: Array, chip: Chip, assumptions: Assumptions
+) -> Array:
     """Returns seconds per row of fused traffic: bytes over the memory's rate, times `touched_around` around the layers.
 
     Source: a kernel that only copies is as fast as the memory (roofline).
     """
-    num_bytes = touches.num_bytes[:, None] * np.where(touches.batched[:, None], scale, 1.0) / ways[touches.split]
-    repeats = np.where(touches.in_layers | (touches.phase == Phase.UPDATE), 1.0, given.touched_around)
-    factor = np.where(touches.scores & given.fused_attention, 0.0, given.touched * repeats).reshape(-1, 1)
+    num_bytes = traffic.num_bytes[:, None] * np.where(traffic.batched[:, None], scale, 1.0) / num_shards[traffic.split]
+    repeats = np.where(traffic.in_layers | (traffic.phase == Phase.UPDATE), 1.0, assumptions.touched_around)
+    factor = np.where(traffic.scores & assumptions.fused_attention, 0.0, assumptions.touched * repeats).reshape(-1, 1)
     return factor * num_bytes / _memory_rate(chip)
 
 
 def _computed(
-    terms: Terms, ways: Array, table: "TableAt", grid: Grid, assumptions: Assumptions
+    terms: Terms, num_shards: Array, table: "GridTable", grid: Grid, assumptions: Assumptions
 ) -> dict[tuple[Any, ...], Array]:
     """Returns seconds by (phase, in the layers, term), for one microbatch."""
-    works, touches, chip = terms.matmuls, terms.memory_traffic, table.table.chip
-    matmuls = table.matmul_seconds(works) * works.runs[:, None]
-    touched = touch_seconds(touches, ways, grid.scale, chip, assumptions)
+    matmuls, traffic, chip = terms.matmuls, terms.memory_traffic, table.table.chip
+    matmul_time = table.matmul_seconds(matmuls) * matmuls.runs[:, None]
+    traffic_time = traffic_seconds(traffic, num_shards, grid.scale, chip, assumptions)
     result: dict[tuple[Any, ...], Array] = {}
     for phase in Phase:
         for inside in (False, True):
-            for name, rows, seconds in (("matmuls", works, matmuls), ("memory", touches, touched)):
+            for name, rows, seconds in (("matmuls", matmuls, matmul_time), ("memory", traffic, traffic_time)):
                 chosen = (rows.phase == phase) & (rows.in_layers == inside)
                 result[phase, inside, name] = seconds[chosen].sum(0)
-            kernels = touches.kernels[phase][int(inside)]
+            kernels = traffic.kernels[phase][int(inside)]
             start = kernels * assumptions.start * chip.kernel_start_seconds
             result[phase, inside, "kernel starts"] = np.full_like(result[phase, inside, "memory"], start)
     return result
@@ -204,15 +207,16 @@ def repeated(terms: Terms, gathers_again: bool = False) -> Terms:
       terms: of a program without remat.
       gathers_again: whether weights are freed in between, and gathered a third time.
     """
-    works, touches, moves = terms.matmuls, terms.memory_traffic, terms.collectives
-    kernels = touches.kernels.copy()
+    matmuls, traffic, collectives = terms.matmuls, terms.memory_traffic, terms.collectives
+    kernels = traffic.kernels.copy()
     kernels[Phase.FORWARD, 1] *= 2
-    again = [1 + ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (works, touches, moves)]
+    again = [1 + ((rows.phase == Phase.FORWARD) & rows.in_layers) for rows in (matmuls, traffic, collectives)]
+    gathers = np.where(collectives.of_weights & (not gathers_again), 1, again[2])
     return replace(
         terms,
-        matmuls=replace(works, runs=works.runs * again[0]),
-        memory_traffic=replace(touches, num_bytes=touches.num_bytes * again[1], kernels=kernels),
-        collectives=replace(moves, runs=moves.runs * np.where(moves.of_weights & (not gathers_again), 1, again[2])),
+        matmuls=replace(matmuls, runs=matmuls.runs * again[0]),
+        memory_traffic=replace(traffic, num_bytes=traffic.num_bytes * again[1], kernels=kernels),
+        collectives=replace(collectives, runs=collectives.runs * gathers),
     )
 
 
@@ -233,20 +237,21 @@ def _wait_for_host(
 
 
 def _moved(
-    terms: Terms, ways: Array, table: "TableAt", grid: Grid, assumptions: Assumptions
+    terms: Terms, num_shards: Array, table: "GridTable", grid: Grid, assumptions: Assumptions
 ) -> tuple[dict[tuple[Any, ...], Array], Array]:
     """Returns seconds by (phase, in the layers, of weights), per microbatch; and of gradient reductions per step.
 
     Collectives of weights in one place are combined into one message, as compilers do; the compiler for CPUs does not.
     """
-    moves = terms.collectives
-    num_bytes = moves.num_bytes[:, None] * np.where(moves.batched[:, None], grid.scale, 1.0) / ways[moves.kept]
+    collectives = terms.collectives
+    scale = np.where(collectives.batched[:, None], grid.scale, 1.0)
+    num_bytes = collectives.num_bytes[:, None] * scale / num_shards[collectives.unchanged]
     result: dict[tuple[Any, ...], Array] = defaultdict(lambda: np.zeros(grid.scale.shape))
     once = np.zeros(grid.scale.shape)
     combines = not table.table.chip.shared
-    for (kind, over, phase, inside, of_weights, _), rows in _messages(moves, combines).items():
-        runs = terms.num_layers if combines and of_weights and inside else moves.runs[rows].max()
-        total = (num_bytes[rows] * moves.runs[rows][:, None]).sum(0) / runs
+    for (kind, over, phase, inside, of_weights, _), rows in _messages(collectives, combines).items():
+        runs = terms.num_layers if combines and of_weights and inside else collectives.runs[rows].max()
+        total = (num_bytes[rows] * collectives.runs[rows][:, None]).sum(0) / runs
         seconds = runs * table.seconds(kind, over, total, assumptions)
         is_sum = kind == 1
         if of_weights and is_sum and phase != Phase.FORWARD:
@@ -256,10 +261,10 @@ def _moved(
     return result, once
 
 
-def _messages(moves: Collectives, combines: bool) -> dict[tuple[Any, ...], list[int]]:
+def _messages(collectives: Collectives, combines: bool) -> dict[tuple[Any, ...], list[int]]:
     """Returns rows of one message, by (kind, over, phase, in the layers, of weights), and the row if sent alone."""
     together: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    places = (moves.kind, moves.over, moves.phase, moves.in_layers, moves.of_weights)
+    places = (collectives.kind, collectives.over, collectives.phase, collectives.in_layers, collectives.of_weights)
     for row, place in enumerate(zip(*(column.tolist() for column in places), strict=True)):
         together[*place, None if combines and place[-1] else row].append(row)
     return together
@@ -274,8 +279,8 @@ def _sum(parts: dict[Any, Array], moved: dict[Any, Array], inside: bool) -> dict
     return result
 
 
-def _flops(works: Matmuls, ways: Array, scale: Array) -> Array:
-    return works.flops[:, None] * np.where(works.batched[:, None] >= 0, scale, 1.0) / ways[works.work]
+def _flops(matmuls: Matmuls, num_shards: Array, scale: Array) -> Array:
+    return matmuls.flops[:, None] * np.where(matmuls.batched[:, None] >= 0, scale, 1.0) / num_shards[matmuls.work]
 
 
 def _memory_rate(chip: Chip) -> float:
@@ -289,27 +294,27 @@ class Table:
       cluster: the devices.
       axes: names of the mesh axes inside a stage, in order.
       grids: all grids to be priced.
-      given: constants that no data sheet states.
+      assumptions: constants that no data sheet states.
     """
 
-    def __init__(self, cluster: Cluster, axes: Sequence[str], grids: Sequence[Grid], given: Assumptions):
+    def __init__(self, cluster: Cluster, axes: Sequence[str], grids: Sequence[Grid], assumptions: Assumptions):
         candidates = np.hstack([np.zeros((len(axes) + 2, 0)), *map(_columns, grids)])
         self._each = [np.unique(row) for row in candidates]
         self._codes, first = np.unique(self._code(candidates), return_index=True)
         meshes, self._scale = candidates[:-1, first], candidates[-1, first]
         self.links = Links(cluster, axes, meshes.astype(int))
-        self._ways, self.chip, self._given = ways_table(meshes[1:]), cluster.chip, given
+        self._num_shards, self.chip, self._assumptions = shard_counts(meshes[1:]), cluster.chip, assumptions
         self._matmuls: dict[tuple[Any, ...], Array] = {}
 
-    def at(self, grid: Grid) -> "TableAt":
+    def select(self, grid: Grid) -> "GridTable":
         """Returns the part of the table for a grid's candidates."""
-        return TableAt(self, np.searchsorted(self._codes, self._code(_columns(grid))), {})
+        return GridTable(self, np.searchsorted(self._codes, self._code(_columns(grid))), {})
 
-    def matmul_seconds(self, works: Matmuls) -> list[Array]:
+    def matmul_seconds(self, matmuls: Matmuls) -> list[Array]:
         """Returns seconds of one run of each matmul: an array of all candidates for each."""
-        keys = works.keys
+        keys = matmuls.keys
         new = [row for row, key in enumerate(keys) if key not in self._matmuls]
-        computed = matmul_seconds(works.some(new), self._ways, self._scale, self.chip, self._given)
+        computed = matmul_seconds(matmuls.some(new), self._num_shards, self._scale, self.chip, self._assumptions)
         self._matmuls |= {keys[row]: seconds for row, seconds in zip(new, computed, strict=True)}
         return [self._matmuls[key] for key in keys]
 
@@ -325,16 +330,16 @@ def _columns(grid: Grid) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class TableAt:
+class GridTable:
     """A table for some candidates, by their indices among all."""
 
     table: Table
     where: Array
     known: dict[int, dict[str, Array]]
 
-    def matmul_seconds(self, works: Matmuls) -> Array:
+    def matmul_seconds(self, matmuls: Matmuls) -> Array:
         """Returns seconds of one run of each matmul; one row per matmul, one column per candidate."""
-        rows = [seconds[self.where] for seconds in self.table.matmul_seconds(works)]
+        rows = [seconds[self.where] for seconds in self.table.matmul_seconds(matmuls)]
         return np.stack(rows) if rows else np.zeros((0, self.where.size))
 
     def arrays(self, over: int) -> dict[str, Array]:
@@ -343,10 +348,10 @@ class TableAt:
             self.known[over] = {name: values[self.where] for name, values in self.table.links.arrays(over).items()}
         return self.known[over]
 
-    def seconds(self, kind: int, over: int, num_bytes: Array, given: Assumptions) -> Array:
+    def seconds(self, kind: int, over: int, num_bytes: Array, assumptions: Assumptions) -> Array:
         """Returns seconds of one collective over a set of axes; `num_bytes` are those of one group's full array."""
         link = self.arrays(over)
-        size, start = link["size"], link["start_seconds"] * given.start
+        size, start = link["size"], link["start_seconds"] * assumptions.start
         if kind == 1:
             rate = link["all_reduce_bytes_per_second"]
             return all_reduce_seconds(num_bytes, size, rate, link["latency_seconds"], start, link["way_seconds"])

@@ -86,7 +86,7 @@ class Collectives:
     kind: np.ndarray
     num_bytes: np.ndarray
     over: np.ndarray
-    kept: np.ndarray
+    unchanged: np.ndarray
     batched: np.ndarray
     runs: np.ndarray
     phase: np.ndarray
@@ -132,7 +132,7 @@ class Terms:
         for row, kind in enumerate(moves.kind):
             over, common = (
                 [axis for bit, axis in enumerate(self.axes) if mask >> bit & 1 and mesh.ways([axis]) > 1]
-                for mask in (int(moves.over[row]), int(moves.kept[row]))
+                for mask in (int(moves.over[row]), int(moves.unchanged[row]))
             )
             split = common if KINDS[kind] in AS_WHOLE else [*common, *over]
             if over:

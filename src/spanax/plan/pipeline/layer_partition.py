@@ -34,14 +34,14 @@ class Parts:
         return -(-self.num_layers // self.num_parts)
 
     @property
-    def num_kept(self) -> int:
+    def num_padded(self) -> int:
         """Rows of all parts."""
         return self.num_rows * self.num_parts
 
     @property
     def num_short(self) -> int:
         """The number of parts with a row of padding."""
-        return self.num_kept - self.num_layers
+        return self.num_padded - self.num_layers
 
     def first_layer(self, part: Any) -> Any:
         """Returns the first layer of a part, which may be traced."""

@@ -101,7 +101,7 @@ class Ticks:
         return any(task is not None and task.kind == "W" for row in self.tasks for task in row)
 
     @cached_property
-    def num_kept(self) -> int:
+    def num_in_flight(self) -> int:
         """The peak number of microbatches (of one chunk each) whose activations a stage holds."""
         return self._slots["kept"][1]
 

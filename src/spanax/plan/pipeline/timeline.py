@@ -195,7 +195,7 @@ def _check_tasks(orders: Orders) -> None:
         for task in order:
             if task.kind not in KINDS or task.microbatch < 0 or task.chunk < 0:
                 raise SpanaxError(
-                    f"device {device} has {task}, which is no task.",
+                    f"device {device} has {task}, which is not a task.",
                     fix=f"a kind of {', '.join(KINDS)}, a microbatch and a chunk from 0",
                 )
 

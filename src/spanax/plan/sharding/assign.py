@@ -8,6 +8,7 @@ from spanax.errors import IdleAxisError, SpanaxError, nearest
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import LAST_RESORT_AXES, PIPE, Layout
 from spanax.plan.pipeline.layer_partition import Parts
+from spanax.plan.reason import Code, Reason
 from spanax.trace.program import Program
 
 Pins = Mapping[str, str | Sequence[str] | None]
@@ -18,42 +19,6 @@ SMALL = 16
 
 SENT_TO = -1
 """The rank of experts that receive their tokens; values that only select experts are sharded along the batch."""
-
-
-@dataclass(frozen=True)
-class Uneven:
-    """A dim of a named axis is not sharded because its size is not divisible."""
-
-    name: str
-    size: int
-    ways: int
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.size}) does not divide {self.ways} ways"
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A dim is not sharded because the mesh axis shards another dim of the same parameter."""
-
-    axis: str
-    path: str
-
-    def __str__(self) -> str:
-        return f"'{self.axis}' already splits another dim of {self.path}"
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A named axis is not sharded because only a router's scores have it: no weight or computation would be divided."""
-
-    name: str
-
-    def __str__(self) -> str:
-        return f"only a router's scores have {self.name}"
-
-
-Reason = Uneven | Taken | Scored
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +33,10 @@ class Assignment:
     reasons: Mapping[int, Reason]
     parts: Mapping[int, Parts] = field(default_factory=dict)
 
-    def kept(self, label: int | None, size: int) -> int:
+    def padded_size(self, label: int | None, size: int) -> int:
         """Returns the stored size of a dim of a class; layers that the stages do not divide evenly are padded."""
         parts = None if label is None else self.parts.get(label)
-        return size if parts is None or size != parts.num_layers else parts.num_kept
+        return size if parts is None or size != parts.num_layers else parts.num_padded
 
 
 def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Layout:
@@ -143,11 +108,11 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
                 if in_parts:
                     parts[label] = Parts(axes.ways[label], size, num_chunks)
                 if axes.ways[label] % num_shards and not in_parts and _is_uneven(program, name, label, num_shards):
-                    reasons[label] = Uneven(name, axes.ways[label], num_shards)
+                    reasons[label] = Reason(Code.NOT_DIVISIBLE, name, size=axes.ways[label], num_shards=num_shards)
                     if name == "batch" or pins.get(name):
                         raise _does_not_divide(program, name, axes.ways[label], num_shards, layout, mesh)
                 elif axis in layout.exclusive and (path := _clash(program, label, accepted)):
-                    reasons.setdefault(label, Taken(axis, path))
+                    reasons.setdefault(label, Reason(Code.AXIS_USED, path, axis))
                     square.setdefault(label, rank)
                 else:
                     accepted[label] = rank
@@ -159,7 +124,7 @@ def assign(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_ch
             del reasons[label]
         working = [rank for label, rank in accepted.items() if label in program.step.worked]
         if 0 not in working and not (working and axis in layout.exclusive):
-            scored = {label: Scored(names[rank]) for label, rank in accepted.items() if rank == 0}
+            scored = {label: Reason(Code.ROUTER_SCORES, names[rank]) for label, rank in accepted.items() if rank == 0}
             raise _idle(program, axis, size, names, reasons | scored, layout, mesh)
         ranks[axis] = accepted
     if layout.sequence_axis and mesh.ways([layout.sequence_axis]) > 1:
@@ -240,7 +205,7 @@ def _does_not_divide(
     # A loop over parts of the batch in the step itself shards the examples of one part.
     parts = f" in one of its parts, of {max(row.sizes)} in all," if row and size not in row.sizes else ""
     return SpanaxError(
-        f"'{name}' of size {size}{parts} does not divide {shards} ways: {size} % {shards} = {size % shards}.",
+        f"'{name}' of size {size}{parts} is not divisible by {shards}: {size} % {shards} = {size % shards}.",
         where=f"{row.leaves[0] if row else ''}, layout '{layout.name}', mesh {mesh}",
         fix=f"a {name} of {near}{' a part' if parts else ''}, or a smaller mesh axis",
     )
@@ -260,8 +225,8 @@ def _idle(
     labels = [label for name in names for label in program.step.labels_by_name.get(name, ())]
     tried = dict.fromkeys(str(reasons[label]) for label in labels if label in reasons)
     return IdleAxisError(
-        f"mesh axis '{axis}' ({size}) has nothing to split in this program under layout '{layout.name}'.",
-        where="; ".join(tried) or f"it splits {', '.join(names)}; the program has {', '.join(known)}",
+        f"mesh axis '{axis}' ({size}) has nothing to shard in this program under layout '{layout.name}'.",
+        where="; ".join(tried) or f"it shards {', '.join(names)}; the program has {', '.join(known)}",
         fix=f"{axis}={_largest_below(program, needed, size)}, or a layout without '{axis}'",
     )
 

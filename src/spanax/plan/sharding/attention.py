@@ -44,9 +44,9 @@ class AttentionSharding:
         """Returns the spec of an extra operand: sharded as the queries, with all keys."""
         return tuple(() if label in (NONE, self.form.keys) else self.axes[label] for label in labels)
 
-    def extras(self, wanted: Sequence[bool] | None = None) -> list[Spec]:
-        """Returns the specs of all extra operands, or of those that `wanted` selects."""
-        selected = [True] * len(self.form.extras) if wanted is None else wanted
+    def extras(self, is_returned: Sequence[bool] | None = None) -> list[Spec]:
+        """Returns the specs of all extra operands, or of those that `is_returned` selects."""
+        selected = [True] * len(self.form.extras) if is_returned is None else is_returned
         return [
             self.extra(labels) for labels, is_selected in zip(self.form.extras, selected, strict=True) if is_selected
         ]
@@ -75,7 +75,7 @@ def attention_sharding(graph: Graph, op: Op, constraints: Sequence[Constraint | 
     if op.name not in RING:
         return None
     form: Form = op.params["form"]
-    q, k, v = (_lies(graph, value, constraints) for value in op.inputs[:3])
+    q, k, v = (_computed_spec(graph, value, constraints) for value in op.inputs[:3])
     used: set[str] = set()
 
     def take(axes: Sequence[str]) -> Axes:
@@ -91,6 +91,6 @@ def attention_sharding(graph: Graph, op: Op, constraints: Sequence[Constraint | 
     return AttentionSharding(form, (*batch, *rows, queries, queries if k[form.num_batch] == queries else ()))
 
 
-def _lies(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> Spec:
+def _computed_spec(graph: Graph, value: int, constraints: Sequence[Constraint | None]) -> Spec:
     constraint = constraints[value]
     return ((),) * len(graph.shape(value)) if constraint is None else constraint.computed

@@ -11,7 +11,7 @@ from typing import Any
 
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver, Spec
-from spanax.plan.sharding.xla_workarounds import SCATTERS, resized, writes_shards
+from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.trace.analysis.step_analysis import StepAnalysis
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
@@ -36,7 +36,7 @@ class OperandSharding:
       is_local: whether it runs shard by shard, each device on its shard of `inputs`.
       summed: the mesh axes over which the results of shards are then summed.
       parts: the number of shards of the groups of a convolution.
-      around: the sharding of a fused attention operation.
+      attention: the sharding of a fused attention operation.
       is_isolated: whether an optimization barrier keeps the compiler from fusing the first operand's producer into it.
     """
 
@@ -46,11 +46,11 @@ class OperandSharding:
     is_local: bool = False
     summed: tuple[str, ...] = ()
     parts: int = 1
-    around: AttentionSharding | None = None
+    attention: AttentionSharding | None = None
     is_isolated: bool = False
 
 
-def uses(
+def operand_shardings(
     resolver: Resolver, traced: StepAnalysis, constraints: Sequence[Constraint | None]
 ) -> dict[Op, OperandSharding]:
     """Returns the operations that reshard operands or results, each with its sharding."""
@@ -65,11 +65,11 @@ def operand_sharding(
     attention = attention_sharding(traced.graph, op, constraints)
     if attention is not None:
         inputs, outputs = (tuple(map(Constraint, specs)) for specs in (attention.operands(op), attention.results(op)))
-        return OperandSharding(inputs, outputs, is_local=True, around=attention)
+        return OperandSharding(inputs, outputs, is_local=True, attention=attention)
     if op.name in CONTRACTIONS:
         return _in_groups(resolver, traced, op, constraints) or _contracted(resolver, traced, op, constraints)
-    sharding = _turned(resolver, traced, op, constraints) or _lookup(resolver, traced, op, constraints)
-    sharding = sharding or _local(traced, op, constraints) or _spread(op, constraints)
+    sharding = _reshaped(resolver, traced, op, constraints) or _lookup(resolver, traced, op, constraints)
+    sharding = sharding or _local(traced, op, constraints) or _padded(op, constraints)
     sharding = sharding or _resized(traced, op, constraints) or _gathered(op, constraints)
     return _isolated(traced, op, constraints, sharding)
 
@@ -79,9 +79,8 @@ def _in_groups(
 ) -> OperandSharding | None:
     """Shards a convolution in groups: every device computes its shard of batch and groups, without communication.
 
-    XLA's partitioner gathers the batch for it. It sums the gradient of its kernel too often where the mesh has more
-    axes than those of the batch, without an error, and it crashes where channels are sharded (jaxlib 0.10.2 and
-    0.12.0.1: tests/run/step/test_grouped.py).
+    XLA's partitioner gathers the batch for it, sums the gradient of its kernel too often (`GROUPED_CONVOLUTIONS` in
+    `xla_workarounds`), and crashes where channels are sharded.
     """
     dims = _group_dims(op)
     if dims is None:
@@ -108,7 +107,7 @@ def _in_groups(
     )
 
 
-def _turned(
+def _reshaped(
     resolver: Resolver, traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]
 ) -> OperandSharding | None:
     """Reshards around a reshape of a scanned dim: an all-to-all before or after the local reshape.
@@ -245,20 +244,10 @@ def _local(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None
     return OperandSharding(tuple(map(spec, op.inputs)), tuple(map(spec, op.outputs)), is_local=any(axes.values()))
 
 
-def _spread(op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
-    """Replicates a pad between elements, or a negative pad, along the dims that it changes.
-
-    XLA's partitioner crashes where elements are spread along a sharded dim (`associative_scan`, the gradient of a
-    strided slice: tests/run/test_parity.py), and computes wrong numbers for a negative pad of a replicated operand
-    into a sharded result (tests/run/step/test_parts_of_sharded_dims.py); both in jaxlib 0.10.2 and 0.12.0.1.
-    """
-    config = op.params.get("padding_config", ())
-    dims = [dim for dim, (low, high, between) in enumerate(config) if between or low < 0 or high < 0]
-    known = [constraints[value] for value in (op.inputs[0], op.outputs[0])] if dims else []
-    if not any(c is not None and (c.spec[dim] or c.computed[dim]) for c in known for dim in dims):
-        return None
-    replicated = [None if c is None else _whole_along(c, dims) for c in known]
-    return OperandSharding((replicated[0], None), (replicated[1],))
+def _padded(op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
+    """Replicates a pad between elements, or a negative pad, along the dims that it changes."""
+    placed = padded(op, constraints[op.inputs[0]], constraints[op.outputs[0]]) if op.name == "pad" else None
+    return None if placed is None else OperandSharding(*placed)
 
 
 def _resized(traced: StepAnalysis, op: Op, constraints: Sequence[Constraint | None]) -> OperandSharding | None:
@@ -282,10 +271,6 @@ def _isolated(
         if writes_shards(op, sharding.inputs[0] or constraints[op.inputs[0]])
         else sharding
     )
-
-
-def _whole_along(constraint: Constraint, dims: Collection[int]) -> Constraint:
-    return Constraint(tuple(() if dim in dims else by for dim, by in enumerate(constraint.computed)))
 
 
 @dataclass(frozen=True)
@@ -327,7 +312,7 @@ def _lookup(
     summed = {axis for dim in lookup.looked_up for axis in used[dim]}
     if sharding.used is None and not summed:
         return None
-    candidates = _ways_to_look_up(resolver, traced, lookup, sharding, result, summed)
+    candidates = _lookup_strategies(resolver, traced, lookup, sharding, result, summed)
     table_spec, rows_spec, _ = min(candidates, key=lambda candidate: candidate[2])
     if sharding.used is None and table_spec == used and not summed & _axes(result.spec):
         return None
@@ -340,16 +325,16 @@ def _lookup(
     return OperandSharding((table, indices, rows), (table,))
 
 
-def _ways_to_look_up(
+def _lookup_strategies(
     resolver: Resolver, step: StepAnalysis, lookup: _Lookup, sharding: Constraint, result: Constraint, summed: set[str]
 ) -> list[tuple[Spec, Spec, float]]:
     """Returns the specs of the table and of the rows for each strategy, and how many numbers move per device."""
     shape, classes, ways = step.graph.shape, step.axes.classes, resolver.mesh.ways
     used = sharding.computed
     row_size, table_size = math.prod(shape(lookup.rows)), math.prod(shape(lookup.table))
-    is_split = ways([*summed]) > 1
+    is_summed = ways([*summed]) > 1
     computed = _without(result.spec, summed)
-    sums = is_split * (1 + (computed != result.spec)) * row_size / ways([*_axes(computed)])
+    sums = is_summed * (1 + (computed != result.spec)) * row_size / ways([*_axes(computed)])
     tables = 2 * table_size / ways([*_axes(used)]) if sharding.used is not None else 0
     candidates: list[tuple[Spec, Spec, float]] = [(used, computed, tables + sums)]
     if not step.batch_labels.intersection(classes[lookup.table]):
@@ -370,7 +355,7 @@ def _ways_to_look_up(
         batch_spec = _without(result.spec, parts | summed)
         stored = tuple(columns.get(dim, by) for dim, by in enumerate(batch_spec))
         batch = _axes(batch_spec) - parts
-        moved = (2 + is_split) * row_size / ways([*parts, *batch])
+        moved = (2 + is_summed) * row_size / ways([*parts, *batch])
         candidates.append((sharding.spec, stored, moved + (ways([*batch]) > 1) * table_size / ways([*parts])))
     return candidates
 

@@ -111,13 +111,14 @@ def in_forms(program: Program, plan: Plan) -> Program:
 
 def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
     labels = resolver.program.step.axes.classes[value]
-    spec, reason = resolver.placed(leaf, labels)
-    padded = resolver.kept(labels, leaf.shape)
+    spec, reasons = resolver.placed(leaf, labels)
+    padded = resolver.padded_shape(labels, leaf.shape)
     local = tuple(size // resolver.mesh.ways(by) for size, by in zip(padded, spec, strict=True))
     num_bytes = itemsize(leaf.dtype)
     for size in local:
         num_bytes *= size
-    return Placement(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, reason)
+    text = "; ".join(map(str, reasons))
+    return Placement(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, text)
 
 
 def _padding(resolver: Resolver) -> str:
@@ -137,10 +138,12 @@ def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
     if any(set(axes) & {axis for by in place.spec for axis in by} for place in arrays):
         return
     if not arrays:
-        raise SpanaxError(f"the optimizer has no arrays: {layout.name} would store nothing split.", fix="layout 'data'")
+        raise SpanaxError(
+            f"the optimizer has no arrays: {layout.name} would shard nothing in storage.", fix="layout 'data'"
+        )
     largest = max(arrays, key=lambda place: place.local_bytes)
     raise SpanaxError(
-        f"no parameter divides {resolver.mesh.ways(axes)} ways: {layout.name} would store nothing split.",
+        f"no parameter is divisible by {resolver.mesh.ways(axes)}: {layout.name} would shard nothing in storage.",
         where=f"the largest is {largest.path} {list(largest.shape)}",
         fix="a smaller mesh axis, or layout 'data'",
     )

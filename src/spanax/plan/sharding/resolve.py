@@ -10,7 +10,8 @@ from typing import Any, overload
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.layout import Layout
-from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, Reason, assign, pinned
+from spanax.plan.reason import Code, Reason
+from spanax.plan.sharding.assign import SENT_TO, Assignment, Pins, assign, pinned
 from spanax.trace.analysis.labels import label_key
 from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -58,7 +59,7 @@ class Resolver:
         return replace(self, program=program, assignment=assign(program, self.layout, self.mesh, {}))
 
     def computed(
-        self, labels: Labels, shape: Sequence[int], whole: frozenset[int] = frozenset(), *, is_routed: bool
+        self, labels: Labels, shape: Sequence[int], replicated: frozenset[int] = frozenset(), *, is_routed: bool
     ) -> Spec:
         """Returns the spec of a value in computation: each mesh axis shards the first dim of its list that divides."""
         spec: list[tuple[str, ...]] = [()] * len(shape)
@@ -67,8 +68,8 @@ class Resolver:
                 (ranks[label], dim) for dim, label in enumerate(labels) if label is not None and label in ranks
             ]
             for _, dim in sorted(candidate for candidate in candidates if not is_routed or candidate[0] != SENT_TO):
-                size = self.assignment.kept(labels[dim], shape[dim])
-                if dim not in whole and size % self.mesh.ways((*spec[dim], axis)) == 0:
+                size = self.assignment.padded_size(labels[dim], shape[dim])
+                if dim not in replicated and size % self.mesh.ways((*spec[dim], axis)) == 0:
                     spec[dim] = (*spec[dim], axis)
                     break
         return tuple(spec)
@@ -88,7 +89,7 @@ class Resolver:
         axes = self._stored_axes(used, kind)
         if not axes:
             return used
-        ways, padded = self.mesh.ways(axes), self.kept(labels, shape)
+        ways, padded = self.mesh.ways(axes), self.padded_shape(labels, shape)
         local = [size // self.mesh.ways(by) for size, by in zip(padded, used, strict=True)]
         order = [
             (self.reluctance(label), bool(used[dim]), -local[dim], label if label is not None else -1, dim)
@@ -98,9 +99,9 @@ class Resolver:
         dim = min(order)[-1] if order else None
         return tuple((*by, *axes) if index == dim else by for index, by in enumerate(used))
 
-    def kept(self, labels: Labels, shape: Sequence[int]) -> tuple[int, ...]:
+    def padded_shape(self, labels: Labels, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the stored shape of an array of the state, padding included."""
-        return tuple(self.assignment.kept(label, size) for label, size in zip(labels, shape, strict=True))
+        return tuple(self.assignment.padded_size(label, size) for label, size in zip(labels, shape, strict=True))
 
     def _stored_axes(self, used: Spec, kind: str) -> tuple[str, ...]:
         """Returns the mesh axes that shard an array in storage, in addition to those of its computed spec."""
@@ -116,8 +117,8 @@ class Resolver:
         """Returns the kind a leaf is stored as; other state shaped like a parameter (its average) is stored like it."""
         return "param" if leaf.kind == "other" and label_key(labels) in self.program.param_keys else leaf.kind
 
-    def placed(self, leaf: Leaf, labels: Labels) -> tuple[Spec, str]:
-        """Returns the spec of a leaf of the state or the batch between steps, and the reason.
+    def placed(self, leaf: Leaf, labels: Labels) -> tuple[Spec, list[Reason]]:
+        """Returns the spec of a leaf of the state or the batch between steps, and the reasons for it.
 
         Raises:
           SpanaxError: the spec that its author wrote does not divide it.
@@ -127,27 +128,28 @@ class Resolver:
         if written is not None:
             return self._annotated(leaf, written, labels, used, kind)
         if kind == "batch":
-            return used, ""
+            return used, []
         spec, axes = self.stored(used, labels, leaf.shape, kind), self._stored_axes(used, kind)
         if leaf.shape and axes and spec == used:
-            sizes, ways = "x".join(map(str, leaf.shape)), self.mesh.ways(axes)
-            return spec, f"stored whole: no dim of {sizes} divides {'+'.join(axes)} ({ways} ways)"
-        return spec, self._why(labels, spec, f"stored over {'+'.join(axes)}" if spec != used else "")
+            sizes, num_shards = "x".join(map(str, leaf.shape)), self.mesh.ways(axes)
+            return spec, [Reason(Code.REPLICATED, sizes, "+".join(axes), num_shards=num_shards)]
+        stored = [Reason(Code.STORED, axis="+".join(axes))] if spec != used else []
+        return spec, stored + self._reasons(labels, spec)
 
-    def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, str]:
+    def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, list[Reason]]:
         """Returns the spec of an annotated leaf; the layout decides for names not of this mesh, and for storage."""
         taken = {axis for by in written for axis in by}
         is_open = [isinstance(entry, str) and entry not in self.mesh.names for entry in leaf.annotation or ()]
         merged = tuple(
-            tuple(axis for axis in by if axis not in taken) if free else mine
-            for mine, by, free in zip(written, used, is_open, strict=True)
+            tuple(axis for axis in by if axis not in taken) if is_free else annotation
+            for annotation, by, is_free in zip(written, used, is_open, strict=True)
         )
-        spec, parts = self.stored(merged, labels, leaf.shape, kind), ["as the model's author annotated it"]
+        spec, reasons = self.stored(merged, labels, leaf.shape, kind), [Reason(Code.ANNOTATED)]
         if dropped := [axis for axis in _mesh_axes(leaf, self.mesh) if axis not in taken]:
-            parts = [f"annotated over {'+'.join(dropped)}, which does not divide 1", *parts[: any(written)]]
+            reasons = [Reason(Code.ANNOTATED_SIZE_1, axis="+".join(dropped)), *reasons[: any(written)]]
         if spec != merged:
-            parts.append(f"stored over {'+'.join(self._stored_axes(merged, kind))}")
-        return spec, "; ".join(parts)
+            reasons.append(Reason(Code.STORED, axis="+".join(self._stored_axes(merged, kind))))
+        return spec, reasons
 
     def constraints(self, traced: StepAnalysis) -> "Constraints":
         """Returns the constraint of every value of a traced function, by index; None: left to the compiler."""
@@ -156,8 +158,8 @@ class Resolver:
     def constraint(self, key: ShardingKey) -> Constraint | None:
         """Returns the sharding of all values with one key during the step; None: left to the compiler."""
         labels, shape, origin = key.labels, key.shape, key.origin
-        if key.whole:
-            return Constraint(self.computed(labels, shape, key.whole, is_routed=key.is_routed))
+        if key.replicated:
+            return Constraint(self.computed(labels, shape, key.replicated, is_routed=key.is_routed))
         if not any(label is not None for label in labels):
             return None
         is_weight = label_key(labels) in self.program.param_keys
@@ -170,7 +172,7 @@ class Resolver:
             return Constraint(spec, used=None if used == spec else used)
         return Constraint(used, is_open=True) if any(used) else None
 
-    def unsplit(self, leaf: Leaf, labels: Labels) -> list[Reason]:
+    def not_sharded(self, leaf: Leaf, labels: Labels) -> list[Reason]:
         """Returns why dims of a leaf that a mesh axis could shard are not sharded; empty for annotated leaves."""
         if annotated(leaf, self.mesh) is not None or leaf.kind == "batch":
             return []
@@ -187,9 +189,6 @@ class Resolver:
         return list(
             dict.fromkeys(reasons[label] for label, by in pairs if label is not None and label in reasons and not by)
         )
-
-    def _why(self, labels: Labels, spec: Spec, extra: str) -> str:
-        return "; ".join(dict.fromkeys([extra] * bool(extra) + [str(each) for each in self._reasons(labels, spec)]))
 
 
 def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
@@ -209,7 +208,7 @@ def annotated(leaf: Leaf, mesh: MeshShape) -> Spec | None:
     for dim, (size, by) in enumerate(zip(leaf.shape, spec, strict=True)):
         if size % mesh.ways(by):
             raise SpanaxError(
-                f"`{leaf.path}` is annotated to be split {'+'.join(by)} along dim {dim}, "
+                f"`{leaf.path}` is annotated to be sharded over {'+'.join(by)} along dim {dim}, "
                 f"and {size} % {mesh.ways(by)} = {size % mesh.ways(by)}.",
                 where=f"{leaf.path} {leaf.shape} {leaf.annotation}, mesh {mesh}",
                 fix="a mesh axis that divides it, or another annotation",
@@ -245,10 +244,10 @@ class Constraints(Sequence[Constraint | None]):
             return [self[index] for index in range(*value.indices(len(self)))]
         if value >= len(self):
             raise IndexError(value)
-        key = self._traced.sharding_keys[value]  # equal ones are one object
-        if id(key) not in self._known:
-            self._known[id(key)] = self._resolver.constraint(key)
-        return self._known[id(key)]
+        key = self._traced.sharding_keys[value]
+        if key.number not in self._known:
+            self._known[key.number] = self._resolver.constraint(key)
+        return self._known[key.number]
 
 
 def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_chunks: int = 1) -> Resolver:

@@ -1,14 +1,91 @@
-"""Keeps XLA from partitioning operations that read or write a slice of a sharded dim.
+"""The defects of XLA that Spanax works around, each with the JAX versions that have it.
 
-XLA computes wrong numbers for some of them and fails to compile others; see
-tests/run/step/test_parts_of_sharded_dims.py.
+A workaround acts on all versions. `tests/plan/sharding/test_xla_workarounds.py` runs JAX without it, and fails on a
+version that `jax_versions` describes wrongly: then change the record, or delete the workaround.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
 
 from spanax.plan.sharding.resolve import Constraint
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import Graph, Op
+
+
+@dataclass(frozen=True)
+class XlaWorkaround:
+    """A defect of XLA, and where Spanax works around it.
+
+    Attributes:
+      name: identifies it.
+      platform: the platform of the compiler; empty: all, because the defect is in the partitioner.
+      jax_versions: the versions that have the defect.
+      reason: what XLA does.
+      source: the module of the workaround.
+
+    Example:
+      >>> SHARD_SCATTERS.is_needed("0.10.2"), SHARD_SCATTERS.is_needed("0.12.0")
+      (True, False)
+    """
+
+    name: str
+    platform: str
+    jax_versions: SpecifierSet
+    reason: str
+    source: str
+
+    def is_needed(self, jax_version: str) -> bool:
+        """Returns whether a version of JAX has the defect."""
+        return self.jax_versions.contains(jax_version, prereleases=True)
+
+
+RESIZED_DIMS = XlaWorkaround(
+    "resized-dims", "", SpecifierSet(">=0.10.2"),
+    "slices, pads and concatenations of an unevenly sharded dim do not compile, or return wrong numbers",
+    "plan/sharding/xla_workarounds",
+)  # fmt: skip
+
+PADDED_DIMS = XlaWorkaround(
+    "padded-dims", "", SpecifierSet(">=0.10.2"),
+    "a pad between elements into a sharded dim fails to compile, and a negative pad returns wrong numbers",
+    "plan/sharding/xla_workarounds",
+)  # fmt: skip
+
+SHARD_SCATTERS = XlaWorkaround(
+    "shard-scatters", "", SpecifierSet(">=0.10.2,<0.12"),
+    "a scatter into a shard of a replicated array writes values of other shards",
+    "plan/sharding/xla_workarounds",
+)  # fmt: skip
+
+GROUPED_CONVOLUTIONS = XlaWorkaround(
+    "grouped-convolutions", "", SpecifierSet(">=0.10.2"),
+    "the gradient of a grouped convolution's kernel is summed over mesh axes that do not shard the batch",
+    "plan/sharding/operands",
+)  # fmt: skip
+
+MANUAL_LOOKUPS = XlaWorkaround(
+    "manual-lookups", "", SpecifierSet(">=0.10.2"),
+    "a lookup in a sharded table inside a shard_map over another mesh axis aborts the process",
+    "run/step/replay/sharded_lookup",
+)  # fmt: skip
+
+CPU_TRANSPOSES = XlaWorkaround(
+    "cpu-transposes", "cpu", SpecifierSet(">=0.10.2"),
+    "a contraction over two dims writes a transposed copy of an operand",
+    "run/step/replay/cpu_matmuls",
+)  # fmt: skip
+
+CPU_COLLECTIVES = XlaWorkaround(
+    "cpu-collectives", "cpu", SpecifierSet(">=0.10.2"),
+    "collectives of simulated devices deadlock where steps are dispatched without waiting for them",
+    "run/run",
+)  # fmt: skip
+
+WORKAROUNDS = (
+    RESIZED_DIMS, PADDED_DIMS, SHARD_SCATTERS, GROUPED_CONVOLUTIONS, MANUAL_LOOKUPS, CPU_TRANSPOSES, CPU_COLLECTIVES,
+)  # fmt: skip
 
 RESIZES = frozenset({Family.RESIZE, Family.DYNAMIC_SLICE})
 """Operations that resize dims of their operands."""
@@ -20,11 +97,10 @@ Placed = tuple[tuple[Constraint | None, ...], tuple[Constraint | None, ...]]
 
 
 def resized(graph: Graph, op: Op, placed: Sequence[Constraint | None]) -> Placed | None:
-    """Returns the constraints of the operands and results of an operation that resizes a dim; None for all else.
+    """Returns the constraints of the operands and results of an operation that resizes a dim (`RESIZED_DIMS`).
 
-    An operand is replicated along a resized dim unless all operands and results are sharded equally along it: 7 of 8
-    elements do not divide. By default, XLA shards them unevenly, and its partitioner then computes wrong numbers or
-    fails (jaxlib 0.10.2 and 0.12.0.1).
+    None for other operations. An operand is replicated along a resized dim unless all operands and results are sharded
+    equally along it: 7 of 8 elements do not divide.
 
     Args:
       graph: the program.
@@ -48,12 +124,25 @@ def resized(graph: Graph, op: Op, placed: Sequence[Constraint | None]) -> Placed
     return tuple(constraints[:num_operands]), tuple(constraints[num_operands:])
 
 
+def padded(op: Op, operand: Constraint | None, result: Constraint | None) -> Placed | None:
+    """Returns constraints that replicate a pad along the dims that it dilates or cuts (`PADDED_DIMS`); else None."""
+    config = op.params.get("padding_config", ())
+    dims = [dim for dim, (low, high, between) in enumerate(config) if between or low < 0 or high < 0]
+    constraints = [constraint for constraint in (operand, result) if constraint is not None]
+    if not any(constraint.spec[dim] or constraint.computed[dim] for constraint in constraints for dim in dims):
+        return None
+    operand, result = (
+        None if each is None else _replicated(Constraint(each.computed), dims) for each in (operand, result)
+    )
+    return (operand, None), (result,)
+
+
 def writes_shards(op: Op, operand: Constraint | None) -> bool:
-    """Returns whether a scatter writes along a sharded dim of its operand.
+    """Returns whether a scatter writes along a sharded dim of its operand (`SHARD_SCATTERS`).
 
     Each device scatters into its own shard; indices into other shards are out of bounds there. Where the shard is a
     slice of an operand that was computed replicated, XLA's simplifier reads the replicated form at these indices, and
-    the scatter writes that into the shard (jaxlib 0.10.2). An optimization barrier keeps the two apart.
+    the scatter writes that into the shard. An optimization barrier keeps the two apart.
     """
     dims = op.params["dimension_numbers"].scatter_dims_to_operand_dims
     return operand is not None and any(operand.spec[dim] for dim in dims)

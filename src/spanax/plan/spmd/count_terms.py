@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spanax.plan.cost.ring_attention import works
+from spanax.plan.cost.ring_attention import matmul_rows
 from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, Terms
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
@@ -21,7 +21,7 @@ from spanax.trace.rewrites.attention.operation import RING
 
 
 def count_terms(
-    laid: ShardedProgram,
+    sharded: ShardedProgram,
     only: frozenset[int] | None = None,
     *,
     adds_first: bool = False,
@@ -30,14 +30,14 @@ def count_terms(
     """Returns the cost terms of a layout, counted in one walk over the program's groups of operations.
 
     Args:
-      laid: the program's step under the layout.
+      sharded: the program's step under the layout.
       only: count the collectives of these values alone, such as those of one leaf
       (`spanax.trace.analysis.leaf_aliases`).
       late: the reductions that loops defer; none by default.
       adds_first: whether the compiler adds partial sums before it all-reduces them, once: those for TPUs and GPUs do,
         XLA's for CPUs does not. Source: the programs of docs/check.md.
     """
-    traced, counter = laid.traced, _TermCounter(laid, only, late or DeferredReductions())
+    traced, counter = sharded.traced, _TermCounter(sharded, only, late or DeferredReductions())
     for group in traced.op_groups:
         if group.op not in traced.inert:
             counter.add(group)
@@ -46,40 +46,39 @@ def count_terms(
     for gradient_sum in traced.gradient_sums if adds_first else ():
         counter.join(gradient_sum)
     carry, num_layers = traced.layer_carry
-    num_bytes = 0 if carry is None else laid.num_bytes(carry)
-    return Terms(
-        laid.resolver.mesh.names, counter.matmuls(), _touches(laid), counter.collectives(), num_bytes, num_layers
-    )
+    num_bytes = 0 if carry is None else sharded.num_bytes(carry)
+    rows = counter.matmuls(), _memory_traffic(sharded), counter.collectives()
+    return Terms(sharded.resolver.mesh.names, *rows, num_bytes, num_layers)
 
 
 class _TermCounter:
     """Accumulates the rows of the terms; equal collectives are counted together."""
 
-    def __init__(self, laid: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions):
-        self.laid, self.traced, self._only, self._late = laid, laid.traced, only, late
+    def __init__(self, sharded: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions):
+        self.sharded, self.traced, self._only, self._late = sharded, sharded.traced, only, late
         self._works: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
 
     def add(self, group: OpGroup) -> None:
         """Counts one group of operations."""
-        op, laid = group.op, self.laid
+        op, sharded = group.op, self.sharded
         if op.bodies:
             self._add_wires(group)
             return
-        division = laid.division(op)
-        for shift in division.split.shifts if division.split else ():
+        division = sharded.division(op)
+        for shift in division.partition.shifts if division.partition else ():
             is_counted = shift.is_operand or self._only is not None
             self._move(self._runs(group, shift) if is_counted else group.runs, group.phase, group.in_layers, [shift])
-        if op.name in RING and division.use and division.use.around and division.split:
+        if op.name in RING and division.operands and division.operands.attention and division.partition:
             of_q = op.inputs[0]
-            properties = laid.is_batched(of_q), _dtype_name(self.traced.graph.avals[of_q].dtype)
-            rows = works(self.traced.graph, op, division.use.around, laid.resolver.mesh, *properties)
+            properties = sharded.is_batched(of_q), _dtype_name(self.traced.graph.avals[of_q].dtype)
+            rows = matmul_rows(self.traced.graph, op, division.operands.attention, sharded.resolver.mesh, *properties)
             self._works += [(*row, group.runs, int(group.phase), group.in_layers) for row in rows]
-        if op.name in CONTRACTIONS and division.split:
-            known = laid.known.matmuls
+        if op.name in CONTRACTIONS and division.partition:
+            known = sharded.cache.matmuls
             if division not in known:
-                known[division] = _matmul(laid, op, division.split)
+                known[division] = _matmul(sharded, op, division.partition)
             self._works.append((*known[division], group.runs, int(group.phase), group.in_layers))
 
     def _add_wires(self, group: OpGroup) -> None:
@@ -88,39 +87,40 @@ class _TermCounter:
         num_trips = trips(group.op)
         for pairs, swap in ((wires.inputs, False), (wires.outputs, True)):
             for outer, inner in pairs:
-                outside, inside = self.laid.masks(outer), self.laid.masks(inner)
+                outside, inside = self.sharded.masks(outer), self.sharded.masks(inner)
                 extra = len(outside) - len(inside)
                 before, after = (inside, outside[extra:]) if swap else (outside[extra:], inside)
                 runs = group.runs * (num_trips if extra else 1)
                 shifts = transition(inner, before, after, is_operand=False)
                 self._move(self._of(inner, runs), group.phase, group.in_layers, shifts)
         for first, last in wires.carried:
-            shifts = transition(last, self.laid.masks(last), self.laid.masks(first), is_operand=False)
+            shifts = transition(last, self.sharded.masks(last), self.sharded.masks(first), is_operand=False)
             self._move(self._of(last, group.runs * num_trips), group.phase, group.in_layers, shifts)
 
     def add_ends(self) -> None:
         """Counts reshards of state leaves that the step returns with another sharding than their stored one."""
         body, num_leaves = self.traced.graph.body, len(self.traced.graph.body.outputs) - self.traced.num_results
         for old, new in zip(body.inputs[:num_leaves], body.outputs[:num_leaves], strict=True):
-            shifts = transition(new, self.laid.masks(new), self.laid.masks(old), is_operand=False)
+            shifts = transition(new, self.sharded.masks(new), self.sharded.masks(old), is_operand=False)
             self._move(self._of(new, 1), Phase.UPDATE, False, shifts)
 
     def defer(self) -> None:
         """Removes the reductions that loops defer, and counts those after the loops."""
-        late, laid = self._late, self.laid
+        late, sharded = self._late, self.sharded
         for group in self.traced.op_groups if late.sums else ():
             for op, runs in group.ops:
-                mask = laid.mask(late.of(op.outputs[0])) if op in late.sums else 0
-                partitioned = laid.division(op).split if mask else None
+                mask = sharded.mask(late.of(op.outputs[0])) if op in late.sums else 0
+                partitioned = sharded.division(op).partition if mask else None
                 runs = self._of(op.outputs[0], runs)
                 for shift in partitioned.shifts if partitioned else ():
                     if shift.kind == "all-reduce":
                         self._move(-runs, group.phase, group.in_layers, [shift])
-                        remaining = scattered(replace(shift, over=shift.over & ~mask), union(laid.masks(shift.value)))
+                        remaining = replace(shift, over=shift.over & ~mask)
+                        remaining = scattered(remaining, union(sharded.masks(shift.value)))
                         self._move(runs if remaining.over else 0, group.phase, group.in_layers, [remaining])
             for value in set(group.op.outputs).intersection(late.ends) if group.op.bodies else ():
-                axes = union(laid.masks(value))
-                shift = scattered(Reshard("all-reduce", value, laid.mask(late.ends[value]), axes, False), axes)
+                axes = union(sharded.masks(value))
+                shift = scattered(Reshard("all-reduce", value, sharded.mask(late.ends[value]), axes, False), axes)
                 in_layers = not self.traced.layer_labels.isdisjoint(self.traced.sharding_keys[value].labels)
                 self._move(self._of(value, group.runs), group.phase, in_layers, [shift])
 
@@ -133,14 +133,16 @@ class _TermCounter:
                 needed.append(self._summed(group, next(counter)))
                 continue
             right, left = needed.pop(), needed.pop()
-            is_equal = left and right and (left[2].over, left[2].kept) == (right[2].over, right[2].kept)
+            is_equal = left and right and (left[2].over, left[2].unchanged) == (right[2].over, right[2].unchanged)
             needed.append(left if is_equal else None)
             if right and is_equal:
                 runs = sum(self._of(values[right[0]], runs) for values, runs in gradient_sum.met)
                 self._move(-runs, right[1].phase, right[1].in_layers, [right[2]])
 
     def _summed(self, group: OpGroup, index: int) -> tuple[int, OpGroup, Reshard] | None:
-        partitioned = None if any(op in self._late.sums for op, _ in group.ops) else self.laid.division(group.op).split
+        partitioned = (
+            None if any(op in self._late.sums for op, _ in group.ops) else self.sharded.division(group.op).partition
+        )
         sums = [shift for shift in partitioned.shifts if shift.kind == "all-reduce"] if partitioned else []
         return (index, group, sums[0]) if len(sums) == 1 else None
 
@@ -157,7 +159,7 @@ class _TermCounter:
         for op, times in group.ops:
             value = (*op.inputs, *op.outputs)[index]
             if shift.is_operand:
-                key = (value, shift.kind, shift.over, shift.kept)
+                key = (value, shift.kind, shift.over, shift.unchanged)
                 times = 0 if key in self._gathered else times if self.traced.axes.origins[value] else 1
                 self._gathered.add(key)
             runs += self._of(value, times)
@@ -169,13 +171,13 @@ class _TermCounter:
                 continue
             key = (
                 KINDS.index(shift.kind),
-                self.laid.num_bytes(shift.value),
+                self.sharded.num_bytes(shift.value),
                 shift.over,
-                shift.kept & ~shift.over,
-                self.laid.is_batched(shift.value),
+                shift.unchanged & ~shift.over,
+                self.sharded.is_batched(shift.value),
                 int(phase),
                 in_layers,
-                not self.laid.is_batched(shift.value),
+                not self.sharded.is_batched(shift.value),
             )
             self._moves[key] += runs * shift.times
 
@@ -208,7 +210,7 @@ class _TermCounter:
             kind=np.asarray(kind, int),
             num_bytes=np.asarray(num_bytes, float),
             over=np.asarray(over, int),
-            kept=np.asarray(common, int),
+            unchanged=np.asarray(common, int),
             batched=np.asarray(batched, bool),
             runs=np.asarray(runs, float),
             phase=np.asarray(phase, int),
@@ -217,9 +219,9 @@ class _TermCounter:
         )
 
 
-def _matmul(laid: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
+def _matmul(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
     """Returns a row of `Matmuls`, without its phase and number of runs."""
-    traced, graph = laid.traced, laid.traced.graph
+    traced, graph = sharded.traced, sharded.traced.graph
     summed, passed = op.dim_map.contraction
     lhs, rhs, out = op.inputs[0], op.inputs[1], op.outputs[0]
     shape, labels = graph.shape(out), traced.axes.classes[out]
@@ -241,9 +243,9 @@ def _matmul(laid: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[A
         [math.prod(size for size, _, _ in group) for group in groups],
         [union([mask for _, mask, _ in group]) for group in groups],
         next((index for index, group in enumerate(groups) if any(grow for _, _, grow in group)), -1),
-        [laid.num_bytes(value) for value in values],
+        [sharded.num_bytes(value) for value in values],
         [union(masks) for masks in (*partitioned.operands[:2], partitioned.result)],
-        [laid.is_batched(value) for value in values],
+        [sharded.is_batched(value) for value in values],
         _dtype_name(graph.avals[lhs].dtype),
         [traced.sharding_keys[value].labels in traced.score_labels for value in values],
         False,
@@ -269,14 +271,13 @@ def _as_matmul(
     groups[2].append((flops / (2 * math.prod(shape) * num_summed), 0, False))
 
 
-def _touches(laid: ShardedProgram) -> MemoryTraffic:
+def _memory_traffic(sharded: ShardedProgram) -> MemoryTraffic:
     rows: dict[tuple[Any, ...], float] = defaultdict(float)
-    traced = laid.traced
+    traced = sharded.traced
     for value, phase, in_layers, times in traced.memory_traffic.touched:
         is_score = traced.sharding_keys[value].labels in traced.score_labels
-        rows[union(laid.masks(value)), laid.is_batched(value), phase, in_layers, is_score] += times * laid.num_bytes(
-            value
-        )
+        key = (union(sharded.masks(value)), sharded.is_batched(value), phase, in_layers, is_score)
+        rows[key] += times * sharded.num_bytes(value)
     masks, batched, phases, in_layer, scores, num_bytes = _columns([(*key, size) for key, size in rows.items()], 6)
     return MemoryTraffic(
         num_bytes=np.asarray(num_bytes, float),

@@ -62,21 +62,21 @@ class DeferredReductions:
         return self.axes.get(value, ())
 
 
-def unreduced(laid: ShardedProgram, schedule: Schedule) -> DeferredReductions:
+def unreduced(sharded: ShardedProgram, schedule: Schedule) -> DeferredReductions:
     """Returns the reductions that the loops of a step can defer.
 
     Values that a pipeline stores or sends between stages are reduced before.
     """
-    return _found(laid, _handed(laid, schedule) if schedule.num_stages > 1 else ())
+    return _deferrable(sharded, _sent_between_stages(sharded, schedule) if schedule.num_stages > 1 else ())
 
 
-def deferred_reductions(laid: ShardedProgram) -> DeferredReductions | None:
+def deferred_reductions(sharded: ShardedProgram) -> DeferredReductions | None:
     """Returns the deferred reductions of one microbatch of a step: only a loop over loss chunks has any."""
-    return _found(laid, ()) if laid.resolver.program.loss_chunks > 1 else None
+    return _deferrable(sharded, ()) if sharded.resolver.program.loss_chunks > 1 else None
 
 
-def _handed(laid: ShardedProgram, schedule: Schedule) -> set[int]:
-    pieces = pipeline_partition(laid.traced, schedule.microbatches)
+def _sent_between_stages(sharded: ShardedProgram, schedule: Schedule) -> set[int]:
+    pieces = pipeline_partition(sharded.traced, schedule.microbatches)
     loops = (pieces.forward, pieces.backward)
     states = [value for state in (*pieces.states, *pieces.layer_states) for value in (state.before, state.after)]
     between = split_backward(pieces.backward).between if ticks_of(schedule).is_split else ()
@@ -86,14 +86,14 @@ def _handed(laid: ShardedProgram, schedule: Schedule) -> set[int]:
     return handed.union(*loops_hand_on, pieces.forward.stacked)
 
 
-def _found(laid: ShardedProgram, reduced: Collection[int]) -> DeferredReductions:
-    graph = laid.traced.graph
-    sums = {op: axes for op in _in_loops(graph) if (axes := _summed_over(laid, op))}
+def _deferrable(sharded: ShardedProgram, reduced: Collection[int]) -> DeferredReductions:
+    graph = sharded.traced.graph
+    sums = {op: axes for op in _in_loops(graph) if (axes := _summed_over(sharded, op))}
     if not sums:
         return DeferredReductions()
     refused = set(reduced)
     while True:
-        may = _may_be(laid, refused)
+        may = _may_be(sharded, refused)
         reached = _reached(graph, {op: mask & may[op.outputs[0]] for op, mask in sums.items()}, may)
         clashes = {
             value
@@ -102,12 +102,12 @@ def _found(laid: ShardedProgram, reduced: Collection[int]) -> DeferredReductions
             for value in op.inputs
         }
         if not clashes:
-            return _described(laid, sums, reached)
+            return _described(sharded, sums, reached)
         refused |= clashes
 
 
-def _described(laid: ShardedProgram, sums: Mapping[Op, int], reached: Mapping[int, int]) -> DeferredReductions:
-    graph, names = laid.traced.graph, laid.resolver.mesh.names
+def _described(sharded: ShardedProgram, sums: Mapping[Op, int], reached: Mapping[int, int]) -> DeferredReductions:
+    graph, names = sharded.traced.graph, sharded.resolver.mesh.names
 
     def named(mask: int) -> tuple[str, ...]:
         return tuple(name for index, name in enumerate(names) if mask >> index & 1)
@@ -118,8 +118,8 @@ def _described(laid: ShardedProgram, sums: Mapping[Op, int], reached: Mapping[in
             for outer, first in _results(graph.wires(op)):
                 if pending := reached.get(first, 0) & ~reached.get(outer, 0):
                     ends[outer] = named(pending)
-    put_off = {op: mask & reached.get(op.outputs[0], 0) for op, mask in sums.items()}
-    dims = {op: _dims(laid, op, mask) for op, mask in put_off.items() if mask}
+    deferred = {op: mask & reached.get(op.outputs[0], 0) for op, mask in sums.items()}
+    dims = {op: _dims(sharded, op, mask) for op, mask in deferred.items() if mask}
     return DeferredReductions({value: named(mask) for value, mask in reached.items() if mask}, dims, ends)
 
 
@@ -130,26 +130,26 @@ def _in_loops(graph: Graph) -> Iterator[Op]:
                 yield from Graph(body, graph.avals, graph.constants).ops()
 
 
-def _summed_over(laid: ShardedProgram, op: Op) -> int:
+def _summed_over(sharded: ShardedProgram, op: Op) -> int:
     """Returns the mesh axes over which the compiler would all-reduce the result of an operation at once."""
-    if op.name not in SUMS or not jnp.issubdtype(laid.traced.graph.avals[op.outputs[0]].dtype, jnp.inexact):
+    if op.name not in SUMS or not jnp.issubdtype(sharded.traced.graph.avals[op.outputs[0]].dtype, jnp.inexact):
         return 0
-    division = laid.division(op)
-    if division.split is None or (division.use is not None and division.use.is_local):
+    division = sharded.division(op)
+    if division.partition is None or (division.operands is not None and division.operands.is_local):
         return 0
-    results = laid.traced.alike[op].outputs
+    results = sharded.traced.alike[op].outputs
     mask = union(
-        [shift.over for shift in division.split.shifts if shift.value in results and shift.kind == "all-reduce"]
+        [shift.over for shift in division.partition.shifts if shift.value in results and shift.kind == "all-reduce"]
     )
-    masks = [union([by for _, by in dims]) for dims in _split_sums(laid, op) if dims is not None]
+    masks = [union([by for _, by in dims]) for dims in _split_sums(sharded, op) if dims is not None]
     for operand_mask in masks:  # every operand must be sharded
         mask &= operand_mask
     return mask
 
 
-def _split_sums(laid: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | None]:
+def _split_sums(sharded: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | None]:
     """Returns the contracted dims of every operand, each with the axes that shard it; None for an accumulator."""
-    partitioned = laid.division(op).split
+    partitioned = sharded.division(op).partition
     assert partitioned is not None
     masks = partitioned.operands
     relations = [dict(relation.dims) for relation in op.dim_map.of_kind(Kind.CONTRACTED, Kind.SAME)]
@@ -162,14 +162,14 @@ def _split_sums(laid: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | No
     ]
 
 
-def _dims(laid: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]:
+def _dims(sharded: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]:
     """Returns the dims to shard: dims contracted together are sharded equally, in the axis order of one of them."""
-    by_operand = _split_sums(laid, op)
-    use, names = laid.division(op).use, laid.resolver.mesh.names
+    by_operand = _split_sums(sharded, op)
+    use, names = sharded.division(op).operands, sharded.resolver.mesh.names
     known: list[list[tuple[str, ...]]] = []
     for index, value in enumerate(op.inputs):
-        constraint = (use.inputs[index] if use else None) or laid.constraints[value]
-        known.append([*constraint.spec] if constraint else [()] * len(laid.traced.graph.shape(value)))
+        constraint = (use.inputs[index] if use else None) or sharded.constraints[value]
+        known.append([*constraint.spec] if constraint else [()] * len(sharded.traced.graph.shape(value)))
     result: list[list[tuple[int, tuple[str, ...]]] | None] = [None if dims is None else [] for dims in by_operand]
     sides = [index for index, dims in enumerate(by_operand) if dims is not None]
     for contracted in zip(*(by_operand[index] or () for index in sides), strict=True):
@@ -184,12 +184,12 @@ def _dims(laid: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]:
     return tuple(None if dims is None else tuple(dims) for dims in result)
 
 
-def _may_be(laid: ShardedProgram, refused: Collection[int]) -> defaultdict[int, int]:
+def _may_be(sharded: ShardedProgram, refused: Collection[int]) -> defaultdict[int, int]:
     """Returns, per value, the mesh axes over which its reduction may be deferred: it is needed only after loops."""
-    graph, everything = laid.traced.graph, (1 << len(laid.resolver.mesh.names)) - 1
+    graph, everything = sharded.traced.graph, (1 << len(sharded.resolver.mesh.names)) - 1
     may = defaultdict(lambda: everything)
     for value in range(len(graph.avals)):
-        if taken := union(laid.masks(value)):
+        if taken := union(sharded.masks(value)):
             may[value] = everything & ~taken
     for value in (*refused, *graph.body.outputs):
         may[value] = 0

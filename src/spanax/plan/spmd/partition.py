@@ -28,7 +28,7 @@ class Reshard:
         `collective-permute`.
       value: the index of the value.
       over: the mesh axes of the collective.
-      kept: the mesh axes that shard the value both before and after: each of their groups moves its own shard.
+      unchanged: the mesh axes that shard the value both before and after: each of their groups moves its own shard.
       is_operand: whether it reshards an operand before use, shared by all operations that use it so.
       times: how often it runs.
     """
@@ -36,7 +36,7 @@ class Reshard:
     kind: str
     value: int
     over: int
-    kept: int
+    unchanged: int
     is_operand: bool
     times: int = 1
 
@@ -258,7 +258,7 @@ def _merged(shifts: Sequence[Reshard]) -> list[Reshard]:
     for shift in shifts:
         old = merged.get((shift.kind, shift.value))
         over = shift.over | (old.over if old else 0)
-        common = (shift.kept & old.kept if old else shift.kept) & ~over
+        common = (shift.unchanged & old.unchanged if old else shift.unchanged) & ~over
         merged[shift.kind, shift.value] = Reshard(shift.kind, shift.value, over, common, True)
     return list(merged.values())
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spanax.plan.cost.ring_attention import ring_split
+from spanax.plan.cost.ring_attention import ring_partition
 from spanax.plan.sharding.operands import LOOKUPS, OperandSharding, operand_sharding
 from spanax.plan.sharding.resolve import Constraint, Resolver
 from spanax.plan.spmd.partition import Masks, PartitionedOp, Reshard, as_masks, spmd_partition, transition, union
@@ -17,15 +17,15 @@ from spanax.trace.rewrites.attention.operation import RING
 class Division:
     """How one operation is executed: how it reshards its operands, and how it is partitioned, with all its collectives.
 
-    `use` is None where no operand is resharded, `split` where the operation needs no collective.
+    `operands` is None where no operand is resharded, `partition` where the operation needs no collective.
     """
 
-    use: OperandSharding | None
-    split: PartitionedOp | None
+    operands: OperandSharding | None
+    partition: PartitionedOp | None
 
 
 @dataclass(frozen=True, eq=False)
-class Known:
+class ShardingCache:
     """A cache shared by the layouts of one function over the same mesh axes.
 
     `numbers` enumerates the shardings of values; `divisions` are keyed by the operation and its values' shardings,
@@ -43,20 +43,20 @@ class ShardedProgram:
     Args:
       resolver: the layout, applied to the program on a mesh.
       traced: the program's step, or its evaluation.
-      known: the cache of other layouts of the same function over the same mesh axes; new results are added.
+      cache: the cache of other layouts of the same function over the same mesh axes; new results are added.
     """
 
-    def __init__(self, resolver: Resolver, traced: StepAnalysis, known: Known | None = None):
+    def __init__(self, resolver: Resolver, traced: StepAnalysis, cache: ShardingCache | None = None):
         self.resolver, self.traced = resolver, traced
         self.constraints = resolver.constraints(traced)
-        self.known = known or Known()
+        self.cache = cache or ShardingCache()
         self._bits = {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
-        self._lies: dict[int, tuple[int, Masks]] = {}
+        self._masks_by_key: dict[int, tuple[int, Masks]] = {}
         self._divisions: dict[Op, Division] = {}
 
     def masks(self, value: int) -> Masks:
         """Returns the sharding of a value."""
-        return self._lying(value)[1]
+        return self._numbered_masks(value)[1]
 
     def masks_of(self, value: int, constraint: Constraint | None) -> Masks:
         """Returns the sharding of a value under a constraint; replicated without one."""
@@ -80,20 +80,20 @@ class ShardedProgram:
         """Returns how an operation is executed; its reshards name the values of its group's representative."""
         op = self.traced.alike[op]
         if op not in self._divisions:
-            shardings = tuple(self._lying(value)[0] for value in (*op.inputs, *op.outputs))
+            shardings = tuple(self._numbered_masks(value)[0] for value in (*op.inputs, *op.outputs))
             key = (op, shardings, self.resolver.mesh if op.name in LOOKUPS | RING else None)
-            if key not in self.known.divisions:
-                self.known.divisions[key] = self._divide(op)
-            self._divisions[op] = self.known.divisions[key]
+            if key not in self.cache.divisions:
+                self.cache.divisions[key] = self._divide(op)
+            self._divisions[op] = self.cache.divisions[key]
         return self._divisions[op]
 
-    def _lying(self, value: int) -> tuple[int, Masks]:
-        key = id(self.traced.sharding_keys[value])
-        if key not in self._lies:
-            constraint, numbers = self.constraints[value], self.known.numbers
+    def _numbered_masks(self, value: int) -> tuple[int, Masks]:
+        key = self.traced.sharding_keys[value].number
+        if key not in self._masks_by_key:
+            constraint, numbers = self.constraints[value], self.cache.numbers
             number = numbers.setdefault(constraint, len(numbers))
-            self._lies[key] = number, self.masks_of(value, constraint)
-        return self._lies[key]
+            self._masks_by_key[key] = number, self.masks_of(value, constraint)
+        return self._masks_by_key[key]
 
     def _divide(self, op: Op) -> Division:
         ins, outs = [self.masks(value) for value in op.inputs], [self.masks(value) for value in op.outputs]
@@ -109,8 +109,8 @@ class ShardedProgram:
         for index, constraint in enumerate(use.outputs if use else ()):
             if constraint is not None:
                 requested[index] = self.masks_of(op.outputs[index], constraint)
-        if use is not None and use.around is not None:
-            partitioned = ring_split(self.traced.graph, op, use.around, self.resolver.mesh)
+        if use is not None and use.attention is not None:
+            partitioned = ring_partition(self.traced.graph, op, use.attention, self.resolver.mesh)
         else:
             partitioned = spmd_partition(self.traced.graph, self.traced.axes.classes, op, ins, requested)
         shifts += partitioned.shifts

@@ -1,11 +1,11 @@
 """The records of a training run: config.toml, plan.json and env.json in its folder."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from spanax.errors import WriteError, first_line
 from spanax.hardware.cluster import local
+from spanax.plan.evaluate import evaluate
 from spanax.plan.plan import Plan
-from spanax.plan.predict import with_prediction
 from spanax.run.distributed.processes import from_first
 from spanax.run.record import folder as run_folder
 from spanax.run.record.run_lock import RunLock
@@ -52,7 +52,8 @@ class Records:
         """
         try:
             cluster = local(self.job.devices[: self._plan.mesh.size])
-            self._plan = with_prediction(self.job.program, self._plan, cluster)
+            cost = evaluate(self.job.program, self._plan, cluster)
+            self._plan = replace(self._plan, price=cost.prediction)
             run_folder.write_plan(self.telemetry.folder, self._plan.to_json())
         except Exception as error:
             self.telemetry.warn(f"cannot predict the step time of the plan: {first_line(error)}")

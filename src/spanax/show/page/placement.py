@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from spanax.check.array_placement import copies
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.cost.prediction import Moved
-from spanax.plan.plan import Placement, Plan
-from spanax.plan.predict import pattern
+from spanax.plan.plan import Placement, Plan, path_pattern
 from spanax.show.page.parts.blocks import facts
 from spanax.show.page.parts.markup import Node, el, fill
 from spanax.show.page.parts.mesh import axis_colour, mesh_grid
@@ -106,7 +105,7 @@ def _rows(leaves: Sequence[Placement]) -> list[list[Placement]]:
     """Groups arrays that differ only in the index of their block; the largest first."""
     groups: dict[tuple[object, ...], list[Placement]] = {}
     for leaf in leaves:
-        groups.setdefault((pattern(leaf.path), leaf.shape, leaf.dtype, leaf.spec, leaf.reason), []).append(leaf)
+        groups.setdefault((path_pattern(leaf.path), leaf.shape, leaf.dtype, leaf.spec, leaf.reason), []).append(leaf)
     return sorted(groups.values(), key=lambda alike: -len(alike) * alike[0].local_bytes)
 
 
@@ -114,7 +113,7 @@ def _row(alike: Sequence[Placement], plan: Plan, largest: int) -> Node:
     leaf, names = alike[0], [name for name, size in plan.mesh.axes if size > 1]
     index = {name: number for number, name in enumerate(names)}
     by_dim = "|".join("+".join(str(index[axis]) for axis in axes if axis in index) for axes in leaf.spec)
-    name = leaf.path if len(alike) == 1 else f"{pattern(leaf.path)} ×{len(alike)}"
+    name = leaf.path if len(alike) == 1 else f"{path_pattern(leaf.path)} ×{len(alike)}"
     meter = el("span", class_="meter", style=f"--part:{100 * leaf.local_bytes / largest:.1f}%")
     head = el(
         "summary",

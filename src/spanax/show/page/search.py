@@ -30,7 +30,7 @@ def search_page(search: Search, plan: Plan | None, workload: str) -> Page:
     blocks = [Block("Layouts", [search_table(search)], note)]
     if search.rejected:
         rejected = [
-            (reason, f"{count:,}") for reason, count in sorted(search.rejected.items(), key=lambda item: -item[1])
+            (str(reason), f"{count:,}") for reason, count in sorted(search.rejected.items(), key=lambda item: -item[1])
         ]
         blocks.append(Block("Left out", [table("left out", ("reason", "layouts"), rejected, {1})]))
     if plan is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spanax.trace.analysis.fusion import ALIASES, Kept
+from spanax.trace.analysis.sharding_keys import ShardingKey
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 from spanax.trace.traced import Traced
 
@@ -41,7 +42,7 @@ def liveness(
     traced: Traced,
     stored: Mapping[Body, Kept],
     order: Mapping[Body, Sequence[Op]],
-    key_numbers: Sequence[int],
+    keys: Sequence[ShardingKey],
     *,
     in_matmuls: bool,
 ) -> dict[Body, Liveness]:
@@ -53,7 +54,7 @@ def liveness(
       traced: the train step.
       stored: for every body, the values stored in memory between kernels.
       order: for every body, its operations in execution order.
-      key_numbers: the number of the sharding key of every value, by index.
+      keys: the sharding key of every value, by index.
       in_matmuls: whether the compiler fuses producers into matmuls that are their only consumers, and recomputes
         constants in their consumers. On TPU it does; on GPU, matmuls are library calls and read from memory.
 
@@ -66,7 +67,7 @@ def liveness(
     ranges = dict[Body, Liveness]()
     for body, plan in stored.items():
         in_memory, last = _last_reads(graph, body, plan, order[body], in_matmuls)
-        ranges[body] = _of_body(graph, body, order[body], in_memory - excluded, last, key_numbers)
+        ranges[body] = _of_body(graph, body, order[body], in_memory - excluded, last, keys)
     return ranges
 
 
@@ -76,7 +77,7 @@ def _of_body(
     ops: Sequence[Op],
     stored: set[int],
     last: Mapping[int, int],
-    key_numbers: Sequence[int],
+    keys: Sequence[ShardingKey],
 ) -> Liveness:
     groups: dict[tuple[int, int], int] = {}
     values, sizes, rows = list[int](), list[float](), list[tuple[int, int, int]]()
@@ -87,7 +88,7 @@ def _of_body(
             continue
         aval = graph.avals[value]
         itemsize = getattr(aval.dtype, "itemsize", 4)
-        group = groups.setdefault((key_numbers[value], itemsize), len(groups))
+        group = groups.setdefault((keys[value].number, itemsize), len(groups))
         if group == len(values):
             values.append(value)
             sizes.append(float(math.prod(aval.shape)) * itemsize)

@@ -49,19 +49,19 @@ class OpGroup:
     ops: tuple[tuple[Op, int], ...]
 
 
-def op_groups(traced: Traced, key_numbers: Sequence[int], layers: Collection[int | None]) -> list[OpGroup]:
+def op_groups(traced: Traced, keys: Sequence[ShardingKey], layers: Collection[int | None]) -> list[OpGroup]:
     """Returns the groups of equal operations of a traced function, in order of first appearance.
 
     Args:
       traced: the train step, or the evaluation.
-      key_numbers: the number of the sharding key of every value, by index.
+      keys: the sharding key of every value, by index.
       layers: the classes of dims along which layers are stacked.
     """
     groups: dict[tuple[Any, ...], list[tuple[Op, int]]] = {}
     forward = on_the_way(traced)
     for op, runs, in_layers in _visit(traced, layers, traced.graph.body, 1, False):
         phase = phase_of(traced.axes, op, forward)
-        groups.setdefault((_signature(traced.graph, key_numbers, op), phase, in_layers), []).append((op, runs))
+        groups.setdefault((_signature(traced.graph, keys, op), phase, in_layers), []).append((op, runs))
     return [
         OpGroup(ops[0][0], sum(runs for _, runs in ops), phase, in_layers, tuple(ops))
         for (_, phase, in_layers), ops in groups.items()
@@ -82,7 +82,7 @@ class Traffic:
 
 def traffic(
     traced: Traced,
-    key_numbers: Sequence[int],
+    keys: Sequence[ShardingKey],
     groups: Iterable[OpGroup],
     batch: frozenset[int | None],
     layers: frozenset[int | None],
@@ -91,7 +91,7 @@ def traffic(
 
     Args:
       traced: the train step, or the evaluation.
-      key_numbers: the number of the sharding key of every value, by index.
+      keys: the sharding key of every value, by index.
       groups: the op groups of the function.
       batch: the classes of batch dims.
       layers: the classes of dims along which layers are stacked.
@@ -109,7 +109,7 @@ def traffic(
             if not in_layers and not batch.intersection(labels):
                 phase = Phase.UPDATE  # independent of the batch: once per step for any number of microbatches
             is_layer = in_layers or not layers.isdisjoint(labels)
-            key = (key_numbers[access.value], getattr(graph.avals[access.value], "dtype", None))
+            key = (keys[access.value].number, getattr(graph.avals[access.value], "dtype", None))
             row = rows.setdefault((key, phase, is_layer), [access.value, int(phase), is_layer, 0.0])
             row[3] += runs * (access.writes + access.reads)
         kernels[body_phase][in_layers] += runs * num_kernels
@@ -210,7 +210,7 @@ def inert_ops(graph: Graph, keys: Sequence[ShardingKey]) -> frozenset[Op]:
     for op in graph.ops():
         if op.is_elementwise:
             distinct = {
-                (key.labels, key.shape, key.origin & storage_origin, key.is_computed, key.whole)
+                (key.labels, key.shape, key.origin & storage_origin, key.is_computed, key.replicated)
                 for key in (keys[value] for value in (*op.inputs, *op.outputs))
                 if key.shape
             }
@@ -245,12 +245,12 @@ def layer_carry(traced: Traced, groups: Iterable[OpGroup], layers: Collection[in
     return best
 
 
-def _signature(graph: Graph, key_numbers: Sequence[int], op: Op) -> tuple[Any, ...]:
+def _signature(graph: Graph, keys: Sequence[ShardingKey], op: Op) -> tuple[Any, ...]:
     if op.bodies:
         return (op,)
     params = tuple((key, value) for key, value in op.params.items() if _is_plain(value))
-    ins = tuple((key_numbers[value], getattr(graph.avals[value], "dtype", None)) for value in op.inputs)
-    outs = tuple((key_numbers[value], getattr(graph.avals[value], "dtype", None)) for value in op.outputs)
+    ins = tuple((keys[value].number, getattr(graph.avals[value], "dtype", None)) for value in op.inputs)
+    outs = tuple((keys[value].number, getattr(graph.avals[value], "dtype", None)) for value in op.outputs)
     return (op.name, params, ins, outs)
 
 

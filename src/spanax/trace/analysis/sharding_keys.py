@@ -1,7 +1,7 @@
 """The attributes of a value that determine its sharding, independently of any layout."""
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from spanax.trace.analysis.labels import Labels
 from spanax.trace.axes.axes import Axes
@@ -26,22 +26,24 @@ class ShardingKey:
       shape: the size of each dim.
       origin: what it was computed from (`Origin`).
       is_computed: it is an activation, or an operand of one at its point of use: computed, not stored.
-      whole: dims that its operation works along, so that they cannot be sharded freely.
+      replicated: dims that its operation works along, so that they cannot be sharded freely.
       is_routed: it has a dim of experts, but selects experts instead of being stored or computed by them.
+      number: its index among the distinct keys of a traced function, for caches.
     """
 
     labels: tuple[int | None, ...]
     shape: tuple[int, ...]
     origin: int
     is_computed: bool
-    whole: frozenset[int]
+    replicated: frozenset[int]
     is_routed: bool
+    number: int = field(compare=False)
 
 
 def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[ShardingKey]:
     """Returns the sharding key of every value, by index; equal keys are one object."""
     unsharded_dims: dict[int, set[int]] = {}
-    for value, dim in axes.kept_whole:
+    for value, dim in axes.replicated:
         unsharded_dims.setdefault(value, set()).add(dim)
     is_activation = [
         any(axes.names.get(label) == "batch" for label in labels if label is not None) for labels in axes.classes
@@ -61,15 +63,10 @@ def sharding_keys(graph: Graph, axes: Axes, routed: Collection[Labels]) -> list[
             is_activation[value] or is_operand or value in in_chunks,
             frozenset(unsharded_dims.get(value, ())),
             labels in routed,
+            len(known),
         )
         keys.append(known.setdefault(key, key))
     return keys
-
-
-def numbered(keys: Iterable[ShardingKey]) -> list[int]:
-    """Returns the number of each key, in order of first appearance; equal keys have equal numbers."""
-    numbers: dict[ShardingKey, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def uniform_values(graph: Graph) -> frozenset[int]:

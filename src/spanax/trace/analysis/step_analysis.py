@@ -14,7 +14,7 @@ from spanax.trace.analysis.liveness import Liveness, liveness
 from spanax.trace.analysis.moe_routing import Routing, routed, routings
 from spanax.trace.analysis.op_groups import OpGroup, Traffic, inert_ops, layer_carry, op_groups, score_keys, traffic
 from spanax.trace.analysis.order import order
-from spanax.trace.analysis.sharding_keys import ShardingKey, numbered, sharding_keys, uniform_values
+from spanax.trace.analysis.sharding_keys import ShardingKey, sharding_keys, uniform_values
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.graph import Body, Graph, Op
 from spanax.trace.traced import Traced
@@ -111,14 +111,9 @@ class StepAnalysis:
         return sharding_keys(self.graph, self.axes, self.routed)
 
     @cached_property
-    def key_numbers(self) -> list[int]:
-        """Returns the number of the sharding key of every value, by index; equal keys have equal numbers."""
-        return numbered(self.sharding_keys)
-
-    @cached_property
     def op_groups(self) -> list[OpGroup]:
         """Returns the groups of equal operations, each with its number of runs."""
-        return op_groups(self.traced, self.key_numbers, self.layer_labels)
+        return op_groups(self.traced, self.sharding_keys, self.layer_labels)
 
     @cached_property
     def alike(self) -> dict[Op, Op]:
@@ -133,7 +128,7 @@ class StepAnalysis:
     @cached_property
     def memory_traffic(self) -> Traffic:
         """Returns the reads and writes of fused kernels."""
-        return traffic(self.traced, self.key_numbers, self.op_groups, self.batch_labels, self.layer_labels)
+        return traffic(self.traced, self.sharding_keys, self.op_groups, self.batch_labels, self.layer_labels)
 
     @cached_property
     def score_keys(self) -> frozenset[Key]:
@@ -158,12 +153,12 @@ class StepAnalysis:
     @cached_property
     def liveness(self) -> dict[Body, Liveness]:
         """Returns, for every body, the live ranges of its values."""
-        return liveness(self.traced, self.memory_plans, self.order, self.key_numbers, in_matmuls=False)
+        return liveness(self.traced, self.memory_plans, self.order, self.sharding_keys, in_matmuls=False)
 
     @cached_property
     def tpu_liveness(self) -> dict[Body, Liveness]:
         """Returns the live ranges where the compiler fuses producers into matmuls."""
-        return liveness(self.traced, self.memory_plans, self.order, self.key_numbers, in_matmuls=True)
+        return liveness(self.traced, self.memory_plans, self.order, self.sharding_keys, in_matmuls=True)
 
     @cached_property
     def inert(self) -> frozenset[Op]:

@@ -46,7 +46,7 @@ class Axes:
     uses: Mapping[int, str]
     ways: Mapping[int, int]
     origins: Sequence[int]
-    kept_whole: frozenset[tuple[int, int]]
+    replicated: frozenset[tuple[int, int]]
     frozen: frozenset[int]
     unknown: Mapping[str, int]
     opaque: Mapping[str, int]
@@ -113,7 +113,7 @@ def discover(
         uses=uses,
         ways={label: dims.ways(label) for label in {c for labels in classes for c in labels if c is not None}},
         origins=value_origins,
-        kept_whole=frozenset(dims.kept_whole),
+        replicated=frozenset(dims.replicated),
         frozen=is_frozen,
         unknown=dict(dims.unknown),
         opaque=dict(dims.opaque),

@@ -33,7 +33,7 @@ class Dims:
         self._pieces: list[tuple[Dim, Sequence[Dim]]] = []
         self._turns: list[tuple[Dim, Dim | None, Dim]] = []
         self._looped = looped
-        self.kept_whole: set[Dim] = set()
+        self.replicated: set[Dim] = set()
         self.unknown: Counter[str] = Counter()
         self.opaque: Counter[str] = Counter()
 
@@ -64,7 +64,7 @@ class Dims:
             case Kind.SELECTED:
                 self._turns.append((dims[0], None, dims[1]))
             case Kind.ALONG:
-                self.kept_whole.update(dims)
+                self.replicated.update(dims)
             case Kind.OPAQUE:
                 self.opaque[name] += 1
             case Kind.UNKNOWN:

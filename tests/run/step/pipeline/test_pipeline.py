@@ -146,7 +146,7 @@ def test_a_stage_keeps_no_more_microbatches_than_its_schedule_says() -> None:
             )  # fmt: skip
             run = spanax.start(made, planned(made, "pipe=4", schedule))
             temporaries[schedule, count] = run.compile().memory_analysis().temp_size_in_bytes
-    assert ticks("gpipe", 4, 16).num_kept == 16 and ticks("1f1b", 4, 16).num_kept == 4
+    assert ticks("gpipe", 4, 16).num_in_flight == 16 and ticks("1f1b", 4, 16).num_in_flight == 4
     assert temporaries["1f1b", 16] < 1.2 * temporaries["1f1b", 4]
     assert temporaries["gpipe", 16] > 2 * temporaries["gpipe", 4]
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import spanax
 import zoo
-from spanax.plan.sharding.operands import uses
+from spanax.plan.sharding.operands import operand_shardings
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.sharding.resolve import Constraint
 from spanax.run.step.replay.replay import Replay
@@ -218,7 +218,7 @@ def gradients(plan: spanax.Plan, *, constrained: bool = True) -> dict[str, jax.A
     run = spanax.start(program(), plan)
     resolver, step = resolver_of(program(), plan), program().step
     constraints = resolver.constraints(step)
-    taken = uses(resolver, step, constraints)
+    taken = operand_shardings(resolver, step, constraints)
     if not constrained:
         constraints, taken = [None] * len(constraints), {}
     function = jax.jit(replay(step.graph, constraints, run.mesh, taken))

@@ -114,7 +114,7 @@ def layer_order(program: Program, plan: Plan) -> LayerOrder | None:
     labels = [axes.classes[value] for value in program.step.graph.body.inputs[: len(program.leaves)]]
     dims = tuple(dim_labels.index(label) if label in dim_labels else None for dim_labels in labels)
     shapes = tuple(
-        tuple(parts.num_kept if axis == dim else size for axis, size in enumerate(leaf.shape))
+        tuple(parts.num_padded if axis == dim else size for axis, size in enumerate(leaf.shape))
         for leaf, dim in zip(program.leaves, dims, strict=True)
     )
     layer_placements = plan.leaves

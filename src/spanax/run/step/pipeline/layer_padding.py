@@ -56,7 +56,7 @@ class PaddedStep:
           SpanaxError: a dim is longer for a reason other than padded rows.
         """
         dim = longer_dim(self.written.graph, self.step.graph, value)
-        if dim is not None and self.step.graph.shape(value)[dim] != self.rows.parts.num_kept:
+        if dim is not None and self.step.graph.shape(value)[dim] != self.rows.parts.num_padded:
             raise self._unsupported(self.step.graph.producers[value])
         return dim
 

@@ -79,13 +79,13 @@ class BufferSpec:
     def blank(self) -> Buffers:
         """Returns all buffers except sums and states, before the first tick."""
         ticks = self.ticks
-        residuals = [self.zeros(value, ticks.num_kept, self.num_rows, num_scanned=1) for value in self.residuals]
+        residuals = [self.zeros(value, ticks.num_in_flight, self.num_rows, num_scanned=1) for value in self.residuals]
         return {
             "forward": [self.zeros(value, ticks.num_received[0]) for value in self.partition.payload_forward],
             "backward": [self.zeros(value, ticks.num_received[1]) for value in self.partition.payload_backward],
             "sends_forward": [self.zeros(value) for value in self.partition.payload_forward],
             "sends_backward": [self.zeros(value) for value in self.partition.payload_backward],
-            "residuals": residuals + [self.zeros(value, ticks.num_kept) for value in self.partition.ridden],
+            "residuals": residuals + [self.zeros(value, ticks.num_in_flight) for value in self.partition.ridden],
             "weight_residuals": [self.zeros(value, ticks.num_split, self.num_rows) for value in self.between]
             + [self.zeros(value, ticks.num_split) for value in self.returned],
             "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.partition.results],

@@ -1,7 +1,8 @@
 """Rewrites matmuls that contract adjacent dims to contract one, which XLA's CPU compiler runs faster.
 
 The gradient of a weight contracts batch and positions. For two contracting dims the CPU compiler transposes and copies
-an operand, and recomputes its producers for the copy; for one, it reads the operand in place.
+an operand, and recomputes its producers for the copy (`CPU_TRANSPOSES` in `plan/sharding/xla_workarounds`); for one, it
+reads the operand in place.
 """
 
 from collections.abc import Sequence

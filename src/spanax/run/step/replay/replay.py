@@ -116,7 +116,7 @@ class Replay:
         elif late:
             outs = in_parts(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
         elif use is not None and use.is_local and self.mesh.size > 1:
-            around = None if op.params.get("kernel") else use.around
+            around = None if op.params.get("kernel") else use.attention
             part = None if around is None else attended_part(op, around, self.mesh, self.manual)
             outs = _shard_by_shard(op, use, self.mesh, ins, self.manual, part)
         else:

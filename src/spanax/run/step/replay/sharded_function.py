@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from spanax.plan.pipeline.stages import inside_stage
 from spanax.plan.plan import Plan
-from spanax.plan.sharding.operands import OperandSharding, uses
+from spanax.plan.sharding.operands import OperandSharding, operand_shardings
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.deferred_reductions import DeferredReductions, unreduced
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -51,7 +51,7 @@ def sharded_function(
         if inputs_only:
             return Replay(traced.graph, [None] * len(constraints), {}, mesh)
         deferred = unreduced(ShardedProgram(resolver, traced), plan.schedule) if is_step else DeferredReductions()
-        op_shardings = uses(resolver, traced, constraints)
+        op_shardings = operand_shardings(resolver, traced, constraints)
         unconstrained = _unconstrained(traced, op_shardings)
         pinned = [None if value in unconstrained else constraint for value, constraint in enumerate(constraints)]
         return Replay(traced.graph, pinned, op_shardings, mesh, deferred)

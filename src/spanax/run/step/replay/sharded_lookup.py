@@ -1,7 +1,7 @@
 """Shards lookups (gather and scatter-add) in a table along the looked-up dim: each device looks up its own rows.
 
-XLA's partitioner supports this except on a mesh with manual axes, where it aborts (jaxlib 0.10.2 and 0.12.0.1, "Check
-failed: partition_group_list", three axes). Inside of a pipeline stage the lookup is therefore written with collectives.
+XLA's partitioner supports this except on a mesh with manual axes, where it aborts (`MANUAL_LOOKUPS` in
+`plan/sharding/xla_workarounds`). Inside of a pipeline stage the lookup is therefore written with collectives.
 """
 
 from collections.abc import Sequence

@@ -34,7 +34,7 @@ def schedule_grid(table: Ticks) -> Node:
     keys.append(el("span", el("span", class_="swatch task-idle"), f"idle, {idle:.0f} %"))
     note_text = f" Drawn are the first {shown:,} of {table.num_ticks:,} ticks." if shown < table.num_ticks else ""
     numbers = "A number is the microbatch" + (", and after it the chunk." if table.num_chunks > 1 else ".")
-    note = el("p", f"{numbers} At most {table.num_kept} have activations in memory.{note_text}", class_="note")
+    note = el("p", f"{numbers} At most {table.num_in_flight} have activations in memory.{note_text}", class_="note")
     return el("figure", el("figcaption", *keys), scrolled(f"schedule {table.schedule}", picture), note, class_="ticks")
 
 

@@ -1,0 +1,66 @@
+"""Why a dim is not sharded, how an array is stored, and why a layout is rejected."""
+
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+
+class Code(Enum):
+    """The kinds of reasons; the value of each is its text, with the fields of `Reason`."""
+
+    NOT_DIVISIBLE = "{name} ({size}) is not divisible by {num_shards}"
+    AXIS_USED = "'{axis}' already shards another dim of {name}"
+    ROUTER_SCORES = "only a router's scores have {name}"
+
+    STORED = "stored over {axis}"
+    REPLICATED = "stored replicated: no dim of {name} is divisible by {axis}={num_shards}"
+    ANNOTATED = "as the model's author annotated it"
+    ANNOTATED_SIZE_1 = "annotated over {axis}, and replicated because the dim has size 1"
+
+    BATCH_NOT_DIVISIBLE = "the batch is not divisible by the mesh axes that shard it"
+    IDLE_AXIS = "a mesh axis has nothing to shard"
+    SIZE_NOT_DIVISIBLE = "a size is not divisible"
+    NOTHING_STORED = "storage would shard no array"
+    PIN_NOT_IN_MESH = "an axis is pinned to a mesh axis of size 1"
+    TOO_LARGE = "it does not fit into memory"
+    NOT_REQUESTED = "another layout or mesh was requested"
+    SAME_COST = "sequence parallelism would change neither time nor memory"
+    INEXACT = "microbatches would change the loss, or evaluate it twice"
+    NO_REMAT = "remat {name}: {detail}"
+    NOT_COMPARED = "priced, not compared"
+
+    LAYOUT_REQUESTED = "as requested"
+    MESH_NAMES = "implied by the names of the mesh axes"
+
+    LOGITS_IN_CHUNKS = "logits in {size} chunks: {detail} less"
+    LOGITS_UNSUPPORTED = "logits in one chunk: {detail}"
+    LOGITS_SMALL = "logits in one chunk: more chunks would save {detail} of the memory"
+    LOGITS_SLOWER = "logits in one chunk: 2 chunks take {detail} longer"
+    LOGITS_SAVE_LITTLE = "logits in one chunk: 2 chunks save little"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One reason; `str` renders it.
+
+    Attributes:
+      code: the kind of reason.
+      name: the named axis, parameter, shape or remat policy it is about.
+      axis: the mesh axes, joined by `+`.
+      size: the size of a dim, or a number of chunks.
+      num_shards: the number of shards that were requested.
+      detail: a quantity, or the message of an error.
+
+    Example:
+      >>> str(Reason(Code.NOT_DIVISIBLE, "mlp", size=10, num_shards=4))
+      'mlp (10) is not divisible by 4'
+    """
+
+    code: Code
+    name: str = ""
+    axis: str = ""
+    size: int = 0
+    num_shards: int = 0
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return self.code.value.format(**asdict(self))

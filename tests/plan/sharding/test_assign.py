@@ -1,0 +1,92 @@
+"""Assign: which classes of dims each mesh axis shards, and why others stay replicated."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import spanax
+from programs import small_gpt
+from spanax.errors import IdleAxisError, SpanaxError
+from spanax.hardware.mesh import MeshShape
+from spanax.plan.layout import Layout
+from spanax.plan.presets import layout_named
+from spanax.plan.reason import Code
+from spanax.plan.sharding.assign import Assignment, assign, pinned
+from spanax.trace.program import Program
+
+
+def assigned(program: Program, layout: str, mesh: str) -> Assignment:
+    shape = MeshShape.of(mesh)
+    return assign(program, layout_named(layout, shape), shape, {})
+
+
+def names(program: Program, assignment: Assignment, axis: str) -> set[str]:
+    return {program.step.axes.names[label] for label in assignment.ranks[axis]}
+
+
+def traced(build: Callable[[nnx.Rngs], nnx.Module], width: int) -> Program:
+    return spanax.trace(
+        build=build, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((8, width), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+
+
+def layers(rngs: nnx.Rngs) -> nnx.Sequential:
+    return nnx.Sequential(
+        nnx.Linear(16, 32, rngs=rngs), jnp.tanh, nnx.Linear(32, 64, rngs=rngs), jnp.tanh, nnx.Linear(64, 16, rngs=rngs)
+    )
+
+
+def test_the_model_axis_shards_one_dim_of_each_weight() -> None:
+    program = traced(layers, 16)
+    assignment = assigned(program, "data+tensor", "data=2,model=2")
+    assert names(program, assignment, "data") == {"batch"}
+    for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
+        labels = program.step.axes.classes[value]
+        assert leaf.kind != "param" or sum(label in assignment.ranks["model"] for label in labels) <= 1, leaf.path
+    assert {reason.code for reason in assignment.reasons.values()} == {Code.AXIS_USED}
+
+
+def test_a_mesh_axis_of_one_device_shards_nothing() -> None:
+    assert set(assigned(small_gpt(), "data+tensor", "data=1,model=2").ranks) == {"model"}
+
+
+def test_a_dim_that_is_not_divisible_is_a_reason() -> None:
+    program = small_gpt()
+    size = next(axis.ways for axis in program.axes if axis.name == "heads")
+    assignment = assigned(program, "tensor", f"model={2 * size}")
+    (reason,) = {reason for reason in assignment.reasons.values() if reason.name == "heads"}
+    assert (reason.code, reason.size, reason.num_shards) == (Code.NOT_DIVISIBLE, size, 2 * size)
+    assert "heads" not in names(program, assignment, "model")
+
+
+def test_a_batch_that_is_not_divisible_raises() -> None:
+    with pytest.raises(SpanaxError, match="'batch' of size 16 is not divisible by 3: 16 % 3 = 1"):
+        assigned(small_gpt(), "data", "data=3")
+
+
+def test_a_mesh_axis_without_work_raises() -> None:
+    with pytest.raises(IdleAxisError, match=r"mesh axis 'model' \(4\) has nothing to shard"):
+        assigned(traced(lambda rngs: nnx.Linear(6, 6, rngs=rngs), 6), "tensor", "model=4")
+
+
+def test_a_pin_moves_an_axis_to_another_mesh_axis() -> None:
+    mesh = MeshShape.of("data=2,model=2")
+    layout = layout_named("data+tensor", mesh)
+    by_axis = dict(pinned(layout, {"mlp": "data"}, small_gpt(), mesh).computed)
+    assert by_axis["data"] == ("mlp", "batch") and "mlp" not in by_axis["model"]
+    assert "mlp" not in dict(pinned(layout, {"mlp": None}, small_gpt(), mesh).computed)["model"]
+    with pytest.raises(SpanaxError, match="cannot pin 'mlp' to mesh axis 'pipe'"):
+        pinned(layout, {"mlp": "pipe"}, small_gpt(), mesh)
+
+
+def test_uneven_stages_are_padded() -> None:
+    program, mesh = small_gpt(num_layers=3), MeshShape.of("pipe=2")
+    assignment = assign(program, Layout("stages", computed=(("pipe", ("layers",)),)), mesh, {})
+    ((label, parts),) = assignment.parts.items()
+    assert (parts.num_layers, parts.num_parts, assignment.padded_size(label, 3)) == (3, 2, 4)
+    assert assignment.padded_size(label, 5) == 5 and assignment.padded_size(None, 3) == 3
