@@ -201,5 +201,5 @@ def test_what_the_first_process_decides_keeps_its_blanks(monkeypatch: pytest.Mon
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda letters: letters)
     assert hosts.from_first(lambda: " a é ", WriteError) == " a é "
-    with pytest.raises(WriteError, match="4097 letters"):
+    with pytest.raises(WriteError, match="4097 characters"):
         hosts.from_first(lambda: "a" * 4097, WriteError)

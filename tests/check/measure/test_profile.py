@@ -171,7 +171,7 @@ def test_a_missing_trace_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["10", "10:", "0:3", "9:3", "a:b", "1:2:3"])
 def test_invalid_profile_steps_raise(text: str) -> None:
-    with pytest.raises(SpanaxError, match="takes the first and the last step"):
+    with pytest.raises(SpanaxError, match="must be the first and the last step"):
         profiled_steps(TrainConfig(profile=text))
 
 

@@ -59,7 +59,7 @@ def test_the_text_shows_differences_and_tolerances() -> None:
 @pytest.mark.parametrize("broken", ["example", "weight", "nan"])
 def test_other_numbers_are_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One example left out, one weight off by a thousandth, one number that is none: on eight devices only."""
-    program, taken, placed = zoo_program("mlp"), module._taken, module._placed
+    program, taken, placed = zoo_program("mlp"), module._run_steps, module._placed
 
     def take(run: Any, batches: Any) -> Any:
         if run.mesh.size > 1 and broken == "example":
@@ -74,7 +74,7 @@ def test_other_numbers_are_named(broken: str, monkeypatch: pytest.MonkeyPatch) -
             state[at] = state[at] * np.float32(1.001 if broken == "weight" else np.nan)
         return placed(run, plan, state)
 
-    monkeypatch.setattr(module, "_taken", take)
+    monkeypatch.setattr(module, "_run_steps", take)
     monkeypatch.setattr(module, "_placed", place)
     found = parity(program, planned(program, "fsdp", "fsdp=8"), steps=2)
     assert not found.passes and not found.worst("gradients").passes
