@@ -123,7 +123,7 @@ def _extras(
     if asked.out is not None or asked.html is not None:
         try:
             program = next(iter(found.programs.values()))
-            made = replace(made, price=evaluate(program, made, machine).prediction)
+            made = replace(made, price=evaluate(program, made, machine).prediction_as(best))
         except SpanaxError as error:
             text.append(f"note: the plan is without its price: {first_line(error)}")
     if asked.html is not None:
