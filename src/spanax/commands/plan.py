@@ -195,10 +195,11 @@ def _write(command: PlanCommand, search: "Search", plan: "Plan", machine: "Clust
     """Writes the plan with its predicted cost, and the page."""
     from spanax.plan.evaluate import evaluate
 
+    assert search.best is not None
     lines = []
     try:
         program = next(iter(search.programs.values()))
-        plan = replace(plan, price=evaluate(program, plan, machine).prediction)
+        plan = replace(plan, price=evaluate(program, plan, machine).prediction_as(search.best))
     except SpanaxError as error:
         lines.append(f"note: the plan has no predicted cost: {first_line(error)}")
     if command.html is not None:

@@ -170,10 +170,14 @@ class Evaluation:
     @property
     def prediction(self) -> Prediction | None:
         """The cost that is stored with the plan; None on a chip of unknown speed."""
-        chip, candidate = self.cluster.chip, self.candidate if self.cluster.chip.peak_flops else None
-        if candidate is None:
+        return self.prediction_as(self.candidate) if self.cluster.chip.peak_flops else None
+
+    def prediction_as(self, candidate: Candidate) -> Prediction | None:
+        """Returns `prediction` with the costs of a search's candidate, which is priced with its family of meshes."""
+        peak_flops = self.cluster.chip.peak_flops
+        if not peak_flops:
             return None
-        peak = self.cluster.num_devices * chip.peak_flops.get(main_dtype(self.terms), 0.0) * candidate.step_seconds
+        peak = self.cluster.num_devices * peak_flops.get(main_dtype(self.terms), 0.0) * candidate.step_seconds
         return Prediction(
             cluster=str(self.cluster),
             step_seconds=candidate.step_seconds,
