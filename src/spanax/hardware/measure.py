@@ -101,7 +101,7 @@ def start_beside_work_seconds(devices: Sequence[Any], seconds: float) -> float:
     def mapped(program: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
-    def took(add: Callable[[Any], Any]) -> float:
+    def measure(add: Callable[[Any], Any]) -> float:
         def body(x: Any) -> Any:
             x = x @ x
             return x + add(x[:, :1, :1])
@@ -109,7 +109,7 @@ def start_beside_work_seconds(devices: Sequence[Any], seconds: float) -> float:
         until = time.monotonic() + seconds / 2
         return program_seconds(body, values, MAX_TIMES, until=until, call_seconds=call_seconds, mapped=mapped)
 
-    return took(lambda x: lax.psum(x, "x")) - took(lambda x: x)
+    return measure(lambda x: lax.psum(x, "x")) - measure(lambda x: x)
 
 
 def dispatch_seconds(devices: Sequence[Any]) -> float:

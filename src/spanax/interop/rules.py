@@ -80,17 +80,17 @@ def _dims(leaf: Placement) -> list[tuple[str | None, Split]]:
 
 def _called(counts: Counter[tuple[str | None, Split]]) -> dict[tuple[str | None, Split], str]:
     """Assigns a name to each pair of an axis and its sharding; unnamed dims that are not sharded have none."""
-    names_by_split: dict[tuple[str | None, Split], str] = {}
+    name_by_pair: dict[tuple[str | None, Split], str] = {}
     for axis, mesh_axes in sorted(counts, key=lambda pair: -counts[pair]):
         if axis is None and not mesh_axes:
             continue
         name = axis or "dim"
-        if name in names_by_split.values() or axis is None:
+        if name in name_by_pair.values() or axis is None:
             name += "_" + ("_".join(mesh_axes) or "whole")
-        while name in names_by_split.values():
+        while name in name_by_pair.values():
             name += "_"
-        names_by_split[axis, mesh_axes] = name
-    return names_by_split
+        name_by_pair[axis, mesh_axes] = name
+    return name_by_pair
 
 
 def _once(names: list[str | None]) -> list[str | None]:

@@ -34,7 +34,7 @@ DTYPES = {
 """The dtypes of the format and their NumPy names, in the order in which the package writes tensors."""
 
 _ORDER = {name: place for place, name in enumerate(DTYPES.values())}
-_NAMES = {name: theirs for theirs, name in DTYPES.items()}
+_NAMES = {name: format_name for format_name, name in DTYPES.items()}
 MAX_DIMS, MAX_FILES = 8, 4096
 
 
