@@ -463,8 +463,8 @@ def crowded(root: Path) -> list[str]:
 BANNED_NAMES = frozenset("found one told said wanted kept given made own way".split())
 """Pronouns and participles: a name is a noun of the field."""
 MAX_BANNED_IN: dict[str, int] = {
-    ".": 5, "interop": 1, "run/data": 25, "run/data/formats": 31, "run/data/text": 7, "run/step/replay": 5,
-    "run/store": 1, "trace/optimizers": 1, "trace/rewrites/attention": 1, "trace/rewrites/chunked_loss": 1,
+    "interop": 1, "run/data": 25, "run/data/formats": 31, "run/data/text": 7, "run/step/replay": 5, "run/store": 1,
+    "trace/optimizers": 1, "trace/rewrites/attention": 1, "trace/rewrites/chunked_loss": 1,
 }  # fmt: skip
 """Folders whose names have not been rewritten yet; these numbers only shrink."""
 

@@ -1,6 +1,6 @@
 """Spanax scales plain Flax NNX models over any devices.
 
-Write ordinary NNX. Spanax traces the train step, finds its named axes, lays them out on a mesh, and trains it.
+Write plain NNX. Spanax traces the train step, infers its logical axes, shards them over a mesh, and trains the model.
 """
 
 import sys
@@ -116,10 +116,10 @@ __all__ = [
 
 
 class _Lazy(ModuleType):
-    """Public names are imported on first use, so that `spanax --help` does not wait for JAX.
+    """A module that imports public names on first use, so that `spanax --help` does not import JAX.
 
-    Three verbs, `trace`, `plan` and `check`, are folders too. Importing from the folder would put the folder in the
-    verb's place; looked up here, the verb always wins.
+    The functions `trace`, `plan` and `check` have the names of subpackages. The import of a subpackage would replace
+    the function as an attribute of this module; this lookup always returns the function.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -136,5 +136,5 @@ def _notebook(value: Any) -> str:
     return notebook(value)
 
 
-show_with(_notebook)  # a value in a notebook asks for its picture; nothing of it is imported before that
+show_with(_notebook)  # imports the notebook display on first use
 sys.modules[__name__].__class__ = _Lazy

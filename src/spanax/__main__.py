@@ -11,13 +11,13 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C ends it without a traceback, whatever it is doing."""
+    """Runs the command line; Ctrl-C exits without a traceback at any time."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable
-        # Registered first, so called last: Python then gives SIGINT back to the system, which would end it by signal.
+        # Registered first, so called last: Python then restores the default SIGINT handler, which kills the process.
         atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
-    # A start makes a million objects that stay; as often as by default (700), they are gone through for 0.3 s of it.
+    # Startup creates a million permanent objects, whose collection takes 0.3 s at the default threshold (700).
     gc.set_threshold(10_000, *gc.get_threshold()[1:])
     from spanax.cli import main as carry_out
 
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    # Half an import cannot be left: JAX's extensions make another error of an interrupt, or crash.
+    # An import cannot be interrupted: JAX's extensions raise another error or crash.
     while frame:
         if frame.f_globals.get("__name__", "").startswith("importlib._bootstrap"):
             print("spanax: interrupted", file=sys.stderr, flush=True)
@@ -34,12 +34,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _unraisable(lost: Any) -> None:
-    # One that hits a callback of JAX's is told of there, and forgotten: so it comes once more, a moment later.
-    if issubclass(lost.exc_type, KeyboardInterrupt):
+def _unraisable(unraisable: Any) -> None:
+    # An interrupt in a callback of JAX is printed and discarded there, so it is sent again a moment later.
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
         threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     else:
-        sys.__unraisablehook__(lost)
+        sys.__unraisablehook__(unraisable)
 
 
 if __name__ == "__main__":

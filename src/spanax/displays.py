@@ -6,13 +6,13 @@ from typing import Any
 _shown: list[Callable[[Any], str]] = []
 
 
-def show_with(how: Callable[[Any], str]) -> None:
-    """Say what makes HTML of a value."""
-    _shown[:] = [how]
+def show_with(render: Callable[[Any], str]) -> None:
+    """Registers the function that renders a value as HTML."""
+    _shown[:] = [render]
 
 
 def display(value: Any) -> str | None:
-    """A value as HTML, for a notebook; None where nobody said how, and then a notebook takes the text.
+    """Renders a value as HTML for a notebook; None if no function is registered, so that the notebook shows the text.
 
     Example:
       >>> import spanax

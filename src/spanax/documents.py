@@ -1,7 +1,7 @@
-"""Documents: JSON and TOML from files that anybody may have written, read in bounded time and memory.
+"""Parsers of JSON and TOML from untrusted files, in bounded time and memory.
 
-Nothing read here can name code. What is too large, too deep, said twice or no number is refused with a ValueError that
-says so; whoever reads a file tells the user which one it was.
+Parsing never executes code. Content that is too large, too deeply nested, has duplicate keys or invalid numbers raises
+a ValueError with the reason, to which callers add the name of the file.
 """
 
 import json
@@ -17,23 +17,23 @@ from typing import IO, Any
 from spanax.sealed import Opened, opened
 
 MAX_BYTES = 1 << 24
-"""Of a JSON file. The plan of a model of 10,000 arrays takes 5 MB."""
+"""The maximum size of a JSON file. The plan of a model with 10,000 arrays takes 5 MB."""
 
 MAX_TOML_BYTES, MAX_DOTS = 1 << 16, 64
-"""Of a TOML file, and of one of its keys: Python's reader takes time that grows with the square of a key's length."""
+"""The maximum size of a TOML file, and number of dots in a line: `tomllib` is quadratic in the length of a key."""
 
 MAX_VALUES, MAX_DEPTH, MAX_INT = 1 << 20, 64, 1 << 62
-"""How many values, one inside the other how often, and how large a whole number may be."""
+"""The maximum number of values, depth of nesting, and magnitude of integers."""
 
 _QUOTED, _LONG_QUOTES = re.compile(r""""(?:[^"\\\n]|\\.)*"|'[^'\n]*'"""), re.compile("\"{3}|'{3}")
 
 
 def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> bytes:
-    """What a plain file holds; a pipe or device, which may never end, is refused.
+    """Reads a regular file; pipes and devices, which may be endless, are rejected.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is no plain file, or holds more.
+      OSError: the file cannot be read.
+      ValueError: it is not a regular file, or is larger than `max_bytes`.
 
     Example:
       >>> read_bytes(os.devnull)
@@ -41,40 +41,40 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
       ValueError: it is no plain file
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is no plain file")
-        content = file.read(max_bytes + 1) if found.st_size <= max_bytes else None
+        content = file.read(max_bytes + 1) if status.st_size <= max_bytes else None
     if content is None or len(content) > max_bytes:
-        raise ValueError(f"it has {found.st_size:,} bytes, and at most {max_bytes:,} are read")
+        raise ValueError(f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read")
     return content
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The value in a JSON file; see `read_bytes` and `parse_json`."""
+    """Reads the value of a JSON file; see `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path))
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The table in a TOML file; see `read_bytes` and `parse_toml`."""
+    """Reads the table of a TOML file; see `read_bytes` and `parse_toml`."""
     return parse_toml(read_bytes(path, max_bytes=MAX_TOML_BYTES).decode("utf-8"))
 
 
 def read_opened(path: str | os.PathLike[str]) -> Opened:
-    """The text of a file that may be sealed.
+    """Reads the text of a file with an optional seal.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is no plain file, or no UTF-8; a DamagedError where it is not what was sealed.
+      OSError: the file cannot be read.
+      ValueError: it is not a regular file, or not UTF-8; a DamagedError if the text does not match its seal.
     """
     return opened(read_bytes(path).decode("utf-8"))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table of a TOML text.
+    """Parses TOML into a table.
 
     Raises:
-      ValueError: it is no TOML, or one that nobody would write.
+      ValueError: the text is not TOML, too large, or too deeply nested.
 
     Example:
       >>> parse_toml('data = "a.b"')
@@ -82,7 +82,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """
     if len(text) > MAX_TOML_BYTES:
         raise ValueError(f"it has more than {MAX_TOML_BYTES:,} bytes")
-    # What stands in quotes is no key; where quotes may go on in the next line, nobody can say so line by line.
+    # Dots in quotes are not part of a key. With multiline strings, quotes cannot be matched by line, so all dots count.
     bare = text if _LONG_QUOTES.search(text) else _QUOTED.sub("", text)
     if any(line.count(".") >= MAX_DOTS for line in bare.split("\n")):
         raise ValueError(f"a line has {MAX_DOTS} dots")
@@ -93,10 +93,11 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text.
+    """Parses JSON into a value.
 
     Raises:
-      ValueError: it is no JSON, has a name twice, a number that is none, too many values, or is nested too deep.
+      ValueError: the text is not JSON, has duplicate keys, numbers that are not finite, too many values, or is too
+        deeply nested.
 
     Example:
       >>> parse_json('{"steps": [1, 2]}')
@@ -115,7 +116,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """A record as one line of JSON that every reader takes; a number that is not finite is its name.
+    """Formats a record as a line of standard JSON; numbers that are not finite become strings.
 
     Example:
       >>> json_line({"step": 4, "loss": float("nan"), "norms": [1.5, float("inf")]})
@@ -129,16 +130,16 @@ def json_line(record: Mapping[str, Any]) -> str:
 
 def _named(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _named(one) for key, one in value.items()}
+        return {key: _named(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_named(one) for one in value]
+        return [_named(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def json_lines(file: IO[bytes], max_bytes: int = 1 << 20) -> Iterator[Mapping[str, Any] | None]:
-    """The objects in a file of JSON lines, one at a time; None for a damaged line: it is none, or over `max_bytes`.
+    """Yields the objects of a JSON lines file; None for lines that are invalid or longer than `max_bytes`.
 
-    The end of a file that is not a line yet is left out: whoever writes it may be about to go on.
+    An incomplete last line is ignored, since it may still be in the process of being written.
 
     Example:
       >>> import io
@@ -172,8 +173,8 @@ def _not_too_deep(value: Any) -> Any:
     for _ in range(MAX_DEPTH):
         level = [
             inner
-            for one in level
-            for inner in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+            for parent in level
+            for inner in (parent.values() if isinstance(parent, dict) else parent if isinstance(parent, list) else ())
         ]
         if not level:
             return value
@@ -181,11 +182,11 @@ def _not_too_deep(value: Any) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{twice[:60]!r} is there twice")
-    return found
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        (duplicate, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{duplicate[:60]!r} is there twice")
+    return fields
 
 
 def _finite(text: str) -> float:

@@ -1,23 +1,23 @@
-"""Every error Spanax raises, and the one place its text is built.
+"""The exceptions that Spanax raises, and the format of their messages.
 
-    SpanaxError            exit code 2: something asked for cannot be done
-    ├── SizeError          2: a workload has no such size to change
-    ├── NoLayoutError      2: no layout can be laid over a program on these devices
+    SpanaxError            exit code 2: a request is invalid
+    ├── SizeError          2: a workload does not have the size to change
+    ├── NoLayoutError      2: no layout shards a program over these devices
     ├── IdleAxisError      2: a mesh axis has nothing to shard in a program
     ├── ResizeError        2: a step cannot be traced with arrays of other sizes
-    ├── DataError          65: what was read is not what it should be
-    │   └── EntryError     65: something other than a regular file is in a run folder
-    ├── CompilerError      70: a compiler died or took too long
-    ├── HostsError         70: the processes of a run did not come together
-    ├── NumbersError       70: the numbers of a run went wrong
-    ├── WriteError         73: the place to write to cannot be written
-    │   └── DiskFullError  73: there is no space left on its device
-    └── ConfigError        78: a run is to go on as another run than it was
+    ├── DataError          65: data, a file or a checkpoint is invalid
+    │   └── EntryError     65: an entry of a run folder is not a regular file
+    ├── CompilerError      70: a compiler crashed or timed out
+    ├── HostsError         70: the processes of a run failed to connect
+    ├── NumbersError       70: the training of a run diverged
+    ├── WriteError         73: a destination cannot be written
+    │   └── DiskFullError  73: the device is full
+    └── ConfigError        78: a run is resumed with incompatible settings
 
-A run that was asked to stop, and can go on, ends with `PREEMPTED`. Where the user's own code raises, the command line
-ends with `MISTAKE`.
+A run that is preempted and can be resumed exits with `PREEMPTED`. If user code raises, the command line exits with
+`MISTAKE`.
 
-A message has at most four lines: what is wrong, where with its values, and the nearest thing that works.
+A message has at most four lines: the error, `where` with the values involved, and `fix` with a valid alternative.
 """
 
 import difflib
@@ -26,22 +26,22 @@ from collections.abc import Iterable
 from spanax.printable import printable
 
 PREEMPTED = 75
-"""The exit code of a run that was stopped where it was asked to, all saved: EX_TEMPFAIL of sysexits.h."""
+"""The exit code of a run that saved a checkpoint and stopped on request: EX_TEMPFAIL of sysexits.h."""
 
 MISTAKE = 3
-"""The exit code of a command in which the user's own code raised: the model, the loss, the loader."""
+"""The exit code of a command in which user code raised: the model, the loss, or the data loader."""
 
 INTERNAL = 70
-"""The exit code of an error of Spanax itself: EX_SOFTWARE of sysexits.h."""
+"""The exit code of an internal error of Spanax: EX_SOFTWARE of sysexits.h."""
 
 
 class SpanaxError(ValueError):
-    """A request that cannot be carried out, told in at most four lines.
+    """A request is invalid; exit code 2.
 
     Args:
-      what: one line that names the thing and its values.
-      where: the values around it; a line of its own.
-      fix: the nearest thing that works; a line of its own.
+      what: the error with its values, in one line.
+      where: the context of the error, in a separate line.
+      fix: the closest valid alternative, in a separate line.
 
     Example:
       >>> print(SpanaxError("unknown layout 'fdsp'.", where="--layout fdsp", fix="did you mean 'fsdp'?"))
@@ -85,7 +85,7 @@ class IdleAxisError(SpanaxError):
 
 
 class ResizeError(SpanaxError):
-    """A step cannot be traced with arrays of other sizes than those it was written for; exit code 2.
+    """A step cannot be traced with arrays of different sizes than those it was written for; exit code 2.
 
     Example:
       >>> ResizeError("the step depends on the number of layers.").exit_code
@@ -94,7 +94,7 @@ class ResizeError(SpanaxError):
 
 
 class DataError(SpanaxError):
-    """Data, a file or a checkpoint is missing, damaged or not what it should be; exit code 65.
+    """Data, a file or a checkpoint is missing, corrupt or invalid; exit code 65.
 
     Example:
       >>> print(DataError("'text.txt' is empty.", fix="a file with text"))
@@ -116,7 +116,7 @@ class EntryError(DataError):
 
 
 class CompilerError(SpanaxError):
-    """A compiler that was asked died, or took longer than it was given; exit code 70.
+    """A compiler crashed or timed out; exit code 70.
 
     Example:
       >>> CompilerError("XLA's compiler for v5e took longer than 60 s.", fix="--timeout 600").exit_code
@@ -127,7 +127,7 @@ class CompilerError(SpanaxError):
 
 
 class HostsError(SpanaxError):
-    """The processes of a run did not come together; another attempt may do better; exit code 70.
+    """The processes of a run failed to connect, and may succeed in another attempt; exit code 70.
 
     Example:
       >>> HostsError("127.0.0.1:9911 is taken.", fix="another port").exit_code
@@ -138,7 +138,7 @@ class HostsError(SpanaxError):
 
 
 class NumbersError(SpanaxError):
-    """A loss, a gradient or a parameter of a run went wrong, and the run is to end; exit code 70.
+    """A loss, gradient or parameter is invalid and ends the run; exit code 70.
 
     Example:
       >>> print(NumbersError("step 7 went wrong: loss is nan.", fix="--on-bad-step rollback"))
@@ -150,7 +150,7 @@ class NumbersError(SpanaxError):
 
 
 class WriteError(SpanaxError):
-    """The place to write to is in use or cannot be written; exit code 73.
+    """The destination is in use or cannot be written; exit code 73.
 
     Example:
       >>> WriteError("the run folder 'runs/a' is in use.").exit_code
@@ -161,7 +161,7 @@ class WriteError(SpanaxError):
 
 
 class DiskFullError(WriteError):
-    """There is no space left on the device of a run folder; exit code 73.
+    """The device of a run folder is full; exit code 73.
 
     Example:
       >>> DiskFullError("step 7 was not saved: no space left on the device.").exit_code
@@ -170,7 +170,7 @@ class DiskFullError(WriteError):
 
 
 class ConfigError(SpanaxError):
-    """A run is to go on with settings that would make it another run; exit code 78.
+    """A run is resumed with settings that are incompatible with its previous ones; exit code 78.
 
     Example:
       >>> ConfigError("the run was begun with batch 8, and is to go on with 16.").exit_code
@@ -181,7 +181,7 @@ class ConfigError(SpanaxError):
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says in its first line, at most 200 letters of it; of one that says nothing, what it is.
+    """Returns the first line of an error, truncated to 200 characters, or its type if the message is empty.
 
     Example:
       >>> first_line(ValueError("no\\nmore")), first_line(KeyboardInterrupt())
@@ -191,7 +191,7 @@ def first_line(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What to say instead of an unknown name: the closest known one, or all of them.
+    """Returns a `fix` for an unknown name: the closest known name, if any, and a list of known names.
 
     Example:
       >>> nearest("fdsp", ["data", "fsdp"])

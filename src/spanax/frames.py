@@ -1,4 +1,4 @@
-"""Tells the user's files in a traceback from those of libraries and of Spanax."""
+"""Classification of the files in a traceback as user code, libraries or Spanax."""
 
 import functools
 import sysconfig
@@ -7,12 +7,12 @@ from pathlib import Path
 
 LIBRARIES = ("jax", "jaxlib", "flax", "optax", "numpy")
 OURS = Path(__file__).parent
-"""The package folder of Spanax; its models are read like a user's."""
+"""The package folder of Spanax; the models in it are treated as user code."""
 
 
 @functools.cache
 def package_of(file: str) -> str:
-    """The name of the installed package that a file is in; empty for other files.
+    """Returns the name of the installed package of a file; empty for other files.
 
     Example:
       >>> package_of("/x/site-packages/flax/nnx/nn/linear.py"), package_of("/home/me/model.py")
@@ -25,7 +25,7 @@ def package_of(file: str) -> str:
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file belongs to Spanax, the standard library, or a library that models are written with.
+    """Returns whether a file belongs to Spanax, the standard library, or a library that models use.
 
     Example:
       >>> is_library("/x/site-packages/flax/nnx/nn/linear.py"), is_library("/x/site-packages/a_model/net.py")
@@ -38,22 +38,22 @@ def is_library(file: str) -> bool:
 
 @functools.cache
 def is_user(file: str) -> bool:
-    """Whether a file is the user's own: neither installed, nor of the standard library, nor of Spanax.
+    """Returns whether a file is user code: not installed, in the standard library, or in Spanax.
 
     Example:
       >>> is_user("/home/me/model.py"), is_user("/x/site-packages/a_model/net.py"), is_user("<string>")
       (True, False, False)
     """
-    # Names such as <string> stand for generated code: of a dataclass, or of the import system.
+    # Names such as <string> denote generated code, such as that of dataclasses and of the import system.
     is_file = not file.startswith("<")
     return is_file and not (_is_standard(file) or package_of(file) or Path(file).is_relative_to(OURS))
 
 
 def user_frames(error: BaseException) -> traceback.StackSummary:
-    """The frames of the user's files, outermost first; empty if the error was not raised by the user's code.
+    """Returns the frames of user code, outermost first; empty if user code did not raise the error.
 
-    The user's code raised if the innermost frame outside of libraries is the user's: an error that Spanax raises while
-    user code calls it is an error of Spanax. The place of a SyntaxError counts as a frame.
+    User code raised the error if the innermost frame outside of libraries is in user code. Errors that Spanax raises
+    when user code calls it are errors of Spanax. The location of a SyntaxError counts as a frame.
 
     Example:
       >>> user_frames(ValueError("no traceback"))
@@ -69,7 +69,7 @@ def user_frames(error: BaseException) -> traceback.StackSummary:
 
 
 def _is_spanax(file: str) -> bool:
-    # A layer of a built-in model raises for what the user's code passes to it.
+    # Layers of built-in models raise errors for arguments that user code passes to them.
     return Path(file).is_relative_to(OURS) and not _is_model(file)
 
 

@@ -1,20 +1,20 @@
-"""Printable: text of files and errors, which may be anybody's, as a terminal can show it without obeying it.
+"""Escaping of untrusted text from files and errors for display on a terminal.
 
-Control characters, line breaks where one line is expected, and what reorders or hides letters are written as escapes.
+Control characters, line breaks within a line, and characters that reorder or hide others are escaped.
 """
 
 import sys
 import unicodedata
 
 _JOINERS = "\u200c\u200d"
-"""Format characters that words and emoji are spelled with."""
+"""Format characters in words and emoji, which are not escaped."""
 
 _STEERING = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode's categories of controls, format characters such as bidi overrides, surrogates, and separators of lines."""
+"""Unicode categories of control characters, format characters (bidi overrides), surrogates and line separators."""
 
 
 def printable(value: object, most: int | None = None) -> str:
-    """A value as one line of text without characters that steer a terminal, at most `most` letters of it.
+    """Formats a value as one line of text without control characters, truncated to `most` characters.
 
     Example:
       >>> printable("a\\nb\\x1b[2J"), printable("\\u202egpj.exe"), printable(2 / 3)
@@ -22,7 +22,7 @@ def printable(value: object, most: int | None = None) -> str:
     """
     if isinstance(value, float):
         text = f"{value:.6g}"
-    elif isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
+    elif isinstance(value, int) and value.bit_length() > 256:  # Python does not format very large integers
         text = f"an integer of {value.bit_length()} bits"
     else:
         text = str(value)
@@ -30,7 +30,7 @@ def printable(value: object, most: int | None = None) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """A text of several lines, each as `printable` shows it.
+    """Escapes each line of a text as `printable` does.
 
     Example:
       >>> printable_lines("step 1\\nstep 2\\r")
@@ -40,7 +40,7 @@ def printable_lines(text: str) -> str:
 
 
 def is_printable(text: str) -> bool:
-    """Whether `printable` shows a text as it is.
+    """Returns whether `printable` leaves a text unchanged.
 
     Example:
       >>> is_printable("caf\\u00e9 \\U0001f40d"), is_printable("two\\nlines")
@@ -50,12 +50,12 @@ def is_printable(text: str) -> bool:
 
 
 def to_stderr(line: object) -> None:
-    """Print one line on standard error, after the name of the program."""
+    """Prints one line on standard error, prefixed with the name of the program."""
     print(f"spanax: {printable(line)}", file=sys.stderr, flush=True)
 
 
 def to_stdout(text: str) -> None:
-    """Write a document on standard output: byte for byte to a pipe or a file, as `printable_lines` on a terminal."""
+    """Writes a document to standard output: unchanged to a pipe or file, escaped by `printable_lines` on a terminal."""
     print(printable_lines(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 

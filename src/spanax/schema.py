@@ -1,7 +1,7 @@
-"""Schema: dataclasses from the values of JSON and TOML; the one door through which records come in.
+"""Conversion of JSON and TOML values to dataclasses, validated by their type hints.
 
-A dataclass is the schema of its record: its type hints say what each field may be. Files may be anybody's, so a value
-that does not fit raises a SchemaError, which names the field.
+The type hints of a dataclass are the schema of its records. Files are untrusted: an invalid value raises a SchemaError
+with the name of the field.
 """
 
 import functools
@@ -18,11 +18,11 @@ Record = TypeVar("Record")
 
 
 class SchemaError(ValueError):
-    """A value does not fit its field.
+    """The value of a field is invalid.
 
     Attributes:
       name: the field.
-      value: what is there instead.
+      value: the invalid value.
       expected: the type that the field declares.
     """
 
@@ -32,20 +32,20 @@ class SchemaError(ValueError):
 
 
 def short(value: Any) -> str:
-    """The first 60 letters of what `repr` shows.
+    """Returns the first 60 characters of `repr(value)`.
 
     Example:
       >>> short(["a"]), short(1 << 20_000)
       ("['a']", 'an integer of 20001 bits')
     """
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write very long ones
+    if isinstance(value, int) and value.bit_length() > 256:  # Python does not format very large integers
         return f"an integer of {value.bit_length()} bits"
     return repr(value)[:60]
 
 
 @dataclass(frozen=True)
 class Within:
-    """The least and the greatest value of a number, as a part of its type: `Annotated[int, Within(0, 9)]`."""
+    """The inclusive range of a number, as part of its type: `Annotated[int, Within(0, 9)]`."""
 
     low: float
     high: float
@@ -57,16 +57,16 @@ Seconds = Annotated[float, Within(0, 1e15)]
 
 
 def parsed(kind: type[Record], data: Any, *, is_open: bool = False, is_strict: bool = True) -> Record:
-    """A dataclass from JSON or TOML values; lists become tuples.
+    """Converts JSON or TOML values to a dataclass; lists become tuples.
 
     Args:
       kind: the dataclass.
       data: its fields by name.
-      is_open: whether fields that the dataclass does not have are left out, as of a record that a newer version wrote.
-      is_strict: whether to refuse texts that are not printable in one line, and integers that take more than 62 bits.
+      is_open: whether to ignore unknown fields, such as those of a record from a newer version.
+      is_strict: whether to reject strings that are not printable in one line, and integers of more than 62 bits.
 
     Raises:
-      SchemaError: a field is unknown, missing, not of its type or not within its limits.
+      SchemaError: a field is unknown or missing, has the wrong type, or is out of range.
 
     Example:
       >>> from spanax.units import Measure
@@ -89,25 +89,25 @@ def parsed(kind: type[Record], data: Any, *, is_open: bool = False, is_strict: b
 
 
 def _as(hint: Any, value: Any, name: str, is_open: bool, is_strict: bool) -> Any:
-    """A value as a type hint declares it."""
+    """Converts a value to the type of a type hint."""
     origin, args = _parts(hint)
-    into = functools.partial(_as, name=name, is_open=is_open, is_strict=is_strict)
+    parse = functools.partial(_as, name=name, is_open=is_open, is_strict=is_strict)
     if origin is Annotated:
-        result, limits = into(args[0], value), [limit for limit in args[1:] if isinstance(limit, Within)]
+        result, limits = parse(args[0], value), [limit for limit in args[1:] if isinstance(limit, Within)]
         if any(not limit.low <= result <= limit.high for limit in limits):
             low, high = limits[0].low, limits[0].high
             raise SchemaError(name, value, hint, f"{name} is {short(value)}, not within {low:g} and {high:g}")
         return result
     if origin in (Union, UnionType):
-        return None if value is None and NoneType in args else into(next(a for a in args if a is not NoneType), value)
+        return None if value is None and NoneType in args else parse(next(a for a in args if a is not NoneType), value)
     if origin is tuple and isinstance(value, list | tuple):
         hints = args[:1] * len(value) if args[-1] is Ellipsis else args
         if len(hints) == len(value):
-            return tuple(into(part, item) for part, item in zip(hints, value, strict=True))
+            return tuple(parse(part, item) for part, item in zip(hints, value, strict=True))
     elif is_dataclass(hint):
         return value if type(value) is hint else parsed(hint, value, is_open=is_open, is_strict=is_strict)  # type: ignore[arg-type]
     elif isinstance(origin, type) and issubclass(origin, Mapping) and isinstance(value, Mapping):
-        return {into(args[0], key): into(args[1], item) for key, item in value.items()}
+        return {parse(args[0], key): parse(args[1], item) for key, item in value.items()}
     elif hint is Any or (type(value) is hint and (_is_plain(value) or not is_strict) and _is_finite(value)):
         return value
     elif hint is float and type(value) is int and -MAX_INT < value < MAX_INT:
@@ -116,7 +116,7 @@ def _as(hint: Any, value: Any, name: str, is_open: bool, is_strict: bool) -> Any
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a text does not steer a terminal, and an integer is one that a computer counts to."""
+    """Returns whether a string is printable in one line, or an integer has at most 62 bits."""
     return is_printable(value) if isinstance(value, str) else not isinstance(value, int) or abs(value) < MAX_INT
 
 

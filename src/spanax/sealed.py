@@ -1,6 +1,6 @@
-"""Sealed records: TOML and JSON texts that start with a checksum of the rest, so that a cut or changed byte is found.
+"""TOML and JSON texts with a checksum (seal) in front, which detects truncated and modified texts.
 
-A sealed text is still TOML or JSON. Texts written before there were seals, and those that people write, have none.
+A sealed text is still valid TOML or JSON. Texts from earlier versions and handwritten texts have no seal.
 """
 
 import re
@@ -8,29 +8,29 @@ import zlib
 from dataclasses import dataclass
 
 FORMAT = 1
-"""The version of the seal; the first thing in a sealed text, so that no cut makes it look unsealed."""
+"""The version of the seal, at the start of a sealed text, so that a truncated text still shows its seal."""
 
 _TOML = re.compile(r'format = (\d+)\ncrc32 = "([0-9a-f]{8})"\n')
 _JSON = re.compile(r'\{\n "format": (\d+),\n "crc32": "([0-9a-f]{8})",\n')
 _REMNANT = re.compile(r'\b(format|crc32)"? ?[=:]')
 _HEAD_LENGTH = 48
-"""Where a damaged seal still shows: no single change hides both of its keys."""
+"""The length of the prefix to search for a damaged seal: no single change hides both of its keys."""
 
 
 class DamagedError(ValueError):
-    """A sealed text is not what was written: cut, damaged or edited."""
+    """A sealed text was truncated, damaged or edited."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A text without its seal, and whether it had one."""
+    """A text without its seal, and whether it was sealed."""
 
     text: str
     is_sealed: bool
 
 
 def sealed(text: str) -> str:
-    """The text with a seal in front: two keys of a TOML document, or the first two of an indented JSON object.
+    """Prepends a seal to a text: two keys of a TOML document, or the first two keys of an indented JSON object.
 
     Example:
       >>> print(sealed("steps = 7\\n"), end="")
@@ -45,10 +45,10 @@ def sealed(text: str) -> str:
 
 
 def opened(text: str) -> Opened:
-    """The text in front of which `sealed` put a seal; one that never had a seal is returned as it is.
+    """Verifies and removes the seal of a text; a text without a seal is unchanged.
 
     Raises:
-      DamagedError: it is not the text that was sealed, or of a format that this version does not know.
+      DamagedError: the text does not match its seal, or the format of the seal is unknown to this version.
 
     Example:
       >>> opened(sealed("steps = 7\\n"))

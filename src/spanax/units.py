@@ -1,4 +1,4 @@
-"""Formats numbers with units, and parses them from files."""
+"""Formatting and parsing of numbers with units."""
 
 import re
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from spanax.errors import SpanaxError
 
 
 def bytes_text(num_bytes: float) -> str:
-    """A byte count in binary units, three digits.
+    """Formats a number of bytes in binary units with three digits.
 
     Example:
       >>> bytes_text(1_610_612_736), bytes_text(512)
@@ -23,7 +23,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """A count in decimal units, three digits.
+    """Formats a count in decimal units with three digits.
 
     Example:
       >>> count_text(124_439_808), count_text(12)
@@ -39,7 +39,7 @@ def count_text(count: float) -> str:
 
 @dataclass(frozen=True)
 class Measure:
-    """What a kind of quantity is written in: factor by unit, what is plausible, and an example of it."""
+    """The units of a kind of quantity: unit -> factor, the range of plausible values, and an example."""
 
     units: Mapping[str, float]
     low: str
@@ -62,20 +62,20 @@ MEASURES: Mapping[str, Measure] = {
     "seconds": Measure({"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}, "1 ns", "1 s", "5 us"),
     "share": Measure({"%": 0.01}, "0.1 %", "200 %", "80.3 %"),
 }
-"""By kind: `GB` is 10**9 bytes and `GiB` 2**30, `Gb/s` is bits; a FLOP and an OP (of integers) count alike."""
+"""Kind -> measure. `GB` is 10**9 bytes, `GiB` 2**30 bytes, and `Gb/s` is in bits; FLOP and OP are equivalent."""
 
 
 def quantity(text: object, kind: str, *, key: str, where: str = "") -> float:
-    """The number that a text with a unit stands for, in bytes, bytes/s, operations/s, seconds or as a share of 1.
+    """Parses a number with a unit into bytes, bytes/s, operations/s, seconds or a fraction.
 
     Args:
       text: such as `"80 GiB"`.
-      kind: one of MEASURES.
-      key: what is read, for the error.
-      where: the file or table it stands in, for the error.
+      kind: a key of MEASURES.
+      key: the key of the value, for the error message.
+      where: the file or table of the value, for the error message.
 
     Raises:
-      SpanaxError: no unit, another kind's unit, or a value outside what is plausible.
+      SpanaxError: the unit is missing or of another kind, or the value is not plausible.
 
     Example:
       >>> quantity("400 Gb/s", "bytes per second", key="rate"), quantity("80 GB", "bytes", key="memory")
@@ -103,7 +103,7 @@ def quantity(text: object, kind: str, *, key: str, where: str = "") -> float:
 
 
 def quantity_text(value: float, kind: str, digits: int = 4) -> str:
-    """A quantity as `quantity` reads it back, in decimal units, and binary ones for bytes.
+    """Formats a quantity for `quantity`, in decimal units, or binary units for bytes.
 
     Example:
       >>> quantity_text(2.039e12, "bytes per second"), quantity_text(80 * 2**30, "bytes")
@@ -118,8 +118,8 @@ def quantity_text(value: float, kind: str, digits: int = 4) -> str:
         "seconds": ("ns", "us", "ms", "s"),
     }[kind]
     factors = MEASURES[kind].units
-    fitting = [unit for unit in units if factors[unit] <= abs(value)]
-    unit = fitting[-1] if fitting else units[0]
+    smaller_units = [unit for unit in units if factors[unit] <= abs(value)]
+    unit = smaller_units[-1] if smaller_units else units[0]
     return f"{value / factors[unit]:.{digits}g} {unit}"
 
 

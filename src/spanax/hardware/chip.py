@@ -1,4 +1,4 @@
-"""Chip and Link: what one JAX device can do, and what joins it to others; every number with its source."""
+"""Specifications of devices (`Chip`) and of their interconnect (`Link`), each number with its source."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,15 +11,15 @@ LinkKind = Literal["switch", "direct", "torus"]
 
 @dataclass(frozen=True)
 class Link:
-    """What joins devices: a `switch`, a `direct` line to every other device, or the lines of a `torus`.
+    """An interconnect between devices: a `switch`, `direct` links between all pairs of devices, or a `torus`.
 
-    `bytes_per_second` goes one way: out of one device through a switch, over all of its lines together if they are
-    `direct`, over one line in one direction in a torus. `share` of it is reached by large collectives.
-    `latency_seconds` passes at every step (hop) of one, `start_seconds` once. A switch or direct link spans
-    `max_devices`. One that adds up in the switch itself does so from `in_switch_devices` on, and an all-reduce then
-    goes as if at `in_switch_share`. A torus has at most `max_shape` chips; all of its dims wrap around if each is a
-    multiple of `wrap_multiple`, or else each dim that has `wrap_size`. `on_chip_bytes_per_second`
-    joins the devices of one chip.
+    `bytes_per_second` is unidirectional: per device for a switch, summed over the links of a device for `direct`, and
+    per link for a torus. Large collectives achieve the fraction `share` of it. A collective takes `start_seconds` once
+    and `latency_seconds` per step (hop). A switch or direct link connects up to `max_devices`. A switch that reduces
+    in the network does so for groups of at least `in_switch_devices`, and an all-reduce then runs at the fraction
+    `in_switch_share` of the bandwidth. A torus has at most `max_shape` chips; all dims wrap around if every size is a
+    multiple of `wrap_multiple`, otherwise each dim of size `wrap_size` does. `on_chip_bytes_per_second` is the
+    bandwidth between the devices of one chip.
 
     Example:
       >>> link = Link("nvlink", "switch", 300e9, share=0.76, latency_seconds=3.4e-6, max_devices=8)
@@ -45,11 +45,11 @@ class Link:
 
     @property
     def effective_bytes_per_second(self) -> float:
-        """What large messages reach of `bytes_per_second`."""
+        """The bandwidth that large messages achieve: `bytes_per_second` times `share`."""
         return self.bytes_per_second * self.share
 
     def wraps(self, shape: tuple[int, ...]) -> tuple[bool, ...]:
-        """Which dims of a torus slice are closed to rings."""
+        """Returns, for each dim of a torus slice, whether it wraps around."""
         if self.wrap_multiple:
             return (all(size % self.wrap_multiple == 0 for size in shape),) * len(shape)
         return tuple(size == self.wrap_size for size in shape)
@@ -57,15 +57,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Chip:
-    """One JAX device: its compute, memory and links. None: not known.
+    """The compute, memory and links of one JAX device. None means unknown.
 
-    `peak_flops` is per second, by dtype: `bf16`, `fp16`, `fp8`, `int8`, and `fp32` for what a float32 matmul gets by
-    default (TF32 from Ampere on, bf16 passes on TPU). `matmul_shares` of it are reached by the best matmul measured;
-    under a long load `sustained_share` of that is left. A matmul is divided into tiles over `num_cores`; None: one
-    core does all of it. `usable_bytes` of `memory_bytes` are left to a program; JAX takes only `preallocated_share` of
-    a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise. `memory_share` of `memory_bytes_per_second` is reached.
-    `host_bytes_per_second` goes one way. What a host `shared` among its devices has, they divide. `inside` joins the
-    devices of a node or slice, `between` the nodes or slices. `sources` says of every number where it is from.
+    `peak_flops` is in FLOP/s by dtype: `bf16`, `fp16`, `fp8`, `int8`, and `fp32` for a float32 matmul at JAX's default
+    precision (TF32 on GPUs since Ampere, bf16 passes on TPUs). `matmul_shares` is the fraction of it that the fastest
+    measured matmul achieves, and `sustained_share` the fraction of that under sustained load. The tiles of a matmul are
+    distributed over `num_cores`; None means a single core. `usable_bytes` of `memory_bytes` are available to a program;
+    JAX preallocates `preallocated_share` of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. Programs
+    achieve the fraction `memory_share` of `memory_bytes_per_second`. `host_bytes_per_second` is unidirectional. If
+    `shared`, all devices are simulated on one host and divide its resources. `inside` is the link between the devices
+    of a node or slice, `between` the link between nodes or slices. `sources` has the origin of each number.
 
     Example:
       >>> from spanax.hardware.chips import chip_named
@@ -96,10 +97,10 @@ class Chip:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     def flops_per_second(self, dtype: str) -> float:
-        """What the best matmul of a dtype reaches, in operations a second; the peak where no share is known.
+        """Returns the FLOP/s of the fastest measured matmul in a dtype, or the peak if none was measured.
 
         Raises:
-          SpanaxError: the chip does not compute in that dtype, or nothing is known of its compute.
+          SpanaxError: the chip does not support the dtype, or its compute is unknown.
 
         Example:
           >>> from spanax.hardware.chips import chip_named
@@ -116,7 +117,7 @@ class Chip:
         return self.peak_flops[dtype] * self.matmul_shares.get(dtype, self.matmul_shares.get("bf16", 1.0))
 
     def divided(self, devices: int) -> "Chip":
-        """What each of a host's devices has if they share it; otherwise the chip as it is."""
+        """Returns the chip with the resources of a shared host divided by `devices`; other chips are unchanged."""
         if not self.shared or devices == 1:
             return self
         return replace(

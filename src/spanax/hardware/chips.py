@@ -1,4 +1,4 @@
-"""The catalog of chips, and the reader of its tables and of a user's cluster file."""
+"""The catalog of chips, and the parser of its tables and of cluster files."""
 
 import functools
 import math
@@ -20,7 +20,7 @@ Table = Mapping[str, Any]
 MAX_CHIPS = 1 << 20
 """The maximum size of a slice in a cluster file, since all factorizations of its sides are enumerated."""
 
-# Key in a table -> field of the value, and what kind of quantity it is; `count`, `shape`, `text` ... have no unit.
+# Key in a table -> field and kind of quantity. The kinds `count`, `shape`, `text`, `texts` and `flag` have no unit.
 CHIP_KEYS = {
     "memory": ("memory_bytes", "bytes"),
     "usable_memory": ("usable_bytes", "bytes"),
@@ -74,7 +74,7 @@ def chip_named(name: str) -> Chip:
     """Returns a chip of the catalog by its name or an alias, ignoring case.
 
     Raises:
-      SpanaxError: there is none of that name.
+      SpanaxError: no chip has that name.
 
     Example:
       >>> chip_named("trillium").name
@@ -87,12 +87,12 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_names() -> Mapping[str, str]:
-    """Name or alias -> name in the catalogue."""
+    """Returns the name in the catalog by name or alias."""
     return {alias: chip.name for chip in catalogue().values() for alias in (chip.name, *chip.aliases)}
 
 
 def chip_of_kind(device_kind: str) -> Chip:
-    """The chip that JAX calls `device_kind`; of an unknown kind, a Chip of which nothing is known.
+    """Returns the chip whose `device_kind` in JAX this is; for an unknown kind, a Chip whose fields are unknown.
 
     Example:
       >>> chip_of_kind("TPU v5 lite").name, chip_of_kind("Quantum 9").peak_flops
@@ -103,10 +103,10 @@ def chip_of_kind(device_kind: str) -> Chip:
 
 
 def read_chip(name: str, table: Table, where: str, known: Mapping[str, Table]) -> Chip:
-    """A Chip from a table; `like` names another one (of `known`) that has what this table leaves out.
+    """Parses a table into a Chip; `like` names the table in `known` whose keys are inherited.
 
     Raises:
-      SpanaxError: a key is unknown or missing, or a number has no unit, a wrong one or an absurd value.
+      SpanaxError: a key is unknown or missing, or a quantity has no unit, a wrong unit or an implausible value.
     """
     merged = _with_parents(table, where, known)
     _known_keys(merged, (*CHIP_KEYS, *DTYPE_KEYS, *LINKS, "source"), "", where)
@@ -133,11 +133,11 @@ def read_chip(name: str, table: Table, where: str, known: Mapping[str, Table]) -
 
 
 def read_file(path: str | Path) -> tuple[Chip, str | None]:
-    """The chip of a cluster file, and the shape it is for if it names one; `like` may name a chip of the catalogue.
+    """Returns the chip of a cluster file and its `shape`, if any; `like` may name a chip of the catalog.
 
     Raises:
-      DataError: there is no such file, or it is no TOML.
-      SpanaxError: as `read_chip`.
+      DataError: the file cannot be read, or is not TOML.
+      SpanaxError: as for `read_chip`.
     """
     try:
         table = read_toml(path)
@@ -159,7 +159,7 @@ def _tables() -> Mapping[str, Table]:
 
 
 def _with_parents(table: Table, where: str, known: Mapping[str, Table]) -> dict[str, Any]:
-    """The table over the one it is `like`; a number of its own does not keep the other's source."""
+    """Merges a table into the one that `like` names; an overridden number does not inherit its source."""
     if "like" not in table:
         return dict(table)
     like = str(table["like"]).lower()
@@ -170,9 +170,9 @@ def _with_parents(table: Table, where: str, known: Mapping[str, Table]) -> dict[
     overrides = {key: value for key, value in table.items() if key != "like"}
     merged = parent | overrides
     for key in (*DTYPE_KEYS, *LINKS):
-        mine, theirs = overrides.get(key), parent.get(key, {})
-        if isinstance(mine, dict) and mine.get("kind") in (None, theirs.get("kind")):
-            merged[key] = theirs | mine
+        override, base = overrides.get(key), parent.get(key, {})
+        if isinstance(override, dict) and override.get("kind") in (None, base.get("kind")):
+            merged[key] = base | override
     inherited = dict(_sources(parent, where, by_field=False))
     for key in _numbers(overrides):
         inherited.pop(key, None)
@@ -193,7 +193,7 @@ def _numbers(table: Table) -> Iterator[str]:
 
 
 def _sources(table: Table, where: str, by_field: bool = True) -> Iterator[tuple[str, str]]:
-    """The source of every number: the one given for it, else for its group, else the file."""
+    """Yields the source of each number: that of its key, else of its group, else the file."""
     listed_sources = _is_table(table.get("source", {}), "source", where)
     numbers = list(_numbers(table))
     groups = [key for key in (*DTYPE_KEYS, *LINKS) if key in table]

@@ -14,15 +14,15 @@ from spanax.hardware.slices import check_shape, default_shape, shape_text
 from spanax.run.distributed.processes import join_group
 
 MAX_DEVICES = 1 << 20
-"""Ten times the largest existing cluster, since all factorizations are enumerated."""
+"""The maximum number of devices, since all factorizations are enumerated: ten times the largest existing cluster."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices of one kind. `memory_bytes` is what one device may hold; None: not known.
+    """A homogeneous cluster. `memory_bytes` is the usable memory per device; None means unknown.
 
-    `shape` is (nodes, devices of one) behind switches, and the chips along each dim of a torus, of which there are
-    `num_slices`. `file` is the cluster file it was read from. Its text reads back: `cluster(str(c)) == c`.
+    `shape` is (nodes, devices per node), or for a torus the number of chips along each dim of one of the `num_slices`
+    slices. `file` is the cluster file it was read from. `str` round-trips: `cluster(str(c)) == c`.
 
     Example:
       >>> print(cluster("v5p", 64), cluster("h100", 64), cluster("cpu", 8))
@@ -47,7 +47,7 @@ class Cluster:
 
     @property
     def adds_first(self) -> bool:
-        """Whether XLA for these chips adds sums over devices before it sums them; for CPUs it does not."""
+        """Whether XLA adds partial sums before their all-reduce on this platform; on CPUs it does not."""
         return not self.chip.shared
 
     @property
@@ -57,7 +57,7 @@ class Cluster:
 
     @property
     def platform(self) -> str:
-        """JAX's name of the platform: `cpu`, `tpu` or `gpu`."""
+        """The name of the platform in JAX: `cpu`, `tpu` or `gpu`."""
         return "cpu" if self.chip.shared else "tpu" if self.is_torus else "gpu"
 
     @property
@@ -79,17 +79,17 @@ def cluster_of(name: "Cluster | str") -> Cluster:
 
 
 def cluster(name: str, num_devices: int | None = None) -> Cluster:
-    """A cluster by name; no device is touched.
+    """Returns the cluster with this name, without accessing a device.
 
     Args:
-      name: a chip and how many: `a100-80gb:64` (devices, in nodes of the usual size), `h100:8x8` (nodes x devices of
-        one), `v5p:4x4x8` (chips of a torus), `v5e:16x16:2` (two slices), `cpu:8`; or a cluster file: `mine.toml`,
+      name: a chip and a size: `a100-80gb:64` (devices, in nodes of the default size), `h100:8x8` (nodes x devices per
+        node), `v5p:4x4x8` (chips of a torus), `v5e:16x16:2` (two slices), `cpu:8`; or a cluster file: `mine.toml`,
         `mine.toml:8x8`.
-      num_devices: instead of what the name says behind the colon.
+      num_devices: replaces the size after the colon.
 
     Raises:
-      SpanaxError: no such chip, or not a size in which it comes.
-      DataError: no such file, or it is no TOML.
+      SpanaxError: the chip is unknown, or does not exist in this size.
+      DataError: the file cannot be read, or is not TOML.
 
     Example:
       >>> cluster("cpu:8").num_devices, cluster("h100:2x4").shape, cluster("trillium:256").shape
@@ -114,12 +114,11 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
 
 
 def local(devices: Sequence[Any] | None = None) -> Cluster:
-    """The devices of this process's group, or those given; simulated CPU devices share the host's memory.
+    """Returns the cluster of `devices`, by default `jax.devices()`; simulated CPU devices share the host's memory.
 
-    Joins the group that the environment sets (docs/hosts.md), if JAX has not started.
+    By default, joins the process group that the environment defines (docs/hosts.md) if JAX is not initialized.
 
-    The chip is the catalogue's where it is known what JAX calls the devices; else a chip of which nothing is known
-    but the memory.
+    The chip is the one in the catalog whose `device_kind` matches; of any other chip only the memory is known.
 
     Example:
       >>> local().chip.name
@@ -204,7 +203,7 @@ def _filled(chip: Chip, num_devices: int, shape: tuple[int, ...], slices: int, f
 
 
 def _local_nodes(devices: Sequence[Any]) -> tuple[int, ...]:
-    """(nodes, devices of one) as the devices tell it: by NVLink domain, or else by process; else one number."""
+    """Returns (nodes, devices per node) by NVLink domain, or else by process, if all nodes are equal."""
     for key in ("slice_index", "process_index"):
         places = [getattr(device, key, None) for device in devices]
         counts = {places.count(place) for place in places}
@@ -215,12 +214,12 @@ def _local_nodes(devices: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _local_slices(chip: Chip, devices: Sequence[Any]) -> Cluster:
-    """The slices as the devices' coordinates tell them, whatever their shape."""
+    """Returns the cluster with the slices that the coordinates of the devices imply, of any shape."""
     slices = len({getattr(device, "slice_index", 0) or 0 for device in devices})
     coords = [tuple(device.coords) for device in devices]
     shape = tuple(max(dim) - min(dim) + 1 for dim in zip(*coords, strict=True))
     dims = len(chip.inside.max_shape) if chip.inside else 0
-    if math.prod(shape[dims:]) == 1:  # JAX gives three coordinates on a flat torus too
+    if math.prod(shape[dims:]) == 1:  # JAX has three coordinates on a 2D torus too
         shape = shape[:dims]
     per_chip = len(devices) // (slices * math.prod(shape)) or 1
     if math.prod(shape) * slices * per_chip != len(devices) or len(shape) != dims:

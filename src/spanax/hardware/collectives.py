@@ -1,8 +1,8 @@
-"""Collectives: the seconds each takes, from its bytes and the link its devices are joined by.
+"""The cost of each collective in seconds, from its bytes and the link between its devices.
 
-`num_bytes` are those of the whole (gathered) array of one group for all_gather, reduce_scatter and all_reduce, and
-what one device holds for all_to_all and permute. `bytes_per_second` go one way, out of one device. Numbers and numpy
-arrays are taken alike; of one device alone nothing is asked.
+`num_bytes` is the size of the unsharded (gathered) array for all_gather, reduce_scatter and all_reduce, and the bytes
+per device for all_to_all and permute. `bytes_per_second` is unidirectional, per device. Arguments may be numbers or
+NumPy arrays. A collective over a single device takes 0 seconds.
 """
 
 from typing import Any, Literal
@@ -17,12 +17,12 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 def all_gather_seconds(
     num_bytes: Any, num_devices: Any, bytes_per_second: Any, latency_seconds: Any = 0.0, start_seconds: Any = 0.0
 ) -> Any:
-    """Seconds until every device has the whole array: start + (n - 1) (bytes / n / rate + latency).
+    """Computes the seconds of a ring all-gather: start + (n - 1) (bytes / n / rate + latency).
 
-    Every device passes n - 1 parts on around a ring. `latency_seconds` passes at each step.
+    Every device forwards n - 1 shards around a ring, with `latency_seconds` per step.
 
-    Source: the ring of Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations"
-    (2009), by halves; NCCL's and XLA's.
+    Source: the second half of the ring in Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations" (2009), as in NCCL and XLA.
 
     Example:
       >>> round(all_gather_seconds(2048 * 8192 * 2, 4, 45e9) * 1e6)
@@ -35,9 +35,9 @@ def all_gather_seconds(
 def reduce_scatter_seconds(
     num_bytes: Any, num_devices: Any, bytes_per_second: Any, latency_seconds: Any = 0.0, start_seconds: Any = 0.0
 ) -> Any:
-    """Seconds until every device has the sum of its part: as `all_gather_seconds`, with the parts going the other way.
+    """Computes the seconds of a ring reduce-scatter, equal to those of an all-gather: start + (n - 1) (...).
 
-    Source: as `all_gather_seconds`.
+    Source: as for `all_gather_seconds`; the first half of the ring.
 
     Example:
       >>> reduce_scatter_seconds(8e9, 8, 100e9)
@@ -54,14 +54,14 @@ def all_reduce_seconds(
     start_seconds: Any = 0.0,
     tree_seconds: Any = None,
 ) -> Any:
-    """Seconds until every device has the sum: the cheaper of a ring and a tree.
+    """Computes the seconds of an all-reduce: the faster of a ring and a tree.
 
     ring: start + 2 (n - 1) (bytes / n / rate + latency), a reduce_scatter and an all_gather.
-    tree: start + 2 (bytes / rate + latency), up and down; `tree_seconds` is the tree's latency, by default ceil(log2 n)
-    times `latency_seconds`.
+    tree: start + 2 (bytes / rate + latency), a reduction and a broadcast; `tree_seconds` is the latency of the tree,
+    by default ceil(log2 n) times `latency_seconds`.
 
-    Source: the ring as `all_gather_seconds`; the tree, Sanders, Speck and Traeff, "Two-tree algorithms for full
-    bandwidth broadcast, reduction and scan" (2009). NCCL too takes the cheaper.
+    Source: the ring as for `all_gather_seconds`; the tree, Sanders, Speck and Traeff, "Two-tree algorithms for full
+    bandwidth broadcast, reduction and scan" (2009). NCCL also selects the faster one.
 
     Example:
       >>> all_reduce_seconds(8e9, 8, 100e9), round(all_reduce_seconds(8, 8, 100e9, 1e-6) * 1e6, 3)
@@ -70,19 +70,19 @@ def all_reduce_seconds(
     latency = np.ceil(np.log2(num_devices)) * latency_seconds if tree_seconds is None else tree_seconds
     ring = 2 * (num_devices - 1) * (num_bytes / num_devices / bytes_per_second + latency_seconds)
     tree = 2 * (num_bytes / bytes_per_second + latency)
-    cheaper = np.minimum(ring, tree) if isinstance(ring - tree, np.ndarray) else float(min(ring, tree))
-    return _of_several(num_devices, start_seconds + cheaper)
+    fastest = np.minimum(ring, tree) if isinstance(ring - tree, np.ndarray) else float(min(ring, tree))
+    return _of_several(num_devices, start_seconds + fastest)
 
 
 def all_to_all_seconds(
     num_bytes: Any, num_devices: Any, bytes_per_second: Any, latency_seconds: Any = 0.0, start_seconds: Any = 0.0
 ) -> Any:
-    """Seconds until every device has sent each other one its part: start + (n - 1) / n bytes / rate + latency.
+    """Computes the seconds of an all-to-all: start + (n - 1) / n bytes / rate + latency.
 
-    `num_bytes` are one device's own; `latency_seconds` is the way to the farthest. On a torus the rate is what the
-    lines leave to each device: `AxisLink.all_to_all_bytes_per_second`.
+    `num_bytes` is per device, and `latency_seconds` is to the farthest device. On a torus the rate is limited by the
+    bisection: `AxisLink.all_to_all_bytes_per_second`.
 
-    Source: each device sends n - 1 of its n parts, all at once.
+    Source: each device sends n - 1 of its n parts concurrently.
 
     Example:
       >>> all_to_all_seconds(8e9, 8, 100e9)
@@ -95,9 +95,9 @@ def all_to_all_seconds(
 def permute_seconds(
     num_bytes: Any, num_devices: Any, bytes_per_second: Any, latency_seconds: Any = 0.0, start_seconds: Any = 0.0
 ) -> Any:
-    """Seconds until every device has its neighbour's array: start + bytes / rate + latency.
+    """Computes the seconds of a permutation between neighbors: start + bytes / rate + latency.
 
-    Source: each device sends what it holds once.
+    Source: each device sends its array once.
 
     Example:
       >>> permute_seconds(8e9, 8, 100e9)
@@ -107,7 +107,7 @@ def permute_seconds(
 
 
 def collective_seconds(kind: Collective, num_bytes: Any, link: AxisLink) -> Any:
-    """Seconds of one collective over the mesh axes that a link stands for.
+    """Computes the seconds of a collective over a link (`axis_link`).
 
     Example:
       >>> from spanax.hardware.cluster import cluster

@@ -1,6 +1,6 @@
-"""XLA's options for the chips of a cluster: one table, each with its reason and its source.
+"""Options of the XLA compiler for the chips of a cluster: a table with the reason and source of each.
 
-They go to the compiler with the step alone; what stands in XLA_FLAGS holds for the whole process, and stays.
+They apply to the compilation of the step only. Options in XLA_FLAGS apply to the process, and are not changed.
 """
 
 import difflib
@@ -15,15 +15,15 @@ from spanax.hardware.options import OPTIONS
 NONE, DEFAULT = "none", "default"
 
 VALUES = {bool: re.compile("true|false", re.IGNORECASE), int: re.compile("-?[0-9]{1,18}")}
-"""What a value of an option is written as, by its type."""
+"""Type of an option -> pattern of its values."""
 
 
 @dataclass(frozen=True)
 class XlaFlag:
     """An option of XLA's compiler that is worth setting on a kind of chip.
 
-    `needs` is what a cluster must have: several devices, or several slices. It is known to every supported version.
-    With an `axis` it replaces the value of the same option for programs whose parameters have an axis of that name.
+    `needs` is what the cluster must have more than one of: `devices` or `slices`. All supported versions have the
+    option. With an `axis`, it replaces the value of the same option for programs whose parameters have this axis.
     """
 
     name: str
@@ -72,7 +72,7 @@ FLAGS = (
         "MaxText, benchmarks/xla_flags_library.py @05d3525: DATA_PARALLEL_OVERLAP",
     ),
 )
-"""What Spanax asks for. CPUs get nothing: no option was measured to make a step faster there."""
+"""The options that Spanax sets. There are none for CPUs: no option measurably reduced step time there."""
 
 
 def default_flags(cluster: Cluster, axes: Collection[str] = ()) -> tuple[str, ...]:
@@ -110,12 +110,12 @@ def explained(flag: str, axes: Collection[str]) -> str:
 
 
 def flags_of(text: str, default: tuple[str, ...]) -> tuple[str, ...]:
-    """The options that a user asks for: `none`, `default`, or `name=value` with commas between them.
+    """Parses the options of a user: `none`, or a comma-separated list of `default` and `name=value`.
 
-    With values of one's own the defaults are left out, unless `default` is among them; the last value of a name holds.
+    Without `default` in the list, the defaults are omitted. The last value of an option takes precedence.
 
     Raises:
-      SpanaxError: that is no option, or no value that an option may have here.
+      SpanaxError: the option is unknown, or its value has the wrong type.
 
     Example:
       >>> flags_of("default,xla_gpu_autotune_level=2", ("xla_gpu_triton_gemm_any=True",))
@@ -130,10 +130,10 @@ def flags_of(text: str, default: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def checked(flag: str) -> str:
-    """An option as XLA reads it: `true` and `false` with a capital.
+    """Returns an option in the form that XLA parses, with `True` and `False` capitalized.
 
     Raises:
-      SpanaxError: that is no option, or no value that an option may have here.
+      SpanaxError: the option is unknown, or its value has the wrong type.
     """
     name, _, value = flag.strip().removeprefix("--").partition("=")
     kind = OPTIONS.get(name.lower())
@@ -154,7 +154,7 @@ def checked(flag: str) -> str:
 
 
 def for_platform(flags: tuple[str, ...], platform: str) -> dict[str, str]:
-    """The options as a compiler takes them, without those of other kinds of chips: a plan may be tried on a CPU.
+    """Returns `compiler_options` for a platform, without those of other platforms: a plan may be tested on a CPU.
 
     Example:
       >>> for_platform(("xla_gpu_triton_gemm_any=True", "xla_dot_merger_threshold_mb=32"), "cpu")

@@ -1,6 +1,6 @@
-"""Links: what the axes of a mesh run over, and the rates and latencies that follow.
+"""The bandwidth and latency of collectives over mesh axes, from the topology of the cluster.
 
-Devices are laid out row by row: neighbours along the last mesh axis are neighbours in the machine.
+Devices are in row-major order: neighbors along the last mesh axis are neighbors in the cluster.
 """
 
 import functools
@@ -20,11 +20,11 @@ from spanax.hardware.torus import Part, joined, place
 
 @dataclass(frozen=True)
 class AxisLink:
-    """What joins the `size` devices of a group along one mesh axis, or several; rates go one way, out of one device.
+    """The link between the `size` devices of a group along mesh axes; bandwidths are unidirectional, per device.
 
-    `bytes_per_second` is for all_gather and reduce_scatter, and there is one for each other collective.
-    `latency_seconds` passes at each of the size - 1 steps of a ring, `way_seconds` from the leaves of a tree to its
-    root, `start_seconds` once. `over` says what it runs over.
+    `bytes_per_second` is for all_gather and reduce_scatter; the other collectives have their own fields.
+    `latency_seconds` is per step of a ring with size - 1 steps, `way_seconds` the latency from the leaves of a tree to
+    its root, and `start_seconds` the overhead per collective. `over` names the links.
 
     Example:
       >>> from spanax.hardware.cluster import cluster
@@ -48,19 +48,19 @@ ALONE = AxisLink(1, math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0, "one 
 
 
 def axis_link(cluster: Cluster, mesh: MeshShape, axes: str | Sequence[str]) -> AxisLink:
-    """What a collective over one mesh axis, or over several at once, runs over.
+    """Returns the link of a collective over one or more mesh axes.
 
-    Behind a switch, with stride s (the product of the later sizes), size n and nodes of D devices: inside a node if
-    s n <= D, between nodes if s >= D, and else a ring through all of them at the lower of the rate inside and that of
-    the lines between which the group's members in one node have together.
+    With a switch, stride s (the product of the later sizes), size n and nodes of D devices, the group is within a node
+    if s n <= D and between nodes if s >= D. Otherwise it is a ring through several nodes at the lower of the bandwidth
+    within a node and the total inter-node bandwidth of the group's devices in one node.
 
-    In a torus the last mesh axis takes dims of the torus first. A group over k whole dims that wrap around sends both
-    ways along each: 2 k lines. A part of a dim, or one that does not wrap, has one line per dim.
+    In a torus, dims are assigned to the last mesh axis first. A group over k full dims that wrap around sends in both
+    directions along each dim, over 2 k links. Part of a dim, or a dim that does not wrap around, has one link.
 
     Raises:
-      SpanaxError: the mesh has no such axis, or does not fill the torus, or nothing is known of the chip's links.
+      SpanaxError: the mesh has no such axis, its size is not that of the torus, or the chip's links are unknown.
 
-    Source: torus, jax-ml/scaling-book @0819a7d sharding.md; rings through nodes, NCCL's (one ring per network port).
+    Source: torus, jax-ml/scaling-book @0819a7d sharding.md; rings through nodes, NCCL (one ring per network port).
 
     Example:
       >>> from spanax.hardware.cluster import cluster
@@ -85,12 +85,12 @@ def axis_link(cluster: Cluster, mesh: MeshShape, axes: str | Sequence[str]) -> A
 
 
 def within(sizes: Sequence[Any], node: int) -> list[Any]:
-    """How many devices along each axis share a node (or slice) of so many; sizes may be arrays, an entry a mesh.
+    """Returns the number of devices along each axis in the same node (or slice); `sizes` may be arrays over meshes.
 
-    Over the same axes, groups of one size whose meshes agree in this are joined alike.
+    Groups of equal size over the same axes have the same link if their meshes agree in these numbers.
 
     Example:
-      >>> [int(each) for each in within((4, 4, 4), 8)]
+      >>> [int(size) for size in within((4, 4, 4), 8)]
       [1, 2, 4]
     """
     shared_sizes, stride = list[Any](), 1
@@ -122,7 +122,7 @@ def _axis_link(cluster: Cluster, sizes: tuple[int, ...], positions: tuple[int, .
 
 
 def _switched(link: Link, size: int) -> AxisLink:
-    """Through a switch, or over those of the direct lines that lead to the group's other devices."""
+    """Returns the link of a group through a switch, or over the direct links between its devices."""
     rate = link.effective_bytes_per_second
     if link.kind == "direct" and link.max_devices and link.max_devices > 1:
         rate *= (size - 1) / (link.max_devices - 1)
@@ -136,11 +136,11 @@ def _switched(link: Link, size: int) -> AxisLink:
 
 
 def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:
-    """A group with `inside.size` members in each of several nodes."""
+    """Returns the link of a group with `inside.size` devices in each of several nodes."""
     members, nodes = inside.size, -(-size // inside.size)
     line = between.effective_bytes_per_second
     rate = min(inside.bytes_per_second, members * line)
-    # What an all_to_all sends out of the node goes over each device's own line, the rest stays inside, both at once.
+    # An all_to_all concurrently sends one part to other nodes, over one link per device, and the other within the node.
     slowest = max((size - members) / line, (members - 1) / inside.all_to_all_bytes_per_second) / size
     return AxisLink(
         size=size,
@@ -156,19 +156,19 @@ def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:
 
 
 def _torus(chip: Chip, link: Link, size: int, parts: list[Part]) -> AxisLink:
-    """Over parts of the dims of a torus, all of them at once."""
+    """Returns the link of a group over parts of the dims of a torus, used concurrently."""
     line = link.effective_bytes_per_second
     on_chip = link.on_chip_bytes_per_second or line
     dims = [part for part in parts if part.dim >= 0]
     rate = sum(line * (2 if part.wraps else 1) / part.stride for part in dims)
     if len(dims) < len(parts):
-        # The devices of one chip use the lines of all of it, and pass on to each other what came in.
+        # The devices of a chip use all of its links, and forward what they receive to each other.
         rate = min(rate * chip.devices_per_chip, on_chip) if dims else on_chip
-    # Half of what a device sends goes across the middle of a dim: a ring has two lines there each way, a row one.
+    # Half of the traffic crosses the bisection of a dim, which has two links per direction in a ring, one in a row.
     crossing = [part.size * part.stride / (line * (8 if part.wraps else 4)) for part in dims]
     crossing += [part.size / (4 * on_chip) for part in parts if part.dim < 0]
     hops = sum(part.hops for part in parts)
-    whole = "wrapped" if all(part.wraps for part in dims) else "not wrapped"
+    wrapping = "wrapped" if all(part.wraps for part in dims) else "not wrapped"
     return AxisLink(
         size=size,
         bytes_per_second=rate,
@@ -178,7 +178,7 @@ def _torus(chip: Chip, link: Link, size: int, parts: list[Part]) -> AxisLink:
         latency_seconds=hops * link.latency_seconds / (size - 1),
         way_seconds=hops * link.latency_seconds,
         start_seconds=link.start_seconds,
-        over=f"{link.name} {len(dims)} {'axis' if len(dims) == 1 else 'axes'}, {whole}" if dims else "on chip",
+        over=f"{link.name} {len(dims)} {'axis' if len(dims) == 1 else 'axes'}, {wrapping}" if dims else "on chip",
     )
 
 

@@ -1,7 +1,7 @@
-"""Measurements on the devices present: how long a matmul, a pass over memory and each collective take, by size.
+"""Benchmarks of matmuls, memory and collectives by size, on the local devices.
 
-A program does each several times over where it is short, for calling a program takes longer than most of what is in
-it. Every call is waited for: XLA's simulated CPU devices can starve each other when calls pile up.
+A short operation is repeated within a program, since the dispatch of a program takes longer than most operations.
+Each call is blocked on: XLA's simulated CPU devices can starve each other when calls are queued.
 """
 
 import math
@@ -18,18 +18,18 @@ COLLECTIVE_BYTES = tuple(4096 * 8**power for power in range(7))
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 JAX_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 KERNELS = 64
-"""How many small kernels one program starts, to see what starting one takes."""
+"""The number of small kernels in the program that measures the overhead of a kernel launch."""
 
 WORK_SIZE = 256
-"""The matmul beside which a collective is started: as long as what a step does between two of them."""
+"""The size of the matmul before a collective, about as long as the compute between two collectives of a step."""
 
 PROGRAM_SECONDS, MAX_TIMES = 5e-3, 16
-"""Short operations repeat in a program until they take about this long, up to a maximum count."""
+"""The target duration of a program of repeated short operations, and the maximum number of repetitions."""
 
 
 @dataclass(frozen=True)
 class Collected:
-    """One collective as it was measured: `num_bytes` as `collectives` counts them, over groups of `size` devices."""
+    """A measurement of a collective over groups of `size` devices; `num_bytes` is defined as in `collectives`."""
 
     kind: Collective
     size: int
@@ -38,57 +38,57 @@ class Collected:
 
 
 def matmul_rates(devices: Sequence[Any], dtype: str, seconds: float) -> dict[int, float]:
-    """Operations a second of one device by size of a square matmul, all devices at work at once."""
-    end, rates, took = time.monotonic() + seconds, {}, 0.0
+    """Measures the FLOP/s per device by size of a square matmul, with all devices active."""
+    end, rates, op_seconds = time.monotonic() + seconds, {}, 0.0
     call_seconds = dispatch_seconds(devices)
     for size in MATMUL_SIZES:
         values = _on_each(devices, (size, size), JAX_DTYPES[dtype])
-        times = _times(8 * took)
-        took = program_seconds(lambda x: x @ x, values, times, until=end, call_seconds=call_seconds)
-        rates[size] = 2 * size**3 / took
-        if time.monotonic() + 8 * took * 5 * times > end:
+        times = _times(8 * op_seconds)
+        op_seconds = program_seconds(lambda x: x @ x, values, times, until=end, call_seconds=call_seconds)
+        rates[size] = 2 * size**3 / op_seconds
+        if time.monotonic() + 8 * op_seconds * 5 * times > end:
             break
     return rates
 
 
 def memory_rate(devices: Sequence[Any], num_bytes: int, seconds: float) -> float:
-    """Bytes a second that one device reads and writes, all devices at work at once."""
+    """Measures the bytes per second that each device reads and writes, with all devices active."""
     values, end = _on_each(devices, (num_bytes // 4,), "float32"), time.monotonic() + seconds
     call_seconds = dispatch_seconds(devices)
     return 2 * num_bytes / program_seconds(lambda x: x + 1, values, 1, until=end, call_seconds=call_seconds)
 
 
 def kernel_start_seconds(devices: Sequence[Any], seconds: float) -> float:
-    """Measures the seconds of one of many small matmuls in a program, on one device."""
+    """Measures the seconds per small matmul in a program of many, on one device."""
     values, end = _on_each(devices[:1], (8, 8), "float32"), time.monotonic() + seconds
     call_seconds = dispatch_seconds(devices[:1])
     return program_seconds(lambda x: x @ x, values, KERNELS, until=end, call_seconds=call_seconds)
 
 
 def collected(groups: Sequence[Sequence[Any]], limit_bytes: int, seconds: float) -> Iterator[Collected]:
-    """Each collective by size, in all groups of devices at once; `limit_bytes` bounds what one device holds of it."""
+    """Measures each collective by size in all groups concurrently, with up to `limit_bytes` per device."""
     size, end = len(groups[0]), time.monotonic() + seconds
     call_seconds = dispatch_seconds([device for group in groups for device in group])
     for number, kind in enumerate(COLLECTIVES):
         until = time.monotonic() + (end - time.monotonic()) / (len(COLLECTIVES) - number)
-        took = 0.0
+        op_seconds = 0.0
         for target_bytes in COLLECTIVE_BYTES:
             num_bytes = -(-target_bytes // (4 * size**2)) * 4 * size**2
             if num_bytes > limit_bytes:
                 break
-            times = _times(8 * took)
+            times = _times(8 * op_seconds)
             body, mapped, values = _collective(kind, groups, num_bytes)
-            took = program_seconds(body, values, times, until=until, call_seconds=call_seconds, mapped=mapped)
-            yield Collected(kind, size, num_bytes, took)
-            if time.monotonic() + 8 * took * 5 * times > until:
+            op_seconds = program_seconds(body, values, times, until=until, call_seconds=call_seconds, mapped=mapped)
+            yield Collected(kind, size, num_bytes, op_seconds)
+            if time.monotonic() + 8 * op_seconds * 5 * times > until:
                 break
 
 
 def start_beside_work_seconds(devices: Sequence[Any], seconds: float) -> float:
-    """Seconds that a small all_reduce adds to a matmul before it, all devices at work at once.
+    """Measures the seconds that a small all_reduce adds to a preceding matmul, with all devices active.
 
-    Devices that share cores are done with the matmul one after the other, and the first waits for the last: a
-    collective of nothing but collectives before it does not show that.
+    Devices that share cores finish the matmul one after another, and the first waits for the last. A program of only
+    collectives does not include this wait.
     """
     import jax
     import numpy as np
@@ -101,7 +101,7 @@ def start_beside_work_seconds(devices: Sequence[Any], seconds: float) -> float:
     def mapped(program: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return jax.shard_map(program, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
-    def took(add: Callable[[Any], Any]) -> float:
+    def measure(add: Callable[[Any], Any]) -> float:
         def body(x: Any) -> Any:
             x = x @ x
             return x + add(x[:, :1, :1])
@@ -109,11 +109,11 @@ def start_beside_work_seconds(devices: Sequence[Any], seconds: float) -> float:
         until = time.monotonic() + seconds / 2
         return program_seconds(body, values, MAX_TIMES, until=until, call_seconds=call_seconds, mapped=mapped)
 
-    return took(lambda x: lax.psum(x, "x")) - took(lambda x: x)
+    return measure(lambda x: lax.psum(x, "x")) - measure(lambda x: x)
 
 
 def dispatch_seconds(devices: Sequence[Any]) -> float:
-    """Seconds of calling a program that does next to nothing on these devices, and of waiting for it."""
+    """Measures the seconds of dispatching a trivial program to the devices and blocking on its result."""
     import jax
 
     return _median(jax.jit(lambda x: x + 1), _on_each(devices, (1,), "float32"), until=time.monotonic() + 0.1)
@@ -128,7 +128,7 @@ def program_seconds(
     call_seconds: float,
     mapped: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = lambda program: program,
 ) -> float:
-    """Seconds of `body` in a program that does it `times` over, each on what the last one gave."""
+    """Measures the seconds of `body` in a program that applies it `times` times in sequence."""
     import jax
 
     def program(x: Any) -> Any:
@@ -136,8 +136,8 @@ def program_seconds(
             x = jax.lax.optimization_barrier(body(x))
         return x
 
-    took = _median(jax.jit(mapped(program)), values, until=until)
-    return max(took - call_seconds, took / 10) / times
+    total_seconds = _median(jax.jit(mapped(program)), values, until=until)
+    return max(total_seconds - call_seconds, total_seconds / 10) / times
 
 
 def _times(seconds: float) -> int:
@@ -145,18 +145,18 @@ def _times(seconds: float) -> int:
 
 
 def _median(call: Callable[[Any], Any], values: Any, *, until: float) -> float:
-    """The median of 3 to 20 calls, each waited for, after one that compiles; as many as fit before `until`."""
+    """Returns the median seconds of 3 to 20 blocking calls before `until`, after one that compiles."""
     call(values).block_until_ready()
-    took: list[float] = []
-    while len(took) < 3 or len(took) < 20 and time.monotonic() + took[-1] < until:
-        begun = time.perf_counter()
+    durations: list[float] = []
+    while len(durations) < 3 or len(durations) < 20 and time.monotonic() + durations[-1] < until:
+        start = time.perf_counter()
         call(values).block_until_ready()
-        took.append(time.perf_counter() - begun)
-    return statistics.median(took)
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations)
 
 
 def _on_each(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> Any:
-    """An array of zeros of that shape on every device, as one array with a first dim more."""
+    """Returns zeros of `shape` on every device, as an array sharded over an additional leading dim."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -166,7 +166,7 @@ def _on_each(devices: Sequence[Any], shape: tuple[int, ...], dtype: str) -> Any:
 
 
 def _collective(kind: Collective, groups: Sequence[Sequence[Any]], num_bytes: int) -> tuple[Any, Any, Any]:
-    """A body that does the collective and gives what the next one takes; how to map it; and zeros to begin with."""
+    """Returns a body that maps an array to one of the same shape, its `shard_map`, and the initial zeros."""
     import jax
     import numpy as np
     from jax import lax
@@ -177,9 +177,9 @@ def _collective(kind: Collective, groups: Sequence[Sequence[Any]], num_bytes: in
     part = num_bytes // 4 // size
 
     def all_gather(x: Any) -> Any:
-        # The next one's part, not its own: the compiler sees through gathering an array to take its own part.
-        everything = lax.optimization_barrier(lax.all_gather(x, "x", tiled=True))
-        return lax.dynamic_slice_in_dim(everything, (lax.axis_index("x") + 1) % size * part, part)
+        # The part of the next device: XLA simplifies an all-gather followed by a slice of the device's own part.
+        gathered = lax.optimization_barrier(lax.all_gather(x, "x", tiled=True))
+        return lax.dynamic_slice_in_dim(gathered, (lax.axis_index("x") + 1) % size * part, part)
 
     def reduce_scatter(x: Any) -> Any:
         return lax.dynamic_update_slice_in_dim(x, lax.psum_scatter(x, "x", tiled=True), 0, 0)

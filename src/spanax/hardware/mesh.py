@@ -1,4 +1,4 @@
-"""MeshShape: the names and sizes of the mesh axes, slowest first."""
+"""The names and sizes of the axes of a device mesh, without devices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ CANONICAL_AXES = ("pipe", "data", "fsdp", "expert", "context", "model")
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Mesh axes in order, slowest varying first: what `jax.make_mesh` needs, without a device.
+    """The names and sizes of mesh axes, slowest varying first, as for `jax.make_mesh`.
 
     Example:
       >>> MeshShape.of({"data": 4, "model": 2})
@@ -29,10 +29,10 @@ class MeshShape:
 
     @staticmethod
     def of(sizes: "Mapping[str, int] | str | MeshShape") -> "MeshShape":
-        """A mesh shape from `{"data": 4}` or `"data=4,model=2"`.
+        """Returns the mesh shape of `{"data": 4}` or `"data=4,model=2"`.
 
         Raises:
-          SpanaxError: a size is not a positive integer, or an axis comes twice.
+          SpanaxError: a size is not a positive integer, or an axis is repeated.
 
         Example:
           >>> MeshShape.of("data=4,model=2").size
@@ -64,7 +64,7 @@ class MeshShape:
         return tuple(name for name, _ in self.axes)
 
     def ways(self, axes: Sequence[str]) -> int:
-        """How many parts a dim split over `axes` has; an axis the mesh lacks counts as 1."""
+        """Returns the number of shards of a dim that is sharded over `axes`; axes not in the mesh have size 1."""
         return math.prod([self._sizes.get(axis, 1) for axis in axes])
 
     @cached_property
@@ -72,10 +72,10 @@ class MeshShape:
         return dict(self.axes)
 
     def build(self, devices: Sequence[Any] | None = None) -> "Mesh":
-        """The real mesh, over the first `size` of `devices` (all of the group by default, which is joined first).
+        """Returns the `jax.sharding.Mesh` of the first `size` of `devices`, by default of the process group it joins.
 
         Raises:
-          SpanaxError: there are not that many devices, or the group cannot be joined.
+          SpanaxError: there are fewer than `size` devices, or the process group cannot be joined.
         """
         import jax
 
@@ -88,38 +88,38 @@ class MeshShape:
                 where=f"mesh {self}",
                 fix=f"a mesh whose product is {len(devices)}, or --devices {self.size} to simulate them on a CPU",
             )
-        # Auto axes: ordinary NNX models (Embed, Dropout) cannot run under the default Explicit ones.
+        # Auto axes: plain NNX models (Embed, Dropout) do not support the default Explicit axes.
         kinds = (jax.sharding.AxisType.Auto,) * len(self.axes)
         return jax.sharding.Mesh(self._arranged(devices[: self.size]), self.names, axis_types=kinds)
 
     def split(self, num_slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Sizes of the axes within one slice, and between slices; the slowest axes go between.
+        """Returns the sizes of the axes within a slice and between slices; the slowest axes are between slices.
 
         Raises:
-          SpanaxError: the slices do not divide the first axes.
+          SpanaxError: the number of slices does not divide the first axes.
 
         Example:
           >>> MeshShape.of("data=4,fsdp=16").split(2)
           ((2, 16), (2, 1))
         """
-        within, between, left = [], [], num_slices
+        within, between, remaining = [], [], num_slices
         for _, size in self.axes:
-            here = math.gcd(size, left)
-            left //= here
-            between.append(here)
-            within.append(size // here)
-        if left > 1:
+            factor = math.gcd(size, remaining)
+            remaining //= factor
+            between.append(factor)
+            within.append(size // factor)
+        if remaining > 1:
             raise SpanaxError(
                 f"{num_slices} slices do not divide the mesh {self}.", fix="a first mesh axis that the slices divide"
             )
         return tuple(within), tuple(between)
 
     def _arranged(self, devices: Sequence[Any]) -> Any:
-        """The devices as an array of the mesh's shape: neighbours on a torus next to each other, slices outermost."""
+        """Returns the devices as an array of the mesh's shape, with torus neighbors adjacent and slices outermost."""
         from jax.experimental import mesh_utils
 
         num_slices = len({getattr(device, "slice_index", None) or 0 for device in devices})
-        # An axis may take a part of a dim of the torus; JAX's own make_mesh refuses that.
+        # An axis may be part of a physical dim of the torus, which `jax.make_mesh` does not allow.
         if num_slices > 1 and devices[0].platform == "tpu":
             within, between = self.split(num_slices)
             return mesh_utils.create_hybrid_device_mesh(within, between, devices, allow_split_physical_axes=True)

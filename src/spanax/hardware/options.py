@@ -1,7 +1,7 @@
-"""Options of XLA's compiler that a user or a plan may set, by name, each with the type of its value.
+"""The options of the XLA compiler that a user or a plan may set, and the types of their values.
 
-An option is listed where it changes how fast a program is, or how it rounds, and nothing outside of the program. Those
-that name files, such as `xla_dump_to`, take any text, `7` included: a value does not tell what an option does.
+Only options that affect just the speed or the rounding of a program are listed. Options that name files, such as
+`xla_dump_to`, accept any text, even `7`, so a value does not show what an option does.
 """
 
 BOOLS = """
@@ -48,8 +48,8 @@ xla_tpu_scheduler_percent_shared_memory_limit xla_tpu_scoped_vmem_limit_kib
 """
 
 OPTIONS: dict[str, type] = dict.fromkeys(BOOLS.split(), bool) | dict.fromkeys(INTS.split(), int)
-"""The type of each option's value.
+"""Name of an option -> type of its value.
 
-Sources: those of CPUs and GPUs are known to the compiler of jaxlib 0.10.2 or 0.12.0 with this type; of TPUs, MaxText,
-benchmarks/xla_flags_library.py @05d3525.
+Sources: for CPUs and GPUs, the compiler of jaxlib 0.10.2 or 0.12.0 accepts the option with this type; for TPUs,
+MaxText, benchmarks/xla_flags_library.py @05d3525.
 """

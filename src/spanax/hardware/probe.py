@@ -1,4 +1,4 @@
-"""Probe: measure the devices present, and write a cluster file that overrides the catalogue's numbers."""
+"""Measurement of the local devices, as a cluster file that overrides the numbers of the catalog."""
 
 import datetime
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,19 +25,19 @@ from spanax.run.distributed.processes import join_group
 from spanax.units import bytes_text, quantity_text
 
 RINGS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-"""The collectives that go around a ring, and how often."""
+"""Ring collective -> number of passes around the ring."""
 
 PROBED_BYTES = 64 * 2**20
-"""How much one device reads and writes when its memory is measured; a sixteenth of it at most."""
+"""Bytes that each device reads and writes to measure memory bandwidth, at most a sixteenth of its memory."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A link as measured: seconds = start + steps x latency + bytes sent by one device / rate; `error` the mean one.
+    """A fitted link: seconds = start + steps x latency + bytes sent per device / rate, with mean relative `error`.
 
     Example:
-      >>> took = {(n, b): 1e-5 + (n - 1) * (1e-6 + b / n / 1e9) for n in (2, 8) for b in (8, 10**6)}
-      >>> fit = fitted([Collected("all_gather", n, b, seconds) for (n, b), seconds in took.items()])
+      >>> times = {(n, b): 1e-5 + (n - 1) * (1e-6 + b / n / 1e9) for n in (2, 8) for b in (8, 10**6)}
+      >>> fit = fitted([Collected("all_gather", n, b, seconds) for (n, b), seconds in times.items()])
       >>> round(fit.bytes_per_second / 1e9, 3), round(fit.latency_seconds * 1e6, 3), round(fit.start_seconds * 1e6, 3)
       (1.0, 1.0, 10.0)
     """
@@ -49,15 +49,16 @@ class Fit:
 
 
 def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str:
-    """Measure matmuls by size and dtype, memory, the start of a kernel and each collective by size.
+    """Measures matmuls by size and dtype, memory bandwidth, kernel launches, and collectives by size.
 
-    Takes about `seconds`, the smallest sizes at least. What was measured stands in comments, what it comes to in keys.
+    Takes about `seconds`; the smallest sizes are always measured. Measurements are in comments, fitted values in keys.
 
     Returns:
-      A cluster file: `cluster("mine.toml")` reads it. Of a chip in the catalogue it changes what was measured.
+      The text of a cluster file, for `cluster("mine.toml")`. It overrides the measured numbers of a chip in the
+      catalog.
 
     Raises:
-      SpanaxError: not a positive time, or nothing is known of the memory of an unknown chip.
+      SpanaxError: `seconds` is not positive, or the memory of an unknown chip is unknown.
 
     Example:
       >>> import jax
@@ -93,15 +94,15 @@ def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str
             for part in grouped
             for point in collected(part, _limit(here), seconds * 0.45 / len(groups) / len(grouped))
         ]
-        beside = start_beside_work_seconds(devices, seconds * 0.1) if here.chip.shared else 0.0
-        lines += ["", f"[{name}]", *_link(here, name, parts, node, beside)]
+        start_beside_work = start_beside_work_seconds(devices, seconds * 0.1) if here.chip.shared else 0.0
+        lines += ["", f"[{name}]", *_link(here, name, parts, node, start_beside_work)]
     return "\n".join([*lines, "", "[source]", *_sources(lines, source)]) + "\n"
 
 
 def fitted(points: Sequence[Collected]) -> Fit:
-    """The start, latency and rate that come closest to what was measured of rings, each point counting alike.
+    """Fits the start, latency and bandwidth of a link to the measured ring collectives, with equal weights.
 
-    Source: linear least squares of (start + steps latency + sent / rate) / measured - 1, nothing below zero.
+    Source: nonnegative linear least squares of (start + steps latency + sent / rate) / measured - 1.
     """
     rings = [point for point in points if point.kind in RINGS]
     times = np.array([point.seconds for point in rings])
@@ -155,46 +156,46 @@ def _memory(devices: Sequence[Any], here: Cluster, node: int, seconds: float) ->
     yield f'memory_share = "{quantity_text(rate / (sheet or 1.0), "share")}"'
 
 
-def _link(here: Cluster, name: str, points: Sequence[Collected], node: int, beside_work: float) -> Iterator[str]:
+def _link(here: Cluster, name: str, points: Sequence[Collected], node: int, start_beside_work: float) -> Iterator[str]:
     for kind in dict.fromkeys(point.kind for point in points):
         for size in dict.fromkeys(point.size for point in points):
-            mine = [point for point in points if (point.kind, point.size) == (kind, size)]
-            texts = (f"{bytes_text(point.num_bytes)}: {quantity_text(point.seconds, 'seconds')}" for point in mine)
+            matching = [point for point in points if (point.kind, point.size) == (kind, size)]
+            texts = (f"{bytes_text(point.num_bytes)}: {quantity_text(point.seconds, 'seconds')}" for point in matching)
             yield f"# {kind} over {size}: {', '.join(texts)}"
     known = here.chip.inside if name == "inside" else here.chip.between
     fit = fitted([point for point in points if point.kind != "all_reduce" or not (known and known.in_switch_share)])
     yield f"# fitted with a mean error of {100 * fit.error:.0f} %"
     if known is not None and known.kind != "switch" and name == "inside":
         plain = replace(here, chip=replace(here.chip, inside=replace(known, share=1.0)))
-        lines = axis_link(plain, MeshShape.of({"x": here.devices_per_node}), "x").bytes_per_second
-        yield f'share = "{quantity_text(min(fit.bytes_per_second / lines, 1.99), "share")}"'
+        link_rate = axis_link(plain, MeshShape.of({"x": here.devices_per_node}), "x").bytes_per_second
+        yield f'share = "{quantity_text(min(fit.bytes_per_second / link_rate, 1.99), "share")}"'
     else:
         times = node if here.chip.shared else 1
         yield f'name = "{known.name if known else name}"'
         yield f'rate = "{quantity_text(min(max(fit.bytes_per_second * times, 1e6), 1e15), "bytes per second")}"'
         yield 'share = "100 %"'
     if known is not None and known.in_switch_share:
-        adding = _largest_rate(points, fit, known.in_switch_devices or 2)
-        yield f'in_switch_share = "{quantity_text(min(adding / fit.bytes_per_second, 1.99), "share")}"'
-    if beside_work:
+        reduction_rate = _largest_rate(points, fit, known.in_switch_devices or 2)
+        yield f'in_switch_share = "{quantity_text(min(reduction_rate / fit.bytes_per_second, 1.99), "share")}"'
+    if start_beside_work:
         yield f"# start alone: {quantity_text(max(fit.start_seconds, 1e-9), 'seconds')}; beside work:"
-    for key, value in {"latency": fit.latency_seconds, "start": max(fit.start_seconds, beside_work)}.items():
+    for key, value in {"latency": fit.latency_seconds, "start": max(fit.start_seconds, start_beside_work)}.items():
         yield f'{key} = "{quantity_text(min(max(value, 1e-9), 1.0), "seconds")}"'
 
 
 def _largest_rate(points: Sequence[Collected], fit: Fit, from_devices: int) -> float:
-    """The rate of the largest all_reduce of enough devices, over what starts and steps take."""
-    adding = [point for point in points if point.kind == "all_reduce" and point.size >= from_devices]
-    if not adding:
+    """Returns the bandwidth of the largest all_reduce over `from_devices` or more, without start and latency."""
+    reductions = [point for point in points if point.kind == "all_reduce" and point.size >= from_devices]
+    if not reductions:
         return fit.bytes_per_second
-    last = max(adding, key=lambda point: point.num_bytes)
-    steps = 2 * (last.size - 1)
-    sending = max(last.seconds - fit.start_seconds - steps * fit.latency_seconds, last.seconds / 2)
-    return steps * last.num_bytes / last.size / sending
+    largest = max(reductions, key=lambda point: point.num_bytes)
+    steps = 2 * (largest.size - 1)
+    send_seconds = max(largest.seconds - fit.start_seconds - steps * fit.latency_seconds, largest.seconds / 2)
+    return steps * largest.num_bytes / largest.size / send_seconds
 
 
 def _groups(devices: Sequence[Any], here: Cluster) -> dict[str, list[list[list[Any]]]]:
-    """Link -> ways to group the devices it joins: all of a node, and pairs, which tell a step from a start."""
+    """Returns the device groups to measure by link: nodes, and pairs, which separate latency from start."""
     node = here.devices_per_node
     nodes = [list(devices[first : first + node]) for first in range(0, len(devices), node)]
     groups: dict[str, list[list[list[Any]]]] = {}
@@ -212,7 +213,7 @@ def _limit(here: Cluster) -> int:
 
 
 def _by_itself(chip: Chip, rate: float, sheet: float | None) -> bool:
-    """Whether a rate is written as it is: the host's own, or above what the data sheet says, or there is none."""
+    """Whether to write a rate instead of a share: that of a host, above the data sheet, or without one."""
     return chip.shared or sheet is None or rate > sheet
 
 
@@ -226,7 +227,7 @@ def _dtypes(key: str, texts: Mapping[str, str]) -> str:
 
 
 def _sources(lines: Sequence[str], source: str) -> Iterator[str]:
-    """A source for every number that the lines give."""
+    """Yields the source of each number in the lines."""
     group = ""
     for line in lines:
         key, equals, _ = line.partition(" = ")

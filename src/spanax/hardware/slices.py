@@ -1,4 +1,4 @@
-"""Slices: the shapes in which the chips of a torus come."""
+"""The shapes of TPU slices: the default shape for a number of chips, and validation of a shape."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from spanax.hardware.chip import Chip
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """A shape as it is written.
+    """Formats a shape.
 
     Example:
       >>> shape_text((4, 4, 8))
@@ -19,10 +19,10 @@ def shape_text(shape: tuple[int, ...]) -> str:
 
 
 def default_shape(chip: Chip, num_chips: int, name: str) -> tuple[int, ...]:
-    """The shape that so many chips usually come in: the most cubic one, of those that wrap if any does.
+    """Returns the default shape of a slice: the most cubic one, preferring shapes that wrap around.
 
     Raises:
-      SpanaxError: they come in no shape.
+      SpanaxError: no slice has that number of chips.
 
     Example:
       >>> from spanax.hardware.chips import chip_named
@@ -48,10 +48,10 @@ def default_shape(chip: Chip, num_chips: int, name: str) -> tuple[int, ...]:
 
 
 def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
-    """Hold a shape against what the chip's slices can be.
+    """Checks that a slice of the chip can have this shape.
 
     Raises:
-      SpanaxError: another number of dims, a dim too long, or chips that do not fill hosts.
+      SpanaxError: the number of dims is wrong, a dim is too large, or the chips do not fill hosts.
     """
     largest = _largest(chip)
     if len(shape) != len(largest):
@@ -80,12 +80,12 @@ def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
 
 def _shapes(chip: Chip, num_chips: int) -> tuple[int, ...] | None:
     shapes = [shape for shape in _factors(num_chips, sorted(_largest(chip))) if _possible(chip, shape)]
-    by_whole = bool(chip.inside and chip.inside.wrap_multiple)
-    return min(shapes, key=lambda shape: (by_whole and not all(_wraps(chip, shape)), sum(shape)), default=None)
+    prefers_wrapped = bool(chip.inside and chip.inside.wrap_multiple)
+    return min(shapes, key=lambda shape: (prefers_wrapped and not all(_wraps(chip, shape)), sum(shape)), default=None)
 
 
 def _factors(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to write a number as rising factors, each within its limit."""
+    """Yields the factorizations of a number into ascending factors within the limits."""
     options = ([size for size in range(1, limit + 1) if number % size == 0] for limit in limits)
     for shape in itertools.product(*options):
         if math.prod(shape) == number and list(shape) == sorted(shape):
@@ -93,7 +93,7 @@ def _factors(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _possible(chip: Chip, shape: tuple[int, ...]) -> bool:
-    """Whether chips fill their hosts, two by two: libtpu refuses v5p:3x2x1, and takes parts of one host."""
+    """Whether the chips fill hosts of 2x2 chips: libtpu rejects v5p:3x2x1, and accepts parts of one host."""
     num_chips, in_host = math.prod(shape), (chip.devices_per_host or 1) // chip.devices_per_chip
     if num_chips < in_host:
         return in_host % num_chips == 0 and all(size <= in_host // 2 for size in shape)

@@ -1,4 +1,4 @@
-"""Torus: which dims of it each mesh axis takes."""
+"""The assignment of the dims of a torus to mesh axes."""
 
 import functools
 import math
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 ON_CHIP = -1
-"""The dim of the devices of one chip."""
+"""The index of the dim of the devices within a chip."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """`size` of the devices along one dim of a torus, each `stride` from the next; `wraps` if they close a ring.
+    """`size` devices along one dim of a torus, `stride` apart; `wraps` if they form a ring.
 
     Example:
       >>> Part(0, 1, 8, wraps=True).hops, Part(0, 1, 4, wraps=False).hops
@@ -25,17 +25,17 @@ class Part:
 
     @property
     def hops(self) -> int:
-        """Lines on the way to the farthest device."""
+        """The number of hops to the farthest device."""
         return (self.size // 2 if self.wraps else self.size - 1) * self.stride
 
 
 def place(
     sizes: tuple[int, ...], shape: tuple[int, ...], wraps: tuple[bool, ...], devices_per_chip: int = 1
 ) -> tuple[tuple[Part, ...], ...]:
-    """The parts that each mesh axis takes of a torus; the last axis chooses first.
+    """Assigns parts of the dims of a torus to each mesh axis, beginning with the last axis.
 
-    An axis takes whole dims if it can, as many as make it up; then as few parts of dims as it can, those with the
-    most lines.
+    An axis is assigned full dims if their product is its size, otherwise the fewest partial dims, preferring those
+    with the most links.
 
     Example:
       >>> [[(part.dim, part.size) for part in parts] for parts in place((16, 4), (4, 4, 4), (True,) * 3)]
@@ -50,9 +50,9 @@ def place(
         if size == 1:
             placed.append(())
             continue
-        left = [(dim, length[dim] // used[dim]) for dim in used if used[dim] < length[dim]]
-        whole = [option for option in _whole(size, left) if all(used[dim] == 1 for dim in option)]
-        options = (_parts(option, used, length, wraps) for option in whole or _options(size, left))
+        available = [(dim, length[dim] // used[dim]) for dim in used if used[dim] < length[dim]]
+        full_dims = [option for option in _whole(size, available) if all(used[dim] == 1 for dim in option)]
+        options = (_parts(option, used, length, wraps) for option in full_dims or _options(size, available))
         parts = min(options, key=lambda parts: _rank(parts, length))
         for part in parts:
             used[part.dim] *= part.size
@@ -61,7 +61,7 @@ def place(
 
 
 def joined(parts: list[Part], shape: tuple[int, ...], wraps: tuple[bool, ...]) -> list[Part]:
-    """Parts of one dim that continue each other, as one: two halves of a ring are the ring."""
+    """Merges adjacent parts of the same dim: two halves of a ring form the ring."""
     merged: list[Part] = []
     for part in sorted(parts, key=lambda part: (part.dim, part.stride)):
         last = merged[-1] if merged else None
@@ -74,28 +74,28 @@ def joined(parts: list[Part], shape: tuple[int, ...], wraps: tuple[bool, ...]) -
     return merged
 
 
-def _whole(size: int, left: list[tuple[int, int]]) -> list[dict[int, int]]:
-    """Every way to make up a size from all that is left of some dims."""
+def _whole(size: int, available: list[tuple[int, int]]) -> list[dict[int, int]]:
+    """Returns the subsets of dims whose remaining lengths multiply to `size`."""
     options: list[dict[int, int]] = [{}]
-    for dim, length in left:
+    for dim, length in available:
         options += [option | {dim: length} for option in options]
     return [option for option in options if math.prod(option.values()) == size]
 
 
-def _options(size: int, left: list[tuple[int, int]]) -> Iterator[dict[int, int]]:
-    """Every way to make up a size from factors of what is left of each dim."""
+def _options(size: int, available: list[tuple[int, int]]) -> Iterator[dict[int, int]]:
+    """Yields the factorizations of `size` into factors of the remaining lengths of the dims."""
     if size == 1:
         yield {}
-    elif left:
-        (dim, length), rest = left[0], left[1:]
+    elif available:
+        (dim, length), later = available[0], available[1:]
         for factor in divisors(math.gcd(size, length)):
-            for option in _options(size // factor, rest):
+            for option in _options(size // factor, later):
                 yield {dim: factor} | option if factor > 1 else option
 
 
 @functools.cache
 def divisors(number: int) -> tuple[int, ...]:
-    """The whole numbers that divide a number, the smallest first.
+    """Returns the divisors of a number in ascending order.
 
     Example:
       >>> divisors(12)

@@ -1,4 +1,4 @@
-"""Weights and rules in and out: Hugging Face's safetensors, and logical axis rules for MaxText and Flax."""
+"""Import and export of Hugging Face weights, and export of logical axis rules for MaxText and Flax."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

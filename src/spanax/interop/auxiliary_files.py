@@ -1,4 +1,4 @@
-"""Kept: the files that lie beside weights and go with them, and the folder they all go into."""
+"""Files that accompany weights, such as tokenizers, and the folders that weights are written to."""
 
 import json
 import shutil
@@ -15,10 +15,10 @@ from spanax.interop.safetensors import INDEX, SINGLE, inside
 
 
 def auxiliary_files(folder: Path) -> list[Path]:
-    """The files of a folder that go with its weights.
+    """Returns the files of a folder that accompany its weights.
 
     Raises:
-      DataError: one of them is a link out of the folder, or far too large.
+      DataError: a file is a link to outside of the folder, or too large.
     """
     names = (*IMPORTED[:-1], *((INDEX,) if not (folder / SINGLE).exists() else ()))
     paths = [folder / name for name in names if (folder / name).exists() or (folder / name).is_symlink()]
@@ -31,19 +31,19 @@ def auxiliary_files(folder: Path) -> list[Path]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A new or empty folder to write into; whatever goes wrong, nothing is left in it.
+    """A context that writes to a new or empty folder, and deletes what was written if an error occurs.
 
     Raises:
-      WriteError: it holds something, or cannot be written.
+      WriteError: the folder is not empty, or cannot be written.
     """
     is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = next(folder.iterdir(), None)
+        existing = next(folder.iterdir(), None)
     except OSError as error:
         raise WriteError(f"cannot write to '{folder}'.", where=first_line(error)) from None
-    if held is not None:
-        raise WriteError(f"'{folder}' is not empty.", where=f"it holds '{held.name}'", fix="--out, a new folder")
+    if existing is not None:
+        raise WriteError(f"'{folder}' is not empty.", where=f"it holds '{existing.name}'", fix="--out, a new folder")
     try:
         yield
     except BaseException as error:
@@ -57,31 +57,31 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_model(folder: Path, kind: str, shape: dict[str, Any], *, is_bare: bool, twice: tuple[str, ...]) -> None:
-    """Write down which model the weights of a folder are of, and how they were called."""
-    theirs = {"is_bare": is_bare, "twice": twice}
-    text = json.dumps({"version": 1, "model": kind, "shape": shape, "theirs": theirs}, indent=1)
+    """Writes the model that the weights of a folder belong to, and their naming scheme."""
+    naming = {"is_bare": is_bare, "twice": twice}
+    text = json.dumps({"version": 1, "model": kind, "shape": shape, "theirs": naming}, indent=1)
     Folder.of(folder).replace(MODEL, [text + "\n"])
 
 
 def copy_out(folder: Path, name: Name, out: Path) -> None:
-    """Copy a file of an imported folder into a new one.
+    """Copies a file of an imported folder to a new folder.
 
     Raises:
-      EntryError: it is something other than a regular file, or far too large.
+      EntryError: it is not a regular file, or is too large.
     """
     with Folder.of(folder).reading(name) as source, open(out / name, "xb") as file:
         shutil.copyfileobj(source, file)
 
 
 def read_names(folder: Path) -> tuple[bool, tuple[str, ...]]:
-    """How the weights of a folder were called: whether without the prefix, and which names repeated another.
+    """Returns the naming scheme of the weights of a folder: whether names lack the prefix, and duplicate names.
 
     Raises:
-      DataError: it does not say.
+      DataError: the folder does not describe a model.
     """
     try:
-        theirs = parse_json(Folder.of(folder).read(MODEL))["theirs"]
-        return bool(theirs["is_bare"]), tuple(str(name) for name in theirs["twice"])
+        naming = parse_json(Folder.of(folder).read(MODEL))["theirs"]
+        return bool(naming["is_bare"]), tuple(str(name) for name in naming["twice"])
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:

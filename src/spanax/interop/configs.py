@@ -1,4 +1,4 @@
-"""Configs: the shape of a model of ours from a config.json, and a config.json from the shape."""
+"""Conversion between a Hugging Face config.json and the config of a Spanax model."""
 
 import math
 from collections.abc import Mapping
@@ -17,19 +17,19 @@ from spanax.schema import parsed
 
 CONFIG = "config.json"
 MOST = 1 << 31
-"""Of any number in a shape."""
+"""The exclusive upper bound of the integers in a config."""
 
 
 def read_config(folder: Path, name: str, family: Family) -> Any:
-    """The shape that a folder's config.json describes.
+    """Reads the config of a Spanax model from a folder's config.json.
 
     Args:
-      folder: where the weights are.
-      name: what they are read as.
-      family: the tables of that name.
+      folder: the folder with the weights.
+      name: the name of the family.
+      family: the family with this name.
 
     Raises:
-      DataError: there is none, it is of another model, or of one that ours cannot be.
+      DataError: config.json is missing, describes another model, or has settings that are not supported.
     """
     path = folder / CONFIG
     if not path.exists():
@@ -45,9 +45,9 @@ def read_config(folder: Path, name: str, family: Family) -> Any:
         raise DataError(f"cannot read '{path}'.", where=first_line(error)) from None
     kind = config.get("model_type")
     if kind not in family.kinds:
-        fitting = [family_name for family_name, tables in FAMILIES.items() if kind in tables.kinds]
+        matches = [family_name for family_name, tables in FAMILIES.items() if kind in tables.kinds]
         what = f"'{path}' is of a model of type {repr(kind)[:60]}, and is to be read as '{name}'."
-        raise DataError(what, fix=f"--as {fitting[0]}" if fitting else f"a model of type {', '.join(family.kinds)}")
+        raise DataError(what, fix=f"--as {matches[0]}" if matches else f"a model of type {', '.join(family.kinds)}")
     config = _as_written(config)
     for key, allowed in family.fixed.items():
         if (value := config.get(key, allowed[0])) not in allowed:
@@ -57,7 +57,7 @@ def read_config(folder: Path, name: str, family: Family) -> Any:
 
 
 def config_json(family: Family, config: Any, dtype: str) -> dict[str, Any]:
-    """What config.json says of a shape, for transformers.
+    """Returns the config.json of a config, for transformers.
 
     Example:
       >>> from spanax.interop.families import family
@@ -79,7 +79,7 @@ def config_json(family: Family, config: Any, dtype: str) -> dict[str, Any]:
 
 
 def _shape(path: Path, name: str, family: Family, config: Mapping[str, Any]) -> Any:
-    """Our shape, every number of it held against what a shape may be."""
+    """Returns the validated config of the Spanax model."""
     model, kind = MODELS[name]
     known = {field.name for field in fields(kind)}
     values: dict[str, Any] = dict(family.implied[config["model_type"]])
@@ -97,14 +97,14 @@ def _shape(path: Path, name: str, family: Family, config: Mapping[str, Any]) -> 
         if any(type(number) is float and not 0 <= number < math.inf for number in numbers):
             raise ValueError("a number is negative")
         nnx.eval_shape(lambda: model(shape, nnx.Rngs(0)))
-    except Exception as error:  # whatever a model says to a shape that is none
+    except Exception as error:  # a model may raise any exception for an invalid config
         what = f"'{path}' describes no model."
         raise DataError(what, where=first_line(error)) from None
     return shape
 
 
 def _as_written(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in one way, where transformers has had several."""
+    """Normalizes settings whose format differs between versions of transformers."""
     config = dict(config)
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = None
@@ -120,7 +120,7 @@ def _as_written(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """How rotary positions are stretched, if they are."""
+    """Returns the scaling of rotary position embeddings, if any."""
     from spanax.models.llama import RopeScaling
 
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -130,18 +130,18 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "llama3":
         what = f"'{path}' stretches rotary positions in the way '{str(kind)[:60]}'."
         raise DataError(what, where="spanax.models.llama knows those of Llama 3.1: llama3")
-    theirs = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     try:
-        factor, low, high, length = (rope[key] for key in theirs)
+        factor, low, high, length = (rope[key] for key in keys)
         return {"rope_scaling": RopeScaling(float(factor), float(low), float(high), int(length))}
     except (KeyError, TypeError, ValueError):
-        raise DataError(f"'{path}' has rotary positions without {', '.join(theirs)}.") from None
+        raise DataError(f"'{path}' has rotary positions without {', '.join(keys)}.") from None
 
 
 def _rope_json(config: Any) -> dict[str, Any]:
-    """Rotary positions as transformers 5 keeps them, and as those before it did."""
+    """Returns the settings of rotary position embeddings for transformers 5 and for earlier versions."""
     scaling = getattr(config, "rope_scaling", None)
-    stretched = {"rope_type": "default"} if scaling is None else {
+    rope = {"rope_type": "default"} if scaling is None else {
         "rope_type": "llama3",
         "factor": scaling.factor,
         "low_freq_factor": scaling.low,
@@ -149,6 +149,6 @@ def _rope_json(config: Any) -> dict[str, Any]:
         "original_max_position_embeddings": scaling.original_len,
     }  # fmt: skip
     return {
-        "rope_parameters": {"rope_theta": config.rope_theta, **stretched},
-        "rope_scaling": None if scaling is None else stretched,
+        "rope_parameters": {"rope_theta": config.rope_theta, **rope},
+        "rope_scaling": None if scaling is None else rope,
     }

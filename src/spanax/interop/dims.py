@@ -1,4 +1,4 @@
-"""Dims: an array of ours from tensors of Hugging Face's and back, by one line of text; see `families`."""
+"""Conversion between Spanax arrays and Hugging Face tensors by einops-like patterns; see `families`."""
 
 import math
 import re
@@ -8,11 +8,11 @@ from itertools import chain
 import numpy as np
 
 ALONG = "*"
-"""The dim along which several tensors make up one array."""
+"""The dim of an array along which several tensors are stacked."""
 
 
 def their_shape(dims: str, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of each tensor that an array of a shape is made of.
+    """Returns the shape of the Hugging Face tensors of an array with this shape.
 
     Example:
       >>> their_shape("(H K) D -> D * H K", (64, 3, 8, 8))
@@ -20,13 +20,13 @@ def their_shape(dims: str, shape: Sequence[int]) -> tuple[int, ...]:
     """
     if not dims:
         return tuple(shape)
-    left, right = _parsed(dims)
-    sizes = dict(zip(right, shape, strict=True))
-    return tuple(math.prod(sizes[name] for name in group) for group in left)
+    tensor_dims, array_dims = _parsed(dims)
+    sizes = dict(zip(array_dims, shape, strict=True))
+    return tuple(math.prod(sizes[name] for name in group) for group in tensor_dims)
 
 
-def ours(dims: str, tensor: np.ndarray, into: np.ndarray, at: int) -> None:
-    """Put one tensor into its place of an array of ours: the whole of it, or number `at` along `*`.
+def ours(dims: str, tensor: np.ndarray, into: np.ndarray, index: int) -> None:
+    """Writes a Hugging Face tensor into an array in place: into all of it, or into one index along `*`.
 
     Example:
       >>> array = np.zeros((2, 3, 2))
@@ -37,15 +37,15 @@ def ours(dims: str, tensor: np.ndarray, into: np.ndarray, at: int) -> None:
     if not dims:
         into[...] = tensor
         return
-    left, right = _parsed(dims)
-    sizes = dict(zip(right, into.shape, strict=True))
-    flat, axes = list(chain(*left)), [name for name in right if name != ALONG]
-    apart = tensor.reshape([sizes[name] for name in flat])
-    _part(right, into, at)[...] = apart.transpose([flat.index(name) for name in axes])
+    tensor_dims, array_dims = _parsed(dims)
+    sizes = dict(zip(array_dims, into.shape, strict=True))
+    flat, axes = list(chain(*tensor_dims)), [name for name in array_dims if name != ALONG]
+    unflattened = tensor.reshape([sizes[name] for name in flat])
+    _part(array_dims, into, index)[...] = unflattened.transpose([flat.index(name) for name in axes])
 
 
-def theirs(dims: str, array: np.ndarray, at: int) -> np.ndarray:
-    """The tensor that is an array of ours, or number `at` along its `*`.
+def theirs(dims: str, array: np.ndarray, index: int) -> np.ndarray:
+    """Returns the Hugging Face tensor of an array, or of one index along its dim `*`.
 
     Example:
       >>> theirs("(H K) D -> D H K", np.arange(12.0).reshape(2, 3, 2), 0).shape
@@ -53,20 +53,20 @@ def theirs(dims: str, array: np.ndarray, at: int) -> np.ndarray:
     """
     if not dims:
         return array
-    left, right = _parsed(dims)
-    flat, axes = list(chain(*left)), [name for name in right if name != ALONG]
-    part = _part(right, array, at).transpose([axes.index(name) for name in flat])
+    tensor_dims, array_dims = _parsed(dims)
+    flat, axes = list(chain(*tensor_dims)), [name for name in array_dims if name != ALONG]
+    part = _part(array_dims, array, index).transpose([axes.index(name) for name in flat])
     return part.reshape(their_shape(dims, array.shape))
 
 
-def _part(right: Sequence[str], array: np.ndarray, at: int) -> np.ndarray:
-    if ALONG not in right:
+def _part(array_dims: Sequence[str], array: np.ndarray, index: int) -> np.ndarray:
+    if ALONG not in array_dims:
         return array
-    return array[(slice(None),) * right.index(ALONG) + (at,)]
+    return array[(slice(None),) * array_dims.index(ALONG) + (index,)]
 
 
 def _parsed(dims: str) -> tuple[list[list[str]], list[str]]:
-    """The dims of a tensor, each with those of ours that it holds, and the dims of ours."""
+    """Parses a pattern into the groups of dims that form each dim of a tensor, and the dims of the array."""
     left, _, right = dims.partition(" -> ")
     groups = re.findall(r"\(([^)]*)\)|(\S+)", left)
-    return [(several or single).split() for several, single in groups], right.split()
+    return [(group or single).split() for group, single in groups], right.split()

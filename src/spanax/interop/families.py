@@ -1,8 +1,8 @@
-"""Families: what Hugging Face calls the weights and the settings of our models, as tables.
+"""Tables that map the weights and settings of Spanax models to those of Hugging Face.
 
-A weight is one of our arrays and the tensors that make it up. `dims` says how, dim by dim: `(H K) D -> D H K` takes a
-matrix of Hugging Face's apart into heads and puts its last dim first; read from right to left it is the way back. Where
-several tensors make up one array, `*` is the dim they lie along. In paths and names, `*` is the number of a layer.
+A `Weight` maps an array of a Spanax model to one or more Hugging Face tensors. Its `dims` are an einops-like pattern:
+`(H K) D -> D H K` reshapes the first dim of a tensor into heads and moves its last dim to the front; right to left it
+is the inverse. Several tensors of an array are stacked along the dim `*`. In paths and names, `*` is a layer index.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from spanax.errors import SpanaxError, nearest
 
 @dataclass(frozen=True)
 class Weight:
-    """One of our arrays, by its path, and the names and dims of the tensors that it is made of."""
+    """An array of a Spanax model by path, and the names and `dims` of its Hugging Face tensors."""
 
     path: str
     names: tuple[str, ...]
@@ -23,7 +23,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of our model, what config.json calls it, and what it is where that does not say; None: it must say."""
+    """A setting of a Spanax model, its key in config.json, and its default there; None means the key is required."""
 
     name: str
     theirs: str
@@ -32,17 +32,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Family:
-    """How a model of ours and one of transformers are each other.
+    """The mapping between a Spanax model and the equivalent models of transformers.
 
     Attributes:
-      model: the module and the class below `spanax.models`.
-      kinds: `model_type` in config.json and the class it belongs to; `implied` says what of our settings each implies.
-      prefix: what the names of a whole model begin with and those of a bare one do not.
-      weights: every array.
-      left_out: names of tensors that no training changes: masks and angles, which our models compute.
-      tied: a name that may repeat another tensor.
-      settings: of the shape, by our names.
-      fixed: settings of config.json that our model has one way only: what they may be, and are where they are missing.
+      model: the module in `spanax.models` and its class.
+      kinds: `model_type` in config.json -> class in transformers; `implied` has the Spanax settings of each type.
+      prefix: the prefix of tensor names in a model with a head; base models do not have it.
+      weights: all arrays of the model.
+      left_out: names of tensors that are not trained, such as masks and rotary angles, which Spanax models compute.
+      tied: the name of a tensor that may duplicate another tensor, and the name of that tensor.
+      settings: the settings of the config.
+      fixed: keys of config.json with a single supported meaning -> allowed values; the first one is the default.
     """
 
     model: tuple[str, str]
@@ -57,7 +57,7 @@ class Family:
 
 
 def _linear(path: str, name: str, weight: str = "F D -> D F", bias: str = "") -> tuple[Weight, Weight]:
-    """A layer whose matrix and bias are called `weight` and `bias` there."""
+    """Returns the kernel and bias of a layer with the tensors `weight` and `bias`."""
     return Weight(f"{path}.kernel", (f"{name}.weight",), weight), Weight(f"{path}.bias", (f"{name}.bias",), bias)
 
 
@@ -69,7 +69,7 @@ _GPT2 = Family(
     model=("gpt", "GPT"),
     kinds={"gpt2": "GPT2LMHeadModel"},
     prefix="transformer.",
-    # GPT-2's Conv1D keeps its matrices as (in, out), as we do.
+    # The matrices of GPT-2's Conv1D are (in, out), as in Flax.
     weights=(
         Weight("embed", ("transformer.wte.weight",)),
         Weight("positions", ("transformer.wpe.weight",)),
@@ -191,10 +191,10 @@ FAMILIES: Mapping[str, Family] = {"gpt2": _GPT2, "llama": _LLAMA, "vit": _VIT}
 
 
 def family(name: str) -> Family:
-    """The family of a name.
+    """Returns the family with this name.
 
     Raises:
-      SpanaxError: there is none.
+      SpanaxError: no family has this name.
 
     Example:
       >>> family("gpt2").weights[0]

@@ -1,4 +1,4 @@
-"""Exporting: a checkpoint's weights into safetensors that transformers reads, one array at a time."""
+"""Export of a checkpoint's weights as safetensors for transformers, one array at a time."""
 
 import json
 import math
@@ -32,21 +32,21 @@ from spanax.run.state import weights
 from spanax.units import bytes_text, count_text
 
 FILE_BYTES = 5_000_000_000
-"""Of a file, before another one is begun."""
+"""The default maximum size of a file."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """A summary of exported weights.
 
     Attributes:
-      kind: as what.
-      out: the folder that holds it.
-      step: of the checkpoint that it is from.
-      num_params: how many numbers the parameters hold.
-      dtypes: in which dtypes.
-      num_tensors: as how many tensors.
-      files: the files with their bytes.
+      kind: the name of the family.
+      out: the folder with the files.
+      step: the step of the checkpoint.
+      num_params: the number of parameters.
+      dtypes: the dtypes of the tensors.
+      num_tensors: the number of tensors.
+      files: name of a file -> size in bytes.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Exported:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a checkpoint is of: the shape of its model, how its tensors were called, the folder it was imported into."""
+    """The config of a checkpoint's model, the naming scheme of its tensors, and the folder it was imported to."""
 
     config: Any
     is_bare: bool = False
@@ -77,7 +77,7 @@ class _Origin:
 
 @dataclass(frozen=True)
 class _Named:
-    """A tensor that is to be written: its name, which part it is of which array of ours, its shape and its dtype."""
+    """A tensor to write: its name, its array and index along `*`, its shape and its dtype."""
 
     name: str
     array: Array
@@ -99,23 +99,24 @@ def export_weights(
     workload: str | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write the parameters of a checkpoint as safetensors and config.json, as transformers reads them.
+    """Writes the parameters of a checkpoint as safetensors and config.json for transformers.
 
-    What `import_weights` brought in comes out again to the byte, with the files that were taken along. The host holds
-    one array at a time, twice; of a trained run that is one of all layers.
+    The export of a checkpoint that `import_weights` wrote is identical to the import byte for byte, including the
+    accompanying files. Host memory holds two copies of one array at a time; the arrays of a trained run are stacked
+    over layers.
 
     Args:
-      checkpoint: a run folder, a folder of checkpoints, or what `import_weights` wrote.
-      kind: as what: `gpt2`, `llama` or `vit`.
-      out: the folder to make.
-      dtype: float32, bfloat16 or float16 in place of the dtype that they are saved in.
-      workload: what the checkpoint is of, where its folder does not say; a name, or file.py:name.
-      file_bytes: how large a file may become before another one is begun.
+      checkpoint: a run folder, a folder of checkpoints, or the output of `import_weights`.
+      kind: the name of the family: `gpt2`, `llama` or `vit`.
+      out: the folder to create.
+      dtype: float32, bfloat16 or float16 to replace the dtype of the checkpoint.
+      workload: a name, or file.py:name, of the workload of the checkpoint, if its folder does not record it.
+      file_bytes: the maximum size of a file.
 
     Raises:
-      DataError: no step is good, or it is of another model.
-      SpanaxError: there is no such kind or dtype, or nothing says what the checkpoint is of.
-      WriteError: `out` holds something, or cannot be written.
+      DataError: the checkpoint has no valid step, or is of another model.
+      SpanaxError: the kind or dtype is unknown, or the model of the checkpoint is unknown.
+      WriteError: `out` is not empty, or cannot be written.
 
     Example:
       >>> from spanax.interop import export_weights
@@ -151,10 +152,10 @@ def export_weights(
 
 
 def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
-    """What a checkpoint is of, by its own folder, by that of its run, or by a workload.
+    """Returns the origin of a checkpoint from its folder, its run or a workload.
 
     Raises:
-      SpanaxError: none of them says it, or it is another kind of model.
+      SpanaxError: the model is not recorded, or is of another kind.
     """
     name = workload or (str(checkpoint) if is_imported(checkpoint) else recorded(checkpoint).get("workload"))
     if name is None:
@@ -169,20 +170,20 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
     model = nnx.eval_shape(lambda: load(name).build(nnx.Rngs(0)))
     config = getattr(model, "config", None)
     if not isinstance(model, MODELS[kind][0]) or not isinstance(config, MODELS[kind][1]):
-        fitting = [name_of_kind for name_of_kind, (model_kind, _) in MODELS.items() if isinstance(model, model_kind)]
+        candidates = [name_of_kind for name_of_kind, (model_kind, _) in MODELS.items() if isinstance(model, model_kind)]
         what = f"'{name}' is a {type(model).__name__}, and cannot be written as '{kind}'."
-        raise SpanaxError(what, fix=f"--as {fitting[0]}" if fitting else f"a model of {', '.join(MODELS)}")
+        raise SpanaxError(what, fix=f"--as {candidates[0]}" if candidates else f"a model of {', '.join(MODELS)}")
     return _Origin(config)
 
 
 def _fitted(kind: str, config: Any, saved: Mapping[str, str]) -> Any:
-    """The shape with as many tokens and positions as were saved: a run's own data and settings may say both."""
-    fitted = {}
+    """Sets the vocabulary size and sequence length of a config to those saved, which a run may have changed."""
+    sizes = {}
     if kind != "vit" and "embed" in saved:
-        fitted["vocab_size"] = _shape(saved["embed"])[0]
+        sizes["vocab_size"] = _shape(saved["embed"])[0]
     if kind == "gpt2" and "positions" in saved:
-        fitted["seq_len"] = _shape(saved["positions"])[0]
-    return replace(config, **fitted)
+        sizes["seq_len"] = _shape(saved["positions"])[0]
+    return replace(config, **sizes)
 
 
 def _shape(summary: str) -> tuple[int, ...]:
@@ -190,13 +191,13 @@ def _shape(summary: str) -> tuple[int, ...]:
 
 
 def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, int | None]]:
-    """Where each array was saved: the path, and the number of its layer where all layers are one array.
+    """Returns the path of each array in the checkpoint, and its layer index if layers are stacked.
 
     Raises:
-      DataError: one is missing, or has another shape.
+      DataError: an array is missing, or has another shape.
     """
     saved_names: dict[str, tuple[str, int | None]] = {}
-    num_layers, odd = Counter(array.weight.path for array in arrays), []
+    num_layers, diff = Counter(array.weight.path for array in arrays), []
     for array in arrays:
         path, number, shape = array.path, None, array.shape
         stacked = array.weight.path.replace(".*", "")
@@ -205,14 +206,14 @@ def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, 
             path, shape = stacked, (num_layers[array.weight.path], *shape)
         has = source.saved.get(path, "nothing")
         if _shape(has) != shape or has == "nothing":
-            odd.append(f"{path}: wanted {list(shape)}, has {has}")
+            diff.append(f"{path}: wanted {list(shape)}, has {has}")
         saved_names[array.path] = (path, number)
     for path in sorted(source.saved.keys() - {path for path, _ in saved_names.values()}):
-        odd.append(f"{path}: wanted nothing, has {source.saved[path]}")
-    if odd:
-        odd = list(dict.fromkeys(odd))
-        what = f"checkpoint step {source.step} is of another model: {len(odd)} arrays differ."
-        raise DataError(what, where=f"{source.folder}: {'; '.join(odd[:3])}", fix="--workload, what it was trained as")
+        diff.append(f"{path}: wanted nothing, has {source.saved[path]}")
+    if diff:
+        diff = list(dict.fromkeys(diff))
+        what = f"checkpoint step {source.step} is of another model: {len(diff)} arrays differ."
+        raise DataError(what, where=f"{source.folder}: {'; '.join(diff[:3])}", fix="--workload, what it was trained as")
     return saved_names
 
 
@@ -224,7 +225,7 @@ def _listed(
     origin: _Origin,
     dtype: str | None,
 ) -> dict[str, _Named]:
-    """Every tensor that is to be written, by its name."""
+    """Returns the tensors to write by name."""
     tensors: dict[str, _Named] = {}
     for array in arrays:
         tensor_dtype = dtype or source.saved[saved_as[array.path][0]].partition("[")[0]
@@ -238,7 +239,7 @@ def _listed(
 
 
 def _kept_index(listed: Mapping[str, _Named], origin: _Origin) -> dict[str, str] | None:
-    """Which file each tensor came in, if they came in several and are the same now."""
+    """Returns the imported index (tensor -> file), if there is one with the same tensors."""
     if origin.folder is None or Folder.of(origin.folder).kind(INDEX) is None:
         return None
     index = parse_index(partial(Folder.of(origin.folder).read, IMPORTED[-1]), origin.folder / INDEX)
@@ -246,13 +247,13 @@ def _kept_index(listed: Mapping[str, _Named], origin: _Origin) -> dict[str, str]
 
 
 def _files(listed: Mapping[str, _Named], index: dict[str, str] | None, file_bytes: int) -> dict[str, list[str]]:
-    """Which tensors go into which file: as they came, or as many as have room."""
+    """Assigns tensors to files: by the imported index, or up to `file_bytes` per file."""
     if index is not None:
         return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
     parts = split([(name, tensor.num_bytes) for name, tensor in listed.items()], file_bytes)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
-    return {f"model-{at:05}-of-{len(parts):05}.safetensors": names for at, names in enumerate(parts, 1)}
+    return {f"model-{number:05}-of-{len(parts):05}.safetensors": names for number, names in enumerate(parts, 1)}
 
 
 def _write(
@@ -262,7 +263,7 @@ def _write(
     files: Mapping[str, list[str]],
     out: Path,
 ) -> None:
-    """Write every tensor to its place, each array of the checkpoint read once."""
+    """Writes all tensors to their files, reading each array of the checkpoint once."""
     parts: dict[str, list[_Named]] = {}
     for tensor in listed.values():
         parts.setdefault(saved_as[tensor.array.path][0], []).append(tensor)
@@ -283,32 +284,32 @@ def _write(
 
 
 def _read(source: weights.Source, path: str) -> np.ndarray:
-    """An array of a checkpoint on the host."""
+    """Reads an array of a checkpoint to host memory."""
     summary = source.saved[path]
-    # What it is to be like, without memory; as an array of JAX's it would be there twice for a while.
+    # A NumPy view of a scalar as target takes no memory; a JAX array would temporarily be copied.
     target = np.broadcast_to(np.zeros((), summary.partition("[")[0]), _shape(summary))
     return source.read({path: target})[path]
 
 
 def _write_index(
-    listed: Mapping[str, _Named], files: Mapping[str, list[str]], came_with: Path | None, out: Path
+    listed: Mapping[str, _Named], files: Mapping[str, list[str]], imported: Path | None, out: Path
 ) -> None:
-    """Write which file holds which tensor: the very index that they came with, where they did."""
-    if came_with is not None:
-        copy_out(came_with, IMPORTED[-1], out)
+    """Writes the index (tensor -> file), copying the imported index if there is one."""
+    if imported is not None:
+        copy_out(imported, IMPORTED[-1], out)
         return
     num_params = sum(math.prod(tensor.shape) for tensor in listed.values())
     num_bytes = sum(tensor.num_bytes for tensor in listed.values())
-    home = {name: file for file, names in files.items() for name in names}
-    index = {"metadata": {"total_parameters": num_params, "total_size": num_bytes}, "weight_map": home}
+    file_by_name = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_parameters": num_params, "total_size": num_bytes}, "weight_map": file_by_name}
     (out / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The config.json that came with the weights of a folder.
+    """Reads the config.json that was imported with the weights of a folder.
 
     Raises:
-      DataError: it cannot be read, or is no JSON object.
+      DataError: it cannot be read, or is not a JSON object.
     """
     try:
         config = parse_json(Folder.of(folder).read(IMPORTED[0]))
@@ -322,11 +323,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _write_config(ours: dict[str, Any], imported: dict[str, Any] | None, folder: Path | None, out: Path) -> None:
-    """Writes config.json: the imported one, with the dtype replaced if it differs, or ours if nothing was imported."""
-    config = ours if imported is None else imported
+def _write_config(exported: dict[str, Any], imported: dict[str, Any] | None, folder: Path | None, out: Path) -> None:
+    """Writes config.json: the imported one, with the dtype replaced if it differs, or else the default."""
+    config = exported if imported is None else imported
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    if folder is not None and config.get(key) in (None, ours["dtype"]):
+    if folder is not None and config.get(key) in (None, exported["dtype"]):
         copy_out(folder, IMPORTED[0], out)
         return
-    (out / CONFIG).write_text(json.dumps(config | {key: ours["dtype"]}, indent=2, sort_keys=True) + "\n")
+    (out / CONFIG).write_text(json.dumps(config | {key: exported["dtype"]}, indent=2, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""Importing: Hugging Face's weights into a checkpoint, one tensor at a time."""
+"""Import of Hugging Face weights into a checkpoint, one tensor at a time."""
 
 import math
 import os
@@ -29,17 +29,17 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Imported:
-    """What was brought in.
+    """A summary of imported weights.
 
     Attributes:
-      kind: as what.
-      out: the folder that holds it now.
-      num_params: how many numbers the parameters hold.
-      num_tensors: how many tensors they came in.
-      dtypes: theirs.
-      left_out: patterns of names of tensors that the model computes itself, and how many there were.
-      twice: tensors that repeat another one, to the bit.
-      kept: files that were taken along.
+      kind: the name of the family.
+      out: the folder of the checkpoint.
+      num_params: the number of parameters.
+      num_tensors: the number of tensors.
+      dtypes: the dtypes of the parameters.
+      left_out: name pattern of tensors that the model computes -> number of tensors that were omitted.
+      twice: names of tensors that are bitwise equal to another tensor.
+      kept: names of the accompanying files that were copied.
     """
 
     kind: str
@@ -66,21 +66,21 @@ class Imported:
 def import_weights(
     source: str | os.PathLike[str], kind: str, out: str | os.PathLike[str], *, dtype: str | None = None
 ) -> Imported:
-    """Bring Hugging Face's weights into a checkpoint that a run can begin from.
+    """Converts Hugging Face weights to a checkpoint that initializes a run.
 
-    The host never holds more than the largest tensor twice. Every tensor is accounted for: one that is missing, unknown
-    or of another shape than config.json says is an error, and then nothing is written.
+    Host memory holds at most two copies of the largest tensor. A tensor that is missing, unknown or whose shape differs
+    from config.json is an error, in which case nothing is written.
 
     Args:
-      source: a folder with safetensors and config.json, or one file beside its config.json.
-      kind: as what: `gpt2`, `llama` (Llama, Qwen2, Qwen3, Mistral without a window) or `vit`.
-      out: the folder to make, for `spanax train OUT`, `--init OUT` or `spanax.start(..., init=OUT)`.
-      dtype: float32, bfloat16 or float16 in place of that of the tensors.
+      source: a folder with safetensors and config.json, or a safetensors file in a folder with its config.json.
+      kind: the name of the family: `gpt2`, `llama` (Llama, Qwen2, Qwen3, Mistral without a window) or `vit`.
+      out: the folder to create, for `spanax train OUT`, `--init OUT` or `spanax.start(..., init=OUT)`.
+      dtype: float32, bfloat16 or float16 to replace the dtype of the tensors.
 
     Raises:
-      DataError: the files are not what they should be, or of a model that ours cannot be.
-      SpanaxError: there is no such kind or dtype.
-      WriteError: `out` holds something, or cannot be written.
+      DataError: the files are invalid, or the model is not supported.
+      SpanaxError: the kind or dtype is unknown.
+      WriteError: `out` is not empty, or cannot be written.
 
     Example:
       >>> import tempfile
@@ -107,67 +107,67 @@ def import_weights(
         array.path: weights.Part(array.shape, np.dtype(dtypes[array.path]), partial(_made, array, match, dtypes))
         for array in arrays
     }
-    beside = auxiliary_files(folder)
+    accompanying = auxiliary_files(folder)
     with writing(out):
-        for path in beside:
+        for path in accompanying:
             shutil.copyfile(path, out / path.name)
         write_model(out, kind, asdict(config), is_bare=match.is_bare, twice=match.twice)
         plan = _plan(kind, config, out, dtypes)
         weights.write(out, parts, plan_json=plan.to_json(), meta={"imported": {"kind": kind, "from": source.name}})
     num_params = sum(math.prod(array.shape) for array in arrays)
     dtype_names = tuple(sorted(set(dtypes.values())))
-    names = tuple(path.name for path in beside)
+    names = tuple(path.name for path in accompanying)
     return Imported(kind, str(out), num_params, len(stored), dtype_names, match.left_out, match.twice, names)
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Whether weights can be had in it.
+    """Checks that weights can be converted to a dtype; None is allowed.
 
     Raises:
-      SpanaxError: they cannot.
+      SpanaxError: the dtype is unknown.
     """
     if dtype is not None and dtype not in DTYPES:
         raise SpanaxError(f"unknown dtype '{dtype}'.", fix=nearest(dtype, DTYPES))
 
 
 def params_of(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
-    """Shape by path of the parameters of a model of a shape; blocks are stacked."""
+    """Returns the parameter shapes of a model by path; blocks are stacked."""
     model = nnx.eval_shape(lambda: MODELS[kind][0](config, nnx.Rngs(0)))
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {".".join(map(str, path)): tuple(value.shape) for path, value in flat}
 
 
 def _made(array: Array, match: TensorMatch, dtypes: Mapping[str, str]) -> np.ndarray:
-    """An array, read now."""
-    into = np.empty(array.shape, dtypes[array.path])
-    for at, name in enumerate(array.names):
-        ours(array.weight.dims, match.tensors[name].read(), into, at)
-    return into
+    """Reads the tensors of an array."""
+    values = np.empty(array.shape, dtypes[array.path])
+    for index, name in enumerate(array.names):
+        ours(array.weight.dims, match.tensors[name].read(), values, index)
+    return values
 
 
 def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[str, str]:
-    """In which dtype each array is saved: that of its tensors, which must be one, in all layers, or the one asked for.
+    """Returns the dtype of each array by path: `dtype`, or else that of its tensors, which must agree over layers.
 
     Raises:
-      DataError: they have several.
+      DataError: the dtypes of the tensors differ.
     """
     dtype_by_name: dict[str, str] = {}
-    alike: dict[str, tuple[str, str]] = {}
+    first_by_path: dict[str, tuple[str, str]] = {}
     for array in arrays:
         for name in array.names:
-            first, known = alike.setdefault(array.weight.path, (name, match.tensors[name].dtype))
+            first, known = first_by_path.setdefault(array.weight.path, (name, match.tensors[name].dtype))
             if dtype is None and match.tensors[name].dtype != known:
                 raise DataError(
                     f"'{name}' is {match.tensors[name].dtype}, and '{first}' is {known}.",
                     where="layers of one model, which are kept as one array",
                     fix=f"--dtype {DTYPES[0]}",
                 )
-        dtype_by_name[array.path] = dtype or alike[array.weight.path][1]
+        dtype_by_name[array.path] = dtype or first_by_path[array.weight.path][1]
     return dtype_by_name
 
 
 def _plan(kind: str, config: Any, folder: Path, dtypes: Mapping[str, str]) -> spanax.Plan:
-    """The parameters as they lie on one device, in the dtypes that they are saved in."""
+    """Returns the plan of the parameters on a single device, in the dtypes of the checkpoint."""
     sizes = {} if kind == "vit" else {"seq_len": min(config.seq_len, 128)}
     program = shaped(kind, config, folder, batch_size=1, **sizes).trace(learning_rate=0.0, num_steps=1)
     plan = spanax.plan(program, spanax.cluster("cpu:1"), layout="data")
@@ -181,9 +181,9 @@ def _plan(kind: str, config: Any, folder: Path, dtypes: Mapping[str, str]) -> sp
 
 
 def _check_equal(copy: Tensor, original: Tensor, name: str) -> None:
-    is_alike = (copy.dtype, copy.shape) == (original.dtype, original.shape)
-    rows = zip(copy.read().view(np.uint8), original.read().view(np.uint8), strict=True) if is_alike else ()
-    if not is_alike or not all(np.array_equal(row, same) for row, same in rows):
+    is_same_type = (copy.dtype, copy.shape) == (original.dtype, original.shape)
+    rows = zip(copy.read().view(np.uint8), original.read().view(np.uint8), strict=True) if is_same_type else ()
+    if not is_same_type or not all(np.array_equal(row, original_row) for row, original_row in rows):
         raise DataError(
             f"'{name}' is another matrix than the embedding, and the model has one for both.",
             where=f"its config.json says tie_word_embeddings true, or leaves it out; '{copy.file}'",

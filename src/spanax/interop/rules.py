@@ -1,4 +1,4 @@
-"""Rules: a plan as logical axis names and rules, the way MaxText and Flax say where arrays lie."""
+"""Export of a plan as logical axis names and rules, the format of MaxText and Flax."""
 
 import json
 from collections import Counter
@@ -18,8 +18,8 @@ class Rules:
     Attributes:
       layout: the plan's layout.
       mesh: sizes by mesh axis, slowest first.
-      rules: name and mesh axes, None where it is not split; no name is there twice.
-      names: for every path a name by dim, None where a dim has none.
+      rules: pairs of a name and its mesh axes, None if it is not sharded; names are unique.
+      names: path -> name of each dim, None for unnamed dims.
     """
 
     layout: str
@@ -28,7 +28,7 @@ class Rules:
     names: Mapping[str, tuple[str | None, ...]]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Returns the rules as JSON values."""
         rules = [[name, None if axes is None else list(axes)] for name, axes in self.rules]
         names = {path: list(dims) for path, dims in self.names.items()}
         return {"layout": self.layout, "mesh": dict(self.mesh), "rules": rules, "names": names}
@@ -46,11 +46,11 @@ class Rules:
 
 
 def export_rules(plan: Plan) -> Rules:
-    """The logical axis names and rules that give a plan's PartitionSpecs, of its parameters and its batch.
+    """Returns the logical axis names and rules that define the PartitionSpecs of a plan's parameters and batch.
 
-    A rule is one for all arrays. Where a plan splits an axis of one name in two ways, the rarer way gets a name of its
-    own: `embed_whole` beside `embed`. What is stored otherwise than it is computed in (the optimizer of `zero1`) is
-    more than such rules can say.
+    A rule applies to all arrays. If a plan shards an axis in two ways, the less frequent sharding has another name,
+    such as `embed_whole` in addition to `embed`. Rules cannot express arrays that are stored and computed with
+    different shardings, such as the optimizer state of `zero1`.
 
     Example:
       >>> import jax, optax, spanax
@@ -61,38 +61,38 @@ def export_rules(plan: Plan) -> Rules:
       ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
       ...     loss=lambda model, x: (model(x) ** 2).mean(),
       ... )
-      >>> found = export_rules(spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
-      >>> found.names["kernel"], dict(found.rules)[found.names["kernel"][1]]
+      >>> exported = export_rules(spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"))
+      >>> exported.names["kernel"], dict(exported.rules)[exported.names["kernel"][1]]
       (('features_whole', 'features'), ('fsdp',))
     """
     leaves = [leaf for leaf in (*plan.leaves, *plan.batch) if leaf.kind in ("param", "batch")]
     counts = Counter(pair for leaf in leaves for pair in _dims(leaf))
-    called = _called(counts)
-    names = {leaf.path: tuple(_once([called.get(pair) for pair in _dims(leaf)])) for leaf in leaves}
-    rules = tuple((name, axes or None) for (_, axes), name in called.items())
+    name_by_pair = _called(counts)
+    names = {leaf.path: tuple(_once([name_by_pair.get(pair) for pair in _dims(leaf)])) for leaf in leaves}
+    rules = tuple((name, axes or None) for (_, axes), name in name_by_pair.items())
     return Rules(plan.layout.name, dict(plan.mesh.axes), rules, names)
 
 
 def _dims(leaf: Placement) -> list[tuple[str | None, Split]]:
-    """Name and mesh axes of every dim of an array."""
+    """Returns the name and mesh axes of each dim of an array."""
     return list(zip(leaf.axes, leaf.spec, strict=True))
 
 
 def _called(counts: Counter[tuple[str | None, Split]]) -> dict[tuple[str | None, Split], str]:
-    """What every pair of an axis and a way to split it is called; an unnamed dim that is whole needs no name."""
-    names_by_split: dict[tuple[str | None, Split], str] = {}
-    for axis, by in sorted(counts, key=lambda pair: -counts[pair]):
-        if axis is None and not by:
+    """Assigns a name to each pair of an axis and its sharding; unnamed dims that are not sharded have none."""
+    name_by_pair: dict[tuple[str | None, Split], str] = {}
+    for axis, mesh_axes in sorted(counts, key=lambda pair: -counts[pair]):
+        if axis is None and not mesh_axes:
             continue
         name = axis or "dim"
-        if name in names_by_split.values() or axis is None:
-            name += "_" + ("_".join(by) or "whole")
-        while name in names_by_split.values():
+        if name in name_by_pair.values() or axis is None:
+            name += "_" + ("_".join(mesh_axes) or "whole")
+        while name in name_by_pair.values():
             name += "_"
-        names_by_split[axis, by] = name
-    return names_by_split
+        name_by_pair[axis, mesh_axes] = name
+    return name_by_pair
 
 
 def _once(names: list[str | None]) -> list[str | None]:
-    """Without those that repeat: Flax takes a name once an array, and only a dim that is whole can repeat."""
-    return [name if name not in names[:at] else None for at, name in enumerate(names)]
+    """Replaces repeated names by None: Flax allows a name once per array, and a repeated dim is not sharded."""
+    return [name if name not in names[:dim] else None for dim, name in enumerate(names)]

@@ -1,8 +1,9 @@
-"""Safetensors: files of named tensors, read one tensor at a time and written one at a time, wherever they came from.
+"""Readers and writers of the safetensors format that hold one tensor in memory at a time.
 
-A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and place of every tensor),
-and the tensors' bytes one behind the other. The safetensors package maps a file into memory, where what was read counts
-as held, and writes one from all of its tensors at once: 1.1 GiB take it 1,122 and 1,108 MiB (0.8.0), and 19 MiB here.
+A file consists of the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and offsets of
+each tensor), and the contiguous bytes of the tensors. The safetensors package memory-maps the files it reads, so the
+pages that were read count as resident, and writes all tensors of a file at once. For 1.1 GiB it takes 1,122 and
+1,108 MiB of memory (0.8.0), and this module 19 MiB.
 
 Source: the section "Format" of huggingface/safetensors, README.md.
 """
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401, which teaches numpy bfloat16 and its like
+import ml_dtypes  # noqa: F401, which registers bfloat16 and similar dtypes with NumPy
 import numpy as np
 
 from spanax.documents import MAX_BYTES, parse_json, read_bytes
@@ -30,16 +31,16 @@ DTYPES = {
     "BF16": "bfloat16", "F16": "float16", "U16": "uint16", "I16": "int16", "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-"""The dtypes of the format and numpy's names for them, in the order in which the package lays tensors down."""
+"""The dtypes of the format and their NumPy names, in the order in which the package writes tensors."""
 
 _ORDER = {name: place for place, name in enumerate(DTYPES.values())}
-_NAMES = {name: theirs for theirs, name in DTYPES.items()}
+_NAMES = {name: format_name for format_name, name in DTYPES.items()}
 MAX_DIMS, MAX_FILES = 8, 4096
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file, not read yet: its place is `start`, in bytes from the beginning of the file.
+    """A tensor in a file that is read lazily; `start` is its offset in the file in bytes.
 
     Example:
       >>> Tensor(Path("model.safetensors"), "bfloat16", (4, 2), start=96).num_bytes
@@ -53,14 +54,14 @@ class Tensor:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes it takes."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def read(self) -> np.ndarray:
-        """Its numbers, read now; nothing of the file stays in memory besides.
+        """Reads the values of the tensor into memory.
 
         Raises:
-          DataError: the file has become shorter, or cannot be read.
+          DataError: the file was truncated, or cannot be read.
         """
         array = np.empty(self.shape, self.dtype)
         try:
@@ -77,10 +78,10 @@ class Tensor:
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a file, or of a folder that `save_pretrained` wrote; headers are read, and nothing else.
+    """Returns the tensors of a file, or of a folder from `save_pretrained`, by name; only headers are read.
 
     Raises:
-      DataError: there are none, they are pickled, or a header or index is not what the format says.
+      DataError: there are no tensors, they are pickled, or a header or index is invalid.
     """
     if path.is_file():
         return _header(inside(path, path.parent)) if path.suffix == ".safetensors" else _refuse(path)
@@ -92,31 +93,31 @@ def tensors(path: Path) -> dict[str, Tensor]:
     by_name: dict[str, Tensor] = {}
     listed = read_index(path)
     for name in dict.fromkeys(listed.values()):
-        for tensor, place in _header(inside(path / name, path)).items():
+        for tensor, tensor_entry in _header(inside(path / name, path)).items():
             if listed.get(tensor) != name:
                 where = f"'{INDEX}' has it in '{listed.get(tensor)}'" if tensor in listed else f"not in '{INDEX}'"
                 raise DataError(f"'{name}' holds the tensor '{tensor[:200]}'.", where=where)
-            by_name[tensor] = place
-    lost = [tensor for tensor in listed if tensor not in by_name]
-    if lost:
+            by_name[tensor] = tensor_entry
+    missing = [tensor for tensor in listed if tensor not in by_name]
+    if missing:
         raise DataError(
-            f"{len(lost)} tensors are not in the files that '{INDEX}' names.",
-            where=", ".join(f"{tensor[:100]} in {listed[tensor][:100]}" for tensor in lost[:3]),
+            f"{len(missing)} tensors are not in the files that '{INDEX}' names.",
+            where=", ".join(f"{tensor[:100]} in {listed[tensor][:100]}" for tensor in missing[:3]),
         )
     return by_name
 
 
 def inside(path: Path, folder: Path) -> Path:
-    """A plain file of a folder: a link may lead inside it, or into the `blobs` of Hugging Face's cache beside it.
+    """Resolves a file of a folder; a link may point into the folder, or to the `blobs` of its Hugging Face cache.
 
     Raises:
-      DataError: it is somewhere else, or no plain file.
+      DataError: the target is outside of these folders, or not a regular file.
     """
-    real, home = path.resolve(), folder.resolve()
-    blobs = home.parent.parent / "blobs"
+    real, root = path.resolve(), folder.resolve()
+    blobs = root.parent.parent / "blobs"
     if not real.is_file():
         raise DataError(f"'{path}' is missing, or no plain file.", where=str(folder))
-    if home not in real.parents and not (home.parent.name == "snapshots" and real.parent == blobs):
+    if root not in real.parents and not (root.parent.name == "snapshots" and real.parent == blobs):
         raise DataError(
             f"'{path}' is a link out of its folder.", where=f"it leads to {real}", fix="copy the file there"
         )
@@ -124,7 +125,7 @@ def inside(path: Path, folder: Path) -> Path:
 
 
 def order(listed: Mapping[str, Any]) -> list[str]:
-    """Names in the order in which the package writes them: the widest dtypes first, and by name.
+    """Returns names in the order in which the safetensors package writes them: by dtype, widest first, then by name.
 
     Example:
       >>> order({"b": np.zeros(1, "float16"), "c": np.zeros(1, "float32"), "a": np.zeros(1, "float16")})
@@ -134,11 +135,11 @@ def order(listed: Mapping[str, Any]) -> list[str]:
 
 
 class Writer:
-    """A file that is being written: the header first, every tensor wherever it belongs, in any order.
+    """A context manager that writes a file: first the header, then the tensors in any order.
 
     Args:
-      path: the file; there must be none.
-      listed: name to what has a dtype and a shape.
+      path: the file, which must not exist.
+      listed: name -> an object with a dtype and a shape.
 
     Example:
       >>> import tempfile
@@ -150,27 +151,27 @@ class Writer:
     """
 
     def __init__(self, path: Path, listed: Mapping[str, Any]):
-        self._path, self._left, place = path, dict(listed), 0
+        self._path, self._left, offset = path, dict(listed), 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name in order(listed):
-            end = place + math.prod(listed[name].shape) * np.dtype(listed[name].dtype).itemsize
+            end = offset + math.prod(listed[name].shape) * np.dtype(listed[name].dtype).itemsize
             dtype, shape = _NAMES[str(listed[name].dtype)], list(listed[name].shape)
-            header[name], place = {"dtype": dtype, "shape": shape, "data_offsets": [place, end]}, end
+            header[name], offset = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}, end
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         self._starts = {name: 8 + len(text) + header[name]["data_offsets"][0] for name in listed}
         self._file = open(path, "xb", buffering=0)
         self._file.write(len(text).to_bytes(8, "little") + text)
-        self._file.truncate(8 + len(text) + place)
+        self._file.truncate(8 + len(text) + offset)
 
     def put(self, name: str, tensor: np.ndarray) -> None:
-        """Write one tensor to its place."""
+        """Writes a tensor at its offset."""
         entry = self._left.pop(name)
         assert (tensor.shape, str(tensor.dtype)) == (tuple(entry.shape), str(entry.dtype)), name
-        rest = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+        remaining = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
         self._file.seek(self._starts[name])
-        while len(rest):
-            rest = rest[self._file.write(rest) :]
+        while len(remaining):
+            remaining = remaining[self._file.write(remaining) :]
 
     def __enter__(self) -> "Writer":
         return self
@@ -183,7 +184,7 @@ class Writer:
 
 
 def _header(path: Path) -> dict[str, Tensor]:
-    """The tensors of one file, every claim of its header held against the file."""
+    """Returns the tensors of a file, validating its header against the size of the file."""
     try:
         with open(path, "rb") as file:
             length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
@@ -196,20 +197,20 @@ def _header(path: Path) -> dict[str, Tensor]:
             raise ValueError("its header is no object")
         listed.pop("__metadata__", None)
         spans = {name: _span(name, entry) for name, entry in listed.items()}
-        place = 0
+        offset = 0
         for start, end, name in sorted((*span[2], name) for name, span in spans.items()):
-            if start != place:
-                raise ValueError(f"'{name[:200]}' begins at byte {start:,}, and what is before it ends at {place:,}")
-            place = end
-        if place != size - 8 - length:
-            raise ValueError(f"its tensors take {place:,} bytes, and it holds {size - 8 - length:,}")
+            if start != offset:
+                raise ValueError(f"'{name[:200]}' begins at byte {start:,}, and what is before it ends at {offset:,}")
+            offset = end
+        if offset != size - 8 - length:
+            raise ValueError(f"its tensors take {offset:,} bytes, and it holds {size - 8 - length:,}")
     except (OSError, ValueError) as error:
         raise DataError(f"'{path}' is no safetensors file.", where=first_line(error)) from None
-    return {name: Tensor(path, dtype, shape, 8 + length + at[0]) for name, (dtype, shape, at) in spans.items()}
+    return {name: Tensor(path, dtype, shape, 8 + length + span[0]) for name, (dtype, shape, span) in spans.items()}
 
 
 def _span(name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    """Dtype, shape and place that a header gives a tensor."""
+    """Validates the header of a tensor, and returns its dtype, shape and offsets."""
     known = isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}
     if not known or not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         raise ValueError(f"'{name[:200]}' is {repr(entry)[:200]}: no tensor that is known here")
@@ -227,20 +228,20 @@ def _are_counts(values: Any) -> bool:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Which file holds which tensor, by the index of a folder.
+    """Reads the index of a folder: name of a tensor -> name of its file.
 
     Raises:
-      DataError: it is none, or names what is no file beside it.
+      DataError: the index is invalid, or a name in it is not that of a safetensors file.
     """
     path = inside(folder / INDEX, folder)
     return parse_index(partial(read_bytes, path), path)
 
 
 def parse_index(read: Callable[[], bytes], path: Path) -> dict[str, str]:
-    """Which file holds which tensor, by an index; `path` is named in its error.
+    """Parses an index: name of a tensor -> name of its file; `path` is for error messages.
 
     Raises:
-      DataError: it cannot be read, is none, or names what is no file beside it.
+      DataError: the index cannot be read, is invalid, or a name in it is not that of a safetensors file.
     """
     try:
         listed = parse_json(read())["weight_map"]
@@ -258,7 +259,7 @@ def parse_index(read: Callable[[], bytes], path: Path) -> dict[str, str]:
 
 
 def _refuse(path: Path) -> Any:
-    """What is said of a place without safetensors."""
+    """Raises the error for a path without safetensors."""
     others = [path] if path.is_file() else sorted(path.iterdir())
     pickled = [other.name for other in others if other.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
     if pickled:
@@ -271,7 +272,7 @@ def _refuse(path: Path) -> Any:
 
 
 def split(sizes: Sequence[tuple[str, int]], most_bytes: int) -> list[list[str]]:
-    """Names by file, in order, none with more bytes than `most_bytes` unless one tensor alone has.
+    """Partitions names into files in order, each up to `most_bytes` unless it has a single larger tensor.
 
     Example:
       >>> split([("a", 3), ("b", 3), ("c", 9), ("d", 1)], most_bytes=6)

@@ -1,4 +1,4 @@
-"""Matched: which tensors of a file make up which arrays of a model, and what of either is left over."""
+"""Matching of the tensors of a file to the arrays of a model, with errors for missing and unknown tensors."""
 
 import difflib
 from collections import Counter
@@ -11,12 +11,12 @@ from spanax.interop.dims import their_shape
 from spanax.interop.families import Family, Weight
 
 SHOWN = 3
-"""How many names an error tells."""
+"""The maximum number of names in an error message."""
 
 
 @dataclass(frozen=True)
 class Array:
-    """An array of ours, of one layer where it is a layer's: its path, its shape, and the names that make it up."""
+    """An array of a Spanax model, unstacked if it belongs to a layer, and the names of its Hugging Face tensors."""
 
     path: str
     shape: tuple[int, ...]
@@ -25,51 +25,51 @@ class Array:
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """The shape of each of its tensors."""
+        """The shape of each Hugging Face tensor of the array."""
         return their_shape(self.weight.dims, self.shape)
 
 
 def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Array]:
-    """The arrays of a model, layers one by one, in the order of its family.
+    """Returns the arrays of a model in the order of its family, with layers unstacked.
 
     Args:
-      family: the tables.
-      params: shape by path of the model's parameters, blocks stacked.
+      family: the family of the model.
+      params: path -> shape of the parameters, with stacked blocks.
 
     Raises:
-      DataError: the model has a parameter that the family does not know.
+      DataError: the model has a parameter that is not in the family.
 
     Example:
       >>> from spanax.interop.families import family
-      >>> found = arrays_of(family("gpt2"), {"embed": (64, 8), "blocks.attention_norm.scale": (2, 8)})
-      >>> [(array.path, array.shape, array.names[0]) for array in found][1:]
+      >>> arrays = arrays_of(family("gpt2"), {"embed": (64, 8), "blocks.attention_norm.scale": (2, 8)})
+      >>> [(array.path, array.shape, array.names[0]) for array in arrays][1:]
       [('blocks.0.attention_norm.scale', (8,), 'transformer.h.0.ln_1.weight'), \
 ('blocks.1.attention_norm.scale', (8,), 'transformer.h.1.ln_1.weight')]
     """
-    left, arrays = dict(params), []
+    remaining, arrays = dict(params), []
     for weight in family.weights:
-        shape = left.pop(weight.path.replace(".*", ""), None)
+        shape = remaining.pop(weight.path.replace(".*", ""), None)
         if shape is not None and ".*" not in weight.path:
             arrays.append(Array(weight.path, shape, weight, weight.names))
         elif shape is not None:
             for number in map(str, range(shape[0])):
                 names = tuple(name.replace("*", number) for name in weight.names)
                 arrays.append(Array(weight.path.replace("*", number), shape[1:], weight, names))
-    if left:
-        what = f"the model has {len(left)} parameters without a name at Hugging Face."
-        raise DataError(what, where=", ".join(sorted(left)[:SHOWN]))
+    if remaining:
+        what = f"the model has {len(remaining)} parameters without a name at Hugging Face."
+        raise DataError(what, where=", ".join(sorted(remaining)[:SHOWN]))
     return arrays
 
 
 @dataclass(frozen=True)
 class TensorMatch:
-    """A file's tensors by the names of a whole model.
+    """The tensors of a file by name, with the prefix of the family.
 
     Attributes:
-      tensors: what the arrays are made of.
-      left_out: how many tensors a name of the family's stands for that are not needed.
-      twice: names of tensors that repeat another; they must be equal to it.
-      is_bare: whether the file has the names of a bare model, without the prefix.
+      tensors: the tensors of the arrays by name.
+      left_out: name pattern of the family -> number of tensors that are not needed.
+      twice: names of duplicate tensors, which must equal the original.
+      is_bare: whether names in the file are those of a base model, without the prefix.
     """
 
     tensors: Mapping[str, Any]
@@ -79,31 +79,31 @@ class TensorMatch:
 
 
 def match_tensors(family: Family, arrays: list[Array], tensors: Mapping[str, Any], where: str) -> TensorMatch:
-    """The tensors of a file, every one of them accounted for.
+    """Matches every tensor of a file to an array of the model or to a pattern of tensors that are not needed.
 
     Raises:
-      DataError: some are missing, too many, or of another shape or dtype.
+      DataError: a tensor is missing or unknown, or has another shape or dtype.
     """
     named = {name: array for array in arrays for name in array.names}
     is_bare = not any(name.startswith(family.prefix) for name in tensors)
-    whole = {
+    prefixed = {
         family.prefix + name if is_bare and name not in named else name: tensor for name, tensor in tensors.items()
     }
     copy, original = family.tied
-    twice = (copy,) if copy in tensors and copy not in named and original in whole else ()
-    patterns = {name: _pattern(name) for name in whole if name not in named}
+    twice = (copy,) if copy in tensors and copy not in named and original in prefixed else ()
+    patterns = {name: _pattern(name) for name in prefixed if name not in named}
     left_out = Counter(pattern for pattern in patterns.values() if pattern in family.left_out)
     unknown = [name for name, pattern in patterns.items() if pattern not in family.left_out]
-    _check(named, whole, [name for name in unknown if name.removeprefix(family.prefix) not in twice], where)
-    return TensorMatch({name: whole[name] for name in named}, dict(left_out), twice, is_bare)
+    _check(named, prefixed, [name for name in unknown if name.removeprefix(family.prefix) not in twice], where)
+    return TensorMatch({name: prefixed[name] for name in named}, dict(left_out), twice, is_bare)
 
 
 def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _check(named: Mapping[str, Array], whole: Mapping[str, Any], unknown: list[str], where: str) -> None:
-    missing = [name for name in named if name not in whole]
+def _check(named: Mapping[str, Array], prefixed: Mapping[str, Any], unknown: list[str], where: str) -> None:
+    missing = [name for name in named if name not in prefixed]
     if missing or unknown:
         counts = [f"{len(names)} {word}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names]
         listed = [f"{word}: {_listed(names)}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names]
@@ -112,19 +112,19 @@ def _check(named: Mapping[str, Array], whole: Mapping[str, Any], unknown: list[s
             where="; ".join(listed),
             fix=_likely(missing, unknown),
         )
-    odd = [name for name, array in named.items() if tuple(whole[name].shape) != array.their_shape]
-    if odd:
-        mismatches = (f"{name} is {whole[name].shape}, not {named[name].their_shape}" for name in odd[:SHOWN])
+    mismatched = [name for name, array in named.items() if tuple(prefixed[name].shape) != array.their_shape]
+    if mismatched:
+        mismatches = (f"{name} is {prefixed[name].shape}, not {named[name].their_shape}" for name in mismatched[:SHOWN])
         raise DataError(
-            f"'{where}' is not what its config.json describes: {len(odd)} tensors have another shape.",
+            f"'{where}' is not what its config.json describes: {len(mismatched)} tensors have another shape.",
             where="; ".join(mismatches),
             fix="the config.json that belongs to these weights",
         )
-    whole_numbers = [name for name in named if "float" not in str(whole[name].dtype)]
-    if whole_numbers:
+    integers = [name for name in named if "float" not in str(prefixed[name].dtype)]
+    if integers:
         raise DataError(
-            f"'{where}' holds weights that are no floating numbers: {len(whole_numbers)} of {len(named)} tensors.",
-            where="; ".join(f"{name} is {whole[name].dtype}" for name in whole_numbers[:SHOWN]),
+            f"'{where}' holds weights that are no floating numbers: {len(integers)} of {len(named)} tensors.",
+            where="; ".join(f"{name} is {prefixed[name].dtype}" for name in integers[:SHOWN]),
             fix="the weights before they were quantized",
         )
 
@@ -134,7 +134,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _likely(missing: list[str], unknown: list[str]) -> str:
-    """The likeliest mistake: a name that was written otherwise."""
+    """Returns the fix for the most likely mistake: the closest missing name to an unknown one."""
     for name in unknown[:1]:
         for close in difflib.get_close_matches(name[:200], missing, n=1):
             return f"'{name[:100]}' is nearest to '{close}'"
