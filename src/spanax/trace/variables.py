@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import errors as nnx_errors
 from flax import nnx
+from flax.nnx import pytreelib
 from jax.extend import core
 
 from spanax.errors import SpanaxError
-from spanax.trace.raw_arrays import traced_as_data
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 NAMED = (*POSITIONAL, inspect.Parameter.KEYWORD_ONLY)
@@ -326,3 +326,33 @@ def _annotation(variable: Any) -> tuple[Any, ...] | None:
             rules = dict(metadata.get("sharding_rules") or ())
             return tuple(rules.get(name, name) if isinstance(name, str) else name for name in names)
     return None
+
+
+@contextmanager
+def traced_as_data() -> Iterator[None]:
+    """Registers tracers as data, so that attributes with traced arrays are state as concrete arrays are.
+
+    Flax 0.12 decides by the type of a value whether an attribute is data, and treats a tracer as static: it is not
+    state then and leaks with the graph definition, and a constructor under `nnx.vmap` does not stack it.
+    """
+    added = _tracer_types() - pytreelib.DATA_REGISTRY
+    for tracer in added:
+        nnx.register_data_type(tracer)
+    try:
+        yield
+    finally:
+        # Outside `build`, a module may store a traced value without changing the set of its variables.
+        pytreelib.DATA_REGISTRY.difference_update(added)
+
+
+@functools.cache
+def _tracer_types() -> frozenset[type]:
+    """Returns the types of tracers under a trace, and under `vmap` within a trace."""
+    types = set[type]()
+
+    def note(x: jax.Array) -> jax.Array:
+        types.add(type(x))
+        return x
+
+    jax.eval_shape(lambda x: jax.vmap(note)(note(x)), jax.ShapeDtypeStruct((1,), "float32"))
+    return frozenset(types)

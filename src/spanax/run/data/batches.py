@@ -1,9 +1,10 @@
-"""Batches: the next global batch, placed on the devices as the plan says, from text, tokens, datasets or a loader.
+"""An iterator over global batches, sharded over the devices according to the plan.
 
-The order is a pure function of the seed and the global position, and each process reads the rows its own devices
-hold: the same global batches, row for row, on any number of devices and processes and under any layout.
+It reads text, tokens, datasets and loaders. The order is a pure function of the seed and the global position, and each
+process reads only the rows of its own devices. The global batches are therefore equal, row for row, for any number of
+devices and processes and any layout.
 
-Shapes: B examples of the global batch, R of them read by this process.
+Shapes: B examples in the global batch, R of them read by this process.
 """
 
 import os
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 CLOSE_SECONDS = 5.0
-"""How long closing waits for a loader that does not return."""
+"""The timeout for stopping a loader that does not return."""
 
 
 def batches(
@@ -51,34 +52,34 @@ def batches(
     cache_dir: str | os.PathLike[str] | None = None,
     field: str | Mapping[str, str] | None = None,
 ) -> "Batches":
-    """The batches of a source on the devices, in an order that the seed alone decides.
+    """Returns an iterator over the batches of a source on the devices, in an order determined by the seed alone.
 
     Args:
       source: `"python"` (its standard library), a text file or a folder of them, a `.bin` of tokens; a JSONL,
         Parquet, Arrow or ArrayRecord file, a folder of them or a pattern such as `shards/*.parquet`; a Hugging Face
         Dataset or DatasetDict, or the folder one was saved to; a `grain.MapDataset` or any sequence of examples;
         a `spanax.mixture` of these, or its text `a.jsonl=0.7,b.parquet=0.3`; a `grain.IterDataset`, any iterable
-        of examples or batches, or a function that returns one. Shapes tell an example from a batch. An iterable
-        gives every process the whole global batch, or only the rows of the process's own devices.
-      plan: what places the batch; text and tokens need its leaves to be `inputs` and `targets` of shape [B, T].
-      mesh: the plan's own by default.
-      tokenizer: `"bytes"`, `"bpe"`, `"bpe:8192"` or the path of a tokenizer.json; for text.
-      split: `"train"` or `"validation"`, the twentieth held out; for text and tokens.
-      seed: of the order; every epoch has another one.
-      position: a `Batches.state()` to go on from.
-      shuffle: whether examples change places; whatever comes in batches, or in an iterable, keeps its own order.
-      epochs: how many times the source is read; a mixture ends with the first part that has been read so often. None
-        reads without end, and an iterator to its end.
-      drop_remainder: leave out the examples that do not fill a last batch; if false, they come as a last, smaller batch
-        of NumPy arrays, which `run.evaluate` takes.
-      prefetch: how many batches are made ready ahead, each on the devices; 0 for none and no thread.
-      cache_dir: where a trained tokenizer and encoded text are kept; `~/.cache/spanax` by default.
-      field: which field of a table holds the text or the token ids, of several (`content,text`) the first that a
-        table has; `text,input_ids` by default. For other batches the field of each leaf, as a mapping or
-        `images=pixels,labels=label`: those of the same name by default.
+        of examples or batches, or a function that returns one. Shapes distinguish an example from a batch. An iterable
+        yields the full global batch in every process, or only the rows of the process's own devices.
+      plan: the plan that shards the batch; for text and tokens its leaves are `inputs` and `targets` of shape [B, T].
+      mesh: the device mesh; defaults to the mesh of the plan.
+      tokenizer: `"bytes"`, `"bpe"`, `"bpe:8192"` or the path of a tokenizer.json; for text only.
+      split: `"train"` or `"validation"`, which is a twentieth of the data; for text and tokens.
+      seed: the seed of the order, which differs between epochs.
+      position: a `Batches.state()` to resume from.
+      shuffle: whether to shuffle the examples; sources of batches and iterables are never shuffled.
+      epochs: the number of passes over the source; a mixture ends when any part completes them. None repeats
+        the source forever, and reads an iterator to its end.
+      drop_remainder: whether to drop the examples that do not fill a last batch; if false, they are returned as a
+        last, smaller batch of NumPy arrays, which `run.evaluate` accepts.
+      prefetch: the number of batches to prefetch to the devices; 0 disables prefetching and its thread.
+      cache_dir: the directory for trained tokenizers and encoded text; defaults to `~/.cache/spanax`.
+      field: the field of a table with the text or the token ids, or several (`content,text`), of which the first that
+        a table has is read; defaults to `text,input_ids`. For other batches the field of each leaf, as a mapping or
+        `images=pixels,labels=label`; defaults to the field of the same name.
 
     Raises:
-      DataError: the source is missing, damaged, too short for one batch, or not what the plan takes.
+      DataError: the source is missing, damaged, too short for one batch, or does not match the batch of the plan.
       SpanaxError: `epochs` is neither a positive integer nor None.
 
     Example:
@@ -100,11 +101,11 @@ def batches(
     reading = Reading(tokenizer, split, field, cache_dir)
     if epochs is None and not drop_remainder:
         raise SpanaxError("drop_remainder=False needs a number of epochs.", fix="epochs=1, drop_remainder=False")
-    made = open_source(
+    opened_source = open_source(
         source, plan.batch, rows_R, reading, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder
     )
     order = f"seed {seed}, shuffle {shuffle}, {described({leaf.path: leaf for leaf in plan.batch})}"
-    return Batches(made, order, partial(_place, plan.batch, shardings, rows_R), position, prefetch)
+    return Batches(opened_source, order, partial(_place, plan.batch, shardings, rows_R), position, prefetch)
 
 
 def open_source(
@@ -118,36 +119,37 @@ def open_source(
     epochs: int | None,
     drop_remainder: bool = True,
 ) -> Source:
-    """What gives the leaves of one batch after the other, of the rows that a process reads."""
+    """Returns a source of the rows of each batch that this process reads."""
     parts = opened(source, [leaf.path for leaf in placements], reading)
     if len(parts) == 1 and parts[0][0] is source:
         return element_source(
             source, placements, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder
         )
     size = batch_size(placements)
-    found = [(examples(part, placements, rows_R, size if drop_remainder else 1), weight) for part, weight in parts]
-    same_kind([part for part, _ in found])
-    return in_order(found, size, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder)
+    weighted = [(examples(part, placements, rows_R, size if drop_remainder else 1), weight) for part, weight in parts]
+    same_kind([part for part, _ in weighted])
+    return in_order(weighted, size, rows_R, seed=seed, shuffle=shuffle, epochs=epochs, drop_remainder=drop_remainder)
 
 
 @final
 class Batches:
-    """An iterator over global batches on the devices; made by `batches`.
+    """An iterator over global batches on the devices, created by `batches`.
 
     Attributes:
-      source: what is read, with a hash of its content.
-      skipped: the indices of batches that are left out.
-      tokens: the token ids of a text or token source; else None.
-      num_batches: in all epochs; None without an end, and for iterables, whose length is unknown.
-      shares: the sources of a mixture, or the only one: name, share of all examples, number of examples, epochs; none
-        of an iterable.
-      wait_seconds: how long `next` waited for data so far.
+      source: the name of the source, with a hash of its content.
+      skipped: the indices of batches to skip.
+      tokens: the token ids of a text or token source; None for other sources.
+      num_batches: the number of batches in all epochs; None if the source repeats forever or is an iterable, whose
+        length is unknown.
+      shares: the name, the share of all examples, the number of examples and the epochs of each source of a mixture,
+        or of the single source; empty for an iterable.
+      wait_seconds: the total time that `next` has waited for data.
 
     Example:
       >>> import numpy as np
       >>> read = lambda index: {"x": np.full(4, index)} if index < 2 else None
-      >>> found = Batches(Source("two batches", {"x": None}, read, 2), "in order", lambda leaves: leaves, None, 0)
-      >>> [int(batch["x"][0]) for batch in found], found.state()["next_index"]
+      >>> data = Batches(Source("two batches", {"x": None}, read, 2), "in order", lambda leaves: leaves, None, 0)
+      >>> [int(batch["x"][0]) for batch in data], data.state()["next_index"]
       ([0, 1], 2)
     """
 
@@ -171,39 +173,39 @@ class Batches:
 
     @property
     def vocab_size(self) -> int | None:
-        """The smallest vocabulary that holds every token, None where there are no tokens; reads a `.bin` once."""
+        """The size of the smallest vocabulary with every token, or None without tokens; reads all of a `.bin` once."""
         return self.tokens.vocab_size if self.tokens else None
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> Any:
-        """The next batch, nested as the source has it."""
+        """Returns the next batch, a pytree with the structure of the source's batches."""
         if self._error is not None:
             raise self._error
         started = time.perf_counter()
         try:
-            made = self._take()
-            # One that is left out is read all the same: an iterable knows no other way past it.
-            while made is not None and self.last_index in self.skipped:
-                made = self._take()
-            if made is None:
+            item = self._take()
+            # A skipped batch is read as well: an iterable cannot advance without reading.
+            while item is not None and self.last_index in self.skipped:
+                item = self._take()
+            if item is None:
                 raise StopIteration
-        except Exception as error:  # the thread has ended: what it said holds until restore()
+        except Exception as error:  # the thread has ended: the error is raised again until restore()
             self._error = error
             raise
         finally:
             self.wait_seconds += time.perf_counter() - started
-        batch, self._mark = made
+        batch, self._mark = item
         return batch
 
     def _take(self) -> Any:
-        made = self._feed.take()
-        self._next_index += made is not None
-        return made
+        item = self._feed.take()
+        self._next_index += item is not None
+        return item
 
     def state(self) -> dict[str, Any]:
-        """Where the user is, as JSON: what was made ready ahead does not count."""
+        """Returns the position after the last batch returned, as JSON; prefetched batches do not count."""
         state = {"next_index": self._next_index, "source": self.source, "order": self._order}
         if self.skipped:
             state["skipped"] = sorted(self.skipped)
@@ -211,18 +213,18 @@ class Batches:
 
     @property
     def last_index(self) -> int:
-        """The index of the batch that came last, -1 before the first: its place in the order that the seed decides."""
+        """The index, in the order of the seed, of the last batch returned; -1 before the first."""
         return self._next_index - 1
 
     def skip(self, *indices: int) -> None:
-        """Leaves batches out when their turn comes; `state()` keeps their indices."""
+        """Skips the batches of these indices; `state()` includes the indices."""
         self.skipped |= {*indices}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state()` of the same source, seed and batch.
+        """Resumes from a `state()` of the same source, seed and batch.
 
         Raises:
-          DataError: it is no state, or one of other data.
+          DataError: the state is malformed, or belongs to other data.
         """
         index = self._checked(state)
         if index == self._next_index and self._error is None:
@@ -235,14 +237,14 @@ class Batches:
         self._open_feed()
 
     def close(self) -> None:
-        """Stops reading ahead, lets go of the batches made ready, and closes the iterator of a loader."""
+        """Stops prefetching, releases the prefetched batches, and closes the iterator of a loader."""
         self._finalizer()
         self._error = self._error or SpanaxError("these batches are closed.", where=self.source, fix="restore(state)")
 
     def _checked(self, state: Mapping[str, Any]) -> int:
         index = state.get("next_index") if isinstance(state, Mapping) else None
         skipped = state.get("skipped", []) if isinstance(state, Mapping) else []
-        are_numbers = isinstance(skipped, list) and all(isinstance(one, int) for one in skipped)
+        are_numbers = isinstance(skipped, list) and all(isinstance(number, int) for number in skipped)
         if not isinstance(index, int) or index < 0 or not are_numbers:
             raise DataError("this is no position in data.", where=repr(state)[:120], fix="what Batches.state() gave")
         for key, now in (("source", self.source), ("order", self._order)):
@@ -260,7 +262,7 @@ class Batches:
         self._next_index, self._mark, self.skipped = index, mark, frozenset(state.get("skipped", ()))
 
     def _open_feed(self) -> None:
-        # The feed does not know this object: dropping the last name for it ends the thread as well.
+        # The feed does not reference this object: deleting the last reference to it also ends the thread.
         self._feed = _Feed(partial(_produce, self._source, self._place), self._next_index, self._prefetch)
         self._finalizer = weakref.finalize(self, _close, self._feed, self._source)
 
@@ -269,18 +271,18 @@ class Batches:
 
 
 class _Feed:
-    """Makes items ready in a thread, never more than `depth` ahead; depth 0 makes them when asked."""
+    """Prefetches up to `depth` items in a thread; a depth of 0 produces each item on request."""
 
     def __init__(self, produce: Callable[[int], Any], first: int, depth: int):
         self._produce, self._indices, self._stop = produce, count(first), threading.Event()
         self._slots, self._ready = threading.Semaphore(depth), SimpleQueue[tuple[Any, Exception | None]]()
-        # A daemon: a loader that never returns must not keep the process from ending.
+        # A daemon: a loader that never returns must not prevent the process from exiting.
         self._thread = threading.Thread(target=self._work, name="spanax-data", daemon=True) if depth else None
         if self._thread:
             self._thread.start()
 
     def take(self) -> Any:
-        """The next item; raises what its making raised."""
+        """Returns the next item, or raises the error of producing it."""
         if not self._thread:
             return self._produce(next(self._indices))
         item, error = self._ready.get()
@@ -290,7 +292,7 @@ class _Feed:
         return item
 
     def close(self) -> bool:
-        """Ends the thread; whether nothing is being made any more."""
+        """Stops the thread, and returns whether it has ended."""
         self._stop.set()
         self._slots.release()
         if self._thread and self._thread is not threading.current_thread():
@@ -326,7 +328,7 @@ def _produce(source: Source, place: Callable[[Leaves], Any], index: int) -> tupl
 
 
 def _place(placements: Sequence["Placement"], shardings: Mapping[str, Any], rows_R: np.ndarray, leaves: Leaves) -> Any:
-    """Global arrays, by path, from this process's rows."""
+    """Returns global arrays, by path, from the rows of this process."""
     import jax
 
     def part(leaf: "Placement", index: tuple[slice, ...]) -> np.ndarray:
@@ -337,7 +339,7 @@ def _place(placements: Sequence["Placement"], shardings: Mapping[str, Any], rows
         first = int(np.searchsorted(rows_R, start))
         return array[(slice(first, first + stop - start), *index[1:])]
 
-    # device_put would compare the whole batch across processes. On a CPU every way may keep the very numpy buffer.
+    # device_put would compare the full batch across processes. On a CPU both may alias the NumPy buffer.
     make = jax.make_array_from_callback
     return {
         leaf.path: make(leaf.shape, shardings[leaf.path], partial(part, leaf), dtype=np.dtype(leaf.dtype))

@@ -1,4 +1,4 @@
-"""Cache: what is worth keeping between runs, in a folder of its own."""
+"""The cache folder, and atomic writes of files to it."""
 
 import atexit
 import fcntl
@@ -17,14 +17,14 @@ from spanax.errors import WriteError
 
 
 def cache_folder(cache_dir: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where compiled programs, trained tokenizers and encoded text are kept.
+    """Returns the folder for compiled programs, trained tokenizers and encoded text.
 
-    It is `cache_dir`, or `spanax` in `XDG_CACHE_HOME`, or `~/.cache/spanax`. A folder that others can change is not
-    used, nor a relative one: a warning says so, and the next of the three is taken, a temporary folder at last.
+    It is `cache_dir`, or `spanax` in `XDG_CACHE_HOME`, or `~/.cache/spanax`. Relative folders and folders that other
+    users can write to are skipped with a warning; the last resort is a temporary folder.
     """
     if cache_dir is not None:
         return Path(cache_dir)
-    # Empty is as if it was not set: XDG Base Directory Specification 0.8.
+    # An empty variable counts as unset: XDG Base Directory Specification 0.8.
     homes = [environ.get("XDG_CACHE_HOME") or None, os.path.expanduser("~/.cache")]
     for home in filter(None, homes):
         folder = Path(home) / "spanax"
@@ -36,7 +36,7 @@ def cache_folder(cache_dir: str | os.PathLike[str] | None = None, environ: Mappi
 
 
 def untrusted(folder: Path) -> str:
-    """Why others could put files into a folder, or into one that is made there; empty where they cannot.
+    """Returns why other users could write to a folder, which may not exist yet; empty if they cannot.
 
     Example:
       >>> untrusted(Path("caches"))
@@ -45,31 +45,31 @@ def untrusted(folder: Path) -> str:
     if not folder.is_absolute():
         return "it is not an absolute path"
     path = Path(os.path.realpath(folder))
-    for one in (path, *path.parents):
+    for ancestor in (path, *path.parents):
         try:
-            found = one.stat()
+            status = ancestor.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            return f"'{one}' cannot be read: {error.strerror}"
-        is_sticky = one != path and found.st_mode & stat.S_ISVTX
-        if found.st_mode & stat.S_IWOTH and not is_sticky:
-            return f"everybody can write to '{one}'"
-        if found.st_uid not in (0, os.geteuid()):
-            return f"'{one}' belongs to another user"
+            return f"'{ancestor}' cannot be read: {error.strerror}"
+        is_sticky = ancestor != path and status.st_mode & stat.S_ISVTX
+        if status.st_mode & stat.S_IWOTH and not is_sticky:
+            return f"everybody can write to '{ancestor}'"
+        if status.st_uid not in (0, os.geteuid()):
+            return f"'{ancestor}' belongs to another user"
     return ""
 
 
 @functools.cache
 def _temporary_folder() -> Path:
-    """A folder for this process alone, which is removed with it."""
+    """Returns a temporary folder, which is removed when the process exits."""
     folder = tempfile.mkdtemp(prefix="spanax-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Path(folder)
 
 
 def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathLike[str] | None) -> None:
-    """Writes a file of the cache, whole or not at all."""
+    """Writes a file of the cache atomically."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
@@ -82,15 +82,15 @@ def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathL
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        told = f"cannot keep '{path.name}' in '{path.parent}': {error.strerror}."
+        message = f"cannot keep '{path.name}' in '{path.parent}': {error.strerror}."
         if cache_dir is not None:
-            raise WriteError(told, fix="a cache_dir that can be written") from None
-        warnings.warn(f"{told} It is made again at every start.", stacklevel=2)  # a read-only home is no error
+            raise WriteError(message, fix="a cache_dir that can be written") from None
+        warnings.warn(f"{message} It is made again at every start.", stacklevel=2)  # a read-only home is allowed
 
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Of several processes of one machine one makes what is to be kept, and the others wait for it."""
+    """Holds a lock file, so that one process of a machine writes to the cache while others wait."""
     file = None
     try:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Elements: one example or one batch of data, as leaves by path."""
+"""Conversions between examples or batches, which are pytrees, and their leaves by path."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ Leaves = dict[str, np.ndarray]
 
 
 def digest(*parts: str | bytes | np.ndarray) -> str:
-    """Twelve hex digits that tell contents apart, the same on every machine.
+    """Returns a hash of the contents as twelve hex digits, equal on every machine.
 
     Example:
       >>> digest("a", "bc") == digest("ab", "c")
@@ -26,7 +26,7 @@ def digest(*parts: str | bytes | np.ndarray) -> str:
 
 
 def described(leaves: Mapping[str, Any]) -> str:
-    """Paths, dtypes and shapes of arrays, or of placements.
+    """Returns the paths, dtypes and shapes of arrays or placements as text.
 
     Example:
       >>> described({"x": np.zeros((2, 3), np.int32)})
@@ -37,7 +37,7 @@ def described(leaves: Mapping[str, Any]) -> str:
 
 
 def flat(item: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of a batch by path, as a program names them; a list is data, and a tuple holds leaves.
+    """Returns the leaves of a batch by path, as in a program; tuples are flattened, lists are leaves.
 
     Example:
       >>> flat({"image": {"pixels": 1}, "pair": (2, 3)})
@@ -51,7 +51,7 @@ def flat(item: Any, path: str = "") -> dict[str, Any]:
 
 
 def nested(like: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
-    """Leaves in the nesting of `like`: what `flat` took apart.
+    """Returns the leaves as a pytree with the structure of `like`; the inverse of `flat`.
 
     Example:
       >>> nested({"image": {"pixels": None}}, {"image.pixels": 1})

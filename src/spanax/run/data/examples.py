@@ -1,4 +1,4 @@
-"""Examples: what can be read in any order, and the order in which one source or several of them are read.
+"""Sources of examples with random access, and the source of batches that reads one or several of them in order.
 
 Shape suffix: R rows of the global batch that this process reads.
 """
@@ -17,26 +17,26 @@ from spanax.run.data.text.tokens import Tokens
 
 
 class TooFew(DataError):
-    """There are fewer examples than one batch takes."""
+    """A source has fewer examples than one batch."""
 
 
 @dataclass(frozen=True)
 class Remainder:
-    """The examples after the last full batch: all of them on every process, as elements or as the leaves of a batch."""
+    """The examples after the last full batch, all of them in every process: a list of elements, or leaves by path."""
 
     content: Any
 
 
 @dataclass(frozen=True)
 class Examples:
-    """Examples by index.
+    """Examples with random access by index.
 
     Attributes:
-      name: with a hash of the content.
-      like: nested as an example is.
-      num_examples: how many there are.
-      read: indices of shape [R] -> the leaves of these examples, stacked.
-      tokens: what they are windows of, if they are.
+      name: the name of the source, with a hash of its content.
+      like: a pytree with the structure of an example.
+      num_examples: the number of examples.
+      read: maps indices of shape [R] to the stacked leaves of these examples.
+      tokens: the tokens, if the examples are windows of tokens.
 
     Example:
       >>> squares = Examples("squares", {"x": None}, 9, lambda indices_R: {"x": indices_R**2})
@@ -53,13 +53,13 @@ class Examples:
 
 @dataclass(frozen=True)
 class Share:
-    """One of the sources of a mixture, or the only one.
+    """A source of a mixture, or the single source.
 
     Attributes:
-      source: its name.
-      share: of all examples that are read.
-      num_examples: how many it has.
-      batch_size: how many a batch has of all sources.
+      source: the name of the source.
+      share: the fraction of all examples that come from the source.
+      num_examples: the number of examples in the source.
+      batch_size: the number of examples in a global batch.
 
     Example:
       >>> Share("a.jsonl", 0.7, num_examples=1400, batch_size=8).epochs(num_batches=500)
@@ -72,17 +72,16 @@ class Share:
     batch_size: int
 
     def epochs(self, num_batches: int) -> float:
-        """How often so many batches go through it."""
+        """Returns the number of epochs of this source in `num_batches` batches."""
         return num_batches * self.batch_size * self.share / self.num_examples
 
 
 @dataclass(frozen=True)
 class Source:
-    """What batches are read from: `read(index)` gives the leaves of a batch, None after the last batch.
+    """A source of batches: `read(index)` returns the leaves of a batch, or None after the last batch.
 
-    `like` is nested as a batch is. `mark()` is what the source itself needs to go on from where it was read to;
-    `seek(index, mark)` goes there, also after `close()`. `shares` is empty where nobody knows how many examples there
-    are.
+    `like` is a pytree with the structure of a batch. `mark()` returns the state of the source after the last read;
+    `seek(index, mark)` restores it, also after `close()`. `shares` is empty if the number of examples is unknown.
     """
 
     name: str
@@ -106,7 +105,7 @@ def in_order(
     epochs: int | None,
     drop_remainder: bool = True,
 ) -> Source:
-    """Examples in the order that the seed decides; of several parts, each with its weight, in exact proportion.
+    """Returns a source that reads examples in the order of the seed, and several parts in proportion to their weights.
 
     Example:
       >>> parts = [(Examples(str(k), None, 6, lambda indices_R, k=k: {"x": indices_R + 10 * k}), 3 - k) for k in (1, 2)]
@@ -116,7 +115,7 @@ def in_order(
     """
     weights = [weight for _, weight in parts]
     sizes = [part.num_examples for part, _ in parts]
-    # Each part is shuffled by a seed of its own: two parts of one size would go through their examples alike.
+    # Each part has its own seed: with a common seed, parts of equal size would have the same order.
     orders = [Order(size, batch_size, seed + number, shuffle) for number, size in enumerate(sizes)]
     num_full, num_rest = divmod(
         0 if epochs is None else places_until([size * epochs for size in sizes], weights), batch_size
@@ -132,12 +131,12 @@ def in_order(
 
     def read_rows(index: int, rows_R: np.ndarray) -> Leaves:
         part_R, inner_R = picked(index * batch_size + rows_R.astype(np.int64), weights)
-        found: Leaves = {}
+        leaves: Leaves = {}
         for number in np.unique(part_R):
-            here = part_R == number
-            for path, array in parts[number][0].read(orders[number].at(inner_R[here])).items():
-                found.setdefault(path, np.empty((len(rows_R), *array.shape[1:]), array.dtype))[here] = array
-        return found
+            mask_R = part_R == number
+            for path, array in parts[number][0].read(orders[number].at(inner_R[mask_R])).items():
+                leaves.setdefault(path, np.empty((len(rows_R), *array.shape[1:]), array.dtype))[mask_R] = array
+        return leaves
 
     shares = [Share(part.name, weight / sum(weights), part.num_examples, batch_size) for part, weight in parts]
     first = parts[0][0]
@@ -148,10 +147,10 @@ def in_order(
 
 
 def same_kind(parts: Sequence[Examples]) -> None:
-    """Hold the parts of a mixture against each other.
+    """Checks that the examples of all parts of a mixture have the same structure.
 
     Raises:
-      SpanaxError: their examples are nested in several ways.
+      SpanaxError: the structures differ.
     """
     for part in parts[1:]:
         if part.like != parts[0].like:

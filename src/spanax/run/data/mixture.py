@@ -1,4 +1,4 @@
-"""Mixture: several sources by weight, and which of them gives the example at each place.
+"""Weighted mixtures of sources, and the assignment of positions in the mixture to its parts.
 
 Shape suffix: R rows of one batch.
 """
@@ -17,14 +17,14 @@ import numpy as np
 from spanax.errors import SpanaxError
 
 MAX_WHOLE = 1 << 24
-"""What whole weights may add up to: a place times that stays a number of 64 bits for 10**11 examples."""
+"""The maximum sum of integer weights: its product with a position fits 64 bits for 10**11 examples."""
 
 _WEIGHTED = re.compile(r"(.+)=([0-9.]+(?:e-?[0-9]+)?)")
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources that are read together, each with its weight; made by `mixture`.
+    """Sources that are read together in proportion to their weights, created by `mixture`.
 
     Example:
       >>> mixture({"code/": 3, "prose.jsonl": 1})
@@ -35,7 +35,7 @@ class Mixture:
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """Whole numbers without a common divisor."""
+        """The weights as integers without a common divisor."""
         return tuple(weight for _, weight in self.parts)
 
     def __repr__(self) -> str:
@@ -44,13 +44,14 @@ class Mixture:
 
 
 def mixture(sources: Mapping[Any, float] | Iterable[tuple[Any, float]]) -> Mixture:
-    """Several sources as one: of any long stretch of examples each gives the share that its weight says.
+    """Returns a mixture: every long range of examples contains each source in proportion to its weight.
 
     Args:
-      sources: weights by source, or pairs of both; a source is what `spanax.batches` takes, an iterable excepted.
+      sources: a mapping from source to weight, or such pairs; a source is any that `spanax.batches` accepts except an
+        iterable.
 
     Raises:
-      SpanaxError: there are fewer than two, or a weight is no number above zero.
+      SpanaxError: there are fewer than two sources, or a weight is not a positive number.
 
     Example:
       >>> mixture({"a.jsonl": 0.7, "b.parquet": 0.3}).weights
@@ -63,17 +64,19 @@ def mixture(sources: Mapping[Any, float] | Iterable[tuple[Any, float]]) -> Mixtu
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise SpanaxError(f"the weight of {str(source)[:80]} is {weight!r}; it takes a number above 0.")
     exact = [Fraction(repr(weight)) for _, weight in pairs]
-    scale = math.lcm(*(each.denominator for each in exact))
-    whole = [int(each * scale) for each in exact]
-    whole = [each // math.gcd(*whole) for each in whole]
+    scale = math.lcm(*(fraction.denominator for fraction in exact))
+    whole = [int(fraction * scale) for fraction in exact]
+    whole = [number // math.gcd(*whole) for number in whole]
     if sum(whole) > MAX_WHOLE:
-        told = ", ".join(str(weight) for _, weight in pairs)
-        raise SpanaxError("the weights have too many digits to be kept exactly.", where=told, fix="rounded ones")
+        listed = ", ".join(str(weight) for _, weight in pairs)
+        raise SpanaxError("the weights have too many digits to be kept exactly.", where=listed, fix="rounded ones")
     return Mixture(tuple((source, n) for (source, _), n in zip(pairs, whole, strict=True)))
 
 
 def named(source: Any) -> Any:
-    """A source, or the mixture that a text such as `a.jsonl=0.7,b.parquet=0.3` names; a path that exists is a path.
+    """Returns the mixture that a text such as `a.jsonl=0.7,b.parquet=0.3` specifies; other sources are unchanged.
+
+    A text that is an existing path is a path.
 
     Example:
       >>> named("a.jsonl=0.7,b.parquet=0.3").weights, named("a.jsonl")
@@ -81,11 +84,11 @@ def named(source: Any) -> Any:
     """
     if not isinstance(source, str) or os.path.lexists(source):
         return source
-    found = [_WEIGHTED.fullmatch(part.strip()) for part in source.split(",")]
-    if not all(found):
+    matches = [_WEIGHTED.fullmatch(part.strip()) for part in source.split(",")]
+    if not all(matches):
         return source
     try:
-        return mixture([(each[1], float(each[2])) for each in found if each])
+        return mixture([(match[1], float(match[2])) for match in matches if match])
     except ValueError as error:
         raise SpanaxError(
             str(error).splitlines()[0], where=f"--data {source}", fix="a.jsonl=0.7,b.parquet=0.3"
@@ -93,27 +96,27 @@ def named(source: Any) -> Any:
 
 
 def picked(places_R: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """For places of the mixture: which part is there, and the place within that part; both of shape [R].
+    """Returns the part at each position of the mixture, and the index in that part; both of shape [R].
 
-    One part after the other is dealt out as evenly as whole numbers can be: of the first k places the part has
-    ceil(k w / W), and what is left goes to the parts behind it in the same way.
+    Parts are spaced as evenly as integers allow: the first part has ceil(k w / W) of the first k positions, where w is
+    its weight and W the sum of weights, and the remaining positions are divided over the following parts likewise.
 
     Example:
-      >>> [each.tolist() for each in picked(np.arange(8), (3, 1))]
+      >>> [array.tolist() for array in picked(np.arange(8), (3, 1))]
       [[0, 0, 0, 1, 0, 0, 0, 1], [0, 1, 2, 0, 3, 4, 5, 1]]
     """
     part_R, inner_R = np.zeros(len(places_R), np.int64), np.zeros(len(places_R), np.int64)
     open_P, places_P, left = np.arange(len(places_R)), places_R.astype(np.int64), sum(weights)
     for part, weight in enumerate(weights):
         behind_P, next_P = (k * (left - weight) // left for k in (places_P, places_P + 1))
-        here = behind_P == next_P
-        part_R[open_P[here]], inner_R[open_P[here]] = part, (places_P - behind_P)[here]
-        open_P, places_P, left = open_P[~here], behind_P[~here], left - weight
+        mask_P = behind_P == next_P
+        part_R[open_P[mask_P]], inner_R[open_P[mask_P]] = part, (places_P - behind_P)[mask_P]
+        open_P, places_P, left = open_P[~mask_P], behind_P[~mask_P], left - weight
     return part_R, inner_R
 
 
 def places_until(num_examples: Sequence[int], weights: Sequence[int]) -> int:
-    """How many places there are before the first part is asked for more examples than it has.
+    """Returns the number of positions before any part runs out of examples.
 
     Example:
       >>> places_until([6, 9], (3, 1))
@@ -127,10 +130,10 @@ def places_until(num_examples: Sequence[int], weights: Sequence[int]) -> int:
 
 
 def _fits(num_places: int, num_examples: Sequence[int], weights: Sequence[int]) -> bool:
-    left, rest = sum(weights), num_places
-    for weight, most in zip(weights, num_examples, strict=True):
-        behind = rest * (left - weight) // left
-        if rest - behind > most:
+    left, remaining = sum(weights), num_places
+    for weight, limit in zip(weights, num_examples, strict=True):
+        later = remaining * (left - weight) // left
+        if remaining - later > limit:
             return False
-        rest, left = behind, left - weight
+        remaining, left = later, left - weight
     return True

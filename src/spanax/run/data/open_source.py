@@ -1,4 +1,4 @@
-"""Opened: what a path, a pattern, a dataset or a mixture of them names, ready to be made batches of."""
+"""Opens the sources that a path, a pattern, a dataset or a mixture of them names."""
 
 import os
 import sys
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from spanax.plan.plan import Placement
 
 WINDOWS = {"inputs", "targets"}
-"""The leaves that text and tokens make."""
+"""The leaves of batches of text or tokens."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How named data is read.
+    """Options for reading named data.
 
     Attributes:
-      tokenizer: of texts.
+      tokenizer: the tokenizer for text.
       split: `"train"` or `"validation"`.
-      field: which field of a table holds the text or the tokens, of several the first that a table has; or
-        `leaf=field,leaf=field`, or such a mapping.
-      cache_dir: where what is made once is kept.
+      field: the field of a table with the text or the tokens, or several, of which the first that a table has is read;
+        or `leaf=field,leaf=field`, or such a mapping.
+      cache_dir: the directory of the cache.
     """
 
     tokenizer: str = "bytes"
@@ -52,7 +52,7 @@ class Rows:
     """The rows of a table whose fields are the leaves of a batch.
 
     Attributes:
-      table: where they are.
+      table: the table.
       fields: the field of each leaf.
     """
 
@@ -62,27 +62,27 @@ class Rows:
 
 @dataclass(frozen=True)
 class Joined:
-    """The training text of all parts of a mixture."""
+    """The training text of all parts of a mixture, for training a tokenizer."""
 
     parts: tuple[Corpus | Column, ...]
 
     @property
     def key(self) -> tuple[str | bytes, ...]:
-        """Tells it from other text."""
+        """Identifies the text."""
         return tuple(chain.from_iterable(part.key for part in self.parts))
 
     @property
     def size_bytes(self) -> int:
-        """About how much it is."""
+        """The approximate size."""
         return sum(part.size_bytes for part in self.parts)
 
     def documents(self) -> Iterator[bytes]:
-        """All of it, part by part."""
+        """Returns the documents of all parts in order."""
         return chain.from_iterable(part.documents() for part in self.parts)
 
 
 def is_named(source: Any) -> bool:
-    """Whether a source is data by name, which has a held-out split: a path, `python`, or a mixture of such."""
+    """Returns whether a source is a path, `python`, or a mixture of these; such sources have a validation split."""
     source = named(source)
     return isinstance(source, str | Path) or (
         isinstance(source, Mixture) and all(is_named(part) for part, _ in source.parts)
@@ -90,28 +90,28 @@ def is_named(source: Any) -> bool:
 
 
 def opened(source: Any, leaves: Collection[str], reading: Reading) -> list[tuple[Any, int]]:
-    """What there is to read, each with its weight: Tokens, Rows, or a sequence as it was given.
+    """Returns the parts of a source with their weights: Tokens, Rows, or a sequence unchanged.
 
     Args:
       source: a path, a pattern, `"python"`, a Hugging Face dataset, a sequence, or a mixture of them.
-      leaves: the paths of the leaves that a batch is to have.
-      reading: how.
+      leaves: the paths of the leaves of a batch.
+      reading: the options for named data.
     """
     source = named(source)
     check_split(reading.split)
     pairs = source.parts if isinstance(source, Mixture) else ((source, 1),)
-    found = [_found(part, leaves, reading) for part, _ in pairs]
-    texts = tuple(part for part in found if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text))
+    data = [_found(part, leaves, reading) for part, _ in pairs]
+    texts = tuple(part for part in data if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text))
     tokenizer = (
         load_tokenizer(reading.tokenizer, texts[0] if len(texts) == 1 else Joined(texts), reading.cache_dir)
         if texts
         else None
     )
-    return [(_tokens(part, tokenizer, reading), weight) for part, (_, weight) in zip(found, pairs, strict=True)]
+    return [(_tokens(part, tokenizer, reading), weight) for part, (_, weight) in zip(data, pairs, strict=True)]
 
 
 def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | None:
-    """The smallest vocabulary that holds every token of a source; None where it has no tokens.
+    """Returns the size of the smallest vocabulary with every token of a source, or None without tokens.
 
     Example:
       >>> vocab_size("python", WINDOWS, Reading())
@@ -122,7 +122,7 @@ def vocab_size(source: Any, leaves: Collection[str], reading: Reading) -> int | 
 
 
 def examples(part: Any, placements: Sequence["Placement"], rows_R: np.ndarray, least: int) -> Examples:
-    """At least so many examples for a plan, from one part of what `opened` returned."""
+    """Returns the examples of a part from `opened`; raises TooFew if there are fewer than `least`."""
     if isinstance(part, Tokens):
         return windows(part, placements, least)
     if isinstance(part, Rows):
@@ -131,7 +131,7 @@ def examples(part: Any, placements: Sequence["Placement"], rows_R: np.ndarray, l
 
 
 def _found(source: Any, leaves: Collection[str], reading: Reading) -> Any:
-    """One source: a Corpus, a Column, Rows, Tokens, or a sequence as it is."""
+    """Returns a source as a Corpus, a Column, Rows, Tokens, or an unchanged sequence."""
     if source == "python":
         return load_corpus(source)
     if isinstance(source, str | os.PathLike):
@@ -148,8 +148,8 @@ def _found(source: Any, leaves: Collection[str], reading: Reading) -> Any:
 
 
 def _hub_table(source: Any, split: str) -> Table | None:
-    """The rows of a Hugging Face Dataset, or of one split of a DatasetDict; None for what is neither."""
-    datasets = sys.modules.get("datasets")  # if it was never imported, this is none of its datasets
+    """Returns the rows of a Hugging Face Dataset or of one split of a DatasetDict; None for other sources."""
+    datasets = sys.modules.get("datasets")  # without an import, the source is not one of its datasets
     if not datasets or not isinstance(source, datasets.Dataset | datasets.DatasetDict):
         return None
     from spanax.run.data.formats.hub import dataset_table
@@ -164,7 +164,7 @@ def _hub_table(source: Any, split: str) -> Table | None:
 
 
 def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, str] | None) -> Column | Rows:
-    """Rows, where the table has the leaves of a batch; else one field of it, of text or tokens."""
+    """Returns Rows if the table has the leaves of a batch, else the Column with text or tokens."""
     if isinstance(field, str) and "=" in field:
         pairs = [pair.partition("=") for pair in field.split(",")]
         field = {leaf.strip(): name.strip() for leaf, _, name in pairs}
@@ -179,15 +179,15 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
             )
     if field or all(leaf in table.fields for leaf in leaves):
         return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
-    told = ", ".join(leaves)
+    listed = ", ".join(leaves)
     if set(leaves) != WINDOWS:
         missing = next(leaf for leaf in leaves if leaf not in table.fields)
         raise DataError(
             f"'{table.name}' has no field '{missing}'.",
-            where=f"it has {', '.join(table.fields)[:150]}; the plan takes {told[:150]}",
+            where=f"it has {', '.join(table.fields)[:150]}; the plan takes {listed[:150]}",
             fix=f"--field {missing}=NAME",
         )
-    return Column(table, default_field(table, leaves=told))
+    return Column(table, default_field(table, leaves=listed))
 
 
 def _known(table: Table, field: str) -> str:
@@ -208,27 +208,27 @@ def _row_examples(rows: Rows, placements: Sequence["Placement"], least: int) -> 
     table, fields = rows.table, rows.fields
     name = f"{table.name} {table.split} {table.digest}"
     if table.num_rows < least:
-        told = f"{name} has {table.num_rows:,} examples, and one batch takes {batch_size(placements):,}."
-        raise TooFew(told, fix="more data, or a smaller batch")
-    wanted = described({leaf.path: leaf for leaf in placements})
+        message = f"{name} has {table.num_rows:,} examples, and one batch takes {batch_size(placements):,}."
+        raise TooFew(message, fix="more data, or a smaller batch")
+    planned = described({leaf.path: leaf for leaf in placements})
     if any(leaf.shape[:1] != (batch_size(placements),) for leaf in placements):
-        raise DataError(f"examples cannot make {wanted}.", where=name, fix="a source of whole batches")
+        raise DataError(f"examples cannot make {planned}.", where=name, fix="a source of whole batches")
 
     def read(indices_R: np.ndarray) -> Leaves:
-        found = table.rows(indices_R.tolist(), sorted(set(fields.values())))
-        items = [{leaf: row[field] for leaf, field in fields.items()} for row in found]
+        table_rows = table.rows(indices_R.tolist(), sorted(set(fields.values())))
+        items = [{leaf: row[field] for leaf, field in fields.items()} for row in table_rows]
         return conformed(items, placements, name)
 
     like = _nested_like([leaf.path for leaf in placements])
-    read(np.zeros(1, np.int64))  # what does not fit is told before the first step
+    read(np.zeros(1, np.int64))  # raises before the first step if an example does not match
     return Examples(name, like, table.num_rows, read)
 
 
 def _nested_like(paths: Sequence[str]) -> Any:
-    """The nesting that paths of leaves have: dicts, tuples where the keys count on from 0, or one array alone."""
+    """Returns the pytree of leaf paths: dicts, tuples if the keys are 0, 1, ..., or a single leaf."""
     if list(paths) in (["batch"], [""]):
         return None
     keys = dict.fromkeys(path.partition(".")[0] for path in paths)
     inner = {key: [path.partition(".")[2] for path in paths if path.partition(".")[0] == key] for key in keys}
-    made = {key: _nested_like(rest) for key, rest in inner.items()}
-    return tuple(made.values()) if list(made) == [str(i) for i in range(len(made))] else made
+    children = {key: _nested_like(inner_paths) for key, inner_paths in inner.items()}
+    return tuple(children.values()) if list(children) == [str(i) for i in range(len(children))] else children

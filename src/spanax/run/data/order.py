@@ -1,4 +1,4 @@
-"""Order: which example stands where, as a pure function of the seed and the position.
+"""The order of examples as a pure function of the seed and the position.
 
 Shape suffix: R rows of one batch.
 """
@@ -12,7 +12,7 @@ FEISTEL_ROUNDS = 8
 
 @dataclass(frozen=True)
 class Order:
-    """Which example stands where in the endless row of global batches: a pure function, of a few bytes.
+    """The order of examples in the infinite sequence of global batches, computed without a table.
 
     Example:
       >>> order = Order(num_examples=6, batch_size=4, seed=0)
@@ -27,19 +27,19 @@ class Order:
     shuffle: bool = True
 
     def examples(self, batch_index: int, rows_R: np.ndarray) -> np.ndarray:
-        """The examples in some rows of one batch, of shape [R]; each example comes once an epoch."""
+        """Returns the examples in rows of a batch, of shape [R]; each example occurs once per epoch."""
         return self.at(batch_index * self.batch_size + rows_R.astype(np.int64))
 
     def at(self, places_R: np.ndarray) -> np.ndarray:
-        """The examples at some places of the endless row, of shape [R]."""
+        """Returns the examples at positions of the sequence, of shape [R]."""
         epochs_R, places_R = np.divmod(places_R, self.num_examples)
         return _permuted(places_R, epochs_R, self.num_examples, self.seed) if self.shuffle else places_R
 
 
 def _permuted(places_R: np.ndarray, epochs_R: np.ndarray, size: int, seed: int) -> np.ndarray:
-    """A permutation of range(size) for each seed and epoch, without a table and the same in any version of numpy.
+    """Applies a permutation of range(size) for each seed and epoch, equal in every version of NumPy.
 
-    A Feistel network permutes the next power of four; what falls outside is sent through again until it is inside.
+    A Feistel network permutes the next power of four; values out of range are permuted again until they are in range.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -56,7 +56,7 @@ def _permuted(places_R: np.ndarray, epochs_R: np.ndarray, size: int, seed: int) 
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64: every bit of the input reaches every bit of the output."""
+    """Applies the finalizer of splitmix64: every bit of the input reaches every bit of the output."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)

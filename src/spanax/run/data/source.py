@@ -1,4 +1,4 @@
-"""Source: what batches are read from, whatever it is: a dataset, a sequence, an iterable, a function.
+"""Sources of batches from datasets, sequences, iterables, and functions that return iterables.
 
 Shape suffix: R rows of the global batch that this process reads.
 """
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 NUM_READERS = 16
 
 END = object()
-"""What a loader holds behind its last element."""
+"""The sentinel after the last element of a loader."""
 
 Fetch = Callable[[int, np.ndarray], Any]
-"""From the index of a batch and the rows to read to a list of elements, or a Remainder; None after the last batch."""
+"""Maps the index of a batch and the rows to read to a list of elements, or a Remainder; None after the last batch."""
 
 
 def local_rows(placements: Sequence["Placement"], shardings: Mapping[str, Any], devices: Sequence[Any]) -> np.ndarray:
-    """The rows of the global batch that some devices hold, sorted, of shape [R].
+    """Returns the sorted rows of the global batch on the given devices, of shape [R].
 
-    Not one stripe a process: where the batch is split over fewer parts than there are processes (one model over
-    several hosts), processes hold the same rows.
+    Processes read the same rows if the batch has fewer shards than there are processes (a model sharded over several
+    hosts).
     """
     rows: set[int] = set()
     for leaf in placements:
         if leaf.shape[:1] == (batch_size(placements),):
-            held = shardings[leaf.path].devices_indices_map(leaf.shape)
+            indices = shardings[leaf.path].devices_indices_map(leaf.shape)
             for device in devices:
-                rows.update(range(*held[device][0].indices(leaf.shape[0])))
+                rows.update(range(*indices[device][0].indices(leaf.shape[0])))
     return np.array(sorted(rows), np.int64)
 
 
@@ -56,7 +56,7 @@ def element_source(
     epochs: int | None,
     drop_remainder: bool = True,
 ) -> Source:
-    """A dataset, a sequence, an iterable or a function that returns one, of examples or of batches."""
+    """Returns the source of a dataset, a sequence, an iterable or a function that returns one."""
     name = type(source).__name__
     is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if isinstance(source, Mapping) or not (is_sequence or callable(source) or isinstance(source, Iterable)):
@@ -69,8 +69,8 @@ def element_source(
     in_batches = _is_batch(flat(first), placements)
     num_elements, rows = (1, np.zeros(1, np.int64)) if in_batches else (batch_size(placements), rows_R)
     if not in_batches and any(leaf.shape[0] != num_elements for leaf in placements):
-        wanted = described({leaf.path: leaf for leaf in placements})
-        raise DataError(f"examples cannot make {wanted}.", where=name, fix="a source of whole batches")
+        planned = described({leaf.path: leaf for leaf in placements})
+        raise DataError(f"examples cannot make {planned}.", where=name, fix="a source of whole batches")
     num_fewer = partial(_num_fewer, placements, rows_R) if in_batches and not drop_remainder else lambda item: 0
 
     def conform(item: Any) -> Leaves:
@@ -81,7 +81,7 @@ def element_source(
         raise TooFew(f"{name} has {size:,} examples, and one batch takes {num_elements:,}.", fix="a smaller batch")
     leaves = conform(first)
     if not in_batches or leaves[placements[0].path].shape == placements[0].shape:
-        # One process's own rows would tell the other processes nothing.
+        # A hash of one process's rows would differ between processes.
         name = f"{name} {digest(str(size), *(part for leaf in placements for part in (leaf.path, leaves[leaf.path])))}"
     order = Order(size, num_elements, seed, shuffle and not in_batches)
     size_B = batch_size(placements)
@@ -97,9 +97,9 @@ def element_source(
             return None
         is_smaller = isinstance(items, Remainder)
         items = items.content if isinstance(items, Remainder) else items
-        found = [conform(item) for item in items]
+        elements = [conform(item) for item in items]
         is_smaller |= in_batches and num_fewer(items[0]) > 0
-        leaves = found[0] if in_batches else {leaf.path: _stacked(found, leaf) for leaf in placements}
+        leaves = elements[0] if in_batches else {leaf.path: _stacked(elements, leaf) for leaf in placements}
         return Remainder(leaves) if is_smaller else leaves
 
     like = nested(first, dict.fromkeys(flat(first)))
@@ -109,10 +109,10 @@ def element_source(
 
 
 def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np.ndarray, least: int) -> Examples:
-    """A sequence of examples, as a part of a mixture.
+    """Returns the examples of a sequence, for a part of a mixture.
 
     Raises:
-      SpanaxError: it cannot be read in any order, or holds batches.
+      SpanaxError: the source has no random access, or its elements are batches.
     """
     name, grain = type(source).__name__, sys.modules.get("grain")
     if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
@@ -134,26 +134,26 @@ def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np
 
 
 def conformed(items: Sequence[Any], placements: Sequence["Placement"], name: str) -> Leaves:
-    """The leaves of some examples, stacked, in the plan's shapes and dtypes.
+    """Returns the stacked leaves of examples in the shapes and dtypes of the plan.
 
     Raises:
-      DataError: an example does not fit.
+      DataError: an example does not match the plan.
     """
-    found = [_conform(item, placements, np.zeros(0, np.int64), name) for item in items]
-    return {leaf.path: _stacked(found, leaf) for leaf in placements}
+    examples = [_conform(item, placements, np.zeros(0, np.int64), name) for item in items]
+    return {leaf.path: _stacked(examples, leaf) for leaf in placements}
 
 
 def sequence_fetch(
     source: Any, order: Order, epochs: int | None, drop_remainder: bool = True
 ) -> tuple[Fetch, int | None]:
-    """Random access to a sequence in an order, and how many batches there are; None for no end."""
+    """Returns the function that fetches a batch of a sequence, and the number of batches; None if it is infinite."""
     endless = order.num_examples >= sys.maxsize
     num_full, num_rest = divmod((epochs or 1) * order.num_examples, order.batch_size)
     num_batches = None if epochs is None or endless else num_full + (num_rest > 0 and not drop_remainder)
     read: Callable[[list[int]], Any] = partial(map, source.__getitem__)
-    grain = sys.modules.get("grain")  # if it was never imported, this is none of its datasets
+    grain = sys.modules.get("grain")  # without an import, the source is not one of its datasets
     if grain and isinstance(source, grain.MapDataset):
-        # Grain shuffles and repeats itself: it seeds random transformations anew in every epoch.
+        # Grain shuffles and repeats the dataset: it reseeds random transformations for each epoch.
         source = source.shuffle(seed=order.seed % 2**32) if order.shuffle and not endless else source
         source = source.repeat(epochs) if epochs != 1 and not endless else source
         order = Order(len(source), order.batch_size, shuffle=False)
@@ -170,10 +170,10 @@ def sequence_fetch(
 
 
 class Loader:
-    """An iterable, or a function that returns one: how far it was read, and how to start it again.
+    """Reads an iterable, or a function that returns one, and restarts it for each epoch.
 
     Attributes:
-      held: the first element, read ahead to see what it is; `END` if there is none.
+      held: an element that was read ahead, first to inspect its structure; `END` if there is none.
     """
 
     def __init__(self, source: Any, epochs: int | None, drop_remainder: bool = True):
@@ -190,28 +190,28 @@ class Loader:
         self.held = next(self._items, END)
 
     def read(self, num_elements: int, index: int, rows_R: np.ndarray) -> list[Any] | Remainder | None:
-        """Rows of one batch, after reading past the batches before it; None after the last batch."""
+        """Returns rows of a batch after skipping earlier batches; None after the last batch."""
         elements: list[Any] = []
         while self._index <= index:
             elements = [self._element() for _ in range(num_elements)]
             if elements[-1] is END:
-                rest = [element for element in elements if element is not END]
-                return Remainder(rest) if rest and not self._drop_remainder and self._index == index else None
+                last = [element for element in elements if element is not END]
+                return Remainder(last) if last and not self._drop_remainder and self._index == index else None
             self._index += 1
         return [elements[row] for row in rows_R]
 
     def mark(self) -> Any:
-        """The epoch and the iterator's own state, if it has one in JSON, as Grain's do: it jumps there."""
+        """Returns the epoch and the state of the iterator, if it has one in JSON as Grain's have; else None."""
         try:
             return {"epoch": self._epoch, "iterator": json.loads(json.dumps(self._items.get_state()))}
         except (AttributeError, TypeError, ValueError):
             return None
 
     def seek(self, index: int, mark: Any) -> None:
-        """Makes batch `index` the next one.
+        """Moves to batch `index`.
 
         Raises:
-          DataError: it is behind, and the iterator cannot be started again.
+          DataError: the batch has been read already, and the iterator cannot be restarted.
         """
         if self._is_closed:
             self._start(0)
@@ -229,16 +229,16 @@ class Loader:
             self._start(0)
 
     def close(self) -> None:
-        """Closes the iterator, and with it the threads and processes that it started; one that was passed stays open.
+        """Closes the iterator with its threads and processes; an iterator passed by the user stays open.
 
-        A generator runs its `finally`. Without a `close` it ends when it is garbage collected.
+        A generator runs its `finally`. An iterator without `close` ends when it is garbage collected.
         """
         if not self._once and hasattr(self._items, "close"):
             self._items.close()
             self._is_closed = True
 
     def _start(self, epoch: int) -> None:
-        """Reads from the start once more."""
+        """Restarts the iterator."""
         self.close()
         self._items, self._is_closed, self.held = iter(self._open()), False, END
         self._epoch, self._index = epoch, self._index if epoch else 0
@@ -253,26 +253,26 @@ class Loader:
 
 
 def _conform(item: Any, placements: Sequence["Placement"], rows_R: np.ndarray, name: str) -> Leaves:
-    """Copies of the leaves in the plan's dtypes: a loader may use its buffers again."""
-    found, wanted = flat(item), {leaf.path: leaf for leaf in placements}
-    in_batches = _is_batch(found, placements)
+    """Returns copies of the leaves in the dtypes of the plan; loaders may reuse their buffers."""
+    values, planned = flat(item), {leaf.path: leaf for leaf in placements}
+    in_batches = _is_batch(values, placements)
 
-    def refuse(what: str) -> DataError:
-        gives = described({path: np.asarray(value) for path, value in found.items()})
-        return DataError(what, where=f"{name} gives {gives}", fix=f"the plan takes {described(wanted)}")
+    def refuse(message: str) -> DataError:
+        actual = described({path: np.asarray(value) for path, value in values.items()})
+        return DataError(message, where=f"{name} gives {actual}", fix=f"the plan takes {described(planned)}")
 
-    if item is None:  # what a filtered MapDataset holds in the place of an example
+    if item is None:  # a filtered MapDataset has None for an excluded example
         raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset() leaves filtered ones out")
-    if found.keys() != wanted.keys():
-        extra, missing = sorted(found.keys() - wanted.keys()), sorted(wanted.keys() - found.keys())
+    if values.keys() != planned.keys():
+        extra, missing = sorted(values.keys() - planned.keys()), sorted(planned.keys() - values.keys())
         raise refuse(f"the data has no leaf '{missing[0]}'." if missing else f"the plan takes no leaf '{extra[0]}'.")
     leaves = {}
-    for path, leaf in wanted.items():
-        array, dtype = np.asarray(found[path]), np.dtype(leaf.dtype)
+    for path, leaf in planned.items():
+        array, dtype = np.asarray(values[path]), np.dtype(leaf.dtype)
         shapes = (leaf.shape, (len(rows_R), *leaf.shape[1:])) if in_batches else (leaf.shape[1:],)
         if array.shape not in shapes:
             raise refuse(f"'{path}' has shape {array.shape}; wanted {shapes[0]}.")
-        # JAX itself makes 32 bits of numpy's default 64; nothing else is cast unasked.
+        # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
         narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
         if array.dtype != dtype and not narrowed:
             raise refuse(f"'{path}' has dtype {array.dtype}; wanted {dtype}.")
@@ -283,7 +283,7 @@ def _conform(item: Any, placements: Sequence["Placement"], rows_R: np.ndarray, n
 
 
 def _num_fewer(placements: Sequence["Placement"], rows_R: np.ndarray, item: Any) -> int:
-    """How many examples a batch has that is smaller than planned, read by the only process; 0 for other batches."""
+    """Returns the number of examples in a smaller last batch, read by a single process; 0 for other batches."""
     size = batch_size(placements)
     counts = {np.shape(value)[0] for value in flat(item).values() if np.ndim(value)}
     is_smaller = len(rows_R) == size and len(counts) == 1 and 0 < min(counts) < size
@@ -295,14 +295,14 @@ def _of_size(placements: Sequence["Placement"], count: int) -> list["Placement"]
 
 
 def batch_size(placements: Sequence["Placement"]) -> int:
-    """How many examples a batch has: what most leaves have along their first dim."""
+    """Returns the number of examples in a global batch: the most common first dim of the leaves."""
     return mode([leaf.shape[0] for leaf in placements if leaf.shape] or [1])
 
 
-def _is_batch(found: Mapping[str, Any], placements: Sequence["Placement"]) -> bool:
-    """Whether an element is a whole batch: an example has a dim less."""
-    return any(np.ndim(found[leaf.path]) == len(leaf.shape) for leaf in placements if leaf.path in found)
+def _is_batch(values: Mapping[str, Any], placements: Sequence["Placement"]) -> bool:
+    """Returns whether an element is a batch; an example has one dim less."""
+    return any(np.ndim(values[leaf.path]) == len(leaf.shape) for leaf in placements if leaf.path in values)
 
 
-def _stacked(found: list[Leaves], leaf: "Placement") -> np.ndarray:
-    return np.array([leaves[leaf.path] for leaves in found], leaf.dtype).reshape(-1, *leaf.shape[1:])
+def _stacked(examples: list[Leaves], leaf: "Placement") -> np.ndarray:
+    return np.array([leaves[leaf.path] for leaves in examples], leaf.dtype).reshape(-1, *leaf.shape[1:])

@@ -7,8 +7,8 @@ from spanax.trace.analysis.labels import Labels
 from spanax.trace.axes.axes import Axes
 from spanax.trace.jaxpr.dim_maps.relations import Family
 from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.marks import LOSS_CHUNKS
 from spanax.trace.jaxpr.provenance import Origin, feeds
-from spanax.trace.rewrites.chunked_loss.chunked import CHUNKS
 
 MOVEMENT = frozenset({Family.VIEW, Family.REORDER})
 """Operations that only move data: a weight consumed by activations is all-gathered before them, once."""
@@ -83,7 +83,7 @@ def _in_chunks(graph: Graph) -> set[int]:
     """Returns the values and operands of a scan over chunks of tokens, where weights are already gathered, once."""
     values = set[int]()
     for op in graph.ops():
-        if op.name == "scan" and CHUNKS in str(op.eqn.source_info.name_stack):
+        if op.name == "scan" and LOSS_CHUNKS in str(op.eqn.source_info.name_stack):
             values.update(op.inputs)
             for body in op.bodies:
                 values.update(body.inputs, *(inner.outputs for inner in body.ops))

@@ -8,6 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 NAME, PREFIX = "name", "spanax:"
 GRADIENT, METRIC = "gradient:", "metric:"
 
+LOSS_CHUNKS = "spanax_loss_chunks"
+"""Name of the scan of a chunked loss in the name stack, and of its gradients in remat policies."""
+
 
 def marked(value: Any, mark: str) -> Any:
     """Returns the same value; `Graph.marks` records it under its mark.

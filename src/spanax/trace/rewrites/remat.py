@@ -15,7 +15,7 @@ import numpy as np
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import CALLS, CONTRACTIONS, Body, Graph, Op, contains, from_jaxpr, remat_of
 from spanax.trace.jaxpr.interpret import evaluate, rematted, with_bodies
-from spanax.trace.rewrites.chunked_loss.chunked import CHUNKS
+from spanax.trace.jaxpr.marks import LOSS_CHUNKS
 
 
 def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable[..., Any]:
@@ -76,7 +76,7 @@ def _saveable(policy: str) -> Callable[..., Any]:
         if any(jax.dtypes.issubdtype(getattr(aval, "dtype", np.void), np.complexfloating) for aval in avals):
             return False
         if primitive.name == "name":  # a chunked loss computes its gradients in the forward pass
-            return params["name"] == CHUNKS
+            return params["name"] == LOSS_CHUNKS
         if primitive.name in CONTRACTIONS and primitive.name != "dot_general":
             return dots_policy(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
         return dots_policy(primitive, *avals, **params)

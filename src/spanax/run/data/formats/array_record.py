@@ -1,4 +1,4 @@
-"""ArrayRecord: files of records, each a JSON object, a `tf.train.Example`, or plain text."""
+"""Reads ArrayRecord files, whose records are JSON objects, `tf.train.Example` messages, or plain text."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -13,12 +13,12 @@ from spanax.errors import DataError
 
 RECORDS_AT_ONCE = 256
 TEXT = "text"
-"""The name of the only field where a record is plain text."""
+"""The name of the only field if records are plain text."""
 
 
 @dataclass(frozen=True)
 class ArrayRecordRows:
-    """The rows of an ArrayRecord file; the first record says what all of them are.
+    """The rows of an ArrayRecord file; the first record determines the format of all records.
 
     Attributes:
       path: the file.
@@ -28,19 +28,19 @@ class ArrayRecordRows:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names in the first record."""
+        """The field names of the first record."""
         return tuple(self._row(0, self._first))
 
     @cached_property
     def num_rows(self) -> int:
-        """How many records there are."""
+        """The number of records."""
         try:
             return len(self._source)
-        except Exception as error:  # the library raises what its C++ says
+        except Exception as error:  # the library raises the exceptions of its C++ code
             raise self._bad(0, error) from None
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Some records."""
+        """Returns fields of the records at the given indices."""
         records = self._read(indices)
         rows = [self._row(index, record) for index, record in zip(indices, records, strict=True)]
         return [
@@ -49,7 +49,7 @@ class ArrayRecordRows:
         ]
 
     def values(self, field: str) -> Iterator[Any]:
-        """One field of all records."""
+        """Yields a field of every record in order."""
         for first in range(0, self.num_rows, RECORDS_AT_ONCE):
             indices = range(first, min(first + RECORDS_AT_ONCE, self.num_rows))
             for index, record in zip(indices, self._read(indices), strict=True):
@@ -79,7 +79,7 @@ class ArrayRecordRows:
     def _read(self, indices: Sequence[int]) -> list[bytes]:
         try:
             return list(self._source.__getitems__(list(indices)))
-        except Exception as error:  # the library raises what its C++ says
+        except Exception as error:  # the library raises the exceptions of its C++ code
             raise self._bad(indices[0], error) from None
 
     def _row(self, index: int, record: bytes) -> dict[str, Any]:
@@ -94,15 +94,15 @@ class ArrayRecordRows:
         return row[field]
 
     def _bad(self, index: int, reason: object) -> DataError:
-        told = " ".join(str(reason).split())[:120]
-        return DataError(f"record {index:,} of '{self.path}' cannot be read.", where=told, fix="write the file again")
+        detail = " ".join(str(reason).split())[:120]
+        return DataError(f"record {index:,} of '{self.path}' cannot be read.", where=detail, fix="write the file again")
 
 
 def _json_row(record: bytes) -> dict[str, Any]:
-    found = json.loads(record)
-    if not isinstance(found, dict):
+    row = json.loads(record)
+    if not isinstance(row, dict):
         raise ValueError("it is no JSON object")
-    return {name: np.asarray(value) if isinstance(value, list) else value for name, value in found.items()}
+    return {name: np.asarray(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
 def _text_row(record: bytes) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _text_row(record: bytes) -> dict[str, Any]:
 
 
 def _example_row(record: bytes) -> dict[str, Any]:
-    """The features of a `tf.train.Example`: bytes are UTF-8 text, and one number alone is no list."""
+    """Returns the features of a `tf.train.Example`: bytes as UTF-8 text, a single number as a scalar."""
     from google.protobuf.message import DecodeError
 
     example = _example_type()()
@@ -132,33 +132,33 @@ def _example_row(record: bytes) -> dict[str, Any]:
 
 @cache
 def _example_type() -> Any:
-    """The message of tensorflow/core/example/example.proto, without TensorFlow."""
+    """Returns the message type of tensorflow/core/example/example.proto, without TensorFlow."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="spanax/example.proto", package="spanax", syntax="proto3")
     field = descriptor_pb2.FieldDescriptorProto
 
     def message(name: str, *fields: tuple[str, int, int, int, str], parent: Any = file.message_type) -> Any:
-        made = parent.add(name=name)
+        descriptor = parent.add(name=name)
         for label, number, kind, repeats, of in fields:
-            made.field.add(
+            descriptor.field.add(
                 name=label, number=number, type=kind, label=repeats, type_name=f".spanax.{of}" if of else None
             )
-        return made
+        return descriptor
 
-    one, many, inner = field.LABEL_OPTIONAL, field.LABEL_REPEATED, field.TYPE_MESSAGE
-    message("BytesList", ("value", 1, field.TYPE_BYTES, many, ""))
-    message("FloatList", ("value", 1, field.TYPE_FLOAT, many, ""))
-    message("Int64List", ("value", 1, field.TYPE_INT64, many, ""))
+    optional, repeated, inner = field.LABEL_OPTIONAL, field.LABEL_REPEATED, field.TYPE_MESSAGE
+    message("BytesList", ("value", 1, field.TYPE_BYTES, repeated, ""))
+    message("FloatList", ("value", 1, field.TYPE_FLOAT, repeated, ""))
+    message("Int64List", ("value", 1, field.TYPE_INT64, repeated, ""))
     kinds = (("bytes_list", "BytesList"), ("float_list", "FloatList"), ("int64_list", "Int64List"))
-    feature = message("Feature", *((name, i, inner, one, of) for i, (name, of) in enumerate(kinds, 1)))
+    feature = message("Feature", *((name, i, inner, optional, of) for i, (name, of) in enumerate(kinds, 1)))
     feature.oneof_decl.add(name="kind")
-    for each in feature.field:
-        each.oneof_index = 0
-    features = message("Features", ("feature", 1, inner, many, "Features.FeatureEntry"))
-    pair = (("key", 1, field.TYPE_STRING, one, ""), ("value", 2, inner, one, "Feature"))
+    for member in feature.field:
+        member.oneof_index = 0
+    features = message("Features", ("feature", 1, inner, repeated, "Features.FeatureEntry"))
+    pair = (("key", 1, field.TYPE_STRING, optional, ""), ("value", 2, inner, optional, "Feature"))
     message("FeatureEntry", *pair, parent=features.nested_type).options.map_entry = True
-    message("Example", ("features", 1, inner, one, "Features"))
+    message("Example", ("features", 1, inner, optional, "Features"))
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("spanax.Example"))

@@ -1,5 +1,7 @@
-"""Arrow: the rows of Arrow, Feather and Parquet files. What is not packed is mapped from disk; what is packed is read
-through for a field in turn, and unpacked once into the cache for rows out of their order.
+"""Reads the rows of Arrow, Feather and Parquet files.
+
+Uncompressed files are memory-mapped. Compressed files are streamed to read a column, and decompressed once into the
+cache for random access to rows.
 """
 
 import os
@@ -18,14 +20,14 @@ from spanax.run.data.elements import digest
 from spanax.run.data.formats.decompression import Room, Unpacking
 
 ROWS_AT_ONCE = 256
-"""Rows that are held unpacked; a row group of a Parquet file may have millions."""
+"""The number of decompressed rows in memory; a row group of a Parquet file may have millions."""
 
 
 def pyarrow() -> Any:
-    """The library.
+    """Imports and returns pyarrow.
 
     Raises:
-      SpanaxError: it is not installed.
+      SpanaxError: pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -38,11 +40,11 @@ def pyarrow() -> Any:
 
 @dataclass(frozen=True)
 class MappedTable:
-    """The rows of an Arrow file that is not packed; what a stranger wrote is checked before it is used.
+    """The rows of an uncompressed Arrow file; the untrusted data is validated before use.
 
     Attributes:
       path: the file.
-      open: opens a reader of it.
+      open: opens a reader of the file.
     """
 
     path: Path
@@ -50,34 +52,34 @@ class MappedTable:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The columns."""
+        """The names of the columns."""
         with _telling(self.path):
             return tuple(self.open().schema.names)
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Some rows."""
-        found = []
+        """Returns fields of the rows at the given indices."""
+        result = []
         with _telling(self.path):
             for index in indices:
                 number = int(np.searchsorted(self._ends, index, side="right"))
                 first = int(self._ends[number - 1]) if number else 0
                 columns = ((field, self._checked(number, field)) for field in fields)
-                found.append({
+                result.append({
                     field: _value(self.path, index, column.slice(index - first, 1)) for field, column in columns
                 })  # fmt: skip
-        return found
+        return result
 
     def values(self, field: str) -> Iterator[Any]:
-        """One field of all rows."""
+        """Yields a field of every row in order."""
         yield from _values(self.path, _batches(self.open), field)
 
     def _checked(self, number: int, field: str) -> Any:
-        """A column of a batch; it is checked as a whole when it is first used."""
+        """Returns a column of a batch; the first access validates all of it."""
         key = (number, field)
         if key not in self._columns:
             self._columns[key] = _column(self.path, self._batches[number], field)
@@ -103,10 +105,11 @@ class CompressedTable:
 
     Attributes:
       path: the file.
-      key: tells its content from that of others.
-      cache_dir: where what is unpacked is kept.
+      key: identifies the content.
+      cache_dir: the directory for decompressed rows.
       schema: the columns and their types.
-      batches: reads some columns through, a few rows at a time.
+      batches: streams columns, a few rows at a time.
+      count: returns the number of rows.
     """
 
     path: Path
@@ -118,28 +121,28 @@ class CompressedTable:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The columns."""
+        """The names of the columns."""
         return tuple(self.schema.names)
 
     @cached_property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         with _telling(self.path):
             return self.count()
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Some rows; the first call unpacks these fields of all."""
+        """Returns fields of the rows at the given indices; the first call decompresses these fields of all rows."""
         columns = tuple(sorted(self._known(field) for field in fields))
         if columns not in self._unpacked:
             self._unpacked[columns] = self._unpack(columns)
         return self._unpacked[columns].rows(indices, fields)
 
     def values(self, field: str) -> Iterator[Any]:
-        """One field of all rows."""
+        """Yields a field of every row in order."""
         yield from _values(self.path, self._counted([self._known(field)]), field)
 
     def _counted(self, columns: Sequence[str]) -> Iterator[Any]:
-        """The batches of some columns, as long as they are no more than such a file holds."""
+        """Yields the batches of columns; raises if the file expands to an implausible size."""
         unpacking = Unpacking(self.path)
         for batch in self.batches(columns):
             unpacking.add(batch.nbytes)
@@ -151,24 +154,24 @@ class CompressedTable:
 
     def _unpack(self, columns: Sequence[str]) -> MappedTable:
         arrow = pyarrow()
-        kept = cache_folder(self.cache_dir) / f"rows-{digest(self.key, *columns)}.arrow"
+        cached = cache_folder(self.cache_dir) / f"rows-{digest(self.key, *columns)}.arrow"
 
         def write(file: BinaryIO) -> None:
             schema = arrow.schema([self.schema.field(column) for column in columns])
-            room = Room(kept.parent)
+            room = Room(cached.parent)
             with arrow.ipc.new_file(file, schema) as sink:
                 for batch in self._counted(columns):
                     batch.validate(full=True)
                     room.take(batch.nbytes)
                     sink.write_batch(batch.select(list(columns)))
 
-        with _telling(self.path), alone(kept.with_suffix(".lock")):
-            if not _is_whole(kept, self.num_rows):
-                keep(kept, write, self.cache_dir)
-        if not kept.is_file():
-            told = f"there is no place for the unpacked rows of '{self.path}'."
-            raise WriteError(told, where=str(kept), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
-        return MappedTable(kept, lambda: _reader(kept))
+        with _telling(self.path), alone(cached.with_suffix(".lock")):
+            if not _is_whole(cached, self.num_rows):
+                keep(cached, write, self.cache_dir)
+        if not cached.is_file():
+            message = f"there is no place for the unpacked rows of '{self.path}'."
+            raise WriteError(message, where=str(cached), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
+        return MappedTable(cached, lambda: _reader(cached))
 
     def _known(self, field: str) -> str:
         if field not in self.fields:
@@ -177,7 +180,7 @@ class CompressedTable:
 
 
 def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> MappedTable | CompressedTable:
-    """The rows of an Arrow file or stream, which Feather files and those of Hugging Face datasets are."""
+    """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
     arrow = pyarrow()
 
     def open_() -> Any:
@@ -195,7 +198,7 @@ def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -
 
 
 def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> CompressedTable:
-    """The rows of a Parquet file."""
+    """Opens a Parquet file."""
     arrow = pyarrow()
 
     def open_() -> Any:
@@ -211,14 +214,14 @@ def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None)
 
 @contextmanager
 def _telling(path: Path) -> Iterator[None]:
-    """Arrow's errors as ours, with the file."""
+    """Raises errors of Arrow as DataError with the path of the file."""
     try:
         yield
     except SpanaxError:
         raise
     except (OSError, ValueError, NotImplementedError, MemoryError, LookupError, TypeError) as error:
-        told = " ".join(str(error).split())[:120]
-        raise DataError(f"cannot read '{path}'.", where=told, fix="write the file again, or leave it out") from None
+        detail = " ".join(str(error).split())[:120]
+        raise DataError(f"cannot read '{path}'.", where=detail, fix="write the file again, or leave it out") from None
 
 
 def _reader(path: Path) -> Any:
@@ -240,7 +243,7 @@ def _batches(open_: Callable[[], Any]) -> Iterator[Any]:
 
 
 def _is_whole(path: Path, num_rows: int) -> bool:
-    """Whether a file of the cache is there to its end."""
+    """Returns whether a file of the cache exists and is complete."""
     try:
         return path.is_file() and sum(batch.num_rows for batch in _batches(lambda: _reader(path))) == num_rows
     except (OSError, ValueError):
@@ -252,7 +255,7 @@ def _no_field(path: Path, field: str, fields: Sequence[str]) -> DataError:
 
 
 def _column(path: Path, batch: Any, field: str) -> Any:
-    """A column, held against what its type promises: offsets into nowhere would end the process."""
+    """Returns a validated column; invalid offsets would crash the process."""
     if field not in batch.schema.names:
         raise _no_field(path, field, batch.schema.names)
     column = batch.column(batch.schema.names.index(field))
@@ -262,7 +265,7 @@ def _column(path: Path, batch: Any, field: str) -> Any:
 
 
 def _values(path: Path, batches: Iterator[Any], field: str) -> Iterator[Any]:
-    """Texts, or arrays of numbers, of one column; nothing of what was read stays in memory."""
+    """Yields the texts or the arrays of numbers of a column, in bounded memory."""
     types, number = pyarrow().types, 0
     with _telling(path):
         for batch in batches:
@@ -275,29 +278,29 @@ def _values(path: Path, batches: Iterator[Any], field: str) -> Iterator[Any]:
                 number += len(column)
 
 
-def _value(path: Path, index: int, one: Any) -> Any:
-    """The value in a column of one row: a number, a text, or an array, nested lists being its dims."""
+def _value(path: Path, index: int, col: Any) -> Any:
+    """Returns the value in a column of one row: a number, a text, or an array, whose dims are nested lists."""
     arrow, shape = pyarrow(), []
     types = arrow.types
-    while (is_list := types.is_list(one.type) or types.is_large_list(one.type)) or types.is_fixed_size_list(one.type):
-        _check_all(path, index, one)
-        lengths = np.diff(one.offsets.to_numpy()) if is_list else np.full(len(one), one.type.list_size)
+    while (is_list := types.is_list(col.type) or types.is_large_list(col.type)) or types.is_fixed_size_list(col.type):
+        _check_all(path, index, col)
+        lengths = np.diff(col.offsets.to_numpy()) if is_list else np.full(len(col), col.type.list_size)
         if (lengths != lengths[:1]).any():
             raise DataError(f"the lists in row {index:,} of '{path}' are of several lengths.", fix="equal ones")
         shape.append(int(lengths[0]) if len(lengths) else 0)
-        one = one.flatten()
-    _check_all(path, index, one)
-    if types.is_string(one.type) or types.is_large_string(one.type):
-        return np.array(one.to_pylist(), object) if shape else one[0].as_py()
-    if not (types.is_integer(one.type) or types.is_floating(one.type) or types.is_boolean(one.type)):
+        col = col.flatten()
+    _check_all(path, index, col)
+    if types.is_string(col.type) or types.is_large_string(col.type):
+        return np.array(col.to_pylist(), object) if shape else col[0].as_py()
+    if not (types.is_integer(col.type) or types.is_floating(col.type) or types.is_boolean(col.type)):
         raise DataError(
-            f"'{path}' holds {str(one.type)[:80]}: neither text nor numbers.",
+            f"'{path}' holds {str(col.type)[:80]}: neither text nor numbers.",
             fix="numbers; pictures as a datasets.Dataset in Python, which unpacks them",
         )
-    array = one.to_numpy(zero_copy_only=False).reshape(shape)
+    array = col.to_numpy(zero_copy_only=False).reshape(shape)
     return array if shape else array[()]
 
 
-def _check_all(path: Path, index: int, one: Any) -> None:
-    if one.null_count:
+def _check_all(path: Path, index: int, col: Any) -> None:
+    if col.null_count:
         raise DataError(f"row {index:,} of '{path}' has nothing in a field.", fix="rows that have all fields")

@@ -1,6 +1,6 @@
-"""Column: one field of a table as token ids: its texts encoded once and kept, or ids that it holds already.
+"""Token ids from a field of a table, which has text, encoded once and cached, or token ids.
 
-Memory stays bounded: texts are read, encoded and written a few megabytes at a time, and the ids are mapped from disk.
+Memory use is bounded: texts are read, encoded and written a few megabytes at a time, and the ids are memory-mapped.
 """
 
 import os
@@ -24,12 +24,12 @@ from spanax.run.data.text.tokenizer import Tokenizer
 from spanax.run.data.text.tokens import Tokens
 
 GROUP_BYTES = 1 << 22
-"""Of texts that are encoded at once: an encoding takes a hundred bytes a token."""
+"""The size of the texts encoded at once; the tokenizer takes about 100 bytes of memory per token."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """One field of a table: a text a row, or a list of token ids a row.
+    """A field of a table, with a text or a list of token ids in each row.
 
     Example:
       >>> import tempfile
@@ -47,39 +47,40 @@ class Column:
 
     @cached_property
     def holds_text(self) -> bool:
-        """Whether its rows are texts; else they are token ids."""
+        """Whether the rows are texts, not token ids."""
         for _, value in self.table.values(self.field):
             return isinstance(value, str)
         raise DataError(f"'{self.table.name}' is empty.", fix="a source with rows in it")
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells a tokenizer that is trained on it from others."""
+        """Identifies the text that a tokenizer is trained on."""
         return (self.table.digest, self.field)
 
     @property
     def size_bytes(self) -> int:
-        """About how much it is: the size of its files."""
+        """The approximate size: the size of the files."""
         return self.table.size_bytes
 
     def documents(self) -> Iterator[bytes]:
-        """The texts to train on."""
+        """Returns the texts of the training split."""
         return (text for is_held_out, text in self._texts() if not is_held_out)
 
     def tokens(self, tokenizer: Tokenizer | None, *, cache_dir: str | os.PathLike[str] | None = None) -> Tokens:
-        """The tokens of the table's split, one document behind the other.
+        """Returns the tokens of the table's split, all documents concatenated.
 
-        Behind a text comes the tokenizer's end of text, or a newline where it has none; nothing behind token ids.
+        Each text ends with the tokenizer's end-of-text token, or with a newline if it has none; token ids are
+        unchanged.
 
         Raises:
           DataError: a row is neither text nor token ids.
-          WriteError: the ids cannot be kept.
+          WriteError: the ids cannot be written to the cache.
         """
-        made = tokenizer.name if tokenizer else "ids"
-        how = (self.field, made, str(tokenizer and tokenizer.end_id), str(self.table.holds_out))
-        key, kept = digest(self.table.digest, *how), digest(self.table.cache_key, *how)
+        encoding = tokenizer.name if tokenizer else "ids"
+        settings = (self.field, encoding, str(tokenizer and tokenizer.end_id), str(self.table.holds_out))
+        key, cache_key = digest(self.table.digest, *settings), digest(self.table.cache_key, *settings)
         folder = cache_folder(cache_dir)
-        paths = {split: folder / f"ids-{kept}-{split}.npy" for split in SPLITS}
+        paths = {split: folder / f"ids-{cache_key}-{split}.npy" for split in SPLITS}
         ids = kept_ids(paths[self.table.split])
         if ids is not None and self.table.changed:
             warnings.warn(
@@ -88,20 +89,20 @@ class Column:
                 stacklevel=2,
             )
         if ids is None:
-            with alone(folder / f"ids-{kept}.lock"):
+            with alone(folder / f"ids-{cache_key}.lock"):
                 ids = kept_ids(paths[self.table.split])
                 if ids is None:
                     self._keep(tokenizer, paths, cache_dir)
                     ids = kept_ids(paths[self.table.split])
         if ids is None:
-            told = f"there is no place for the tokens of '{self.table.name}'."
-            raise WriteError(told, where=str(folder), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
-        return Tokens(f"{self.table.name}[{self.field}] {self.table.split} {made} {key}", ids, tokenizer)
+            message = f"there is no place for the tokens of '{self.table.name}'."
+            raise WriteError(message, where=str(folder), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
+        return Tokens(f"{self.table.name}[{self.field}] {self.table.split} {encoding} {key}", ids, tokenizer)
 
     def _keep(
         self, tokenizer: Tokenizer | None, paths: dict[str, Path], cache_dir: str | os.PathLike[str] | None
     ) -> None:
-        """Both splits in one pass over the rows."""
+        """Writes the ids of both splits to the cache in one pass over the rows."""
         parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
         dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
 
@@ -121,14 +122,14 @@ class Column:
             keep(paths[self.table.split], write, cache_dir)
             return
         held_out = paths["validation"]
-        keep(paths["train"], lambda train: keep(held_out, lambda held: write(train, held), cache_dir), cache_dir)
+        keep(paths["train"], lambda train: keep(held_out, lambda valid: write(train, valid), cache_dir), cache_dir)
 
     def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
         group: list[tuple[bool, bytes]] = []
         size_bytes = 0
-        for one in self._texts():
-            group.append(one)
-            size_bytes += len(one[1])
+        for item in self._texts():
+            group.append(item)
+            size_bytes += len(item[1])
             if size_bytes >= GROUP_BYTES:
                 yield from _encoded(tokenizer, group)
                 group, size_bytes = [], 0
@@ -151,9 +152,9 @@ class Column:
                 raise self._bad(number, value, "token ids")
             yield is_held_out, ids.astype(np.uint32)
 
-    def _bad(self, number: int, value: Any, wanted: str) -> DataError:
+    def _bad(self, number: int, value: Any, expected: str) -> DataError:
         return DataError(
-            f"row {number:,} of '{self.table.name}' holds no {wanted} in '{self.field}'.",
+            f"row {number:,} of '{self.table.name}' holds no {expected} in '{self.field}'.",
             where=f"{type(value).__name__}: {repr(value)[:60]}",
             fix="--field NAME, a field of texts, or of lists of token ids",
         )
@@ -165,16 +166,16 @@ def _encoded(tokenizer: Tokenizer, group: list[tuple[bool, bytes]]) -> Iterator[
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype, size: int) -> None:
-    """The head of a `.npy` file; numpy leaves room in it for any size."""
+    """Writes the header of a `.npy` file, which NumPy pads to a constant length for any size."""
     about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
     np.lib.format.write_array_header_1_0(file, about)
 
 
 def default_field(table: Table, *, leaves: str) -> str:
-    """The field of text or tokens where nobody names one.
+    """Returns the default field with text or tokens.
 
     Raises:
-      SpanaxError: none is called as most are.
+      SpanaxError: the table has neither of the default fields.
     """
     for name in ("text", "input_ids"):
         if name in table.fields:

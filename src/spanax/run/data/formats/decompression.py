@@ -1,4 +1,4 @@
-"""Unpacking: how far packed data may grow, and how much room it leaves on the disk that it is kept on."""
+"""Limits on the size of decompressed data and on the disk space that it fills."""
 
 import errno
 import os
@@ -10,21 +10,21 @@ from spanax.errors import DataError
 from spanax.units import bytes_text
 
 MOST_RATIO = 200
-"""Bytes unpacked a byte packed. Text packs 3 to 20 times; gzip's most is 1,032."""
+"""The maximum compression ratio. Text compresses 3 to 20 times; gzip at most 1,032 times."""
 
 ALWAYS_BYTES = 1 << 28
-"""So much may come of any file."""
+"""The decompressed size allowed for any file."""
 
 FREE_BYTES = 1 << 26
-"""So much of a disk stays free."""
+"""The disk space that must remain free."""
 
 EVERY_BYTES = 1 << 24
-"""How often the disk is looked at."""
+"""The number of bytes written between checks of the disk."""
 
 
 @dataclass(eq=False)
 class Unpacking:
-    """The bytes that come out of one packed file.
+    """Limits the decompressed size of a compressed file.
 
     Attributes:
       path: the file.
@@ -43,10 +43,10 @@ class Unpacking:
     _num_bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """Counts bytes that were unpacked.
+        """Counts decompressed bytes.
 
         Raises:
-          DataError: they are more than such a file holds.
+          DataError: the decompressed size exceeds the limit.
         """
         self._num_bytes += num_bytes
         if self._num_bytes > ALWAYS_BYTES and self._num_bytes > (most := MOST_RATIO * os.stat(self.path).st_size):
@@ -59,16 +59,16 @@ class Unpacking:
 
 @dataclass(eq=False)
 class Room:
-    """A folder that is written to, and the room that stays free on its disk."""
+    """Limits the disk space that writes to a folder take."""
 
     folder: Path
     _since: int = EVERY_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Counts bytes that are written.
+        """Counts bytes to write.
 
         Raises:
-          OSError: the disk would get full.
+          OSError: less than `FREE_BYTES` of the disk would remain free.
         """
         self._since += num_bytes
         if self._since >= EVERY_BYTES:

@@ -1,4 +1,4 @@
-"""JSON lines: a file with one JSON object a line, plain or packed by gzip."""
+"""Reads JSON Lines files, with one JSON object per line, uncompressed or compressed by gzip."""
 
 import gzip
 import json
@@ -15,12 +15,12 @@ from spanax.errors import DataError
 from spanax.run.data.formats.decompression import Unpacking
 
 MAX_LINE_BYTES = 1 << 26
-"""Of one document; a file of one endless line is refused, not read."""
+"""The maximum length of a line, so that a malformed file of one line is not read into memory."""
 
 
 @dataclass(frozen=True)
 class JsonRows:
-    """The rows of a file of JSON lines; empty lines are none.
+    """The rows of a JSON Lines file; empty lines are skipped.
 
     Example:
       >>> import tempfile
@@ -34,28 +34,28 @@ class JsonRows:
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """The names in the first object."""
+        """The field names of the first object."""
         for number, _, line in self._lines():
             return tuple(self._object(number, line))
         raise DataError(f"'{self.path}' is empty.", fix="a file with one JSON object a line")
 
     @property
     def num_rows(self) -> int:
-        """How many lines hold something; the file is read once to know."""
+        """The number of lines that are not empty; the first access reads all of the file."""
         return len(self._starts)
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Some rows, each read from where its line begins."""
-        found = []
+        """Returns fields of the rows at the given indices, seeking to the start of each line."""
+        result = []
         with open(self.path, "rb") as file:
             for index in indices:
                 file.seek(self._starts[index])
                 row = self._object(index, file.readline(MAX_LINE_BYTES))
-                found.append({field: self._value(index, row, field) for field in fields})
-        return found
+                result.append({field: self._value(index, row, field) for field in fields})
+        return result
 
     def values(self, field: str) -> Iterator[Any]:
-        """One field of all rows."""
+        """Yields a field of every row in order."""
         for number, _, line in self._lines():
             yield self._value(number, self._object(number, line), field)
 
@@ -66,7 +66,7 @@ class JsonRows:
         return array("q", (start for _, start, _ in self._lines()))
 
     def _lines(self) -> Iterator[tuple[int, int, bytes]]:
-        """Number, start and text of every line that is not empty."""
+        """Yields the number, start and text of each line that is not empty."""
         number = start = 0
         unpacking = Unpacking(self.path) if self.path.suffix == ".gz" else None
         try:
@@ -86,12 +86,12 @@ class JsonRows:
 
     def _object(self, number: int, line: bytes) -> dict[str, Any]:
         try:
-            found = json.loads(line)
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise self._bad(number, str(error)[:120]) from None
-        if not isinstance(found, dict):
+        if not isinstance(row, dict):
             raise self._bad(number, f"it is no JSON object: {line[:60]!r}")
-        return found
+        return row
 
     def _value(self, number: int, row: dict[str, Any], field: str) -> Any:
         if field not in row:
@@ -100,10 +100,10 @@ class JsonRows:
         if not isinstance(value, list):
             return value
         try:
-            made = np.asarray(value)
+            result = np.asarray(value)
         except ValueError:
             raise self._bad(number, f"the lists in '{field}' are of several lengths") from None
-        return made
+        return result
 
     def _bad(self, number: int, reason: str) -> DataError:
         return DataError(

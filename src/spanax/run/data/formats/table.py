@@ -1,4 +1,4 @@
-"""Table: rows with named fields in files, split into train and validation, read one by one or a field at a time."""
+"""Tables in files: rows with named fields, split into train and validation, with random access by row."""
 
 import glob
 import os
@@ -18,10 +18,10 @@ from spanax.run.data.elements import digest
 from spanax.run.data.text.corpus import HELD_OUT, check_inside, check_split
 
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1024
-"""What tells the content of files apart without reading terabytes."""
+"""The samples that a digest of large files hashes, instead of terabytes."""
 
 READ_WHOLE_BYTES = 1 << 26
-"""Files of up to so many bytes together are told apart by all of their content: a tenth of a second."""
+"""The total size up to which a digest hashes all of the content, which takes a tenth of a second."""
 
 SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl", ".ndjson.gz": "jsonl", ".json.gz": "jsonl",
@@ -38,17 +38,17 @@ class Part(Protocol):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names that a row has."""
+        """The field names."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Some rows, with these fields as arrays and numbers."""
+        """Returns fields of the rows at the given indices, as arrays, numbers and texts."""
 
     def values(self, field: str) -> Iterator[Any]:
-        """One field of all rows in their order, as texts or arrays, in bounded memory."""
+        """Yields a field of every row in order, as texts or arrays, in bounded memory."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Table:
     """The rows of one split.
 
     Attributes:
-      name: what errors and saved positions call it.
-      parts: where the rows are, one behind the other.
-      digest: tells its content from that of others.
-      changed: when the files were last changed, where their content is told apart by samples; else empty.
-      size_bytes: of all files.
+      name: the name in errors and saved positions.
+      parts: the rows of each file, concatenated in order.
+      digest: a hash of the content.
+      changed: the modification times of the files if the digest covers only samples of them; else empty.
+      size_bytes: the size of all files.
       split: `"train"` or `"validation"`.
-      holds_out: whether every twentieth row is the validation split; else all rows are of this one.
+      holds_out: whether every twentieth row is the validation split; else all rows belong to this split.
 
     Example:
       >>> import tempfile
@@ -83,36 +83,36 @@ class Table:
 
     @property
     def cache_key(self) -> str:
-        """Tells what is kept of it from what was kept of the same files before they changed."""
+        """The key in the cache, which changes when the files are modified."""
         return digest(self.digest, self.changed) if self.changed else self.digest
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names that a row of the first part has."""
+        """The field names of the first part."""
         return self.parts[0].fields
 
     @cached_property
     def num_rows(self) -> int:
-        """How many rows the split has."""
+        """The number of rows of the split."""
         total = int(self._ends[-1])
         held_out = (total + HELD_OUT - 2) // HELD_OUT if self.holds_out else 0
         return held_out if self.holds_out and self.split == "validation" else total - held_out
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
-        """Some rows of the split."""
+        """Returns fields of the rows of the split at the given indices."""
         numbers = self._numbers(np.asarray(indices, np.int64))
         files = np.searchsorted(self._ends, numbers, side="right")
-        found: list[dict[str, Any]] = [{}] * len(numbers)
+        result: list[dict[str, Any]] = [{}] * len(numbers)
         for file in np.unique(files):
-            (here,) = np.nonzero(files == file)
+            (positions,) = np.nonzero(files == file)
             first = int(self._ends[file - 1]) if file else 0
-            part_rows = self.parts[file].rows((numbers[here] - first).tolist(), fields)
-            for place, row in zip(here, part_rows, strict=True):
-                found[place] = row
-        return found
+            part_rows = self.parts[file].rows((numbers[positions] - first).tolist(), fields)
+            for position, row in zip(positions, part_rows, strict=True):
+                result[position] = row
+        return result
 
     def values(self, field: str) -> Iterator[tuple[bool, Any]]:
-        """One field of all rows of both splits: whether the row is held out, and what it holds."""
+        """Yields a field of all rows of both splits, as pairs (whether the row is held out, value)."""
         number = 0
         for part in self.parts:
             for value in part.values(field):
@@ -124,17 +124,17 @@ class Table:
         return np.cumsum([part.num_rows for part in self.parts], dtype=np.int64)
 
     def _numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Rows of the split among the rows of all: row 1 of every twenty is held out."""
+        """Maps row indices of the split to those of the table, where row 1 of every twenty is held out."""
         if not self.holds_out:
             return indices
         if self.split == "validation":
             return indices * HELD_OUT + 1
-        turns, rest = np.divmod(np.maximum(indices - 1, 0), HELD_OUT - 1)
-        return np.where(indices == 0, 0, turns * HELD_OUT + rest + 2)
+        groups, offsets = np.divmod(np.maximum(indices - 1, 0), HELD_OUT - 1)
+        return np.where(indices == 0, 0, groups * HELD_OUT + offsets + 2)
 
 
 def is_table(source: str | os.PathLike[str]) -> bool:
-    """Whether a path, a folder or a pattern such as `shards/*.parquet` names tables.
+    """Returns whether a path, a folder or a pattern such as `shards/*.parquet` names tables.
 
     Example:
       >>> is_table("a.jsonl"), is_table("shards/*.parquet"), is_table("a.txt")
@@ -147,43 +147,43 @@ def is_table(source: str | os.PathLike[str]) -> bool:
 
 
 def kind_of(path: Path) -> str | None:
-    """The kind of table that a file name says; None for other files."""
+    """Returns the kind of table by the suffix of a file name; None for other files."""
     return next((kind for suffix, kind in SUFFIXES.items() if path.name.lower().endswith(suffix)), None)
 
 
 def open_table(
     source: str | os.PathLike[str], *, split: str = "train", cache_dir: str | os.PathLike[str] | None = None
 ) -> Table:
-    """The rows of one split of a file, of a folder of files, or of a pattern.
+    """Opens one split of a file, of the files of a folder, or of the files that match a pattern.
 
-    A folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote is one too. Where a folder has splits of
-    its own (saved as such, or files called `train-...` and `validation-...`) these are taken, else a twentieth of the
-    rows is held out.
+    The folder may be one written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`. If the folder has splits
+    (saved as such, or files named `train-...` and `validation-...`), they are used; otherwise a twentieth of the rows
+    is held out for validation.
 
     Raises:
-      DataError: there is no such file, or they are of several kinds.
+      DataError: no such file exists, or the files are of several kinds.
     """
     check_split(split)
     paths, name, holds_out = _files(source, split)
     kinds = {kind_of(path) for path in paths}
     if len(kinds) > 1:
-        told = ", ".join(sorted(str(kind) for kind in kinds))
-        raise DataError(f"'{source}' holds several kinds of tables: {told}.", fix=f"'{source}/*.jsonl', say")
+        listed = ", ".join(sorted(str(kind) for kind in kinds))
+        raise DataError(f"'{source}' holds several kinds of tables: {listed}.", fix=f"'{source}/*.jsonl', say")
     opener = _opener(kinds.pop() or "", cache_dir)
     table = Table(name, tuple(opener(path) for path in paths), _digest(paths), sum(map(_size_bytes, paths)), split)
     return replace(table, holds_out=holds_out, changed=_changed(paths))
 
 
 def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str, bool]:
-    """The files of a split in their order, what to call them, and whether validation is still to be held out."""
+    """Returns the files of a split in order, their name, and whether validation rows must be held out."""
     path = Path(source)
     if path.is_file() or (kind_of(path) and not glob.has_magic(str(source))):
         return [path], path.name, True
     if not path.is_dir():
-        found = sorted(Path(name) for name in glob.glob(str(source), recursive=True) if os.path.isfile(name))
-        if not found:
+        matches = sorted(Path(name) for name in glob.glob(str(source), recursive=True) if os.path.isfile(name))
+        if not matches:
             raise DataError(f"no file is called '{source}'.", where=f"looked in {Path.cwd()}", fix="shards/*.parquet")
-        return found, str(source), True
+        return matches, str(source), True
     listed, name, holds_out = _files_of_folder(path, split)
     check_inside(path, listed)
     return listed, name, holds_out
@@ -202,19 +202,19 @@ def _files_of_folder(path: Path, split: str) -> tuple[list[Path], str, bool]:
     if "train" not in sides.values() or None in sides.values():
         return files, path.name, True
     has_validation = "validation" in sides.values()
-    wanted = split if has_validation else "train"
-    return [file for file in files if sides[file] == wanted], f"{path.name}/{wanted}", not has_validation
+    chosen = split if has_validation else "train"
+    return [file for file in files if sides[file] == chosen], f"{path.name}/{chosen}", not has_validation
 
 
 def _side(path: Path) -> str | None:
-    """The split that a path says, by its first folder or its name."""
-    found = _SIDE.match(path.parts[0]) or _SIDE.match(path.name)
-    side = found[1].lower() if found else None
+    """Returns the split that the first folder or the name of a path indicates, or None."""
+    match = _SIDE.match(path.parts[0]) or _SIDE.match(path.name)
+    side = match[1].lower() if match else None
     return "validation" if side in ("valid", "val", "dev") else side
 
 
 def _table_files(folder: Path) -> list[Path]:
-    """The tables of a folder in which nothing else lies but what says something of them; no links to folders."""
+    """Returns the tables of a folder that has only tables and files about them; links to folders are not followed."""
     files = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -225,11 +225,11 @@ def _table_files(folder: Path) -> list[Path]:
 
 
 def _saved_splits(folder: Path) -> list[str]:
-    """The splits of a saved DatasetDict; none of other folders."""
+    """Returns the splits of a saved DatasetDict; empty for other folders."""
     if not (folder / "dataset_dict.json").is_file():
         return []
-    said = _said(folder / "dataset_dict.json").get("splits")
-    return [name for name in said if Path(str(name)).name == name] if isinstance(said, list) else []
+    splits = _said(folder / "dataset_dict.json").get("splits")
+    return [name for name in splits if Path(str(name)).name == name] if isinstance(splits, list) else []
 
 
 def _is_saved(folder: Path) -> bool:
@@ -238,7 +238,11 @@ def _is_saved(folder: Path) -> bool:
 
 def _saved_files(folder: Path) -> list[Path]:
     listed = _said(folder / "state.json").get("_data_files")
-    names = [str(one.get("filename")) for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    names = (
+        [str(entry.get("filename")) for entry in listed if isinstance(entry, Mapping)]
+        if isinstance(listed, list)
+        else []
+    )
     if not names or any(Path(name).name != name or not name.endswith(".arrow") for name in names):
         raise DataError(f"'{folder}' names no files of its own.", where="state.json", fix="Dataset.save_to_disk again")
     return [folder / name for name in names]
@@ -246,14 +250,14 @@ def _saved_files(folder: Path) -> list[Path]:
 
 def _said(path: Path) -> Mapping[str, Any]:
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read '{path}'.", where=str(error), fix="Dataset.save_to_disk again") from None
-    return found if isinstance(found, Mapping) else {}
+    return content if isinstance(content, Mapping) else {}
 
 
 def _opener(kind: str, cache_dir: str | os.PathLike[str] | None) -> Callable[[Path], Part]:
-    """What opens a file of a kind; the libraries behind are imported for their own kind only."""
+    """Returns the function that opens files of a kind; imports only the library of that kind."""
     if kind == "jsonl":
         from spanax.run.data.formats.jsonl import JsonRows
 
@@ -270,10 +274,10 @@ def _opener(kind: str, cache_dir: str | os.PathLike[str] | None) -> Callable[[Pa
 
 def _size_bytes(path: Path) -> int:
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(None, "it is no plain file")
-        return found.st_size
+        return status.st_size
     except OSError as error:
         raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a file that you may read") from None
 
@@ -283,22 +287,22 @@ def _is_small(paths: Sequence[Path]) -> bool:
 
 
 def _changed(paths: Sequence[Path]) -> str:
-    """When files were last changed, in nanoseconds; empty where their digest is of all of their content."""
+    """Returns the modification times in nanoseconds; empty if the digest covers all of the content."""
     return "" if _is_small(paths) else " ".join(str(path.stat().st_mtime_ns) for path in paths)
 
 
 def _digest(paths: Sequence[Path]) -> str:
-    told: list[str | bytes] = []
+    contents: list[str | bytes] = []
     num_samples = max(2, NUM_SAMPLES // len(paths))
     is_small = _is_small(paths)
     for path in paths:
         size_bytes = _size_bytes(path)
-        told.append(f"{path.name} {size_bytes}")
+        contents.append(f"{path.name} {size_bytes}")
         with open(path, "rb") as file:
             if is_small:
-                told.append(file.read(READ_WHOLE_BYTES))
+                contents.append(file.read(READ_WHOLE_BYTES))
                 continue
             for start in np.linspace(0, max(0, size_bytes - SAMPLE_BYTES), num_samples, dtype=np.int64).tolist():
                 file.seek(start)
-                told.append(file.read(SAMPLE_BYTES))
-    return digest(*told)
+                contents.append(file.read(SAMPLE_BYTES))
+    return digest(*contents)

@@ -1,4 +1,4 @@
-"""Corpus: text, split once into train and validation."""
+"""Text corpora from files and folders, split into train and validation."""
 
 import errno
 import os
@@ -13,14 +13,14 @@ from spanax.run.data.elements import digest
 
 SPLITS = ("train", "validation")
 HELD_OUT = 20
-"""One part in so many is held out for validation."""
+"""One in this many parts is held out for validation."""
 
 
 PYTHON_CORPUS_BYTES = 8_000_000
 SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 SKIPPED_LIBRARY_FOLDERS = SKIPPED_FOLDERS | {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"),
-    *("encodings", "pydoc_data", "ensurepip", "distutils"),  # tables, copies and what later versions dropped
+    *("encodings", "pydoc_data", "ensurepip", "distutils"),  # tables, copies, and modules that later versions removed
 }
 
 
@@ -29,10 +29,10 @@ class Corpus:
     """Text split into train and validation.
 
     Args:
-      name: what errors and saved positions call it.
+      name: the name in errors and saved positions.
       train: UTF-8 text; documents are joined by a newline.
-      validation: UTF-8 text that training never sees.
-      skipped: files of a folder that were left out because they are binary.
+      validation: UTF-8 text held out from training.
+      skipped: the binary files of a folder, which are excluded.
 
     Example:
       >>> Corpus("notes", b"to be or not", b" to be").text("validation")
@@ -46,31 +46,31 @@ class Corpus:
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """What tells a tokenizer that is trained on it from others."""
+        """Identifies the text that a tokenizer is trained on."""
         return (self.train,)
 
     @property
     def size_bytes(self) -> int:
-        """Of the training text."""
+        """The size of the training text."""
         return len(self.train)
 
     def documents(self) -> Iterator[bytes]:
-        """What a tokenizer is trained on."""
+        """Yields the training text."""
         yield self.train
 
     def text(self, split: str) -> bytes:
-        """The text of one split, `"train"` or `"validation"`."""
+        """Returns the text of a split, `"train"` or `"validation"`."""
         return self.train if check_split(split) == "train" else self.validation
 
 
 def load_corpus(source: str | os.PathLike[str]) -> Corpus:
-    """The corpus of `"python"` (the standard library's own source), of a text file or of a folder of them.
+    """Loads the corpus `"python"` (the source of the standard library), a text file or a folder of text files.
 
-    A folder's files are held out by the hash of their path, about one in 20 and at least one; of a single file
-    the last twentieth is held out. Hidden and binary files of a folder are left out.
+    Files of a folder are held out by the hash of their path, about one in 20 and at least one; for a single file,
+    the last twentieth is held out. Hidden and binary files of a folder are excluded.
 
     Raises:
-      DataError: nothing is there, or it is empty or no UTF-8.
+      DataError: the source does not exist, is empty, or is not UTF-8.
 
     Example:
       >>> load_corpus("python").train.count(b"import ") > 1000
@@ -89,10 +89,10 @@ def load_corpus(source: str | os.PathLike[str]) -> Corpus:
 
 
 def read_text(path: Path) -> bytes:
-    """The bytes of a file that is UTF-8 text and not empty.
+    """Returns the bytes of a UTF-8 text file.
 
     Raises:
-      DataError: it cannot be read, is empty, or is not UTF-8; names the first wrong byte.
+      DataError: the file cannot be read, is empty, or is not UTF-8; includes the first invalid byte.
     """
     try:
         if not path.is_file():
@@ -107,10 +107,10 @@ def read_text(path: Path) -> bytes:
 
 
 def check_inside(folder: Path, paths: Iterable[Path]) -> None:
-    """Checks that the files of a folder lie in it: a link out of it may lead to anything on this machine.
+    """Checks that no file is a link out of the folder, which could expose any file of this machine.
 
     Raises:
-      DataError: one does not.
+      DataError: a file is outside of the folder.
     """
     root = Path(os.path.realpath(folder))
     for path in paths:
@@ -123,20 +123,20 @@ def check_inside(folder: Path, paths: Iterable[Path]) -> None:
 
 
 def check_split(split: str) -> str:
-    """`split`, if it is one of `SPLITS`."""
+    """Returns `split`; raises SpanaxError if it is not in `SPLITS`."""
     if split not in SPLITS:
         raise SpanaxError(f"unknown split '{split}'.", fix=nearest(split, SPLITS))
     return split
 
 
 def _python_corpus() -> Corpus:
-    """The library of the running Python: real text on any machine, nothing downloaded."""
+    """Returns the source of the standard library: text that is available on any machine without a download."""
     folder = Path(sysconfig.get_paths()["stdlib"])
-    # Generated tables of build settings name this machine; the corpus must be that of the Python version alone.
+    # Generated tables of build settings depend on the machine; the corpus must depend on the Python version alone.
     names = [n for n in _walk(folder, SKIPPED_LIBRARY_FOLDERS) if n.endswith(".py") and "_sysconfigdata" not in n]
     documents: dict[str, bytes] = {}
     num_bytes = 0
-    # By hash, so that the cap takes a fair sample of the library and not the head of the alphabet.
+    # Sorted by hash, so that the size limit selects a uniform sample of the library.
     for name in sorted(names, key=_rank):
         document = (folder / name).read_bytes()
         if num_bytes + len(document) <= PYTHON_CORPUS_BYTES and document.strip() and _is_utf8(document):
@@ -182,26 +182,26 @@ def _file_corpus(name: str, text: bytes) -> Corpus:
 
 
 def _split(name: str, documents: dict[str, bytes]) -> Corpus:
-    """At least two documents into train and validation: a file keeps its side when others come or go."""
+    """Splits two or more documents by hash, so that adding or removing files does not move others to another split."""
     held_out = {path for path in documents if int(_rank(path), 16) % HELD_OUT == 0}
     held_out = held_out or {min(documents, key=_rank)}
     if len(held_out) == len(documents):
         held_out.remove(max(documents, key=_rank))
 
-    def join(wanted: Callable[[str], bool]) -> bytes:
-        return b"\n".join(documents[path] for path in sorted(documents) if wanted(path))
+    def join(predicate: Callable[[str], bool]) -> bytes:
+        return b"\n".join(documents[path] for path in sorted(documents) if predicate(path))
 
     return Corpus(name, join(lambda path: path not in held_out), join(lambda path: path in held_out))
 
 
 def _walk(folder: Path, skipped: frozenset[str]) -> list[str]:
-    """Paths of the files under a folder, relative and with '/', sorted; links to folders are not followed."""
-    found = []
+    """Returns the sorted relative POSIX paths of the files in a folder; links to folders are not followed."""
+    paths = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [f for f in folders if f not in skipped and not f.startswith((".", "config-"))]
         base = Path(parent).relative_to(folder)
-        found += [(base / name).as_posix() for name in files if not name.startswith(".")]
-    return sorted(name for name in found if (folder / name).is_file())
+        paths += [(base / name).as_posix() for name in files if not name.startswith(".")]
+    return sorted(name for name in paths if (folder / name).is_file())
 
 
 def _rank(path: str) -> str:

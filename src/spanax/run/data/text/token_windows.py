@@ -1,6 +1,6 @@
-"""Tokens: the token ids of a text or a `.bin`, and the windows that make batches of them.
+"""Loads the token ids of a text or a `.bin`, and cuts them into windows, the examples of a batch.
 
-Shapes: B examples of the global batch, R of them read by this process, T tokens of one example.
+Shapes: B examples in the global batch, R of them read by this process, T tokens in an example.
 """
 
 import os
@@ -29,13 +29,13 @@ def load_tokens(
     split: str = "train",
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Tokens:
-    """The tokens of one split of a text file, a folder, a `.bin`, or of `"python"`.
+    """Loads the tokens of one split of a text file, a folder, a `.bin`, or `"python"`.
 
     Args:
-      source: see `load_corpus`; a path that ends in `.bin` holds token ids already.
-      tokenizer: see `load_tokenizer`; not used for a `.bin`.
+      source: see `load_corpus`; a path that ends in `.bin` is a file of token ids.
+      tokenizer: see `load_tokenizer`; ignored for a `.bin`.
       split: `"train"` or `"validation"`.
-      cache_dir: where a trained tokenizer and encoded text are kept; `~/.cache/spanax` by default.
+      cache_dir: the directory for trained tokenizers and encoded text; defaults to `~/.cache/spanax`.
 
     Example:
       >>> load_tokens("python", split="validation").vocab_size
@@ -49,9 +49,9 @@ def load_tokens(
 
 
 def bin_tokens(path: Path, split: str) -> Tokens:
-    """The tokens of one split of a `.bin`."""
+    """Returns the tokens of one split of a `.bin`."""
     ids = load_bin(path, split)
-    # Sixty-four samples: a file of terabytes is told apart without reading it.
+    # A hash of 64 samples identifies a file of terabytes without reading all of it.
     samples = [ids[i : i + 1024] for i in np.linspace(0, len(ids), 64, endpoint=False, dtype=np.int64)]
     return Tokens(f"{path.name} {split} {digest(f'{len(ids)} {ids.dtype}', *samples)}", ids)
 
@@ -59,19 +59,19 @@ def bin_tokens(path: Path, split: str) -> Tokens:
 def corpus_tokens(
     corpus: Corpus, tokenizer: Tokenizer, split: str, cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokens:
-    """The tokens of one split of a corpus."""
+    """Returns the tokens of one split of a corpus."""
     text = corpus.text(split)
     ids = tokenizer.encode(text) if tokenizer.name == "bytes" else _cached_ids(text, tokenizer, cache_dir)
     return Tokens(f"{corpus.name} {split} {tokenizer.name} {digest(text)}", ids, tokenizer)
 
 
 def load_bin(path: Path, split: str) -> np.ndarray:
-    """The tokens of a flat binary file, mapped and not read: all but its last twentieth, or just that.
+    """Memory-maps the tokens of a flat binary file; the validation split is its last twentieth.
 
-    The ids are little-endian uint16, unless `<path>.json` says otherwise: `{"dtype": "uint32"}`.
+    The ids are little-endian uint16 unless `<path>.json` specifies another dtype: `{"dtype": "uint32"}`.
 
     Raises:
-      DataError: the file is missing, empty, cut short, or its sidecar cannot be read.
+      DataError: the file is missing, empty or truncated, or its sidecar cannot be read.
     """
     dtype = _bin_dtype(path)
     try:
@@ -85,17 +85,19 @@ def load_bin(path: Path, split: str) -> np.ndarray:
             f"'{path}' is cut short: {size_bytes:,} bytes are no whole number of {dtype} tokens.",
             fix=f'copy it again, or name its type in {path.name}.json: {{"dtype": "uint32"}}',
         )
-    # A plain array over the map: indexing np.memmap itself returns np.memmap again, an order slower.
+    # A plain array: indexing np.memmap returns np.memmap, which is ten times slower.
     tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     num_train = len(tokens) - max(1, len(tokens) // HELD_OUT)
     return tokens[:num_train] if check_split(split) == "train" else tokens[num_train:]
 
 
 def windows(tokens: Tokens, placements: Sequence["Placement"], least: int | None = None) -> Examples:
-    """Windows of T + 1 tokens as examples: the first T are the inputs, the last T the targets; they share their ends.
+    """Returns windows of T + 1 tokens as examples: the first T tokens are the inputs, the last T the targets.
+
+    Consecutive windows overlap by one token.
 
     Raises:
-      DataError: the plan takes something else, or there are too few tokens for one batch.
+      DataError: the plan has other leaves, or there are too few tokens for one batch.
     """
     shapes, kinds = {leaf.shape for leaf in placements}, {np.dtype(leaf.dtype).kind for leaf in placements}
     fits = {leaf.path for leaf in placements} == {"inputs", "targets"} and len(shapes) == 1 and kinds <= {"i", "u"}
@@ -128,9 +130,9 @@ def windows(tokens: Tokens, placements: Sequence["Placement"], least: int | None
 
 
 def kept_ids(path: Path) -> np.ndarray | None:
-    """The ids in a file of the cache, mapped; None where it is not there, or damaged."""
+    """Memory-maps the ids in a file of the cache; returns None if the file is missing or damaged."""
     try:
-        # Only a plain array: np.load would also unpack an archive. (One of objects cannot be mapped.)
+        # Only a plain array: np.load would also read an archive. (Arrays of objects cannot be mapped.)
         ids = np.asarray(np.lib.format.open_memmap(path, mode="r"))
     except (OSError, ValueError, EOFError):
         return None
@@ -152,7 +154,7 @@ def _bin_dtype(path: Path) -> np.dtype:
         return np.dtype("<u2")
     try:
         name = read_json(sidecar)["dtype"]
-        # NumPy also takes lists and tables, of fields, in which nobody writes tokens.
+        # NumPy also accepts lists and dicts, for structured dtypes; str() rejects them.
         dtype = np.dtype(str(name)).newbyteorder("<")
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Tokenizer: text into token ids by bytes, a BPE trained once on the corpus, or a tokenizer.json."""
+"""Tokenizers: bytes, a BPE trained on the corpus, or a tokenizer.json."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,43 +19,43 @@ if TYPE_CHECKING:
 
 BPE_VOCAB_SIZE = 4096
 PIECE_BYTES = 1 << 16
-"""Text is encoded in pieces: an encoding takes a hundred bytes a token, and pieces run on all cores."""
+"""The size of the pieces in which text is encoded: this bounds memory (100 bytes per token) and uses all cores."""
 PIECES_AT_ONCE = 64
 MAX_FILE_BYTES, MAX_GAP = 1 << 26, 1 << 17
-"""Of a tokenizer.json: published ones have up to 35 MB, and ids that are not much above the number of tokens."""
+"""Limits for a tokenizer.json; published ones have up to 35 MB, and few gaps in their ids."""
 BPE_TRAINING_BYTES = 1 << 26
-"""A larger corpus is thinned evenly for training: more text changes the merges little and takes minutes."""
+"""A larger corpus is subsampled for training: more text hardly changes the merges and takes minutes."""
 
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>")
-"""What published tokenizers call the token behind a document, where no tokenizer_config.json beside them says it."""
+"""The end-of-text tokens of published tokenizers, for files without a tokenizer_config.json."""
 
 
 class TrainingText(Protocol):
-    """What a tokenizer can be trained on."""
+    """Text for training a tokenizer."""
 
     @property
     def key(self) -> Sequence[str | bytes]:
-        """Tells it from other text."""
+        """Identifies the text."""
 
     @property
     def size_bytes(self) -> int:
-        """About how much it is."""
+        """The approximate size."""
 
     def documents(self) -> Iterable[bytes]:
-        """All of it, in parts."""
+        """Returns the text in parts."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text into token ids.
+    """Encodes text as token ids.
 
     Args:
-      name: its kind, with the hash of what it was made from where there is more than one.
-      vocab_size: how many ids there are; every id is smaller.
-      encode: UTF-8 text -> ids, of shape [N] and the smallest unsigned dtype that holds them.
-      encode_each: short texts -> the ids of each, on all cores.
-      end_id: the token that says that a document is over; None where there is none.
+      name: the kind, followed by a hash of the training text or the file if it has one.
+      vocab_size: the exclusive upper bound of the ids.
+      encode: maps UTF-8 text to ids, of shape [N] and the smallest unsigned dtype for the vocabulary.
+      encode_each: maps short texts to the ids of each text, on all cores.
+      end_id: the id of the end-of-text token; None if there is none.
 
     Example:
       >>> load_tokenizer("bytes").encode("to be").tolist()
@@ -69,7 +69,7 @@ class Tokenizer:
     end_id: int | None = None
 
     def encode_documents(self, documents: Sequence[bytes]) -> Iterator[np.ndarray]:
-        """The ids of each document with its end: the token for it, or else a newline.
+        """Yields the ids of each document followed by the end-of-text token, or by a newline if there is none.
 
         Example:
           >>> [ids.tolist() for ids in load_tokenizer("bytes").encode_documents([b"to", b"be"])]
@@ -85,12 +85,12 @@ class Tokenizer:
 def load_tokenizer(
     name: str, corpus: TrainingText | None = None, cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokenizer:
-    """The tokenizer called `"bytes"`, `"bpe"`, `"bpe:8192"`, or by the path of a tokenizer.json.
+    """Returns the tokenizer `"bytes"`, `"bpe"` or `"bpe:8192"`, or the one at the path of a tokenizer.json.
 
     Args:
-      name: `bpe` is trained once on the corpus's training text and kept; `bpe:N` says its vocabulary.
-      corpus: what a `bpe` is trained on: a Corpus, or a Column.
-      cache_dir: where a trained one is kept; `~/.cache/spanax` by default.
+      name: `bpe` is trained once on the training text of the corpus and cached; `bpe:N` sets the vocabulary size.
+      corpus: the text that a `bpe` is trained on: a Corpus, or a Column.
+      cache_dir: the directory for trained tokenizers; defaults to `~/.cache/spanax`.
 
     Raises:
       SpanaxError: the name is unknown.
@@ -127,7 +127,7 @@ def _trained(text: TrainingText, vocab_size: int, cache_dir: str | os.PathLike[s
     path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
     try:
         engine = Engine.from_str(path.read_text(encoding="utf-8"))
-    except Exception:  # not there, or damaged: the library raises a bare Exception; training makes it again
+    except Exception:  # missing or damaged: the library raises a bare Exception; trained again
         engine = _train(text, vocab_size)
         written = engine.to_str().encode()
         keep(path, lambda file: file.write(written), cache_dir)
@@ -143,7 +143,7 @@ def _train(text: TrainingText, vocab_size: int) -> "tokenizers.Tokenizer":
     engine.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: no text is out of reach
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),  # all 256 bytes: every text can be encoded
         show_progress=False,
         special_tokens=[],
     )
@@ -172,25 +172,25 @@ def _from_file(path: Path) -> Tokenizer:
         ) from None
     engine.no_truncation()
     engine.no_padding()
-    made = _wrapped(f"{path.name}@{digest(written)}", engine, _end_id(engine, path))
-    if made.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
+    tokenizer = _wrapped(f"{path.name}@{digest(written)}", engine, _end_id(engine, path))
+    if tokenizer.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
         raise DataError(
-            f"'{path}' has {engine.get_vocab_size():,} tokens, and gives one the id {made.vocab_size - 1:,}.",
+            f"'{path}' has {engine.get_vocab_size():,} tokens, and gives one the id {tokenizer.vocab_size - 1:,}.",
             fix="a tokenizer whose ids count on; a model makes room for each",
         )
-    return made
+    return tokenizer
 
 
 def _end_id(engine: "tokenizers.Tokenizer", path: Path) -> int | None:
-    """The token behind a document: as the tokenizer_config.json beside the file says, or by its usual names."""
+    """Returns the id of the end-of-text token, from tokenizer_config.json in the same folder or by its usual names."""
     try:
-        said = read_json(path.with_name("tokenizer_config.json"))
-        token = said.get("eos_token") if isinstance(said, Mapping) else None
+        config = read_json(path.with_name("tokenizer_config.json"))
+        token = config.get("eos_token") if isinstance(config, Mapping) else None
         names: Sequence[object] = [token.get("content") if isinstance(token, Mapping) else token]
     except (OSError, ValueError):
         names = END_OF_TEXT
     ids = (engine.token_to_id(name) for name in names if isinstance(name, str))
-    return next((found for found in ids if found is not None), None)
+    return next((token_id for token_id in ids if token_id is not None), None)
 
 
 def _wrapped(name: str, engine: "tokenizers.Tokenizer", end_id: int | None = None) -> Tokenizer:
@@ -208,20 +208,20 @@ def _wrapped(name: str, engine: "tokenizers.Tokenizer", end_id: int | None = Non
 
     def encode_each(texts: Sequence[bytes]) -> list[np.ndarray]:
         encoded = engine.encode_batch([text.decode() for text in texts], add_special_tokens=False)
-        return [np.array(each.ids, dtype) for each in encoded]
+        return [np.array(encoding.ids, dtype) for encoding in encoded]
 
     return Tokenizer(name, vocab_size, encode, encode_each, end_id)
 
 
 def _pieces(text: bytes) -> Iterator[str]:
-    """The text in parts of about `PIECE_BYTES` that end before a newline, else before a blank."""
+    """Yields the text in pieces of about `PIECE_BYTES`, each of which ends before a newline or a space."""
     start = 0
     while start < len(text):
         stop = min(start + PIECE_BYTES, len(text))
         if stop < len(text):
             breaks = (text.rfind(mark, start + 1, stop) for mark in (b"\n", b" "))
-            stop = next((found for found in breaks if found > 0), stop)
-            while stop < len(text) and text[stop] & 0xC0 == 0x80:  # never inside a character
+            stop = next((position for position in breaks if position > 0), stop)
+            while stop < len(text) and text[stop] & 0xC0 == 0x80:  # never inside a UTF-8 character
                 stop += 1
         yield text[start:stop].decode("utf-8")
         start = stop

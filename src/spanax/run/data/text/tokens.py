@@ -9,7 +9,7 @@ from spanax.errors import DataError
 from spanax.run.data.text.tokenizer import Tokenizer
 
 MAX_VOCAB_SIZE = 1 << 22
-"""Of a `.bin`: a model makes room for every id, and read as the wrong type noise has ids of any size."""
+"""The limit for a `.bin`: a file that is read with the wrong dtype has arbitrarily large ids."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Tokens:
     """The token ids of one split of a source, mapped from disk where they are large.
 
     Args:
-      name: what errors and saved positions call them: source, split, tokenizer and a hash of the content.
-      ids: of shape [N].
-      tokenizer: what made them; None for a `.bin`, whose maker is not known.
+      name: the name in errors and saved positions: source, split, tokenizer and a hash of the content.
+      ids: the token ids, of shape [N].
+      tokenizer: the tokenizer that encoded the text; None for a `.bin`, whose tokenizer is unknown.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Tokens:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The smallest vocabulary that holds every id; of a `.bin` the ids are read once to know."""
+        """The size of the smallest vocabulary with every id; the first access reads all of a `.bin`."""
         if self.tokenizer:
             return self.tokenizer.vocab_size
         pieces = [self.ids[i : i + (1 << 24)] for i in range(0, len(self.ids), 1 << 24)]

@@ -1,6 +1,6 @@
-"""Replay: the traced program run again, with the resolver's constraints on its values.
+"""Evaluates the traced program again, with the sharding constraints of the plan on its values.
 
-What was planned is what runs: constraints recurse into loops and remat, and nothing else of the program changes.
+Constraints also apply to values in loops and remat; the rest of the program is unchanged.
 """
 
 import functools
@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spanax.plan.sharding.operands import OperandSharding
 from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
-from spanax.run.step.attention import kernels  # noqa: F401  (what a platform's kernel computes is lowered to it)
+from spanax.run.step.attention import kernels  # noqa: F401  (registers the lowering of kernels for platforms)
 from spanax.run.step.attention.ring import attended_part
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.cpu_matmuls import single_contraction
@@ -27,29 +27,29 @@ from spanax.run.step.replay.sharded_lookup import look_up, match_sharded_lookup
 from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 
-# A user's own constraints name a mesh that is not this one, and are met by the plan instead.
+# Constraints in the user's program refer to another mesh, and the plan already accounts for them.
 DROPPED = frozenset({"sharding_constraint", "reshard"})
 
 GROUPS = ("feature_group_count", "batch_group_count")
-"""Of a convolution, what a device has a part of."""
+"""The parameters of a convolution that are divided by the number of shards."""
 
 
 class ConstraintError(AssertionError):
-    """A constraint that does not fit the value it is put on: an error of Spanax, whatever the user asked for."""
+    """A sharding constraint does not fit its value: an internal error of Spanax."""
 
 
 @dataclass(frozen=True, eq=False)
 class Replay:
-    """A traced program that runs again, piece by piece, under the constraints.
+    """Evaluates parts of a traced program under sharding constraints.
 
     Attributes:
       graph: the traced program.
-      constraints: one a value, by number; None leaves a value to the compiler.
-      uses: the operations that take operands otherwise than they lie.
-      mesh: the devices.
-      unreduced: the sums that are put off.
-      instead: for an operation, what runs in its place.
-      manual: the mesh axes that the surroundings have split by hand already.
+      constraints: the constraint of each value, by number; None leaves the sharding to the compiler.
+      uses: the operations that need their operands in another sharding.
+      mesh: the device mesh.
+      unreduced: the deferred reductions.
+      instead: functions that replace operations.
+      manual: the mesh axes that are manual in the surrounding `shard_map`.
     """
 
     graph: Graph
@@ -80,12 +80,12 @@ class Replay:
     def constrained(
         self, array: Any, constraint: Constraint | None, leading: Sequence[str | tuple[str, ...] | None] = ()
     ) -> Any:
-        """An array where a constraint wants it; the dims before those that it speaks of are split as `leading` says.
+        """Returns an array with a sharding constraint; `leading` shards the dims before those of the constraint.
 
         Raises:
           ConstraintError: the constraint does not fit the shape of the array.
         """
-        # What lies on the host was put there from a device, split as it was there.
+        # An array in host memory was copied from devices, and has their sharding.
         is_single = self.mesh.size == math.prod(self.mesh.shape[axis] for axis in self.manual)
         if any(leading) and constraint is None:
             constraint = Constraint(((),) * (array.ndim - len(leading)), is_open=True)
@@ -100,20 +100,22 @@ class Replay:
             return self.instead[op](ins)
         if op.bodies:
             return self._with_bodies(op, ins)
-        use, late = self.uses.get(op), self.unreduced.of(op.outputs[0]) if op.outputs else ()
-        split = (
-            match_sharded_lookup(self.graph, op, self.constraints, self.manual) if self.manual and not late else None
+        use, deferred = self.uses.get(op), self.unreduced.of(op.outputs[0]) if op.outputs else ()
+        lookup = (
+            match_sharded_lookup(self.graph, op, self.constraints, self.manual)
+            if self.manual and not deferred
+            else None
         )
-        if split is not None:
-            return look_up(self.graph, op, split, ins, self.mesh, self.manual)
+        if lookup is not None:
+            return look_up(self.graph, op, lookup, ins, self.mesh, self.manual)
         if use is not None:
-            for brought in filter(None, (use.first, use.inputs)):
-                ins = [self.constrained(array, wanted) for array, wanted in zip(ins, brought, strict=True)]
+            for targets in filter(None, (use.first, use.inputs)):
+                ins = [self.constrained(array, target) for array, target in zip(ins, targets, strict=True)]
             if use.is_isolated:
                 ins = [lax.optimization_barrier(ins[0]), *ins[1:]]
         if op.name in DROPPED:
             outs = list(ins[:1])
-        elif late:
+        elif deferred:
             outs = in_parts(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
         elif use is not None and use.is_local and self.mesh.size > 1:
             around = None if op.params.get("kernel") else use.attention
@@ -122,24 +124,24 @@ class Replay:
         else:
             outs = self._product(op, ins, use) or op.bind(ins)
         if use is not None:
-            outs = [self.constrained(array, wanted, late) for array, wanted in zip(outs, use.outputs, strict=True)]
-        # Elementwise, with an operand of the result's shape and split: the compiler carries that over. Not over another
-        # dtype: it would move the wider.
+            outs = [self.constrained(array, target, deferred) for array, target in zip(outs, use.outputs, strict=True)]
+        # The compiler propagates the sharding of an operand with the result's shape through elementwise operations. A
+        # conversion keeps its constraint: otherwise the compiler could communicate the wider dtype.
         graph, constraints = self.graph, self.constraints
         is_plain = op.is_elementwise and op.name != "convert_element_type" and use is None
-        carried = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
-        found = []
-        placed = use.outputs if use is not None else (None,) * len(outs)
-        for value, out, before in zip(op.outputs, outs, placed, strict=True):
-            wanted = constraints[value]
-            known = wanted is not None and any(wanted.spec) and (graph.shape(value), wanted) in carried
-            # A result that is placed already stays so: a constraint with open dims would leave those to the compiler.
-            known = known or (before is not None and (wanted is None or before.spec == wanted.spec))
-            found.append(out if known else self.constrained(out, wanted, late))
-        return found
+        propagated = {(graph.shape(value), constraints[value]) for value in op.inputs} if is_plain else set()
+        results = []
+        current = use.outputs if use is not None else (None,) * len(outs)
+        for value, out, previous in zip(op.outputs, outs, current, strict=True):
+            target = constraints[value]
+            known = target is not None and any(target.spec) and (graph.shape(value), target) in propagated
+            # A result that is already constrained needs no other: open dims would leave its sharding to the compiler.
+            known = known or (previous is not None and (target is None or previous.spec == target.spec))
+            results.append(out if known else self.constrained(out, target, deferred))
+        return results
 
     def _product(self, op: Op, ins: Sequence[Any], use: OperandSharding | None) -> list[Any] | None:
-        """A matmul as CPUs take it best; None for all else."""
+        """Returns the results of a matmul in the form that is fast on CPUs; None for other operations and platforms."""
         if op.name != "dot_general" or platform_of(self.mesh) != "cpu":
             return None
         known: Sequence[Constraint | None]
@@ -150,44 +152,44 @@ class Replay:
         return single_contraction(op, ins, known, self.manual)
 
     def _with_bodies(self, op: Op, ins: Sequence[Any]) -> list[Any]:
-        """A loop, a branch or a remat, its bodies under the constraints."""
+        """Evaluates a loop, a branch or a remat with constraints in its bodies."""
         if op.name == "scan":
             outs: Sequence[Any] = self._looped(op, ins)
         else:
             outs = with_bodies(op, ins, self.body, self._leading)
-        late, constraints = self.unreduced.of, self.constraints
-        return [self.constrained(out, constraints[v], late(v)) for v, out in zip(op.outputs, outs, strict=True)]
+        deferred, constraints = self.unreduced.of, self.constraints
+        return [self.constrained(out, constraints[v], deferred(v)) for v, out in zip(op.outputs, outs, strict=True)]
 
     def _looped(self, op: Op, ins: Sequence[Any]) -> list[Any]:
-        """A loop, and behind it the sums that were put off in it."""
-        late, ways, (body,) = self.unreduced.of, self.mesh.shape, op.bodies
+        """Evaluates a loop, followed by the reductions that were deferred in it."""
+        deferred, axis_sizes, (body,) = self.unreduced.of, self.mesh.shape, op.bodies
         num_consts, num_carried = scan_counts(self.graph, op)
         num_fixed = num_consts + num_carried
-        taken = [
-            lifted(array, late(value), late(inner), ways)
+        operands = [
+            lifted(array, deferred(value), deferred(inner), axis_sizes)
             for value, inner, array in zip(op.inputs, body.inputs, ins, strict=True)
         ]
-        taken[num_fixed:] = map(behind, taken[num_fixed:], map(late, body.inputs[num_fixed:]))
-        going = [*map(late, body.inputs[num_consts:num_fixed]), *map(late, body.outputs[num_carried:])]
+        operands[num_fixed:] = map(behind, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))
+        pending = [*map(deferred, body.inputs[num_consts:num_fixed]), *map(deferred, body.outputs[num_carried:])]
 
-        def turn(body: Body, args: Sequence[Any]) -> list[Any]:
-            outs = zip(body.outputs, self.body(body, args), going, strict=True)
-            return [lifted(out, late(value), axes, ways) for value, out, axes in outs]
+        def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
+            outs = zip(body.outputs, self.body(body, args), pending, strict=True)
+            return [lifted(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
 
-        outs = [*with_bodies(op, taken, turn, self._leading)]
-        outs[num_carried:] = map(in_front, outs[num_carried:], going[num_carried:])
-        pairs = zip(op.outputs, outs, going, strict=True)
-        return [self.reduced(out, self.constraints[value], axes, late(value)) for value, out, axes in pairs]
+        outs = [*with_bodies(op, operands, iteration, self._leading)]
+        outs[num_carried:] = map(in_front, outs[num_carried:], pending[num_carried:])
+        pairs = zip(op.outputs, outs, pending, strict=True)
+        return [self.reduced(out, self.constraints[value], axes, deferred(value)) for value, out, axes in pairs]
 
     def reduced(self, array: Any, constraint: Constraint | None, axes: Sequence[str], left: Sequence[str] = ()) -> Any:
-        """A value in parts over `axes`, summed over all but those that are `left`."""
+        """Returns a value with partial sums over `axes`, reduced over all axes except `left`."""
         if axes == left:
             return array
-        over = tuple(axis for axis in axes if axis not in left)
-        if constraint is not None:  # what is split over the same axes is scattered by the sum
-            spec = tuple(tuple(axis for axis in by if axis not in over) for by in constraint.spec)
+        summed = tuple(axis for axis in axes if axis not in left)
+        if constraint is not None:  # reduce-scatter: the result is sharded over the same axes
+            spec = tuple(tuple(axis for axis in by if axis not in summed) for by in constraint.spec)
             constraint = replace(constraint, spec=spec)
-        array = self.constrained(together(array, axes, left), constraint, (over, *left))
+        array = self.constrained(together(array, axes, left), constraint, (summed, *left))
         return lax.reduce(array, np.zeros((), array.dtype), lax.add, [0])
 
     def _leading(self, value: int) -> list[int]:
@@ -202,28 +204,28 @@ def _shard_by_shard(
     manual: frozenset[str],
     instead: Callable[..., Any] | None = None,
 ) -> list[Any]:
-    """The operation on each device's part, or what runs instead of it there, without a word from the compiler."""
+    """Evaluates an operation, or `instead`, on each shard in `shard_map`, so the compiler does not partition it."""
     specs = [
-        tuple(PartitionSpec() if wanted is None else _partition_spec(wanted, manual) for wanted in group)
+        tuple(PartitionSpec() if constraint is None else _partition_spec(constraint, manual) for constraint in group)
         for group in (use.inputs, use.outputs)
     ]
-    divided = [name for name in GROUPS if op.params.get(name, 1) > 1]
+    grouped = [name for name in GROUPS if op.params.get(name, 1) > 1]
 
     def part(*parts: Any) -> tuple[Any, ...]:
-        outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in divided}))
+        outs = tuple(op.bind(parts, op.params | {name: op.params[name] // use.parts for name in grouped}))
         return jax.lax.psum(outs, use.summed) if use.summed else outs
 
-    # Inside of a manual part of the mesh it is the rest that is split here, of the mesh that is known there.
-    where: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
-    return list(jax.shard_map(instead or part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **where)(*ins))
+    # In a surrounding shard_map, the mesh is that of the context, and the axes that are not yet manual become manual.
+    context: dict[str, Any] = {"axis_names": set(mesh.axis_names) - manual} if manual else {"mesh": mesh}
+    return list(jax.shard_map(instead or part, in_specs=specs[0], out_specs=specs[1], check_vma=False, **context)(*ins))
 
 
 @functools.lru_cache(maxsize=4096)
 def _check_fits(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> None:
-    """Raises where a spec is of another rank than a shape, or does not divide it: JAX would ignore both."""
+    """Raises ConstraintError if a spec has another rank than a shape or does not divide it, which JAX would ignore."""
     axes = [() if by in (None, PartitionSpec.UNCONSTRAINED) else by if isinstance(by, tuple) else (by,) for by in spec]
-    ways = [math.prod(mesh.shape[axis] for axis in by) for by in axes]
-    if len(ways) != len(shape) or any(size % parts for size, parts in zip(shape, ways, strict=True)):
+    num_shards = [math.prod(mesh.shape[axis] for axis in by) for by in axes]
+    if len(num_shards) != len(shape) or any(size % parts for size, parts in zip(shape, num_shards, strict=True)):
         raise ConstraintError(f"sharding constraint {spec} does not fit shape {shape} on mesh {dict(mesh.shape)}.")
 
 
@@ -235,7 +237,7 @@ def _sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
 def _partition_spec(
     constraint: Constraint, manual: frozenset[str] = frozenset(), leading: Sequence[str | tuple[str, ...] | None] = ()
 ) -> PartitionSpec:
-    whole = PartitionSpec.UNCONSTRAINED if constraint.is_open else None
+    unsharded = PartitionSpec.UNCONSTRAINED if constraint.is_open else None
     spec = [tuple(axis for axis in axes if axis not in manual) for axes in constraint.spec]
-    by_dim = (whole if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
+    by_dim = (unsharded if not axes else axes[0] if len(axes) == 1 else axes for axes in spec)
     return PartitionSpec(*leading, *by_dim)

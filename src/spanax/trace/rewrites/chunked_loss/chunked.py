@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, evaluate, read, run
+from spanax.trace.jaxpr.marks import LOSS_CHUNKS
 from spanax.trace.rewrites.chunked_loss.per_token import Mismatch, Region, across, dependents, narrowed, regions
 
 LINEAR = frozenset(
@@ -27,9 +28,6 @@ LINEAR_IN = {"mul": (0, 1), "div": (0,), "select_n": (1, 2), "dot_general": (0, 
 PRODUCTS = frozenset({"mul", "dot_general"})
 IGNORED = frozenset({"sharding_constraint", "reshard"})
 """User constraints refer to another mesh and to unchunked shapes; the plan chooses shardings instead."""
-
-CHUNKS = "spanax_loss_chunks"
-"""Name of the scans over chunks in the name stack, and of their gradients in remat policies."""
 
 
 def chunked_loss(function: Callable[..., Any], count: int) -> Callable[..., Any]:
@@ -220,7 +218,7 @@ def _with_slope(
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), smooth[0])
         total, (outs, of_scanned) = _loop(body, zeros, (smooth[1], nondiff[1], weighed))
         like = jax.tree.map(lambda sum_, of: sum_.astype(of.dtype), total, smooth[0])
-        outs, residuals = jax.tree.map(lambda x: checkpoint_name(x, CHUNKS), (outs, (like, of_scanned)))
+        outs, residuals = jax.tree.map(lambda x: checkpoint_name(x, LOSS_CHUNKS), (outs, (like, of_scanned)))
         return (outs, jnp.zeros_like(slope)), residuals
 
     def backward(residuals: Any, of_outs: tuple[Any, Any]) -> tuple[Any, None, None]:
@@ -233,7 +231,7 @@ def _with_slope(
 
 
 def _loop(body: Callable[..., Any], first: Any, parts: Any) -> Any:
-    with jax.named_scope(CHUNKS):
+    with jax.named_scope(LOSS_CHUNKS):
         return jax.lax.scan(body, first, parts)
 
 
