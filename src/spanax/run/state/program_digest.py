@@ -7,7 +7,7 @@ from typing import Any
 from spanax.entries.folder import Folder
 from spanax.errors import ConfigError
 from spanax.run.store import manifest
-from spanax.run.store.stacked_layers import told
+from spanax.run.store.stacked_layers import dtype_and_shape
 from spanax.trace.analysis.computation import Computation
 from spanax.trace.program import Program
 
@@ -43,7 +43,7 @@ def compared(program: Program, leaves: Mapping[str, str], meta: Mapping[str, Any
     if versions := program.computation.other_versions(before):
         return Comparison(unknown="; ".join(versions))
     differences = program.computation.differences(before)
-    now = {leaf.path: told(leaf) for leaf in program.leaves}
+    now = {leaf.path: dtype_and_shape(leaf) for leaf in program.leaves}
     names = sorted(path for path in {*now, *leaves} if now.get(path) != leaves.get(path))
     arrays = [f"{path} {leaves.get(path, 'missing')}, now {now.get(path, 'missing')}" for path in names[:MAX_LISTED]]
     if len(names) > MAX_LISTED:

@@ -19,7 +19,7 @@ from spanax.errors import DataError, WriteError
 from spanax.printable import to_stderr
 from spanax.run.distributed.processes import from_first
 from spanax.run.store import checkpoint, manifest, view
-from spanax.run.store.stacked_layers import Regrouped, told
+from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 
 if TYPE_CHECKING:
     import jax
@@ -97,7 +97,7 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
       WriteError: the folder cannot be written; an incomplete checkpoint is removed.
     """
     root = Folder.of(directory).resolved()
-    leaves = {path: told(part) for path, part in parts.items()}
+    leaves = {path: dtype_and_shape(part) for path, part in parts.items()}
     texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
     staging = checkpoint.prepare(root, 0, texts)
     try:
@@ -200,20 +200,20 @@ def _matched(source: Source, groups: Sequence[Regrouped], directory: str) -> Loa
     """Compares the weights of the model with those of a checkpoint."""
     reads = _all_reads(groups)
     saved, paths = source.saved, sorted(path for group in groups for path in group.targets)
-    differs = [path for path in reads if path in saved and saved[path] != told(reads[path])]
+    differs = [path for path in reads if path in saved and saved[path] != dtype_and_shape(reads[path])]
     missing = reads.keys() - saved.keys()
     return Loaded(
         directory,
         tuple(path for path in paths if path not in missing and path not in differs),
         tuple(sorted(missing)),
-        tuple(f"{path}: model {told(reads[path])}, checkpoint {saved[path]}" for path in sorted(differs)),
+        tuple(f"{path}: model {dtype_and_shape(reads[path])}, checkpoint {saved[path]}" for path in sorted(differs)),
         tuple(sorted(saved.keys() - reads.keys())),
     )
 
 
 def is_weight(leaf: Any) -> bool:
     """Returns whether a leaf is a parameter or a statistic such as BatchNorm's, and not a count or random state."""
-    return leaf.kind == "param" or (leaf.kind == "other" and _is_floating(told(leaf)))
+    return leaf.kind == "param" or (leaf.kind == "other" and _is_floating(dtype_and_shape(leaf)))
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,9 @@ class Source:
     def readable(self, groups: Sequence[Regrouped]) -> list[Regrouped]:
         """Returns the groups without targets that are missing or have another shape in the checkpoint."""
         return [
-            replace(group, reads={path: t for path, t in group.reads.items() if self.saved.get(path) == told(t)})
+            replace(
+                group, reads={path: t for path, t in group.reads.items() if self.saved.get(path) == dtype_and_shape(t)}
+            )
             for group in groups
         ]
 

@@ -28,7 +28,7 @@ from spanax.printable import to_stderr
 from spanax.run.distributed.processes import everywhere, from_first, is_first
 from spanax.run.store import manifest, view
 from spanax.run.store.manifest import ARRAYS, discard, read_meta
-from spanax.run.store.stacked_layers import Regrouped, told
+from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 from spanax.run.store.view import SavedStep, describe, verify
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def save(
     """
     step = _checked(step, arrays, keep)
     root = Folder.of(directory).resolved()
-    leaves = {key: told(value) for key, value in arrays.items()}
+    leaves = {key: dtype_and_shape(value) for key, value in arrays.items()}
     texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
     stored = {stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
     with _STARTING:
@@ -329,7 +329,7 @@ def compare(
     step: int, folder: Folder, leaves: Mapping[str, str], targets: Mapping[str, Any], *, fix: str | None = None
 ) -> None:
     """Raises one error for all paths, shapes and dtypes that differ, or for a sharding that does not divide a shape."""
-    expected = {key: told(target) for key, target in targets.items()}
+    expected = {key: dtype_and_shape(target) for key, target in targets.items()}
     differ = [key for key in sorted(expected.keys() | leaves.keys()) if expected.get(key) != leaves.get(key)]
     if differ:
         lines = [

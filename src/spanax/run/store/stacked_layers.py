@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import jax
 
 
-def told(value: Any) -> str:
+def dtype_and_shape(value: Any) -> str:
     """Returns dtype and shape, such as `float32[8,4]`, which must match between an array and its checkpoint."""
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"
 
@@ -36,7 +36,7 @@ def groups(stacked: Mapping[str, str], single: Mapping[str, str]) -> list[Group]
     """Returns which arrays are stacks of which others, by path, shape and dtype; ambiguous matches are omitted.
 
     Args:
-      stacked: candidates for stacks, path to dtype and shape as `told` returns them.
+      stacked: candidates for stacks, path to dtype and shape as `dtype_and_shape` returns them.
       single: candidates for layers, likewise.
 
     Example:
@@ -91,10 +91,10 @@ class Regrouped:
         """Returns the targets in the form in which they were saved: as stacks or as single layers.
 
         Args:
-          saved: path to dtype and shape as `told` returns them.
+          saved: path to dtype and shape as `dtype_and_shape` returns them.
           targets: dotted path to shape, dtype and sharding.
         """
-        missing = {path: told(target) for path, target in targets.items() if path not in saved}
+        missing = {path: dtype_and_shape(target) for path, target in targets.items() if path not in saved}
         unused = {path: text for path, text in saved.items() if path not in targets}
         to_stack, to_unstack = groups(missing, unused), groups(unused, missing)
         regrouped = {group.stacked for group in to_stack} | {path for group in to_unstack for path in group.layers}

@@ -27,15 +27,15 @@ def of_loss(optimizer: Any) -> Callable[[nnx.Module], nnx.Optimizer]:
     """
 
     def make(model: nnx.Module) -> nnx.Optimizer:
-        made = optimizer_of(model, optimizer)
-        if not (hasattr(made, "wrt") and _takes_model(made)):
+        created = optimizer_of(model, optimizer)
+        if not (hasattr(created, "wrt") and _takes_model(created)):
             raise SpanaxError(
-                f"`optimizer` returned a {type(made).__name__}, which a step around a `loss` cannot update.",
+                f"`optimizer` returned a {type(created).__name__}, which a step around a `loss` cannot update.",
                 fix=f"an nnx.Optimizer, or {STEP}",
             )
-        if type(made).update is nnx.Optimizer.update:
-            _check_same_parameters(model, made)
-        return made
+        if type(created).update is nnx.Optimizer.update:
+            _check_same_parameters(model, created)
+        return created
 
     return make
 

@@ -90,7 +90,7 @@ def _attention(graph: Graph, op: Op, side: int) -> AttentionMatch | Mismatch | N
     steps = _Steps(graph, keys, {tag for tag in tags if tag != NONE})
     if steps.grow(*soft) is None or steps.score is None:
         return None
-    return steps.found(op, side, values, dict(zip(batch[1 - side], batch[side], strict=True)))
+    return steps.matched(op, side, values, dict(zip(batch[1 - side], batch[side], strict=True)))
 
 
 def _softmax(graph: Graph, weights: int, tags: Labels, keys: int) -> tuple[int, Labels] | None:
@@ -242,7 +242,7 @@ class _Steps:
         """Whether a value depends on q.k."""
         return self.score in self._graph.slice([value])
 
-    def found(self, second: Op, side: int, values: int, batch: dict[int, int]) -> AttentionMatch | None:
+    def matched(self, second: Op, side: int, values: int, batch: dict[int, int]) -> AttentionMatch | None:
         """Returns the attention if the dims of both products match."""
         graph, first = self._graph, self.score
         assert first is not None

@@ -133,10 +133,10 @@ class _Growing:
     first: Op
     dim: int
     dims: dict[int, int] = field(default_factory=dict)
-    made: dict[int, None] = field(default_factory=dict)
+    results: dict[int, None] = field(default_factory=dict)
     fixed: dict[int, None] = field(default_factory=dict)
     members: list[Op] = field(default_factory=list)
-    beside: dict[int, int] = field(default_factory=dict)
+    adjacent: dict[int, int] = field(default_factory=dict)
 
     def region(self) -> Region | Mismatch:
         """Grows the region by consumers of the logits and by producers of operands as large as the logits."""
@@ -145,17 +145,17 @@ class _Growing:
             mismatch = self._grow(roots)
             if mismatch is not None:
                 return mismatch
-            beside = ((value, dim) for value, dim in self.beside.items() if value not in self.made)
-            new_roots = {self.graph.producers[value]: dim for value, dim in beside}
+            adjacent = ((value, dim) for value, dim in self.adjacent.items() if value not in self.results)
+            new_roots = {self.graph.producers[value]: dim for value, dim in adjacent}
             is_complete, roots = not new_roots, roots | new_roots
-        scanned = tuple(value for value in self.dims if value not in self.made)
+        scanned = tuple(value for value in self.dims if value not in self.results)
         return Region(tuple(self.members), self.dims, tuple(self.fixed), scanned, self._outs(), self._num_logits)
 
     def _grow(self, roots: dict[Op, int]) -> Mismatch | None:
-        self.dims, self.made, self.fixed, self.members, self.beside = {}, {}, {}, [], {}
+        self.dims, self.results, self.fixed, self.members, self.adjacent = {}, {}, {}, [], {}
         after = set[int]()
         for op in dropwhile(lambda op: op not in roots, self.graph.body.ops):
-            region_inputs = [value for value in op.inputs if value in self.made]
+            region_inputs = [value for value in op.inputs if value in self.results]
             if not region_inputs and op not in roots and after.isdisjoint(op.inputs):
                 continue
             if after.isdisjoint(op.inputs) and self._joins(op, roots.get(op)):
@@ -184,9 +184,9 @@ class _Growing:
                 self.dims[value] = operand_dim
                 producer = self.graph.producers.get(value)
                 if not is_product and producer is not None and self._is_large(value):
-                    self.beside |= {} if across(self.graph, producer, operand_dim) is None else {value: operand_dim}
+                    self.adjacent |= {} if across(self.graph, producer, operand_dim) is None else {value: operand_dim}
             self.dims |= dict.fromkeys(op.outputs, dim)
-            self.made |= dict.fromkeys(op.outputs)
+            self.results |= dict.fromkeys(op.outputs)
             return True
         return False
 
@@ -202,7 +202,7 @@ class _Growing:
     def _outs(self) -> tuple[int, ...]:
         members, outputs = set(self.members), set(self.graph.body.outputs)
         is_read = lambda value: not members.issuperset(self.graph.readers[value])  # noqa: E731
-        return tuple(value for value in self.made if value in outputs or is_read(value))
+        return tuple(value for value in self.results if value in outputs or is_read(value))
 
     @property
     def _num_logits(self) -> int:
