@@ -13,9 +13,9 @@ from flax import nnx
 import spanax
 import zoo
 from programs import zoo_program
+from spanax.check.parity import parity as module
 from spanax.check.parity.example_batches import example_batch, index_bounds
 from spanax.check.parity.parity import GROUPS, Parity, coarsest_dtype, parity
-from spanax.check.parity.parity import parity as module
 from spanax.check.parity.shrink import shrink_to_fit, step_flops
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
