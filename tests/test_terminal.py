@@ -82,7 +82,7 @@ VERBS = {
     "plan": Verb("plan tiny.py:tiny --on cpu:2", r"layouts priced in"),
     "compare": Verb("compare tiny.py:tiny --devices 2 --mesh data=2 --top 1 --steps 1", r"rank correlation .*none"),
     "probe": Verb("probe --devices 2 --seconds 0.1 --out {out}.toml", r"measured; spanax plan"),
-    "check": Verb("check tiny.py:tiny --on cpu:2 --layout data --level 1", r"as far as the rules see|findings?"),
+    "check": Verb("check tiny.py:tiny --on cpu:2 --layout data --level 1", r"no findings|SPX"),
     "import": Verb(f"import {WEIGHTS} --as gpt2 --out {{out}}", r"gpt2: \S+ \S+ parameters"),
     "export": Verb("export weights --as gpt2 --out {out}", r"gpt2: \S+ \S+ parameters"),
 }

@@ -79,7 +79,7 @@ def test_an_indivisible_dim_suggests_the_nearest_divisible_size(name: str, fix: 
 
 REFUSED = {
     "a batch that does not divide": (
-        ("gpt2", 12), "a100:8", {"layout": "fsdp"}, "'batch' of size 12 does not divide 8",
+        ("gpt2", 12), "a100:8", {"layout": "fsdp"}, "'batch' of size 12 is not divisible by 8",
     ),
     "8 experts over 16": (
         ("moe-nano", 64), "h100:2x8", {"layout": "expert", "mesh": "data=1,expert=16"}, "has nothing to shard",

@@ -220,7 +220,7 @@ def test_partial_is_advised_where_weights_match_and_needs_them(trained: tuple[sp
         spanax.start(of, plan(of), init=folder)
     assert "partial=True" in str(caught.value) and "--init-partial" in str(caught.value)
     assert "holds weights only" not in str(caught.value)
-    with pytest.raises(spanax.SpanaxError, match="`partial` needs `init`"):
+    with pytest.raises(spanax.SpanaxError, match="`partial` requires `init`"):
         spanax.start(of, plan(of), partial=True)
     other = grown(build=lambda rngs: nnx.Linear(16, 8, rngs=rngs))
     with pytest.raises(DataError, match="none of the 2 weights") as caught:
@@ -282,7 +282,7 @@ def test_the_trainer_begins_from_weights_once(tmp_path: Path) -> None:
     assert np.abs(kernel("third") - kernel("first")).max() > 0
     started = run("third", seed=2, init=str(tmp_path / "first"), resume=True)
     assert "init" not in started and started["step"] == 2
-    with pytest.raises(spanax.SpanaxError, match="needs `init`"):
+    with pytest.raises(spanax.SpanaxError, match="requires `init`"):
         run("fourth", init_partial=True)
     recorded = json.loads((tmp_path / "second" / "metrics.jsonl").read_text().splitlines()[0])
     assert recorded["init"] == str(tmp_path / "first")

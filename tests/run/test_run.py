@@ -341,9 +341,9 @@ def test_batches_that_were_not_traced() -> None:
     run = start()
     short = {name: rows[:8] for name, rows in batch().items()}
     assert "drop the incomplete batch" in refused("batch leaf 'x' has shape", lambda: run.step(short))
-    refused("built differently", lambda: run.step({"x": batch()["x"]}))
+    refused("structure of the batch differs", lambda: run.step({"x": batch()["x"]}))
     integers = {name: rows.astype(np.int32) for name, rows in batch().items()}
-    refused("batch leaf 'x' is int32, and was traced as float32", lambda: run.step(integers))
+    refused("batch leaf 'x' is int32, but was traced as float32", lambda: run.step(integers))
     assert run.num_steps == 0 and not any(array.is_deleted() for array in run.state)
 
 

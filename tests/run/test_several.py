@@ -100,7 +100,7 @@ def test_limits_that_follow_from_the_step_before_are_refused(devices: Any) -> No
     run = begun("data=1", guard=spanax.Guard("skip", spike=3))
     with pytest.raises(SpanaxError, match="2 steps per call cannot skip spikes"):
         run.steps(batches(num=2))
-    with pytest.raises(SpanaxError, match="there is no batch"):
+    with pytest.raises(SpanaxError, match="at least one batch"):
         run.steps([])
 
 

@@ -121,7 +121,7 @@ def test_the_folder_says_what_was_expected_and_makes_a_page(place: Path, whole: 
     kinds = ("parameters", "optimizer", "other state")
     assert sum(price.memory[kind] for kind in kinds) == whole[0]["state_bytes_per_device"]
     text, loss = document(page_of(run_report(place / "whole"))), f"{whole[-1]['train_loss']:.4g}"
-    assert "Expected against measured" in text and loss in text and "could not be" not in text
+    assert "Predicted and measured" in text and loss in text and "could not be" not in text
 
 
 def start_and_kill(place: Path, out: str, stop_at: str, *, after: int = 0) -> None:

@@ -330,7 +330,7 @@ def test_a_ring_has_a_name_on_any_mesh() -> None:
     assert (plan.layout.name, plan.schedule.context, plan.layout.stored_params) == ("fsdp+ring", "ring", ("fsdp",))
     assert spanax.plan(made, machine, layout="ring").mesh == spanax.plan(made, machine, layout="context").mesh
     for asked in ({"layout": "ring", "mesh": "data=8"}, {"mesh": "data=8", "schedule": Schedule(context="ring")}):
-        with pytest.raises(SpanaxError, match="context|splits sequences"):
+        with pytest.raises(SpanaxError, match="context|shards sequences"):
             spanax.plan(made, machine, **asked)
     with pytest.raises(SpanaxError, match="unknown context form 'rings'"):
         spanax.plan(made, machine, mesh="context=8", schedule=Schedule(context="rings"))
