@@ -31,13 +31,13 @@ def expected(table: Any, num_cores: int) -> float:
 def residual_bytes(run: Any, schedule: Any) -> int:
     """What the layers of one stage leave of one microbatch, by the shapes of the traced program."""
     from spanax.plan.pipeline.ticks import ticks_of
-    from spanax.run.step.pipeline.residual_buffers import Storage
+    from spanax.run.step.pipeline.residual_buffers import BufferSpec
     from spanax.run.step.replay.replay import Replay
     from spanax.trace.pipeline.partition import pipeline_partition
 
     traced = run.program.step
     pieces = pipeline_partition(traced, schedule.microbatches)
-    storage = Storage(Replay(traced.graph, [], {}, run.mesh), pieces, ticks_of(schedule), None)
+    storage = BufferSpec(Replay(traced.graph, [], {}, run.mesh), pieces, ticks_of(schedule), None)
     avals = [traced.graph.avals[value] for value in storage.residuals]
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals) // schedule.num_stages
 

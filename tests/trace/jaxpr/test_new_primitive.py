@@ -106,7 +106,7 @@ def test_it_is_priced_as_sharded_and_fused(program: Program) -> None:
     plan = spanax.plan(program, "cpu:8", layout="fsdp+tensor", mesh="fsdp=4,model=2")
     laid = ShardedProgram(resolver_of(program, plan), program.step)
     for op in caps(program):
-        assert laid.division(op).split is None and sum(map(bool, laid.masks(op.outputs[0]))) == 2
+        assert laid.division(op).partition is None and sum(map(bool, laid.masks(op.outputs[0]))) == 2
         assert laid.masks(op.inputs[0]) == laid.masks(op.outputs[0])
         assert op.family in FUSED
 
