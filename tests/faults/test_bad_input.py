@@ -101,7 +101,7 @@ BAD: dict[str, tuple[int, str]] = {
     "axes gpt4": (2, "unknown workload 'gpt4'"),
     "axes gpt-nano --batch 0": (2, "batch_size is 0"),
     "axes gpt-nano --seq 0": (2, "seq_len is 0"),
-    "checkpoint show": (2, "the folder of steps"),
+    "checkpoint show": (2, "the folder of checkpoints"),
     "checkpoint forget x": (2, "forget"),
     "checkpoint show text.txt": (65, "text.txt"),
     "checkpoint verify folder": (65, "no checkpoint here"),
