@@ -138,7 +138,8 @@ def test_a_start_is_compared_with_starts_of_the_same_model(monkeypatch: pytest.M
 
 
 def test_programs_for_a_gpu_that_multiply_otherwise_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("spanax.check.compilers.target"), "install_command", lambda platform: "")
+    target = importlib.import_module("spanax.check.compilers.target")
+    monkeypatch.setattr(target, "install_command", lambda platform: "")
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", lambda *_, **__: SimpleNamespace(devices=[1]))
     monkeypatch.setattr("jax.sharding.Mesh", lambda *_, **__: None)
     monkeypatch.setattr(gpu_programs, "lowered_by_hand", lambda *_: 1.0)
