@@ -262,7 +262,9 @@ class Chained(nnx.Module):
 
 
 REFUSED: dict[str, tuple[Any, str, Schedule, str]] = {
-    "stages over layers": (lambda: program("gpt", 4), "pipe=8", Schedule(microbatches=4), "(4) is not divisible by 8"),
+    "stages over layers": (
+        lambda: program("gpt", 4), "pipe=8", Schedule(microbatches=4), "layers (4) is not divisible by 8",
+    ),
     "one microbatch": (lambda: program("gpt", 1), "pipe=2,data=4", Schedule(microbatches=1), "needs microbatches"),
     "no such microbatches": (lambda: program("gpt", 1), "pipe=2,data=4", Schedule(microbatches=3), "are 1, 2, 4"),
     "too few": (
