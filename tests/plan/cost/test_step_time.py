@@ -13,6 +13,7 @@ from flax import nnx
 
 import spanax
 import zoo
+from byo import corpus
 from programs import array, small_gpt, workload, zoo_program
 from spanax.errors import SpanaxError
 from spanax.hardware.chip import Link
@@ -429,3 +430,10 @@ def test_the_compiler_for_the_cpu_sends_every_weight_by_itself() -> None:
     start = cluster.chip.inside.start_seconds if cluster.chip.inside else 0.0
     name = "weights between devices"
     assert apart.seconds[name] > together.seconds[name] + 20 * start
+
+
+def test_weights_inside_a_scan_without_a_layer_carry_have_finite_cost() -> None:
+    chunked = corpus.program("multi_task").with_loss_chunks(4)
+    assert chunked.step.layer_carry == (None, 0)
+    best = search(chunked, spanax.cluster("h100:2x8"), layout="fsdp+tensor", remat=()).best
+    assert best is not None and np.isfinite(best.step_seconds)

@@ -250,7 +250,9 @@ def _moved(
     once = np.zeros(grid.scale.shape)
     combines = not table.table.chip.shared
     for (kind, over, phase, inside, of_weights, _), rows in _messages(collectives, combines).items():
-        runs = terms.num_layers if combines and of_weights and inside else collectives.runs[rows].max()
+        # A scan over layers without a carry, such as one over independent tasks, is not counted as layers.
+        is_per_layer = combines and of_weights and inside and terms.num_layers
+        runs = terms.num_layers if is_per_layer else collectives.runs[rows].max()
         total = (num_bytes[rows] * collectives.runs[rows][:, None]).sum(0) / runs
         seconds = runs * table.seconds(kind, over, total, assumptions)
         is_sum = kind == 1
