@@ -155,7 +155,7 @@ def test_lines_of_libraries_are_passed_over() -> None:
     assert user_line([(str(OURS / "run" / "replay.py"), 9), (mine, 2)]) == ""
 
 
-@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x7f", b"\x1b\x1b"])
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f", b"\x1b\x1b"])
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(DataError, match="not a serialized program"):
         read_module(data)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module
 from spanax.check.hlo.permute_chains import permute_chains
-from spanax.check.hlo.protobuf import fields, messages, raw, text
 from spanax.check.hlo.reduce_scatter import reduce_scatters
 from spanax.check.hlo.replica_groups import ReplicaGroups, across_slices, axes_of, groups_of
 from spanax.check.hlo.trip_counts import Value, Values, trip_counts
@@ -218,10 +217,9 @@ class _Collector:
 
     def _add_received(self, instruction: Instruction, runs: int, is_counted: bool) -> None:
         """Adds a collective between slices, which the runtime performs and the program only receives."""
-        attributes = fields(raw(instruction.fields, 68))
-        frontend_attributes = {text(fields(pair), 1): text(fields(pair), 2) for pair in messages(attributes, 1)}
-        kind = frontend_attributes.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
-        slices = re.match(r"\{([\d,]+)\}", frontend_attributes.get("_xla_megascale_target", ""))
+        attributes = {attribute.key: attribute.value for attribute in instruction.message.frontend_attributes.map}
+        kind = attributes.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
+        slices = re.match(r"\{([\d,]+)\}", attributes.get("_xla_megascale_target", ""))
         if not kind or slices is None:
             return
         groups = across_slices(self.mesh, len(slices[1].split(",")))
