@@ -196,7 +196,7 @@ def compare(
       (['fsdp'], 1.0)
     """
     if steps < 1:
-        raise SpanaxError(f"--steps is {steps}; it takes a whole number from 1.", fix="--steps 10")
+        raise SpanaxError(f"--steps is {steps}; it expects an integer >= 1.", fix="--steps 10")
     program = next(iter(search_result.programs.values()))
     plans = [plan_of(search_result, candidate) for candidate in search_result.candidates]
     _check_memory(plans)
