@@ -26,7 +26,7 @@ def diagnose(
     addresses = [address for address in hosts.split(",") if address.strip()]
     for address in addresses:
         network.parse_address(address, "--hosts")
-    reading, installed = machine.Reading.now(), software.Installed()
+    reading, installed = machine.Reading.now(), software.installed_packages()
     is_group = bool(addresses) or network.place(environ)[1] > 1
     verdicts = [
         software.python(installed),
