@@ -44,7 +44,7 @@ def diagnose(
     ]
     group_verdict = network.group(environ, timeout)
     verdicts += [group_verdict] if group_verdict is not None else []
-    return [*verdicts, machine.clock(reading, machine.Reading.now(), machine.synchronised())]
+    return [*verdicts, machine.clock(reading, machine.Reading.now(), machine.is_clock_synchronized())]
 
 
 def _folders(out: Path, environ: Mapping[str, str]) -> dict[str, Path]:

@@ -118,11 +118,11 @@ class Computation:
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A compiled program."""
+    """A compiled program; `stack_frames` is the table of stack frames that its instructions share."""
 
     entry: Computation
     computations: dict[int, Computation]
-    frames: "Frames"
+    stack_frames: Any
 
     def instructions(self) -> Iterator[Instruction]:
         """Yields the instructions of all computations."""
@@ -132,25 +132,18 @@ class Module:
     def lines_of(self, instruction: Instruction) -> tuple[tuple[str, int], ...]:
         """Returns the (file, line) frames of an instruction's source, innermost first."""
         metadata = instruction.message.metadata
-        frames = self.frames.lines(metadata.stack_frame_id)
-        return frames or (((metadata.source_file, metadata.source_line),) if metadata.source_file else ())
+        return self.frame_lines(metadata.stack_frame_id) or (
+            ((metadata.source_file, metadata.source_line),) if metadata.source_file else ()
+        )
 
-
-@dataclass(frozen=True, eq=False)
-class Frames:
-    """The table of stack frames that the instructions of a program share."""
-
-    files: tuple[str, ...]
-    locations: tuple[tuple[int, int], ...]
-    frames: tuple[tuple[int, int], ...]
-
-    def lines(self, frame: int) -> tuple[tuple[str, int], ...]:
-        """Returns the (file, line) of a frame and of its callers; empty for frame 0."""
-        lines: list[tuple[str, int]] = []
-        while 0 < frame <= len(self.frames) and len(lines) < 64:
-            location, frame = self.frames[frame - 1]
-            file, line = self.locations[location - 1]
-            lines.append((self.files[file - 1], line))
+    def frame_lines(self, frame_id: int) -> tuple[tuple[str, int], ...]:
+        """Returns the (file, line) of a stack frame and of its callers; empty for frame 0."""
+        table, lines = self.stack_frames, list[tuple[str, int]]()
+        while 0 < frame_id <= len(table.stack_frames) and len(lines) < 64:
+            frame = table.stack_frames[frame_id - 1]
+            location = table.file_locations[frame.file_location_id - 1]
+            lines.append((table.file_names[location.file_name_id - 1], location.line))
+            frame_id = frame.parent_frame_id
         return tuple(lines)
 
 
@@ -162,13 +155,7 @@ def read_module(data: bytes) -> Module:
     """
     message = parse_hlo(data)
     computations = {computation.id: computation for computation in map(_computation, message.computations)}
-    table = message.stack_frame_index
-    frames = Frames(
-        tuple(table.file_names),
-        tuple((location.file_name_id, location.line) for location in table.file_locations),
-        tuple((frame.file_location_id, frame.parent_frame_id) for frame in table.stack_frames),
-    )
-    return Module(computations[message.entry_computation_id], computations, frames)
+    return Module(computations[message.entry_computation_id], computations, message.stack_frame_index)
 
 
 def read_text(program: str) -> Module:

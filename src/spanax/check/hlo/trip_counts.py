@@ -4,6 +4,7 @@ TPU programs have no trip count annotations. A few integers control each loop; a
 """
 
 import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,28 +21,21 @@ Value = Any
 
 FORWARDING = frozenset({"copy", "bitcast", "reshape", "broadcast", "convert", "copy-done", "optimization-barrier"})
 BINARY: dict[str, Callable[[int, int], int | None]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
     "divide": lambda a, b: None if not b else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
     "remainder": lambda a, b: None if not b else abs(a) % abs(b) * (1 if a >= 0 else -1),
     "maximum": max,
     "minimum": min,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "shift-left": lambda a, b: a << b,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shift-left": operator.lshift,
     "shift-right-logical": lambda a, b: a >> b if a >= 0 else None,
-    "shift-right-arithmetic": lambda a, b: a >> b,
+    "shift-right-arithmetic": operator.rshift,
 }
-COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "EQ": lambda a, b: a == b,
-    "NE": lambda a, b: a != b,
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-}
+COMPARISONS = {name: getattr(operator, name.lower()) for name in ("EQ", "NE", "LT", "LE", "GT", "GE")}
 
 
 class Values:

@@ -146,7 +146,7 @@ def parity(
       (True, True)
     """
     if steps < 1:
-        raise SpanaxError(f"steps is {steps}; it must be at least 1.", fix="steps=3")
+        raise SpanaxError(f"steps is {steps}; it expects an integer >= 1.", fix="steps=3")
     batches = [example_batch(program, seed + index) if batch is None else batch(index) for index in range(steps)]
     planned, recorded, recorded_plan = _with_recorded_gradients(as_planned(program, plan), plan)
     single = start(recorded, _single_device_plan(recorded, plan), seed=seed, devices=devices and devices[:1])
