@@ -1,5 +1,6 @@
 """Versions and settings that the doctor must object to."""
 
+from email.message import Message
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,8 @@ GOOD = {"spanax": "0.1.0.dev0", "jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.
 
 def shelf(**changes: str | None) -> Installed:
     versions = {name.replace("_", "-"): version for name, version in (GOOD | changes).items() if version is not None}
-    metadata = {"Requires-Python": ">=3.11"}
+    metadata = Message()
+    metadata["Requires-Python"] = ">=3.11"
     return {
         name: SimpleNamespace(version=version, requires=NEEDS.get(name), metadata=metadata)  # type: ignore[misc]
         for name, version in versions.items()

@@ -43,7 +43,8 @@ def installed_packages() -> Installed:
 
 def python(installed: Installed, version: str = platform.python_version()) -> Verdict:
     """Checks that this Python is supported."""
-    supported = installed["spanax"].metadata.get("Requires-Python", "") if "spanax" in installed else ""
+    declared = installed["spanax"].metadata.get_all("Requires-Python") if "spanax" in installed else None
+    supported = declared[0] if declared else ""
     if SpecifierSet(supported).contains(version, prereleases=True):
         return Verdict("python", "ok", f"{version}, and {supported or 'any'} is supported")
     return Verdict(

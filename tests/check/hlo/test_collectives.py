@@ -11,7 +11,7 @@ import hlo_programs as text
 from spanax.check.hlo.collectives import Collective, collectives, totals
 from spanax.check.hlo.module import Module, read_module, read_text
 from spanax.check.hlo.replica_groups import axes_of, groups_of
-from spanax.check.lint.source_lines import OURS, user_line
+from spanax.check.hlo.source_lines import OURS, user_line
 from spanax.errors import DataError
 from spanax.hardware.mesh import MeshShape
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replica_groups import ReplicaGroups, axes_of
-from spanax.check.lint.source_lines import user_line
+from spanax.check.hlo.source_lines import user_line
 from spanax.hardware.mesh import MeshShape
 
 PASSES = (

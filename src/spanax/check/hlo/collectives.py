@@ -13,8 +13,8 @@ from spanax.check.hlo.module import Computation, Instruction, Module, Shape, rea
 from spanax.check.hlo.permute_chains import permute_chains
 from spanax.check.hlo.reduce_scatter import reduce_scatters
 from spanax.check.hlo.replica_groups import ReplicaGroups, across_slices, axes_of, groups_of
+from spanax.check.hlo.source_lines import user_line
 from spanax.check.hlo.trip_counts import Value, Values, trip_counts
-from spanax.check.lint.source_lines import user_line
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import share_of
 
