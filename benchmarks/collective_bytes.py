@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     wanted = args.presets.split(",") if args.presets else list(PRESETS)
     if not args.json:
-        print("| model | layout | inputs only: sent / held, KiB | by hand | Spanax | Spanax over by hand |")
+        print("| model | layout | inputs only: sent / memory, KiB | annotated | Spanax | Spanax / annotated |")
         print("|---|---|---|---|---|---|", flush=True)
     for name in args.workloads:
         for layout in (each for each in expert.WORKLOADS[name].presets if each in wanted):

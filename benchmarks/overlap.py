@@ -19,8 +19,8 @@ from spanax.check.compilers.compile import compile_for  # noqa: E402
 from spanax.check.compilers.lowered_step import lower  # noqa: E402
 from spanax.check.compilers.target import target_of  # noqa: E402
 from spanax.check.hlo.collectives import WINDOWED  # noqa: E402
-from spanax.check.hlo.module import Computation, Instruction, Module, program_of, read_module  # noqa: E402
-from spanax.check.hlo.protobuf import fields, messages, number, numbers, raw  # noqa: E402
+from spanax.check.hlo.messages import parse_hlo  # noqa: E402
+from spanax.check.hlo.module import Computation, Instruction, Module, read_module  # noqa: E402
 from spanax.hardware.flags import for_platform  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
 
@@ -45,11 +45,10 @@ SPARSE_CORES = (
 
 def in_schedule(module: Module, data: bytes) -> Iterator[tuple[Computation, list[Instruction]]]:
     """Every computation that has one, with its instructions in the order in which they run."""
-    for entry in messages(fields(raw(program_of(data), 7)), 1):
-        found = fields(entry)
-        computation = module.computations[number(found, 1)]
-        order = numbers(fields(raw(found, 2)), 1)
-        yield computation, [computation.instructions[one] for one in order if one in computation.instructions]
+    for sequence in parse_hlo(data).schedule.sequences:
+        computation = module.computations[sequence.key]
+        order = sequence.value.instruction_ids
+        yield computation, [computation.instructions[each] for each in order if each in computation.instructions]
 
 
 def contains(module: Module, one: Instruction, opcodes: tuple[str, ...]) -> Instruction | None:

@@ -98,6 +98,13 @@ def test_the_passes_alone_see_the_same_axes(layout: str, mesh: str) -> None:
     assert {one.runs for one in passes.collectives} > {1}, "loops are multiplied out"
 
 
+@pytest.mark.skipif(not is_available(), reason="this jaxlib does not provide the partitioner's passes")
+def test_the_passes_name_the_parameters_of_unsharded_results() -> None:
+    gathers = [move for move in report("fsdp", "fsdp=8", 1).collectives if move.kind == "all-gather"]
+    unsharded = [move for move in gathers if "shards" not in move.shapes]
+    assert {path for move in unsharded for path in move.tensors} >= {"blocks.up.kernel", "blocks.down.kernel"}
+
+
 def test_a_mesh_of_any_size_needs_no_device() -> None:
     machine = spanax.cluster("v5p:16x16x16")
     program = programs.workload("gpt-nano", batch_size=1024)

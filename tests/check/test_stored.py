@@ -16,8 +16,8 @@ import stored
 from spanax.check.compilers.target import platform_of
 from spanax.check.hlo.collectives import Collective, collectives, totals
 from spanax.check.hlo.flops import program_flops
+from spanax.check.hlo.messages import parse_hlo
 from spanax.check.hlo.module import Module, read_module, read_text
-from spanax.check.hlo.protobuf import fields, raw
 from spanax.check.hlo.tpu_tiles import padded_bytes
 from spanax.check.predictions import predictions
 
@@ -101,8 +101,8 @@ def test_text_is_read_as_the_serialized_program_is() -> None:
     from jaxlib import _hlo
 
     case = BY_NAME["v5e:2x4"]
-    message = raw(fields(gzip.decompress(case.path.read_bytes())), 1)  # as dumped: the program, and its buffers
-    written = _hlo.HloModule.from_serialized_hlo_module_proto(message).to_string()
+    message = parse_hlo(gzip.decompress(case.path.read_bytes()))
+    written = _hlo.HloModule.from_serialized_hlo_module_proto(message.SerializeToString()).to_string()
     mesh = spanax.MeshShape.of(case.mesh)
     assert totals(collectives(read_text(written), mesh)) == totals(found("v5e:2x4"))
 

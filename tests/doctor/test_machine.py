@@ -50,8 +50,8 @@ def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_good_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "SLOW_BYTES_PER_SECOND", 0.0)
-    monkeypatch.setitem(machine.PLENTY, "run folder", 0)
+    monkeypatch.setattr(machine, "MIN_BYTES_PER_SECOND", 0.0)
+    monkeypatch.setitem(machine.MIN_FREE, "run folder", 0)
     found = machine.disk("run folder", tmp_path / "runs" / "a")
     assert found.state == "ok" and "/s with fsync" in found.what and found.where == f"'{tmp_path}'"
     assert not list(tmp_path.iterdir())
@@ -74,7 +74,7 @@ def test_a_disk_with_little_room_few_files_or_slow(tmp_path: Path, monkeypatch: 
     changed["f_favail"] = 1 << 30
     monkeypatch.setattr(machine, "_written", lambda place: 2.0**20)
     found = machine.disk("run folder", tmp_path)
-    assert found.state == "warning" and "a checkpoint of 1 GiB takes 1024 s" in found.what
+    assert found.state == "warning" and "writing a checkpoint of 1 GiB takes 1024 s" in found.what
     assert machine.disk("temporary", tmp_path).state == "ok"
 
 
@@ -93,7 +93,7 @@ def test_a_disk_that_cannot_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("after", "is_synchronised", "state", "what"),
+    ("after", "is_synchronized", "state", "what"),
     [
         (Reading(102, 12), True, "ok", "steady, synchronized"),
         (Reading(102, 12), None, "ok", "synchronization unknown"),
@@ -102,15 +102,15 @@ def test_a_disk_that_cannot_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (Reading(72, 12), True, "warning", "set by -30.0 s"),
     ],
 )
-def test_clocks(after: Reading, is_synchronised: bool | None, state: str, what: str) -> None:
-    found = machine.clock(Reading(100, 10), after, is_synchronised)
+def test_clocks(after: Reading, is_synchronized: bool | None, state: str, what: str) -> None:
+    found = machine.clock(Reading(100, 10), after, is_synchronized)
     assert (found.state, bool(found.fix)) == (state, state != "ok") and what in found.what
 
 
 def test_this_clock_is_steady() -> None:
     before = Reading.now()
     assert machine.clock(before, Reading.now(), True).state == "ok"
-    assert machine.synchronised() in (True, False, None)
+    assert machine.is_clock_synchronized() in (True, False, None)
 
 
 @pytest.mark.parametrize(

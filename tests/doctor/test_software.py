@@ -1,33 +1,12 @@
 """Versions and settings that the doctor must object to."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from email.message import Message
+from types import SimpleNamespace
 
 import pytest
 
 from spanax.doctor import software
-from spanax.doctor.software import Installed
-
-
-@dataclass
-class Shelf:
-    """Packages that might be installed: name to version and requirements."""
-
-    versions: dict[str, str]
-    needs: dict[str, list[str]] = field(default_factory=dict)
-
-    def version(self, name: str) -> str | None:
-        return self.versions.get(name)
-
-    def requires(self, name: str) -> Sequence[str]:
-        return self.needs.get(name, [])
-
-    def python(self, name: str) -> str:
-        return ">=3.11"
-
-    def names(self) -> Sequence[str]:
-        return sorted(self.versions)
-
+from spanax.doctor.software import Installed, installed_packages
 
 NEEDS = {
     "spanax": ["jax<0.13,>=0.10.2", "flax>=0.12.8", 'libtpu>=0.0.51; extra == "tpu"'],
@@ -39,11 +18,17 @@ GOOD = {"spanax": "0.1.0.dev0", "jax": "0.10.2", "jaxlib": "0.10.2", "flax": "0.
 
 def shelf(**changes: str | None) -> Installed:
     versions = {name.replace("_", "-"): version for name, version in (GOOD | changes).items() if version is not None}
-    return Shelf(versions, NEEDS)  # type: ignore[return-value]
+    metadata = Message()
+    metadata["Requires-Python"] = ">=3.11"
+    return {
+        name: SimpleNamespace(version=version, requires=NEEDS.get(name), metadata=metadata)  # type: ignore[misc]
+        for name, version in versions.items()
+    }
 
 
 def test_this_environment_is_well() -> None:
-    found = [software.python(Installed()), software.packages(Installed()), software.plugins(Installed())]
+    installed = installed_packages()
+    found = [software.python(installed), software.packages(installed), software.plugins(installed)]
     assert [one.state for one in found] == ["ok"] * 3, found
     assert "jax 0.1" in found[1].what
 

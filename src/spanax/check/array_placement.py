@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from spanax.documents import parse_json
 from spanax.entries.folder import Folder
 from spanax.entries.names import PLACES, PLAN
@@ -98,25 +100,18 @@ def shards(leaf: Placement, mesh: MeshShape) -> list[Shard]:
       (0, 0) (4, 3) (0, 2)
       (0, 3) (4, 6) (1, 3)
     """
-    names = mesh.names
-    devices_by_part: dict[tuple[int, ...], list[int]] = {}
-    for device, position in enumerate(itertools.product(*(range(size) for _, size in mesh.axes))):
-        coordinates = dict(zip(names, position, strict=True))
-        parts = []
-        for by in leaf.spec:
-            part = 0
-            for axis in by:
-                part = part * dict(mesh.axes)[axis] + coordinates[axis]
-            parts.append(part)
-        devices_by_part.setdefault(tuple(parts), []).append(device)
+    sharding = [mesh.names.index(axis) for by in leaf.spec for axis in by]
+    replicating = [axis for axis in range(len(mesh.axes)) if axis not in sharding]
+    devices = np.arange(mesh.size).reshape([size for _, size in mesh.axes]).transpose(sharding + replicating)
     dims = [Parts(size, mesh.ways(by)) for size, by in zip(leaf.shape, leaf.spec, strict=True)]
+    slices = [
+        [(dim.first_layer(part), dim.first_layer(part + 1)) for part in range(mesh.ways(by))]
+        for dim, by in zip(dims, leaf.spec, strict=True)
+    ]
+    rows = devices.reshape(-1, copies(leaf, mesh)).tolist()
     return [
-        Shard(
-            tuple(partition.first_layer(part) for partition, part in zip(dims, parts, strict=True)),
-            tuple(partition.first_layer(part + 1) for partition, part in zip(dims, parts, strict=True)),
-            tuple(devices),
-        )
-        for parts, devices in sorted(devices_by_part.items())
+        Shard(tuple(start for start, _ in index), tuple(stop for _, stop in index), tuple(row))
+        for index, row in zip(itertools.product(*slices), rows, strict=True)
     ]
 
 

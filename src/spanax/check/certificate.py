@@ -2,15 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spanax.check.finding import Finding, Severity
-from spanax.check.report import VERSION, Report
+from spanax.check.report import Report, write_certificate
 from spanax.displays import display
 from spanax.documents import parse_json
-from spanax.errors import DataError, WriteError
+from spanax.errors import DataError
 from spanax.plan.plan import Plan
 from spanax.schema import parsed
 
@@ -41,8 +41,7 @@ class Certificate:
 
     def to_json(self) -> str:
         """Returns the certificate as JSON text, which `Certificate.from_json` and `Report.from_json` parse."""
-        fields: dict[str, Any] = {"version": VERSION, **asdict(self.report), "errors": self.report.errors}
-        fields["findings"] = [finding.to_json() for finding in self.findings]
+        fields = json.loads(self.report.to_json()) | {"findings": [finding.to_json() for finding in self.findings]}
         if self.plan is not None:
             fields["plan"] = json.loads(self.plan.to_json())
         return json.dumps(fields, indent=1) + "\n"
@@ -71,10 +70,7 @@ class Certificate:
         Raises:
           WriteError: it cannot be written.
         """
-        try:
-            Path(path).write_text(self.to_json())
-        except OSError as error:
-            raise WriteError(f"cannot write the certificate '{path}'.", where=error.strerror or str(error)) from None
+        write_certificate(path, self.to_json())
 
 
 def _finding(data: Mapping[str, Any]) -> Finding:

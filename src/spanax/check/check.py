@@ -34,16 +34,8 @@ MAX_SIMULATED = 1024
 
 WORD_BYTES = 4
 
-PACKAGES = {
-    "spanax": "spanax",
-    "jax": "jax",
-    "jaxlib": "jaxlib",
-    "flax": "flax",
-    "libtpu": "libtpu",
-    "jax-cuda12-plugin": "jax-cuda12-plugin",
-    "nvidia-cuda-nvcc-cu12": "nvidia-cuda-nvcc-cu12",
-}
-"""The packages that a report depends on, by the name in `Report.versions`."""
+PACKAGES = ("spanax", "jax", "jaxlib", "flax", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+"""The packages that a report depends on."""
 
 
 def check(
@@ -103,7 +95,7 @@ def check(
             where=f"mesh {plan.mesh}",
         )
     if not timeout > 0:
-        raise SpanaxError(f"--timeout is {timeout}; it takes seconds above 0.", fix=f"--timeout {TIMEOUT_SECONDS:g}")
+        raise SpanaxError(f"--timeout is {timeout}; it expects seconds > 0.", fix=f"--timeout {TIMEOUT_SECONDS:g}")
     chosen = highest_level(cluster) if level is None else level
     start = time.perf_counter()
     report = _static(program, plan, cluster, chosen)

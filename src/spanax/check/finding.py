@@ -52,7 +52,7 @@ class Finding:
     Attributes:
       code: a code such as `SPX001`, whose meaning never changes.
       severity: how severe the problem is.
-      path: the array, axis or flag; empty if the finding concerns the whole plan.
+      path: the array, axis or flag; empty for the plan as a whole.
       message: one line, with the values.
       fix: the nearest change that resolves it; empty if there is none.
       num_bytes: the bytes per device concerned, or 0.

@@ -15,45 +15,6 @@ def predictions(program: Program, plan: Plan, cluster: Cluster, *, adds_first: b
 
     Raises:
       SpanaxError: the plan was made for another program, or cannot be run.
-
-    Example:
-      >>> import jax, optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
-      ...     loss=lambda model, x: (model(x) ** 2).mean(),
-      ... )
-      >>> machine = spanax.cluster("cpu:8")
-      >>> figures = predictions(program, spanax.plan(program, machine, layout="data"), machine)
-      >>> figures.state_bytes == 16 * 32 * 4 + 4, figures.flops == 2 * 2 * 1 * 16 * 32
-      (True, True)
-      >>> figures.collectives["data"]["all-reduce"] >= 16 * 32 * 4
-      True
     """
     cost = evaluate(program, plan, cluster, adds_first=adds_first)
     return Figures(plan.state_bytes(), round(cost.peak_bytes), cost.matmul_flops, cost.collectives)
-
-
-def gathered_bytes(program: Program, plan: Plan, cluster: Cluster, path: str) -> dict[str, int]:
-    """Returns the bytes per device and step of the planned all-gathers of one parameter, by mesh axes.
-
-    Raises:
-      SpanaxError: the plan was made for another program, or cannot be run.
-
-    Example:
-      >>> import jax, optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(16, 32, use_bias=False, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
-      ...     loss=lambda model, x: (model(x) ** 2).mean(),
-      ... )
-      >>> machine = spanax.cluster("cpu:8")
-      >>> gathered_bytes(program, spanax.plan(program, machine, layout="fsdp"), machine, "kernel")
-      {'fsdp': 2048}
-    """
-    collectives = evaluate(program, plan, cluster).collectives_of(path)
-    return {axes: kinds["all-gather"] for axes, kinds in collectives.items() if "all-gather" in kinds}

@@ -169,10 +169,7 @@ class Report:
         Raises:
           WriteError: it cannot be written.
         """
-        try:
-            Path(path).write_text(self.to_json())
-        except OSError as error:
-            raise WriteError(f"cannot write the certificate '{path}'.", where=error.strerror or str(error)) from None
+        write_certificate(path, self.to_json())
 
     def as_cached(self) -> "Report":
         """Returns the report, marked as read from the cache."""
@@ -181,3 +178,15 @@ class Report:
 
 def _by_axes(collectives: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {axes: sum(kinds.values()) for axes, kinds in collectives.items()}
+
+
+def write_certificate(path: str | Path, text: str) -> None:
+    """Writes the JSON text of a report or certificate to a file.
+
+    Raises:
+      WriteError: it cannot be written.
+    """
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise WriteError(f"cannot write the certificate '{path}'.", where=error.strerror or str(error)) from None

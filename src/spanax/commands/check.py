@@ -94,8 +94,7 @@ def answer(command: CheckCommand, load: Load | None = None) -> Answer:
 
     from spanax.check.check import check
     from spanax.check.finding import most_severe_first
-    from spanax.check.lint.lint import lint, lint_profile, without_allowed
-    from spanax.check.lint.source_text import source_text
+    from spanax.check.lint.lint import lint, lint_profile, source_text, without_allowed
     from spanax.check.measure.profile import read_profile
     from spanax.run.distributed.devices import DEFAULT_SIMULATED, simulate
 

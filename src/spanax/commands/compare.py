@@ -94,7 +94,9 @@ def compared(
     program = workload.trace(learning_rate=rate, num_steps=steps, compute_dtype=command.dtype)
     search = layouts(program, here, mesh=mesh, top=command.top, every=command.all)
     show(start_text(search), True)
-    rows = compare(search, steps=command.steps, devices=devices, tell=lambda state: show(progress_text(state), False))
+    rows = compare(
+        search, steps=command.steps, devices=devices, on_progress=lambda state: show(progress_text(state), False)
+    )
     data = compared_json(search, rows) | {"workload": command.workload, "steps": command.steps}
     return compared_text(search, rows), data
 

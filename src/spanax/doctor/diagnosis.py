@@ -26,7 +26,7 @@ def diagnose(
     addresses = [address for address in hosts.split(",") if address.strip()]
     for address in addresses:
         network.parse_address(address, "--hosts")
-    reading, installed = machine.Reading.now(), software.Installed()
+    reading, installed = machine.Reading.now(), software.installed_packages()
     is_group = bool(addresses) or network.place(environ)[1] > 1
     verdicts = [
         software.python(installed),
@@ -44,7 +44,7 @@ def diagnose(
     ]
     group_verdict = network.group(environ, timeout)
     verdicts += [group_verdict] if group_verdict is not None else []
-    return [*verdicts, machine.clock(reading, machine.Reading.now(), machine.synchronised())]
+    return [*verdicts, machine.clock(reading, machine.Reading.now(), machine.is_clock_synchronized())]
 
 
 def _folders(out: Path, environ: Mapping[str, str]) -> dict[str, Path]:

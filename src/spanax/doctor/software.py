@@ -3,15 +3,18 @@
 import importlib.metadata
 import platform
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from spanax.doctor.verdict import Verdict
 
 THREADS = 16
 """Minimum NPROC for 8 simulated devices: with fewer threads XLA's CPU collectives deadlock (jax 0.10.2)."""
+
+PLUGIN = re.compile(r"jax-.*-(plugin|pjrt)")
 
 SLOW = {
     "JAX_DISABLE_JIT": "nothing is compiled",
@@ -20,49 +23,28 @@ SLOW = {
 }
 
 
-class Installed:
-    """Metadata of the installed packages.
+Installed = Mapping[str, importlib.metadata.Distribution]
+"""The installed packages by normalized name."""
+
+
+def installed_packages() -> Installed:
+    """Returns all packages that this Python can import.
 
     Example:
-      >>> Installed().version("jax") == importlib.metadata.version("jax"), Installed().version("no-such")
-      (True, None)
+      >>> installed_packages()["jax"].version == importlib.metadata.version("jax")
+      True
     """
-
-    def version(self, name: str) -> str | None:
-        """Returns the version of a package; None if it is not installed."""
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-    def requires(self, name: str) -> Sequence[str]:
-        """Returns the declared requirements of a package; empty if it is not installed."""
-        try:
-            return importlib.metadata.requires(name) or ()
-        except importlib.metadata.PackageNotFoundError:
-            return ()
-
-    def python(self, name: str) -> str:
-        """Returns the Python versions that a package supports; empty if it does not declare them."""
-        try:
-            return str((importlib.metadata.metadata(name).get_all("Requires-Python") or [""])[0])
-        except importlib.metadata.PackageNotFoundError:
-            return ""
-
-    def names(self) -> Sequence[str]:
-        """Returns the names of all packages."""
-        return sorted(
-            {
-                distribution.metadata["Name"]
-                for distribution in importlib.metadata.distributions()
-                if distribution.metadata["Name"]
-            }
-        )
+    packages: dict[str, importlib.metadata.Distribution] = {}
+    for distribution in importlib.metadata.distributions():
+        if name := distribution.metadata["Name"]:
+            packages.setdefault(canonicalize_name(name), distribution)  # the first one on the path is imported
+    return packages
 
 
 def python(installed: Installed, version: str = platform.python_version()) -> Verdict:
     """Checks that this Python is supported."""
-    supported = installed.python("spanax")
+    declared = installed["spanax"].metadata.get_all("Requires-Python") if "spanax" in installed else None
+    supported = declared[0] if declared else ""
     if SpecifierSet(supported).contains(version, prereleases=True):
         return Verdict("python", "ok", f"{version}, and {supported or 'any'} is supported")
     return Verdict(
@@ -72,21 +54,22 @@ def python(installed: Installed, version: str = platform.python_version()) -> Ve
 
 def packages(installed: Installed) -> Verdict:
     """Checks that Spanax's requirements, and those of its direct requirements, have compatible versions."""
-    if installed.version("spanax") is None:
+    if "spanax" not in installed:
         message = "spanax is not installed as a package, so versions cannot be checked."
         return Verdict("packages", "warning", message, fix="pip install spanax")
-    direct = [requirement.name for requirement in _requirements(installed, "spanax")]
+    direct = [canonicalize_name(requirement.name) for requirement in _requirements(installed, "spanax")]
     wrong, missing = [], set()
     for package in ("spanax", *direct):
         for requirement in _requirements(installed, package):
-            version = installed.version(requirement.name)
+            version = _version(installed, requirement.name)
             if version is None or not requirement.specifier.contains(version, prereleases=True):
                 wrong.append(
                     f"{package} needs {requirement.name}{requirement.specifier}, but {version or 'none'} is installed"
                 )
                 missing.add(f"'{requirement.name}{requirement.specifier}'")
     summary = ", ".join(
-        f"{name} {installed.version(name)}" for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+        f"{name} {_version(installed, name)}"
+        for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
     )
     if not wrong:
         return Verdict("packages", "ok", summary)
@@ -95,16 +78,14 @@ def packages(installed: Installed) -> Verdict:
 
 def plugins(installed: Installed) -> Verdict:
     """Checks that plugins for accelerators have the version of jaxlib, as they must."""
-    jaxlib = installed.version("jaxlib")
-    versions = {
-        name: installed.version(name) for name in installed.names() if re.fullmatch(r"jax-.*-(plugin|pjrt)", name)
-    }
+    jaxlib = _version(installed, "jaxlib")
+    versions = {name: installed[name].version for name in sorted(installed) if PLUGIN.fullmatch(name)}
     wrong = [f"{name} {version}" for name, version in versions.items() if version != jaxlib]
     if wrong:
         message, fix = f"{wrong[0]} is incompatible with jaxlib {jaxlib}.", [f"{name}=={jaxlib}" for name in versions]
         return Verdict("plugins", "problem", message, "; ".join(wrong[1:]), _install(fix))
     summary = [f"{name} {version}" for name, version in versions.items()]
-    if libtpu := installed.version("libtpu"):
+    if libtpu := _version(installed, "libtpu"):
         summary.append(f"libtpu {libtpu}")
     return Verdict("plugins", "ok", ", ".join(summary) or "none: JAX uses the CPU only")
 
@@ -133,13 +114,15 @@ def settings(environ: Mapping[str, str], *, is_group: bool) -> list[Verdict]:
 
 
 def _requirements(installed: Installed, package: str) -> list[Requirement]:
-    """Returns the requirements of a package on this platform, without its extras."""
-    parsed = [Requirement(text) for text in installed.requires(package)]
-    return [
-        requirement
-        for requirement in parsed
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    ]
+    """Returns the requirements of a package on this platform, without its extras; none if it is not installed."""
+    declared = (installed[package].requires or ()) if package in installed else ()
+    requirements = map(Requirement, declared)
+    return [entry for entry in requirements if entry.marker is None or entry.marker.evaluate({"extra": ""})]
 
 
-_install: Callable[[Sequence[str]], str] = lambda packages: f"pip install {' '.join(packages)}"  # noqa: E731
+def _version(installed: Installed, name: str) -> str | None:
+    return installed[canonicalize_name(name)].version if canonicalize_name(name) in installed else None
+
+
+def _install(packages: Sequence[str]) -> str:
+    return f"pip install {' '.join(packages)}"

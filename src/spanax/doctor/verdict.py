@@ -1,4 +1,4 @@
-"""Defines the result of a check: what was found, and what to do about it."""
+"""Defines the result of a check of the machine."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +14,8 @@ class Verdict:
       name: the subject, such as `disk` or `clock`.
       state: `problem` stops a run or loses work, `warning` slows it down or may do so later.
       what: one line, with values.
-      where: further values.
-      fix: what to do; empty if all is well.
+      where: additional values.
+      fix: the change that resolves a problem or warning; empty otherwise.
     """
 
     name: str

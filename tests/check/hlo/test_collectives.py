@@ -11,7 +11,7 @@ import hlo_programs as text
 from spanax.check.hlo.collectives import Collective, collectives, totals
 from spanax.check.hlo.module import Module, read_module, read_text
 from spanax.check.hlo.replica_groups import axes_of, groups_of
-from spanax.check.lint.source_lines import OURS, user_line
+from spanax.check.hlo.source_lines import OURS, user_line
 from spanax.errors import DataError
 from spanax.hardware.mesh import MeshShape
 
@@ -155,7 +155,7 @@ def test_lines_of_libraries_are_passed_over() -> None:
     assert user_line([(str(OURS / "run" / "replay.py"), 9), (mine, 2)]) == ""
 
 
-@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x7f", b"\x1b\x1b"])
+@pytest.mark.parametrize("data", [b"", b"\xff", b"\x0a\x7f", b"\x1b\x1b"])
 def test_other_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(DataError, match="not a serialized program"):
         read_module(data)

@@ -17,7 +17,8 @@ from spanax.check.hlo.flops import program_flops
 from spanax.check.hlo.module import read_module
 from spanax.check.hlo.replicated_tensors import ReplicatedTensor, replicated_tensors
 from spanax.check.lint.lint import lint
-from spanax.check.predictions import gathered_bytes, predictions
+from spanax.check.lint.subject import LintSubject
+from spanax.check.predictions import predictions
 from spanax.check.report import Figures, Report
 
 MACHINE = spanax.cluster("cpu:8")
@@ -101,9 +102,8 @@ def test_an_unplanned_gather_of_a_parameter_is_reported() -> None:
     )  # fmt: skip
     [said] = [one for one in lint(program, plan, MACHINE, told) if one.code in ("SPX012", "SPX016")]
     assert (said.code, said.path) == ("SPX012", "blocks.up.kernel") and "/home/me/model.py:7" in said.message
-    assert said.num_bytes == gather.num_bytes - gathered_bytes(program, plan, MACHINE, "blocks.up.kernel").get(
-        "model", 0
-    )
+    planned = LintSubject(program, plan, MACHINE).gathered_bytes("blocks.up.kernel", "model")
+    assert said.num_bytes == gather.num_bytes - planned
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp+tensor"])

@@ -141,7 +141,7 @@ def test_the_remaining_time_is_extrapolated_from_the_mean(monkeypatch: pytest.Mo
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(spanax.Run, "compile", compiled)
     monkeypatch.setattr(module, "_step_seconds", took)
-    compare(found(), steps=4, tell=seen.append)
+    compare(found(), steps=4, on_progress=seen.append)
     assert [(one.phase, one.done, one.total) for one in seen] == [
         ("compiled", 1, 3), ("compiled", 2, 3), ("compiled", 3, 3),
         ("step", 1, 4), ("step", 2, 4), ("step", 3, 4), ("step", 4, 4),
@@ -191,7 +191,7 @@ def test_the_choice_and_the_order_are_judged() -> None:
 
 def test_layouts_that_exceed_the_memory_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = found()
-    monkeypatch.setattr(module.os, "sysconf", lambda name: 200)
+    monkeypatch.setattr(module, "free_bytes", lambda: 40_000.0)
     with pytest.raises(SpanaxError, match=r"3 layouts need .* at once(.|\n)*--top 1"):
         compare(searched, steps=1)
 

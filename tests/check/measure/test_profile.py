@@ -12,14 +12,11 @@ import spanax
 from spanax import cli
 from spanax.check.measure.profile import (
     DEVICE_PLANE,
+    Timeline,
     _operation,
     _summary,
     _Trace,
-    difference,
-    length,
-    overlap,
     step_profile,
-    union,
 )
 from spanax.check.measure.profile_event import profile_event
 from spanax.errors import DataError, SpanaxError
@@ -152,16 +149,17 @@ def test_operations_are_recognized_on_every_platform() -> None:
     assert _operation(event("MemcpyH2D"), "Stream #15", plane, "jit_step") is None
 
 
-def test_spans_are_joined_cut_and_measured() -> None:
+def test_masks_of_a_timeline_are_sets_of_times() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
-        sets = [np.sort(rng.integers(0, 60, (12, 2)), axis=1) for _ in range(2)]
-        marked = [{at for start, end in spans for at in range(start, end)} for spans in sets]
-        first, second = (union(spans) for spans in sets)
-        assert length(first) == len(marked[0])
-        assert length(difference(first, second)) == len(marked[0] - marked[1])
-        assert overlap(first, second) == len(marked[0] & marked[1])
-    assert length(difference(union([]), union([(0, 1)]))) == 0 and length(difference(union([(0, 1)]), union([]))) == 1
+        spans = [[(int(a), int(b)) for a, b in np.sort(rng.integers(0, 60, (12, 2)), axis=1)] for _ in range(2)]
+        times = [{time for start, end in each for time in range(start, end)} for each in spans]
+        timeline = Timeline.of(spans[0] + spans[1])
+        first, second = map(timeline.mask, spans)
+        assert timeline.duration(first) == len(times[0])
+        assert timeline.duration(first & ~second) == len(times[0] - times[1])
+        assert timeline.duration(first & second) == len(times[0] & times[1])
+    assert timeline.duration(timeline.mask([])) == 0
 
 
 def test_a_missing_trace_raises(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_workload_that_cannot_be_reduced_raises() -> None:
 
     program = zoo_program("mlp")
     plan = planned(program, "data", "data=8")
-    with pytest.raises(SpanaxError, match="operations, and the limit is 10"):
+    with pytest.raises(SpanaxError, match="FLOPs, and the limit is 10"):
         shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, flops=10)
     with pytest.raises(SpanaxError, match="1 KiB are available"):
         shrink_to_fit(as_it_is, trace, program, plan, num_devices=8, memory_bytes=1024)

@@ -7,14 +7,15 @@ for them. XLA's later optimizations, such as combining collectives or hoisting t
 import functools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replica_groups import ReplicaGroups, axes_of
-from spanax.check.lint.source_lines import user_line
+from spanax.check.hlo.source_lines import user_line
 from spanax.hardware.mesh import MeshShape
 
 PASSES = (
@@ -24,23 +25,14 @@ PASSES = (
     "builtin.module(func.func(sdy-reshard-to-collectives))",
 )
 
-NAMES = {
-    "sdy.all_gather": ("all-gather", "gathering_axes"),
-    "sdy.all_reduce": ("all-reduce", "reduction_axes"),
-    "sdy.reduce_scatter": ("reduce-scatter", "reduce_scatter_axes"),
-    "sdy.all_to_all": ("all-to-all", "params"),
-    "sdy.collective_permute": ("collective-permute", ""),
+AXES_ATTRIBUTES = {
+    "all-gather": "gathering_axes",
+    "all-reduce": "reduction_axes",
+    "reduce-scatter": "reduce_scatter_axes",
+    "all-to-all": "params",
+    "collective-permute": "out_sharding",
 }
-"""Shardy's operations -> the kind of collective, and the attribute with its mesh axes."""
-
-MANUAL = {
-    "stablehlo.all_gather": "all-gather",
-    "stablehlo.all_reduce": "all-reduce",
-    "stablehlo.all_to_all": "all-to-all",
-    "stablehlo.collective_permute": "collective-permute",
-    "stablehlo.reduce_scatter": "reduce-scatter",
-}
-"""The operations inside a `shard_map`, with per-device shapes -> the kind of collective."""
+"""The attribute of Shardy's operation with the mesh axes of a collective."""
 
 _AXIS_REFERENCE = re.compile(r'axis_ref<name = "(\w+)">')
 _AXIS = re.compile(r'"(\w+)"(?::\((\d+)\)(\d+))?')
@@ -86,13 +78,17 @@ class _Collector:
         seen = set[Any]()
         for op in block.operations:
             name = _name(op)
-            if name in NAMES:
+            dialect, _, kind = name.replace("_", "-").partition(".")
+            if kind in AXES_ATTRIBUTES and dialect == "sdy":
                 key = (op.operands[0], name, str(op.results[0].type), str(op.attributes["out_sharding"]))
                 if key not in seen:
                     seen.add(key)
-                    yield from self._collectives(op, name, runs, is_counted)
-            elif name in MANUAL:
-                yield from self._manual(op, MANUAL[name], runs, is_counted)
+                    yield from self._collectives(op, kind, runs, is_counted)
+            elif kind in AXES_ATTRIBUTES:  # StableHLO inside a `shard_map`, with per-device shapes
+                groups = _groups(op, self.mesh)
+                names = axes_of(groups, dict(self.mesh.axes))
+                for result in op.results if names else ():
+                    yield _collective(op, kind, names, result, 1, len(groups[0]), runs, is_counted)
             elif name == "func.call":
                 called = self.functions[op.attributes["callee"].value]
                 yield from self.block(called.regions[0].blocks[0], runs, is_counted)
@@ -105,57 +101,40 @@ class _Collector:
                     for inner in region.blocks if name != "stablehlo.reduce" else ():
                         yield from self.block(inner, runs, is_counted)
 
-    def _collectives(self, op: Any, name: str, runs: int, is_counted: bool) -> Iterator[Collective]:
-        kind, attribute = NAMES[name]
-        out = str(op.attributes["out_sharding"])
-        axes = _axes(str(op.attributes[attribute])) if attribute else _axes(out)
-        result, out_axes = op.results[0], _axes(out)
-        sliced = _sliced_axes(op) if kind == "all-reduce" else set()
-        if axes and sliced == axes:
+    def _collectives(self, op: Any, kind: str, runs: int, is_counted: bool) -> Iterator[Collective]:
+        """Yields the collective of an operation of Shardy, whose result has a global shape, if it has mesh axes."""
+        axes, out_axes = (_axes(str(op.attributes[name])) for name in (AXES_ATTRIBUTES[kind], "out_sharding"))
+        is_sliced = kind == "all-reduce" and bool(axes) and _sliced_axes(op) == axes
+        if is_sliced:
             kind, out_axes = "reduce-scatter", out_axes | axes
         names = [axis for axis in self.mesh.names if axis in {entry[0] for entry in axes}]
-        if not names:
-            return
-        is_partial = any(entry[1] for entry in axes)
-        dtype, dims = _type(result.type)
-        num_bytes = _num_bytes(dtype, dims)
-        num_shards = _num_shards(out_axes, self.mesh)
-        yield Collective(
-            kind=kind,
-            axes="~" * is_partial + "+".join(names),
-            dtype=dtype,
-            shapes=f"{dtype}[{','.join(map(str, dims))}] in {num_shards} shards"
-            if num_shards > 1
-            else f"{dtype}{list(dims)}",
-            bytes_once=num_bytes // num_shards,
-            runs=runs,
-            group_size=_num_shards(axes, self.mesh),
-            name=name,
-            op_name=_op_name(str(op.location)),
-            source=_source(op),
-            written="all-reduce and a slice" if sliced == axes and axes else "",
-            is_counted=is_counted,
-        )
-
-    def _manual(self, op: Any, kind: str, runs: int, is_counted: bool) -> Iterator[Collective]:
-        """Yields the collectives of an operation inside a `shard_map`, whose results have per-device shapes."""
-        groups = _groups(op, self.mesh)
-        names = axes_of(groups, dict(self.mesh.axes))
-        for result in op.results if names else ():
-            dtype, dims = _type(result.type)
-            yield Collective(
-                kind=kind,
-                axes=names,
-                dtype=dtype,
-                shapes=f"{dtype}{list(dims)}",
-                bytes_once=_num_bytes(dtype, dims),
-                runs=runs,
-                group_size=len(groups[0]),
-                name=_name(op),
-                op_name=_op_name(str(op.location)),
-                source=_source(op),
-                is_counted=is_counted,
+        if names:
+            is_partial = any(entry[1] for entry in axes)
+            num_shards, group_size = _num_shards(out_axes, self.mesh), _num_shards(axes, self.mesh)
+            move = _collective(
+                op, kind, "~" * is_partial + "+".join(names), op.results[0], num_shards, group_size, runs, is_counted
             )
+            yield replace(move, written="all-reduce and a slice") if is_sliced else move
+
+
+def _collective(
+    op: Any, kind: str, axes: str, result: Any, num_shards: int, group_size: int, runs: int, is_counted: bool
+) -> Collective:
+    dtype, dims = _type(result.type)
+    shards = f" in {num_shards} shards" if num_shards > 1 else ""
+    return Collective(
+        kind=kind,
+        axes=axes,
+        dtype=dtype,
+        shapes=f"{dtype}[{','.join(map(str, dims))}]{shards}",
+        bytes_once=-(-math.prod(dims) * int((_BITS.search(dtype) or ["8"])[0]) // 8) // num_shards,
+        runs=runs,
+        group_size=group_size,
+        name=_name(op),
+        op_name=_op_name(str(op.location)),
+        source=user_line([(file, int(line)) for file, line in _LINE.findall(str(op.location))]),
+        is_counted=is_counted,
+    )
 
 
 def _groups(op: Any, mesh: MeshShape) -> ReplicaGroups:
@@ -170,14 +149,6 @@ def _groups(op: Any, mesh: MeshShape) -> ReplicaGroups:
     else:
         rows = np.asarray(groups)
     return tuple(map(tuple, rows.tolist()))
-
-
-def _source(op: Any) -> str:
-    return user_line([(file, int(line)) for file, line in _LINE.findall(str(op.location))])
-
-
-def _num_bytes(dtype: str, dims: Sequence[int]) -> int:
-    return -(-math.prod(dims) * int((_BITS.search(dtype) or ["8"])[0]) // 8)
 
 
 def _name(op: Any) -> str:

@@ -31,19 +31,6 @@ def annotated_program(program: Program, plan: Plan, devices: Sequence[Any]) -> s
 
     Raises:
       SpanaxError: the plan was made for another program, or there are too few devices.
-
-    Example:
-      >>> import jax, optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
-      ...     loss=lambda model, x: (model(x) ** 2).mean(),
-      ... )
-      >>> text = annotated_program(program, spanax.plan(program, spanax.cluster("cpu:8"), layout="fsdp"), jax.devices())
-      >>> [line for line in text.splitlines() if "kernel" in line][0]
-      '// kernel float32[16, 32] (-, fsdp): stored over fsdp'
     """
     program = as_planned(program, plan)
     run = Run(program, plan, plan.mesh.build(devices), [])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spanax.check.hlo.protobuf import fields
+from spanax.check.hlo.messages import parse_hlo
 from spanax.errors import DataError
 
 PASS = "spmd-partitioning"
@@ -128,9 +128,10 @@ def _dumped(folder: Path, early: str) -> bytes:
     for path in folder.glob(early):
         data = path.read_bytes()
         try:
-            return data if fields(data) else b""
+            parse_hlo(data)
         except DataError:
             return b""
+        return data
     return b""
 
 

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +37,12 @@ def put(key: str, report: Report) -> None:
     keep(_path(key), lambda file: file.write(report.to_json().encode()), None)
 
 
-def versions(names: Mapping[str, str]) -> dict[str, str]:
-    """Returns the versions of the installed packages, given the packages by display name."""
-    from importlib import metadata
-
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """Returns the versions of those packages that are installed."""
     installed = {}
-    for display_name, package in names.items():
-        try:
-            installed[display_name] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
     return installed
 
 

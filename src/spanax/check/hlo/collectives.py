@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape, read_module
 from spanax.check.hlo.permute_chains import permute_chains
-from spanax.check.hlo.protobuf import fields, messages, raw, text
 from spanax.check.hlo.reduce_scatter import reduce_scatters
 from spanax.check.hlo.replica_groups import ReplicaGroups, across_slices, axes_of, groups_of
+from spanax.check.hlo.source_lines import user_line
 from spanax.check.hlo.trip_counts import Value, Values, trip_counts
-from spanax.check.lint.source_lines import user_line
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.pipeline.ticks import share_of
 
@@ -162,8 +161,7 @@ class _Collector:
         if windowed:
             self._windowed(body, windowed[1], runs, is_counted)
         count, _ = trips or (1, None)
-        state = list(initial) if isinstance(initial, list) else None
-        parameters = [state] if state is not None else []
+        parameters = [list(initial)] if isinstance(initial, list) else []
         start = len(self.collectives)
         self._visit(body, runs * count, is_counted and trips is not None, parameters)
         if windowed:
@@ -181,15 +179,14 @@ class _Collector:
             size = len(ring[0]) if ring else 1
             part = _result(instruction)
             kind, factor = ("all-gather", size) if suffix == "ag" else ("reduce-scatter", 1)
-            self._append(
-                instruction, kind, part.num_bytes * factor, part, ring, runs, is_counted, "permutes around a matmul"
-            )
+            num_bytes = part.num_bytes * factor
+            self._append(instruction, kind, part, ring, runs, is_counted, "permutes around a matmul", num_bytes)
 
     def _add(self, computation: Computation, instruction: Instruction, kind: str, runs: int, is_counted: bool) -> None:
         if instruction.channel in self._started and not _starts(computation):
             return
         groups = groups_of(instruction)
-        result, written = _result(instruction), ""
+        result = _result(instruction)
         if kind == "collective-permute":
             if self._is_end_of_window(computation, instruction):
                 return
@@ -197,49 +194,40 @@ class _Collector:
         if kind == "all-reduce":
             summed, parts = reduce_scatters(self.module, computation, instruction, groups or self._all_partitions())
             for part, size in parts:
-                self._append(
-                    instruction, "reduce-scatter", size, part, groups, runs, is_counted, "all-reduce and a slice"
-                )
+                written = "all-reduce and a slice"
+                self._append(instruction, "reduce-scatter", part, groups, runs, is_counted, written, size)
             if not summed:
                 return
-            num_bytes = sum(shape.num_bytes for shape in summed)
             result = summed[0] if len(summed) == 1 else Shape("tuple", 0, parts=tuple(summed))
-            self._append(instruction, kind, num_bytes, result, groups, runs, is_counted, written)
-            return
-        self._append(instruction, kind, result.num_bytes, result, groups, runs, is_counted, written)
+        self._append(instruction, kind, result, groups, runs, is_counted)
 
     def _add_chained(self, instruction: Instruction, count: int, runs: int, is_counted: bool) -> None:
         """Adds the reduce-scatters of one shape that a chain of permutes implements, at its first permute."""
         ring, part = _connected(groups_of(instruction)), _result(instruction)
         for _ in range(count):
-            self._append(
-                instruction, "reduce-scatter", part.num_bytes, part, ring, runs, is_counted, "permutes around a matmul"
-            )
+            self._append(instruction, "reduce-scatter", part, ring, runs, is_counted, "permutes around a matmul")
 
     def _add_received(self, instruction: Instruction, runs: int, is_counted: bool) -> None:
         """Adds a collective between slices, which the runtime performs and the program only receives."""
-        attributes = fields(raw(instruction.fields, 68))
-        frontend_attributes = {text(fields(pair), 1): text(fields(pair), 2) for pair in messages(attributes, 1)}
-        kind = frontend_attributes.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
-        slices = re.match(r"\{([\d,]+)\}", frontend_attributes.get("_xla_megascale_target", ""))
+        attributes = {attribute.key: attribute.value for attribute in instruction.message.frontend_attributes.map}
+        kind = attributes.get("_xla_megascale_transfer_type", "").lower().replace("_", "-")
+        slices = re.match(r"\{([\d,]+)\}", attributes.get("_xla_megascale_target", ""))
         if not kind or slices is None:
             return
         groups = across_slices(self.mesh, len(slices[1].split(",")))
         part = instruction.shape.parts[0]
-        self._append(
-            instruction, kind, part.num_bytes, part, groups, runs, is_counted, "send and receive between slices"
-        )
+        self._append(instruction, kind, part, groups, runs, is_counted, "send and receive between slices")
 
     def _append(
         self,
         instruction: Instruction,
         kind: str,
-        num_bytes: int,
         shape: Shape,
         groups: ReplicaGroups,
         runs: int,
         is_counted: bool,
-        written: str,
+        written: str = "",
+        num_bytes: int | None = None,
     ) -> None:
         axes = axes_of(groups, self.sizes)
         if kind == "collective-permute":
@@ -247,20 +235,18 @@ class _Collector:
         if not axes:
             return  # groups of one device do not communicate
         dtypes = dict.fromkeys(part.dtype for part in (shape.parts or (shape,)))
-        size = len(groups[0]) if groups else self.mesh.size
-        line = user_line(self.module.lines_of(instruction))
         self.collectives.append(
             Collective(
                 kind=kind,
                 axes=axes,
                 dtype="+".join(dtypes),
                 shapes=str(shape),
-                bytes_once=num_bytes,
+                bytes_once=shape.num_bytes if num_bytes is None else num_bytes,
                 runs=runs,
-                group_size=size,
+                group_size=len(groups[0]) if groups else self.mesh.size,
                 name=instruction.name,
                 op_name=instruction.op_name,
-                source=line,
+                source=user_line(self.module.lines_of(instruction)),
                 written=written,
                 is_counted=is_counted,
             )

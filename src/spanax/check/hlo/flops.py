@@ -5,11 +5,12 @@ XLA's `cost_analysis` counts the body of a loop once, and is empty on GPUs.
 
 import json
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from spanax.check.hlo.module import Computation, Instruction, Module
-from spanax.check.hlo.protobuf import Fields, fields, messages, number, numbers, raw, signed
 from spanax.check.hlo.trip_counts import Value, Values, trip_counts
 from spanax.plan.pipeline.ticks import share_of
 
@@ -49,8 +50,8 @@ def _flops(module: Module, computation: Computation, parameters: list[Value], kn
                 active_ticks, ticks = share_of(instruction.op_name) if instruction.opcode == "conditional" else (1, 1)
                 total += known[called] / ticks * active_ticks
         elif instruction.opcode == "dot":
-            dims = fields(raw(instruction.fields, 30))
-            total += _matmul(computation, instruction, numbers(dims, 1))
+            contracting = instruction.message.dot_dimension_numbers.lhs_contracting_dimensions
+            total += _matmul(computation, instruction, contracting)
         elif instruction.opcode == "convolution" or instruction.target.startswith(CONVOLUTION):
             total += _convolution(computation, instruction)
         elif instruction.opcode == "custom-call" and instruction.target in GEMMS:
@@ -58,7 +59,7 @@ def _flops(module: Module, computation: Computation, parameters: list[Value], kn
     return total
 
 
-def _matmul(computation: Computation, instruction: Instruction, contracting: tuple[int, ...]) -> float:
+def _matmul(computation: Computation, instruction: Instruction, contracting: Iterable[int]) -> float:
     lhs = computation.instructions[instruction.operands[0]].shape.dims
     out = instruction.shape.parts[0].dims if instruction.shape.parts else instruction.shape.dims
     return 2.0 * math.prod(out) * math.prod(lhs[dim] for dim in contracting)
@@ -66,10 +67,10 @@ def _matmul(computation: Computation, instruction: Instruction, contracting: tup
 
 def _gemm(computation: Computation, instruction: Instruction) -> float:
     """Returns the FLOPs of a cuBLAS call, whose contracting dims are in its JSON backend config."""
-    config = json.loads(raw(instruction.fields, 43) or b"{}")
+    config = json.loads(instruction.message.backend_config or b"{}")
     gemm = config.get("gemm_backend_config", config)
     contracting = gemm.get("dot_dimension_numbers", {}).get("lhs_contracting_dimensions", [])
-    return _matmul(computation, instruction, tuple(int(dim) for dim in contracting))
+    return _matmul(computation, instruction, map(int, contracting))
 
 
 def _convolution(computation: Computation, instruction: Instruction) -> float:
@@ -85,18 +86,18 @@ def _convolution(computation: Computation, instruction: Instruction) -> float:
         lhs, out = result, first
     elif instruction.target == "__cudnn$convBackwardFilter":
         rhs, out = result, second
-    names = fields(raw(instruction.fields, 16))
-    dims = zip(numbers(names, 11), numbers(names, 6), numbers(names, 12), strict=True)
-    window = messages(fields(raw(instruction.fields, 15)), 1)
-    num_products = 1
-    for dim, (lhs_dim, rhs_dim, out_dim) in zip(window, dims, strict=True):
-        num_products *= _valid_positions(fields(dim), lhs[lhs_dim], rhs[rhs_dim], out[out_dim])
-    return 2.0 * out[number(names, 9)] * out[number(names, 10)] * rhs[number(names, 3)] * num_products
+    names = instruction.message.convolution_dimension_numbers
+    spatial = (names.input_spatial_dimensions, names.kernel_spatial_dimensions, names.output_spatial_dimensions)
+    num_products = out[names.output_batch_dimension] * out[names.output_feature_dimension]
+    num_products *= rhs[names.kernel_input_feature_dimension]
+    for dim, lhs_dim, rhs_dim, out_dim in zip(instruction.message.window.dimensions, *spatial, strict=True):
+        num_products *= _valid_positions(dim, lhs[lhs_dim], rhs[rhs_dim], out[out_dim])
+    return 2.0 * num_products
 
 
-def _valid_positions(dim: Fields, size: int, window: int, out: int) -> int:
+def _valid_positions(dim: Any, size: int, window: int, out: int) -> int:
     """Returns the number of (output, window position) pairs of a spatial dim that read an element of the input."""
-    stride, dilation, base_dilation = (number(dim, field, 1) or 1 for field in (2, 5, 6))
-    (low,) = signed((number(dim, 3),))
-    positions = np.arange(out)[:, None] * stride + np.arange(window)[None, :] * dilation - low
+    base_dilation = dim.base_dilation or 1
+    offsets = np.arange(window)[None, :] * (dim.window_dilation or 1) - dim.padding_low
+    positions = np.arange(out)[:, None] * (dim.stride or 1) + offsets
     return int(((positions >= 0) & (positions <= (size - 1) * base_dilation) & (positions % base_dilation == 0)).sum())

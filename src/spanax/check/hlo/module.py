@@ -1,14 +1,12 @@
-"""Parses a serialized HLO module into instructions, computations, shapes and source lines, without importing XLA.
-
-Source: field numbers of openxla/xla xla/service/hlo.proto and xla/xla_data.proto, which XLA keeps backward compatible.
-"""
+"""Parses a serialized HLO module into instructions, computations, shapes and source lines, without importing XLA."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from spanax.check.hlo.protobuf import Fields, fields, messages, number, numbers, raw, signed, text
+from spanax.check.hlo.messages import parse_hlo
 
 # PrimitiveType -> (name, bits of one element); tuples, tokens and opaque values have none.
 TYPES = {
@@ -67,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Instruction:
-    """An HLO instruction; `operands` are instruction ids, `called` computation ids, `fields` the protobuf fields."""
+    """An HLO instruction; `operands` are instruction ids, `called` computation ids, `message` has all fields."""
 
     id: int
     name: str
@@ -75,22 +73,22 @@ class Instruction:
     shape: Shape
     operands: tuple[int, ...]
     called: tuple[int, ...]
-    fields: Fields
+    message: Any
 
     @property
     def channel(self) -> int:
         """The channel id that connects the parts of a collective, or 0."""
-        return number(self.fields, 26)
+        return self.message.channel_id
 
     @property
     def op_name(self) -> str:
         """The JAX operation with its name stack."""
-        return text(fields(raw(self.fields, 7)), 2)
+        return self.message.metadata.op_name
 
     @property
     def target(self) -> str:
         """The target of a custom call."""
-        return text(self.fields, 28)
+        return self.message.custom_call_target
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,17 +113,16 @@ class Computation:
     def parameters(self) -> dict[int, Instruction]:
         """The parameters, by their index."""
         parameters = (instruction for instruction in self.instructions.values() if instruction.opcode == "parameter")
-        return {number(instruction.fields, 9): instruction for instruction in parameters}
+        return {instruction.message.parameter_number: instruction for instruction in parameters}
 
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A compiled program."""
+    """A compiled program; `stack_frames` is the table of stack frames that its instructions share."""
 
-    name: str
     entry: Computation
     computations: dict[int, Computation]
-    frames: "Frames"
+    stack_frames: Any
 
     def instructions(self) -> Iterator[Instruction]:
         """Yields the instructions of all computations."""
@@ -134,27 +131,19 @@ class Module:
 
     def lines_of(self, instruction: Instruction) -> tuple[tuple[str, int], ...]:
         """Returns the (file, line) frames of an instruction's source, innermost first."""
-        metadata = fields(raw(instruction.fields, 7))
-        frames = self.frames.lines(number(metadata, 15))
-        file = text(metadata, 3)
-        return frames or (((file, number(metadata, 4)),) if file else ())
+        metadata = instruction.message.metadata
+        return self.frame_lines(metadata.stack_frame_id) or (
+            ((metadata.source_file, metadata.source_line),) if metadata.source_file else ()
+        )
 
-
-@dataclass(frozen=True, eq=False)
-class Frames:
-    """The table of stack frames that the instructions of a program share."""
-
-    files: tuple[str, ...]
-    locations: tuple[tuple[int, int], ...]
-    frames: tuple[tuple[int, int], ...]
-
-    def lines(self, frame: int) -> tuple[tuple[str, int], ...]:
-        """Returns the (file, line) of a frame and of its callers; empty for frame 0."""
-        lines: list[tuple[str, int]] = []
-        while 0 < frame <= len(self.frames) and len(lines) < 64:
-            location, frame = self.frames[frame - 1]
-            file, line = self.locations[location - 1]
-            lines.append((self.files[file - 1], line))
+    def frame_lines(self, frame_id: int) -> tuple[tuple[str, int], ...]:
+        """Returns the (file, line) of a stack frame and of its callers; empty for frame 0."""
+        table, lines = self.stack_frames, list[tuple[str, int]]()
+        while 0 < frame_id <= len(table.stack_frames) and len(lines) < 64:
+            frame = table.stack_frames[frame_id - 1]
+            location = table.file_locations[frame.file_location_id - 1]
+            lines.append((table.file_names[location.file_name_id - 1], location.line))
+            frame_id = frame.parent_frame_id
         return tuple(lines)
 
 
@@ -164,17 +153,9 @@ def read_module(data: bytes) -> Module:
     Raises:
       DataError: the bytes are neither.
     """
-    message = program_of(data)
-    computations = {computation.id: computation for computation in map(_computation, messages(message, 3))}
-    return Module(text(message, 1), computations[number(message, 6)], computations, _frames(raw(message, 17)))
-
-
-def program_of(data: bytes) -> Fields:
-    """Returns the fields of an HloModuleProto, or of the module in an HloProto."""
-    message = fields(data)
-    if 2 not in message and 1 in message:  # no entry name, so this is an HloProto with module and buffer assignment
-        return fields(raw(message, 1))
-    return message
+    message = parse_hlo(data)
+    computations = {computation.id: computation for computation in map(_computation, message.computations)}
+    return Module(computations[message.entry_computation_id], computations, message.stack_frame_index)
 
 
 def read_text(program: str) -> Module:
@@ -188,53 +169,35 @@ def read_text(program: str) -> Module:
     return read_module(_hlo.hlo_module_from_text(program).as_serialized_hlo_module_proto())
 
 
-def shape_of(data: bytes) -> Shape:
-    """Parses a serialized ShapeProto."""
-    message = fields(data)
-    parts = tuple(map(shape_of, messages(message, 4)))
-    name, bits = TYPES.get(number(message, 2), ("tuple" if parts else "none", 0))
-    layout = fields(raw(message, 5))
-    tiles = tuple(numbers(fields(tile), 1) for tile in messages(layout, 6))
-    return Shape(name, bits, numbers(message, 3), numbers(layout, 1), tiles, parts)
+def _shape(message: Any) -> Shape:
+    parts = tuple(map(_shape, message.tuple_shapes))
+    name, bits = TYPES.get(message.element_type, ("tuple" if parts else "none", 0))
+    tiles = tuple(tuple(tile.dimensions) for tile in message.layout.tiles)
+    return Shape(name, bits, tuple(message.dimensions), tuple(message.layout.minor_to_major), tiles, parts)
 
 
-def _computation(data: bytes) -> Computation:
-    message = fields(data)
-    instructions = [_instruction(entry) for entry in messages(message, 2)]
-    return Computation(
-        number(message, 5), text(message, 1), number(message, 6), {entry.id: entry for entry in instructions}
-    )
+def _computation(message: Any) -> Computation:
+    instructions = {entry.id: _instruction(entry) for entry in message.instructions}
+    return Computation(message.id, message.name, message.root_id, instructions)
 
 
-def _instruction(data: bytes) -> Instruction:
-    message = fields(data)
+def _instruction(message: Any) -> Instruction:
     return Instruction(
-        id=number(message, 35),
-        name=text(message, 1),
-        opcode=text(message, 2),
-        shape=shape_of(raw(message, 3)),
-        operands=numbers(message, 36),
-        called=numbers(message, 38),
-        fields=message,
+        id=message.id,
+        name=message.name,
+        opcode=message.opcode,
+        shape=_shape(message.shape),
+        operands=tuple(message.operand_ids),
+        called=tuple(message.called_computation_ids),
+        message=message,
     )
-
-
-def _frames(data: bytes) -> Frames:
-    message = fields(data)
-    files = tuple(entry.decode("utf-8", "replace") for entry in messages(message, 1))
-    locations = tuple((number(fields(entry), 1), number(fields(entry), 3)) for entry in messages(message, 3))
-    frames = tuple((number(fields(entry), 1), number(fields(entry), 2)) for entry in messages(message, 4))
-    return Frames(files, locations, frames)
 
 
 def integers(instruction: Instruction) -> tuple[int, ...] | None:
     """Returns the elements of an integer or boolean constant; None for other constants."""
-    literal = fields(raw(instruction.fields, 8))
-    for field in (2, 4, 5, 6, 7):
-        if field in literal:
-            return signed(numbers(literal, field))
-    packed = raw(literal, 15) or raw(literal, 3)
-    if packed:
-        return tuple(packed)
+    literal = instruction.message.literal
+    for elements in (literal.preds, literal.s32s, literal.s64s, literal.u32s, literal.u64s, literal.s8s, literal.u8s):
+        if elements:
+            return tuple(map(int, elements))
     is_integer = instruction.shape.dtype[:1] in ("s", "u", "p")
     return (0,) * math.prod(instruction.shape.dims) if is_integer else None

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 
 from spanax.check.hlo.module import Computation, Instruction, Module, Shape
-from spanax.check.hlo.protobuf import number
 from spanax.check.hlo.replica_groups import ReplicaGroups
 from spanax.check.hlo.trip_counts import Values
 
@@ -40,7 +39,7 @@ def _final_users(computation: Computation, instruction: Instruction, part: int |
         yield None
     for user in users:
         if part is not None and user.opcode == "get-tuple-element":
-            if number(user.fields, 13) == part:
+            if user.message.tuple_index == part:
                 yield from _final_users(computation, user, None)
         elif user.opcode == "all-reduce-done":
             yield from _final_users(computation, user, part)

@@ -8,11 +8,11 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from spanax.check.hlo.module import Instruction
-from spanax.check.hlo.protobuf import Fields, fields, messages, number, numbers, raw
 from spanax.hardware.mesh import MeshShape
 
 ReplicaGroups = tuple[tuple[int, ...], ...]
@@ -20,25 +20,22 @@ ReplicaGroups = tuple[tuple[int, ...], ...]
 
 def groups_of(instruction: Instruction) -> ReplicaGroups:
     """Returns the replica groups; empty for one group of all partitions. Of a permute, the (source, target) pairs."""
-    message = instruction.fields
-    if 52 in message:
-        return tuple((number(fields(pair), 1), number(fields(pair), 2)) for pair in messages(message, 52))
-    if 93 in message:
-        return _mesh_groups(fields(raw(message, 93)))
-    if 92 in message:
-        return _iota_groups(fields(raw(message, 92)))
-    listed = fields(raw(message, 87))
-    if 2 in listed:
-        return _iota_groups(fields(raw(listed, 2)))
-    encoded = messages(listed, 1) or messages(message, 49)
-    return tuple(numbers(fields(group), 1) for group in encoded)
+    message = instruction.message
+    if message.source_target_pairs:
+        return tuple((pair.source, pair.target) for pair in message.source_target_pairs)
+    if message.HasField("mesh_axes_replica_groups"):
+        return _mesh_groups(message.mesh_axes_replica_groups)
+    for parent in (message, message.collective_device_list):
+        if parent.HasField("iota_replica_groups"):
+            return _iota_groups(parent.iota_replica_groups)
+    groups = message.collective_device_list.replica_groups or message.replica_groups
+    return tuple(tuple(group.replica_ids) for group in groups)
 
 
-def _iota_groups(message: Fields) -> ReplicaGroups:
+def _iota_groups(message: Any) -> ReplicaGroups:
     """Decodes iota groups, `[groups,size]<=[dims]T(order)`."""
-    ids = _iota(numbers(message, 3), numbers(message, 4))
-    rows = ids.reshape(number(message, 1), number(message, 2)).tolist()
-    return tuple(map(tuple, rows))
+    ids = _iota(message.iota_reshape_dims, message.iota_transpose_perm)
+    return tuple(map(tuple, ids.reshape(message.num_replica_groups, message.num_devices_per_group).tolist()))
 
 
 def _iota(dims: Sequence[int], order: Sequence[int]) -> np.ndarray:
@@ -46,19 +43,17 @@ def _iota(dims: Sequence[int], order: Sequence[int]) -> np.ndarray:
     return ids.transpose(order) if order else ids
 
 
-def _mesh_groups(message: Fields) -> ReplicaGroups:
+def _mesh_groups(message: Any) -> ReplicaGroups:
     """Decodes groups along axes, or sub-axes (outer, size), of a mesh in the instruction."""
-    mesh = fields(raw(message, 1))
-    sizes = [number(fields(axis), 2) for axis in messages(mesh, 1)]
-    ids = numbers(mesh, 2)
-    if not ids and 3 in mesh:
-        iota = fields(raw(mesh, 3))
-        ids = tuple(_iota(numbers(iota, 1), numbers(iota, 2)).ravel().tolist())
+    mesh = message.mesh
+    sizes = [axis.size for axis in mesh.axes]
+    ids = tuple(mesh.device_ids)
+    if not ids and mesh.HasField("iota"):
+        ids = tuple(_iota(mesh.iota.reshape_dims, mesh.iota.transpose_perm).ravel().tolist())
     sub_axes: dict[int, tuple[int, int]] = {}
-    for reference in map(fields, messages(message, 2)):
-        axis = number(reference, 1)
-        part = fields(raw(reference, 2))
-        sub_axes[axis] = (number(part, 1), number(part, 2)) if part else (1, sizes[axis])
+    for reference in message.axes:
+        axis, part = reference.mesh_axis_index, reference.sub_axis
+        sub_axes[axis] = (part.pre_size, part.size) if reference.HasField("sub_axis") else (1, sizes[axis])
     groups = defaultdict[tuple[int, ...], list[int]](list)
     coordinates = itertools.product(*map(range, sizes))
     for coordinate, partition in zip(coordinates, ids or range(math.prod(sizes)), strict=True):

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spanax.check.hlo.module import Module
-from spanax.check.lint.source_lines import user_line
+from spanax.check.hlo.module import TYPES, Module
+from spanax.check.hlo.source_lines import user_line
 
 WARNING = re.compile(
     r"\[SPMD\] Involuntary full rematerialization\. The compiler cannot go from sharding (?P<before>\{.*?\}) "
@@ -15,6 +15,9 @@ WARNING = re.compile(
     re.MULTILINE | re.IGNORECASE,
 )
 """Source: openxla/xla xla/service/spmd/spmd_partitioner.cc, as jaxlib 0.10.2 and 0.12.0.1 print it."""
+
+BITS = dict(TYPES.values())
+"""The bits of an element, by dtype."""
 
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
@@ -78,7 +81,7 @@ def _tensor(match: re.Match[str], module: Module | None) -> ReplicatedTensor:
         shape=f"{match['dtype']}[{','.join(map(str, sizes))}]",
         before=match["before"],
         after=match["after"],
-        num_bytes=math.ceil(math.prod(sizes) * _bits(match["dtype"]) / 8),
+        num_bytes=math.ceil(math.prod(sizes) * BITS[match["dtype"]] / 8),
         op_name=op_name[1] if op_name else "",
         source=user_line(list(_lines(match[0], module))),
     )
@@ -97,14 +100,9 @@ def _num_shards(sharding: str, num_dims: int) -> list[int]:
     return (counts + [1] * num_dims)[:num_dims]
 
 
-def _bits(dtype: str) -> int:
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8
-
-
 def _lines(message: str, module: Module | None) -> Iterator[tuple[str, int]]:
     frame, file = _FRAME.search(message), _FILE.search(message)
     if frame and module is not None:
-        yield from module.frames.lines(int(frame[1]))
+        yield from module.frame_lines(int(frame[1]))
     elif file:
         yield file[1], int(file[2])

@@ -3,12 +3,13 @@
 TPU programs have no trip count annotations. A few integers control each loop; all other values are unknown (None).
 """
 
+import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from spanax.check.hlo.module import Computation, Instruction, Module, integers
-from spanax.check.hlo.protobuf import number, numbers, raw, text
 
 MAX_TRIPS = 100_000
 """The interpreter gives up on loops with more iterations."""
@@ -20,28 +21,21 @@ Value = Any
 
 FORWARDING = frozenset({"copy", "bitcast", "reshape", "broadcast", "convert", "copy-done", "optimization-barrier"})
 BINARY: dict[str, Callable[[int, int], int | None]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
     "divide": lambda a, b: None if not b else abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
     "remainder": lambda a, b: None if not b else abs(a) % abs(b) * (1 if a >= 0 else -1),
     "maximum": max,
     "minimum": min,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "shift-left": lambda a, b: a << b,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "shift-left": operator.lshift,
     "shift-right-logical": lambda a, b: a >> b if a >= 0 else None,
-    "shift-right-arithmetic": lambda a, b: a >> b,
+    "shift-right-arithmetic": operator.rshift,
 }
-COMPARISONS: dict[str, Callable[[int, int], bool]] = {
-    "EQ": lambda a, b: a == b,
-    "NE": lambda a, b: a != b,
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-}
+COMPARISONS = {name: getattr(operator, name.lower()) for name in ("EQ", "NE", "LT", "LE", "GT", "GE")}
 
 
 class Values:
@@ -79,7 +73,7 @@ class Values:
     def _evaluate(self, instruction: Instruction) -> Value:
         opcode, operands = instruction.opcode, [self._known.get(operand) for operand in instruction.operands]
         if opcode == "parameter":
-            index = number(instruction.fields, 9)
+            index = instruction.message.parameter_number
             return self._parameters[index] if index < len(self._parameters) else None
         if opcode == "constant":
             constant = integers(instruction) if not instruction.shape.parts else None
@@ -89,7 +83,7 @@ class Values:
         if opcode == "tuple":
             return operands
         if opcode == "get-tuple-element":
-            return operands[0][number(instruction.fields, 13)] if isinstance(operands[0], list) else None
+            return operands[0][instruction.message.tuple_index] if isinstance(operands[0], list) else None
         if opcode in FORWARDING:
             return _as_shaped(operands[0], instruction)
         if opcode in ("fusion", "call"):
@@ -102,9 +96,8 @@ class Values:
 
 def trip_counts(module: Module, loop: Instruction, initial: Value) -> tuple[int, Value] | None:
     """Returns the trip count and the result of a loop, given its initial state; None if unknown."""
-    config = raw(loop.fields, 43)
     count, final = _interpret(module, loop, initial, None)
-    known = _KNOWN.search(config)
+    known = _KNOWN.search(loop.message.backend_config)
     if known:
         return int(known[1]), final
     return None if count is None else (count, final)
@@ -163,7 +156,7 @@ def _dependencies(computation: Computation, ends: Sequence[int]) -> set[int]:
         if instruction.opcode == "get-tuple-element":
             source = computation.instructions[instruction.operands[0]]
             if source.opcode == "parameter":
-                indices.add(number(instruction.fields, 13))
+                indices.add(instruction.message.tuple_index)
                 continue
         stack += instruction.operands
     return indices
@@ -171,18 +164,23 @@ def _dependencies(computation: Computation, ends: Sequence[int]) -> set[int]:
 
 def _as_shaped(value: Value, instruction: Instruction) -> Value:
     """Returns a scalar or array value in the shape of the instruction that forwards it; None if they do not match."""
+    shape = instruction.shape
     if isinstance(value, tuple):
-        if not instruction.shape.dims:
+        if not shape.dims:
             return value[0] if len(value) == 1 else None
-        return value if len(value) == _size(instruction) else None
-    return value if not instruction.shape.dims or instruction.shape.parts or _size(instruction) == 1 else None
+        return value if len(value) == math.prod(shape.dims) else None
+    return value if shape.parts or math.prod(shape.dims) == 1 else None
 
 
 def _arithmetic(instruction: Instruction, operands: list[Value]) -> Value:
     scalars = [value[0] if isinstance(value, tuple) and len(value) == 1 else value for value in operands]
     if instruction.opcode == "dynamic-slice":
         array, index = operands[0], scalars[1]
-        if not isinstance(array, tuple) or not isinstance(index, int) or numbers(instruction.fields, 20) != (1,):
+        if (
+            not isinstance(array, tuple)
+            or not isinstance(index, int)
+            or list(instruction.message.dynamic_slice_sizes) != [1]
+        ):
             return None
         return array[max(0, min(index, len(array) - 1))]
     if any(not isinstance(value, int) for value in scalars):
@@ -192,16 +190,9 @@ def _arithmetic(instruction: Instruction, operands: list[Value]) -> Value:
     if instruction.opcode in BINARY:
         return BINARY[instruction.opcode](scalars[0], scalars[1])
     if instruction.opcode == "compare":
-        return int(COMPARISONS[text(instruction.fields, 63)](scalars[0], scalars[1]))
+        return int(COMPARISONS[instruction.message.comparison_direction](scalars[0], scalars[1]))
     if instruction.opcode == "select":
         return scalars[1 if scalars[0] else 2]
     if instruction.opcode == "not":
         return int(not scalars[0]) if instruction.shape.dtype == "pred" else ~scalars[0]
     return -scalars[0] if instruction.opcode == "negate" else None
-
-
-def _size(instruction: Instruction) -> int:
-    size = 1
-    for dim in instruction.shape.dims:
-        size *= dim
-    return size

@@ -6,7 +6,6 @@ from spanax.check.hlo.collectives import Collective
 from spanax.check.hlo.replicated_tensors import ReplicatedTensor
 from spanax.check.lint.message import Message
 from spanax.check.lint.subject import LintSubject
-from spanax.check.predictions import gathered_bytes
 from spanax.check.report import Report
 from spanax.units import bytes_text
 
@@ -105,8 +104,7 @@ def _unplanned_gathers(subject: LintSubject, report: Report) -> Iterator[tuple[l
     for (axes, paths), gathers in groups.items():
         num_bytes = sum(gather.num_bytes for gather in gathers)
         if num_bytes > MIN_EXCESS_BYTES:
-            gathered = (gathered_bytes(subject.program, subject.plan, subject.cluster, path) for path in paths)
-            planned = sum(by_axes.get(axes, 0) for by_axes in gathered)
+            planned = sum(subject.gathered_bytes(path, axes) for path in paths)
             if num_bytes - planned > max(MIN_EXCESS_BYTES, MIN_EXCESS * planned):
                 yield gathers, num_bytes, planned
 

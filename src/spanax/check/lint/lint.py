@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from spanax.check.finding import Finding, Severity, most_severe_first
@@ -164,6 +165,17 @@ def without_allowed(findings: Sequence[Finding], text: str, allow: Sequence[str]
                 raise SpanaxError(f"{source} allows {code}, but there is no such rule.", fix=nearest(code, known))
     allowed = {*by_comment, *by_plan}
     return [finding for finding in findings if not {(finding.code, ""), (finding.code, finding.path)} & allowed]
+
+
+def source_text(workload: str) -> str:
+    """Returns the text of the file that defines a workload, whose comments may allow findings; else empty.
+
+    Example:
+      >>> source_text("gpt2")
+      ''
+    """
+    path = Path(workload.partition(":")[0])
+    return path.read_text() if path.suffix == ".py" and path.is_file() else ""
 
 
 def rules_page() -> str:

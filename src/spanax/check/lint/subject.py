@@ -9,7 +9,7 @@ from spanax.displays import display
 from spanax.errors import NoLayoutError
 from spanax.hardware.cluster import Cluster
 from spanax.plan.candidate import Candidate
-from spanax.plan.evaluate import evaluate
+from spanax.plan.evaluate import Evaluation, evaluate
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
 from spanax.plan.sharding.place import resolver_of
@@ -36,9 +36,18 @@ class LintSubject:
         return flaws(self.program.step, self.program.leaves, has_loss=self.program.evaluation is not None)
 
     @cached_property
+    def cost(self) -> Evaluation:
+        """The predicted cost of the plan."""
+        return evaluate(self.program, self.plan, self.cluster)
+
+    @property
     def candidate(self) -> Candidate:
-        """The plan with its predicted cost."""
-        return evaluate(self.program, self.plan, self.cluster).candidate
+        """The plan as a priced layout."""
+        return self.cost.candidate
+
+    def gathered_bytes(self, path: str, axes: str) -> int:
+        """Returns the bytes per device and step of the planned all-gathers of one parameter over mesh axes."""
+        return self.cost.collectives_of(path).get(axes, {}).get("all-gather", 0)
 
     @cached_property
     def alternatives(self) -> tuple[Candidate, ...]:

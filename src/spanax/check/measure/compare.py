@@ -1,6 +1,5 @@
 """Runs layouts in turn on the available devices and compares their step times with the predictions."""
 
-import os
 import random
 import statistics
 import time
@@ -13,6 +12,7 @@ import numpy as np
 
 from spanax.check.hlo.collectives import collectives, totals
 from spanax.check.parity.example_batches import example_batch
+from spanax.check.parity.shrink import free_bytes
 from spanax.errors import SpanaxError
 from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
@@ -165,7 +165,7 @@ def compare(
     steps: int = 10,
     devices: Sequence[Any] | None = None,
     seed: int = 0,
-    tell: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> tuple[Compared, ...]:
     """Runs all candidates of a search in rounds of one step each, and returns them fastest first.
 
@@ -177,7 +177,7 @@ def compare(
       steps: the number of timed steps per layout.
       devices: the devices; by default, all devices of this process.
       seed: the seed of the parameters, the batch and the order.
-      tell: called after each compilation and after each round of steps.
+      on_progress: called after each compilation and after each round of steps.
 
     Raises:
       SpanaxError: `steps` is less than 1, or the layouts do not fit in memory at the same time.
@@ -196,12 +196,12 @@ def compare(
       (['fsdp'], 1.0)
     """
     if steps < 1:
-        raise SpanaxError(f"--steps is {steps}; it takes a whole number from 1.", fix="--steps 10")
+        raise SpanaxError(f"--steps is {steps}; it expects an integer >= 1.", fix="--steps 10")
     program = next(iter(search_result.programs.values()))
     plans = [plan_of(search_result, candidate) for candidate in search_result.candidates]
     _check_memory(plans)
     batch = example_batch(program, seed)
-    runs, compiled = _started_runs(program, plans, devices, seed, batch, steps, tell)
+    runs, compiled = _started_runs(program, plans, devices, seed, batch, steps, on_progress)
     seconds, core_seconds = ([list[float]() for _ in runs] for _ in range(2))
     order, started = list(range(len(runs))), time.monotonic()
     for step in range(1, steps + 1):
@@ -211,7 +211,7 @@ def compare(
             seconds[index].append(_step_seconds(runs[index], batch))
             core_seconds[index].append(time.process_time() - start)
         seconds_left = (time.monotonic() - started) / step * (steps - step)
-        tell(Progress("step", step, steps, plans[-1].layout.name, seconds_left))
+        on_progress(Progress("step", step, steps, plans[-1].layout.name, seconds_left))
     best = min(range(len(runs)), key=lambda index: statistics.median(seconds[index]))
     rows = []
     for index, candidate in enumerate(search_result.candidates):
@@ -246,7 +246,7 @@ def _started_runs(
     seed: int,
     batch: Any,
     steps: int,
-    tell: Callable[[Progress], None],
+    on_progress: Callable[[Progress], None],
 ) -> tuple[list[Run], list[Any]]:
     """Returns the runs of all plans, with the same initial parameters and after `WARM_UP` steps, and their programs."""
     runs: list[Run] = []
@@ -268,7 +268,7 @@ def _started_runs(
         runs.append(run)
         mean = (time.monotonic() - started) / count
         seconds_left = mean * (len(plans) - count) + step_seconds / count / WARM_UP * len(plans) * steps
-        tell(Progress("compiled", count, len(plans), f"{plan.layout.name} on {plan.mesh}", seconds_left))
+        on_progress(Progress("compiled", count, len(plans), f"{plan.layout.name} on {plan.mesh}", seconds_left))
     return runs, compiled
 
 
@@ -290,7 +290,7 @@ def _check_memory(plans: Sequence[Plan]) -> None:
     if jax.devices()[0].platform != "cpu":
         return
     needed = sum(plan.mesh.size * plan.state_bytes() for plan in plans)
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    free = free_bytes()
     if needed > free / 2:
         raise SpanaxError(
             f"{len(plans)} layouts need {bytes_text(needed)} at once, but {bytes_text(free)} are available.",

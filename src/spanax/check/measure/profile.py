@@ -1,11 +1,13 @@
 """Summarizes a trace of JAX's profiler: the time per step for computation, communication, input and host."""
 
+import functools
+import itertools
 import json
 import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,8 @@ OPERATION_LINES = ("XLA Ops", "Async XLA Ops")
 MAX_OPERATIONS = 12
 """The number of operations in a summary."""
 
-Spans = np.ndarray
-"""Disjoint intervals in ascending order: rows of (start, end) in nanoseconds."""
+Span = tuple[float, float]
+"""Start and end in nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -172,14 +174,14 @@ class _Trace:
     """Operations by device, as (name, start, end), and host annotations by name, in nanoseconds."""
 
     operations: dict[int, list[tuple[str, float, float]]]
-    marks: dict[str, list[tuple[float, float]]]
+    marks: dict[str, list[Span]]
 
 
 def _read_trace(files: list[Path], module: str) -> _Trace:
     from jax.profiler import ProfileData
 
     operations: dict[int, list[tuple[str, float, float]]] = {}
-    marks: dict[str, list[tuple[float, float]]] = {WINDOW: [], INPUT: [], STEP: []}
+    marks: dict[str, list[Span]] = {WINDOW: [], INPUT: [], STEP: []}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # from the types of JAX's own bindings
         for file in files:
@@ -214,33 +216,35 @@ def _operation(event: Any, line: str, on_device: re.Match[str] | None, module: s
 
 
 def _summary(trace: _Trace, axes: Mapping[str, str]) -> StepProfile:
-    window = union(trace.marks[WINDOW][:1])
     num_steps = max(1, len(trace.marks[STEP]))
     leaves = {device: [op for op in ops if not CONTAINERS.match(op[0])] for device, ops in trace.operations.items()}
-    busy_anywhere = union(span for ops in leaves.values() for _, *span in ops)
-    idle_everywhere = difference(window, busy_anywhere)
-    input_wait = overlap(idle_everywhere, union(trace.marks[INPUT]))
+    spans = {device: [(start, end) for _, start, end in ops] for device, ops in leaves.items()}
+    timeline = Timeline.of([trace.marks[WINDOW][0], *trace.marks[INPUT], *itertools.chain(*spans.values())])
+    window = timeline.mask(trace.marks[WINDOW][:1])
+    busy_by_device = {device: timeline.mask(spans[device]) & window for device in leaves}
+    busy_anywhere = functools.reduce(np.logical_or, busy_by_device.values())
+    is_waiting = timeline.mask(trace.marks[INPUT]) & window
     totals, by_axis, by_name = (defaultdict[str, float](float) for _ in range(3))
-    for ops in leaves.values():
-        communicating: dict[str, list[Any]] = defaultdict(list)
-        for name, *span in ops:
-            by_name[name] += span[1] - span[0]
-            if kind := COLLECTIVE.match(name):
-                communicating[axes.get(name, kind[1])].append(span)
-        computing = union(span for name, *span in ops if not COLLECTIVE.match(name))
-        busy = union(span for _, *span in ops)
-        totals["compute"] += overlap(computing, window)
-        totals["communication"] += overlap(difference(busy, computing), window)
-        totals["input_wait"] += input_wait
-        totals["host"] += length(idle_everywhere) - input_wait
-        totals["idle"] += overlap(difference(busy_anywhere, busy), window)
-        for axis, spans in communicating.items():
-            by_axis[axis] += overlap(union(spans), window)
+    for device, ops in leaves.items():
+        computing: list[Span] = []
+        communicating: dict[str, list[Span]] = defaultdict(list)
+        for name, start, end in ops:
+            by_name[name] += end - start
+            kind = COLLECTIVE.match(name)
+            (communicating[axes.get(name, kind[1])] if kind else computing).append((start, end))
+        is_busy, is_computing = busy_by_device[device], timeline.mask(computing) & window
+        totals["compute"] += timeline.duration(is_computing)
+        totals["communication"] += timeline.duration(is_busy & ~is_computing)
+        totals["input_wait"] += timeline.duration(is_waiting & ~busy_anywhere)
+        totals["host"] += timeline.duration(window & ~busy_anywhere & ~is_waiting)
+        totals["idle"] += timeline.duration(busy_anywhere & ~is_busy)
+        for axis, axis_spans in communicating.items():
+            by_axis[axis] += timeline.duration(timeline.mask(axis_spans) & window)
     share = 1e-9 / len(trace.operations) / num_steps
     return StepProfile(
         num_steps=num_steps,
         num_devices=len(trace.operations),
-        step_seconds=length(window) * 1e-9 / num_steps,
+        step_seconds=timeline.duration(window) * 1e-9 / num_steps,
         **{name: totals[name] * share for name in ("compute", "communication", "input_wait", "host", "idle")},
         by_axis={axis: nanoseconds * share for axis, nanoseconds in _longest(by_axis)},
         operations={name: nanoseconds * share for name, nanoseconds in _longest(by_name)[:MAX_OPERATIONS]},
@@ -251,51 +255,29 @@ def _longest(by_name: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(by_name.items(), key=lambda item: (-item[1], item[0]))
 
 
-def union(spans: Iterable[Any]) -> Spans:
-    """Returns the union of intervals.
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Time as intervals between consecutive `edges`; boolean masks over the intervals are sets of times.
 
     Example:
-      >>> union([(0, 2), (5, 6), (1, 3)]).tolist()
-      [[0.0, 3.0], [5.0, 6.0]]
-    """
-    rows = np.array(sorted((float(start), float(end)) for start, end in spans)).reshape(-1, 2)
-    if not len(rows):
-        return rows
-    running_end = np.maximum.accumulate(rows[:, 1])
-    starts = np.flatnonzero(np.concatenate([[True], rows[1:, 0] > running_end[:-1]]))
-    return np.stack([rows[starts, 0], running_end[np.append(starts[1:] - 1, len(rows) - 1)]], axis=1)
-
-
-def difference(spans: Spans, others: Spans) -> Spans:
-    """Returns the parts of `spans` outside of `others`; both as `union` returns them.
-
-    Example:
-      >>> difference(union([(0, 10)]), union([(2, 3), (8, 12)])).tolist()
-      [[0.0, 2.0], [3.0, 8.0]]
-    """
-    result = []
-    for start, end in np.asarray(spans, float).reshape(-1, 2):
-        first, last = np.searchsorted(others[:, 1], start, "right"), np.searchsorted(others[:, 0], end, "left")
-        for other_start, other_end in others[first:last]:
-            if other_start > start:
-                result.append((start, other_start))
-            start = max(start, other_end)
-        if start < end:
-            result.append((start, end))
-    return np.array(result, float).reshape(-1, 2)
-
-
-def overlap(spans: Spans, others: Spans) -> float:
-    """Returns the length of the intersection of two unions.
-
-    Example:
-      >>> overlap(union([(0, 4)]), union([(1, 2), (3, 9)]))
+      >>> timeline = Timeline.of([(0, 4), (1, 2), (3, 9)])
+      >>> timeline.duration(timeline.mask([(0, 4)]) & timeline.mask([(1, 2), (3, 9)]))
       2.0
     """
-    return length(spans) - length(difference(spans, others))
 
+    edges: np.ndarray
 
-def length(spans: Spans) -> float:
-    """Returns the total length of spans."""
-    rows = np.asarray(spans, float).reshape(-1, 2)
-    return float((rows[:, 1] - rows[:, 0]).sum())
+    @staticmethod
+    def of(spans: Iterable[Span]) -> "Timeline":
+        """Returns the timeline with all starts and ends of spans as edges."""
+        return Timeline(np.unique(np.array(list(spans), float)))
+
+    def mask(self, spans: Sequence[Span]) -> np.ndarray:
+        """Returns the intervals that spans cover, whose starts and ends must be edges."""
+        starts, ends = np.searchsorted(self.edges, np.array(spans, float).reshape(-1, 2)).T
+        num_started = np.bincount(starts, minlength=len(self.edges)) - np.bincount(ends, minlength=len(self.edges))
+        return np.cumsum(num_started)[:-1] > 0
+
+    def duration(self, mask: np.ndarray) -> float:
+        """Returns the total length of the intervals in a mask."""
+        return float(np.diff(self.edges) @ mask)

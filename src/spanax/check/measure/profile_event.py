@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from spanax.check.hlo.collectives import collectives
-from spanax.check.lint.lint import lint_profile, without_allowed
-from spanax.check.lint.source_text import source_text
+from spanax.check.lint.lint import lint_profile, source_text, without_allowed
 from spanax.check.measure.profile import step_profile
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE, PROGRAM

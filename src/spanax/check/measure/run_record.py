@@ -1,6 +1,9 @@
 """Reads what a run folder records of expected and measured performance: its report, curves, plan and profile."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from spanax.check.measure.profile import StepProfile, read_profile
 from spanax.entries.folder import Folder
@@ -9,6 +12,8 @@ from spanax.errors import DataError, EntryError, first_line
 from spanax.plan.plan import Plan
 from spanax.run.record.metric_curves import MetricCurves, metric_curves
 from spanax.run.record.report import RunReport
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,22 +34,22 @@ def run_record(report: RunReport) -> RunRecord:
       EntryError: an entry of the folder is a link or has another unexpected type.
     """
     folder, notes = report.folder, list(report.notes)
-    plan, profile = None, None
-    try:
-        plan = Plan.of_run(folder)
-    except EntryError:
-        raise
-    except DataError as error:
-        notes.append(first_line(error))
-    if Folder.of(folder).kind(PROFILE) is not None:
-        try:
-            profile = read_profile(folder)
-        except EntryError:
-            raise
-        except DataError as error:
-            notes.append(first_line(error))
+    plan = _read_or_note(Plan.of_run, folder, notes)
+    has_profile = Folder.of(folder).kind(PROFILE) is not None
+    profile = _read_or_note(read_profile, folder, notes) if has_profile else None
     curves = metric_curves(folder)
     for name, points in (("loss", curves.loss), ("held-out loss", curves.held_out)):
         if points.num_nonfinite:
             notes.append(f"{points.num_nonfinite:,} of {points.num_added:,} values of the {name} are not finite")
     return RunRecord(report, curves, plan, profile, tuple(notes))
+
+
+def _read_or_note(read: Callable[[Path], Read], folder: Path, notes: list[str]) -> Read | None:
+    """Returns what `read` reads from a folder; None if it is missing or damaged, with a note."""
+    try:
+        return read(folder)
+    except EntryError:
+        raise
+    except DataError as error:
+        notes.append(first_line(error))
+        return None

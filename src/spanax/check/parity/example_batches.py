@@ -21,19 +21,6 @@ def example_batch(program: Program, seed: int) -> Any:
 
     Floats are normally distributed. Integers are uniform below the size of the smallest table that they index and of
     the smallest range (`iota`) that they are compared with; without either, they are 0 or 1.
-
-    Example:
-      >>> import optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Embed(64, 16, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 4), "int32"),
-      ...     loss=lambda model, tokens: (model(tokens) ** 2).mean(),
-      ... )
-      >>> batch = example_batch(program, 0)
-      >>> batch.shape, bool(batch.max() < 64), bool(batch.max() > 32)
-      ((8, 4), True, True)
     """
     rng = np.random.default_rng(seed)
     bounds = index_bounds(program)

@@ -146,7 +146,7 @@ def parity(
       (True, True)
     """
     if steps < 1:
-        raise SpanaxError(f"steps is {steps}; it must be at least 1.", fix="steps=3")
+        raise SpanaxError(f"steps is {steps}; it expects an integer >= 1.", fix="steps=3")
     batches = [example_batch(program, seed + index) if batch is None else batch(index) for index in range(steps)]
     planned, recorded, recorded_plan = _with_recorded_gradients(as_planned(program, plan), plan)
     single = start(recorded, _single_device_plan(recorded, plan), seed=seed, devices=devices and devices[:1])
@@ -217,7 +217,11 @@ def _run_steps(run: Run, batches: Sequence[Any]) -> dict[tuple[Group, str], np.n
     results |= {("gradients", path): np.stack(values) for path, values in gradients.items()}
     for kind in ("param", "other"):
         arrays = run.arrays(kind)
-        results |= {("parameters", path): _numbers(array) for path, array in arrays.items() if _is_float(array)}
+        results |= {
+            ("parameters", path): _numbers(array)
+            for path, array in arrays.items()
+            if jnp.issubdtype(array.dtype, jnp.floating)
+        }
     return results
 
 
@@ -270,7 +274,3 @@ def _placed(run: Run, plan: Plan, state: Sequence[Any]) -> list[jax.Array]:
 
 def _numbers(array: Any) -> np.ndarray:
     return np.asarray(array).astype(np.float64)
-
-
-def _is_float(array: jax.Array) -> bool:
-    return bool(jax.dtypes.issubdtype(array.dtype, np.floating))

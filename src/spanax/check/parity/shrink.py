@@ -78,7 +78,7 @@ def shrink_to_fit(
     Raises:
       SpanaxError: the smallest program is still too large.
     """
-    limit = _free_bytes() / 2 if memory_bytes is None else memory_bytes
+    limit = free_bytes() / 2 if memory_bytes is None else memory_bytes
     mesh = _smaller_mesh(plan.mesh, num_devices)
     result = ShrunkProgram(program, _plan_on(program, plan, mesh), _changed(dict(plan.mesh.axes), dict(mesh.axes)))
     full, sizes = _sizes(program), dict[str, int]()
@@ -103,7 +103,7 @@ def shrink_to_fit(
         raise SpanaxError(
             f"the workload cannot be reduced enough to run here: {reason}.",
             where=", ".join(f"{name} {to}" for name, (_, to) in result.shrunk.items()) or "no size could be reduced",
-            fix="a workload that takes batch_size, seq_len, num_layers or embed_dim, or a smaller one",
+            fix="a workload with the arguments batch_size, seq_len, num_layers or embed_dim, or a smaller one",
         )
     return result
 
@@ -112,7 +112,7 @@ def exceeds_budget(program: Program, plan: Plan, memory_bytes: float, flops: flo
     """Returns why a program cannot run here, on one device and then as planned; empty if it can."""
     needed = step_flops(program)
     if needed > flops:
-        return f"a step takes {count_text(needed)} operations, and the limit is {count_text(flops)}"
+        return f"a step has {count_text(needed)} FLOPs, and the limit is {count_text(flops)}"
     state = sum(leaf.num_bytes for leaf in program.leaves)
     # The host also stores the initial parameters and, in double precision, the compared results.
     num_bytes = 6 * state + plan.mesh.size * plan.state_bytes()
@@ -197,5 +197,6 @@ def _changed(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, t
     return {name: (size, after[name]) for name, size in before.items() if after[name] != size}
 
 
-def _free_bytes() -> float:
+def free_bytes() -> float:
+    """Returns the bytes of free memory of this machine."""
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))

@@ -18,12 +18,8 @@ def user_line(lines: Sequence[tuple[str, int]]) -> str:
       >>> user_line([(str(OURS / "run" / "replay.py"), 3), ("/home/me/train.py", 12)])
       ''
     """
-    traced = list(itertools.takewhile(lambda line: not _is_replay(line[0]), lines))
+    traced = list(itertools.takewhile(lambda line: not Path(line[0]).is_relative_to(OURS / "run"), lines))
     user_lines = [line for line in traced if not is_library(line[0])]
     for file, line in user_lines or traced:
         return f"{file}:{line}"
     return ""
-
-
-def _is_replay(file: str) -> bool:
-    return Path(file).is_relative_to(OURS / "run")
