@@ -23,7 +23,6 @@ import spanax  # noqa: E402
 from spanax.models.workloads import load  # noqa: E402
 from spanax.plan.candidate import Search, plan_of, shortfall  # noqa: E402
 from spanax.plan.evaluate import collectives_of  # noqa: E402
-from spanax.show.search import candidate_json  # noqa: E402
 from spanax.units import bytes_text  # noqa: E402
 
 MODELS = ("gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b")
@@ -93,13 +92,13 @@ def planned(point: Point, found: Search) -> Point:
     best = found.best
     if best is None:
         return Point(**given, why=shortfall(found))
-    said, moved = candidate_json(found, best), collectives_of(found, best)
+    rates, moved = found.rates(best), collectives_of(found, best)
     waits = sum(seconds for name, seconds in best.seconds.items() if "between devices" in name or "sync" in name)
     by_axes = {axes: sum(kinds.values()) for axes, kinds in moved.items()}
     return Point(
         **given, layout=best.layout, mesh=str(best.mesh), stages=best.num_stages, remat=best.remat,
-        microbatches=best.microbatches, step_seconds=best.step_seconds, tokens_per_second=said["tokens_per_second"],
-        mfu=said["mfu"], hfu=said["hfu"], peak_bytes=best.peak_bytes, moved_bytes=sum(by_axes.values()), moved=by_axes,
+        microbatches=best.microbatches, step_seconds=best.step_seconds, tokens_per_second=rates.tokens_per_second,
+        mfu=rates.mfu, hfu=rates.hfu, peak_bytes=best.peak_bytes, moved_bytes=sum(by_axes.values()), moved=by_axes,
         waits=waits / best.step_seconds,
     )  # fmt: skip
 
@@ -146,7 +145,7 @@ def published() -> str:
         given = {"mesh": mesh, "microbatches": 1, "remat": (remat,)} if remat else {}
         found = spanax.search(program, spanax.cluster(on), attention="auto", top=1, **given)
         assert found.best is not None
-        planned = candidate_json(found, found.best)["tokens_per_second"] / found.cluster.num_devices
+        planned = (found.rates(found.best).tokens_per_second or 0.0) / found.cluster.num_devices
         layout = f"{found.best.layout} ({found.best.mesh}), {found.best.remat}"
         cells = [source, model, on, layout, f"{planned:,.0f}", f"{measured:,.0f}", f"{planned / measured:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")

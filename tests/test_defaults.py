@@ -23,6 +23,7 @@ from spanax.commands.plan import answer as plan_answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
 from spanax.plan.advice.remedies import remedies
+from spanax.plan.advice.summary import summarize
 from spanax.plan.plan import Plan, Schedule
 from spanax.run.config import TrainConfig, check
 from spanax.run.training import plan_choice
@@ -157,8 +158,8 @@ def test_where_nothing_fits_the_message_names_what_would_make_it_fit() -> None:
     assert found.best is None
     switches = remedies(found)
     assert "--microbatches 2" in switches and any(each.startswith("--layout ") for each in switches)
-    said = search_json(found, 1)
-    assert said["fits_with"] == switches and f"it fits with {switches[0]}" in search_text(found, said, 1)
+    summary = summarize(found)
+    assert search_json(summary, 1)["fits_with"] == switches and f"it fits with {switches[0]}" in search_text(summary, 1)
     with pytest.raises(
         SpanaxError,
         match=r"no layout fits.*\n.*the lowest peak needs.*\n.*fix: .*(--optimizer-state bfloat16|devices)",

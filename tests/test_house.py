@@ -434,6 +434,27 @@ def opened_by_path(root: Path) -> list[str]:
 
 UNPACKS = {"shutil", "tempfile", "glob"}
 
+COMPUTES = {"trace", "hardware", "plan", "run", "check", "doctor"}
+DRAWS = {"copies", "shards", "path_pattern", "ticks_of", "thinned"}
+"""Functions of a record alone that a picture needs: shards of one array, tasks of a schedule, points of a curve."""
+
+
+def computed_to_show(root: Path) -> list[str]:
+    """Functions of a package that computes, which `show` imports: it formats values that it receives."""
+    problems = []
+    for path, _, tree in sources(root):
+        if not path.startswith("show/"):
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            if not any(module.startswith("spanax.") and module.split(".")[1] in COMPUTES for module in modules):
+                continue
+            functions = [name for name in names if name.islower() and name not in DRAWS]
+            problems += [f"{path}:{node.lineno}: {modules[0]}.{name} computes; pass its value" for name in functions]
+    return problems
+
+
 MAX_FILES = 13
 
 
@@ -498,6 +519,7 @@ RULES: list[Callable[[Path], list[str]]] = [
     opened_by_path,
     crowded,
     banned_names,
+    computed_to_show,
 ]
 TEST_RULES: list[Callable[[Path], list[str]]] = [asserted_times]
 
@@ -550,6 +572,8 @@ BROKEN: list[tuple[Callable[[Path], list[str]], str, str, str]] = [
     (opened_by_path, "run/a.py", "(folder / 'x').read_text()\n", "read_text opens an entry by path"),
     (opened_by_path, "launch/a.py", "os.replace(new, path)\n", "os.replace opens an entry by path"),
     (opened_by_path, "show/a.py", "shutil.rmtree(folder)\n", "shutil.rmtree opens an entry by path"),
+    (computed_to_show, "show/a.py", "from spanax.plan.advice.remedies import MOST, remedies\n", "remedies computes"),
+    (computed_to_show, "show/page/a.py", "def f():\n    import spanax.plan.search\n", "a.py:2: spanax.plan.search"),
     (left_undone, "a.py", "x = 1  # TO" + "DO: two\n", "a.py:1: TODO"),
     (asserted_times, "a.py", "assert time.process_time() - began < 3 and x == 1\n", "began < 3 limits elapsed time"),
     (asserted_times, "a.py", "def f():\n    spent = time.time() - t\n    assert spent <= MAX_S\n", "a.py:3: spent <="),

@@ -11,108 +11,74 @@ from typing import TYPE_CHECKING, Any
 from spanax.displays import show_with
 
 if TYPE_CHECKING:
-    from spanax.check.check import check
-    from spanax.check.report import Report
-    from spanax.errors import CompilerError, DataError, NumbersError, SpanaxError, WriteError
-    from spanax.hardware.cluster import Cluster, cluster, local
-    from spanax.hardware.mesh import MeshShape
-    from spanax.plan.candidate import Search
-    from spanax.plan.choose import plan
-    from spanax.plan.layout import Layout
-    from spanax.plan.plan import Placement, Plan
-    from spanax.plan.search import search
-    from spanax.run.data.batches import Batches, batches
-    from spanax.run.data.mixture import Mixture, mixture
-    from spanax.run.distributed.devices import simulate
-    from spanax.run.run import Run
-    from spanax.run.state.restore import restore
-    from spanax.run.state.start import start
-    from spanax.run.step.guard import Guard
-    from spanax.run.tracking import track
-    from spanax.stack.block_lists import stack
-    from spanax.stack.stack import Stack
-    from spanax.trace.jaxpr.dim_maps.rule import rule
-    from spanax.trace.optimizers.learning_rates import logged
-    from spanax.trace.program import Program
-    from spanax.trace.tracing import trace
-    from spanax.trace.variables import Leaf
-    from spanax.trace.workload import Workload
+    from spanax.check.check import check as check
+    from spanax.check.report import Report as Report
+    from spanax.errors import CompilerError as CompilerError
+    from spanax.errors import DataError as DataError
+    from spanax.errors import NumbersError as NumbersError
+    from spanax.errors import SpanaxError as SpanaxError
+    from spanax.errors import WriteError as WriteError
+    from spanax.hardware.cluster import Cluster as Cluster
+    from spanax.hardware.cluster import cluster as cluster
+    from spanax.hardware.cluster import local as local
+    from spanax.hardware.mesh import MeshShape as MeshShape
+    from spanax.plan.candidate import Search as Search
+    from spanax.plan.choose import plan as plan
+    from spanax.plan.layout import Layout as Layout
+    from spanax.plan.plan import Placement as Placement
+    from spanax.plan.plan import Plan as Plan
+    from spanax.plan.search import search as search
+    from spanax.run.data.batches import Batches as Batches
+    from spanax.run.data.batches import batches as batches
+    from spanax.run.data.mixture import Mixture as Mixture
+    from spanax.run.data.mixture import mixture as mixture
+    from spanax.run.distributed.devices import simulate as simulate
+    from spanax.run.run import Run as Run
+    from spanax.run.state.restore import restore as restore
+    from spanax.run.state.start import start as start
+    from spanax.run.step.guard import Guard as Guard
+    from spanax.run.tracking import track as track
+    from spanax.stack.block_lists import stack as stack
+    from spanax.stack.stack import Stack as Stack
+    from spanax.trace.jaxpr.dim_maps.rule import rule as rule
+    from spanax.trace.optimizers.learning_rates import logged as logged
+    from spanax.trace.program import Program as Program
+    from spanax.trace.tracing import trace as trace
+    from spanax.trace.variables import Leaf as Leaf
+    from spanax.trace.workload import Workload as Workload
 
-_HOME = {
-    "Batches": "run.data.batches",
-    "Cluster": "hardware.cluster",
-    "CompilerError": "errors",
-    "DataError": "errors",
-    "Guard": "run.step.guard",
-    "Layout": "plan.layout",
-    "Leaf": "trace.variables",
-    "MeshShape": "hardware.mesh",
-    "Mixture": "run.data.mixture",
-    "NumbersError": "errors",
-    "Placement": "plan.plan",
-    "Plan": "plan.plan",
-    "Program": "trace.program",
-    "Report": "check.report",
-    "Run": "run.run",
-    "Search": "plan.candidate",
-    "SpanaxError": "errors",
-    "Stack": "stack.stack",
-    "Workload": "trace.workload",
-    "WriteError": "errors",
-    "batches": "run.data.batches",
-    "check": "check.check",
-    "cluster": "hardware.cluster",
-    "local": "hardware.cluster",
-    "logged": "trace.optimizers.learning_rates",
-    "mixture": "run.data.mixture",
-    "plan": "plan.choose",
-    "restore": "run.state.restore",
-    "rule": "trace.jaxpr.dim_maps.rule",
-    "search": "plan.search",
-    "simulate": "run.distributed.devices",
-    "stack": "stack.block_lists",
-    "start": "run.state.start",
-    "trace": "trace.tracing",
-    "track": "run.tracking",
+_NAMES = {
+    "check.check": "check",
+    "check.report": "Report",
+    "errors": "CompilerError DataError NumbersError SpanaxError WriteError",
+    "hardware.cluster": "Cluster cluster local",
+    "hardware.mesh": "MeshShape",
+    "plan.candidate": "Search",
+    "plan.choose": "plan",
+    "plan.layout": "Layout",
+    "plan.plan": "Placement Plan",
+    "plan.search": "search",
+    "run.data.batches": "Batches batches",
+    "run.data.mixture": "Mixture mixture",
+    "run.distributed.devices": "simulate",
+    "run.run": "Run",
+    "run.state.restore": "restore",
+    "run.state.start": "start",
+    "run.step.guard": "Guard",
+    "run.tracking": "track",
+    "stack.block_lists": "stack",
+    "stack.stack": "Stack",
+    "trace.jaxpr.dim_maps.rule": "rule",
+    "trace.optimizers.learning_rates": "logged",
+    "trace.program": "Program",
+    "trace.tracing": "trace",
+    "trace.variables": "Leaf",
+    "trace.workload": "Workload",
 }
+"""By module, the public names in it."""
 
-__all__ = [
-    "Batches",
-    "Cluster",
-    "CompilerError",
-    "DataError",
-    "Guard",
-    "Layout",
-    "Leaf",
-    "MeshShape",
-    "Mixture",
-    "NumbersError",
-    "Placement",
-    "Plan",
-    "Program",
-    "Report",
-    "Run",
-    "Search",
-    "SpanaxError",
-    "Stack",
-    "Workload",
-    "WriteError",
-    "batches",
-    "check",
-    "cluster",
-    "local",
-    "logged",
-    "mixture",
-    "plan",
-    "restore",
-    "rule",
-    "search",
-    "simulate",
-    "stack",
-    "start",
-    "trace",
-    "track",
-]
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_HOME)
 
 
 class _Lazy(ModuleType):

@@ -58,39 +58,19 @@ class SpanaxError(ValueError):
 
 
 class SizeError(SpanaxError):
-    """A workload does not have the size that a request changes; exit code 2.
-
-    Example:
-      >>> SizeError("'resnet50' has no sequence length to change.").exit_code
-      2
-    """
+    """A workload does not have the size that a request changes; exit code 2."""
 
 
 class NoLayoutError(SpanaxError):
-    """No layout shards a program evenly over the devices; exit code 2.
-
-    Example:
-      >>> NoLayoutError("no layout divides a batch of 7 among 8 devices.", fix="a batch of 8").exit_code
-      2
-    """
+    """No layout shards a program evenly over the devices; exit code 2."""
 
 
 class IdleAxisError(SpanaxError):
-    """A mesh axis shards no weight and saves no work in a program; exit code 2.
-
-    Example:
-      >>> IdleAxisError("mesh axis 'expert' (2) has nothing to shard in this program.").exit_code
-      2
-    """
+    """A mesh axis shards no weight and saves no work in a program; exit code 2."""
 
 
 class ResizeError(SpanaxError):
-    """A step cannot be traced with arrays of different sizes than those it was written for; exit code 2.
-
-    Example:
-      >>> ResizeError("the step depends on the number of layers.").exit_code
-      2
-    """
+    """A step cannot be traced with arrays of different sizes than those it was written for; exit code 2."""
 
 
 class DataError(SpanaxError):
@@ -106,13 +86,7 @@ class DataError(SpanaxError):
 
 
 class EntryError(DataError):
-    """An entry of a run folder is a link, a FIFO, a device, a folder or too large; exit code 65.
-
-    Example:
-      >>> print(EntryError("'LOCK' is a symbolic link, and has to be a regular file.", fix="remove it"))
-      'LOCK' is a symbolic link, and has to be a regular file.
-        fix: remove it
-    """
+    """An entry of a run folder is a link, a FIFO, a device, a folder or too large; exit code 65."""
 
 
 class CompilerError(SpanaxError):
@@ -127,12 +101,7 @@ class CompilerError(SpanaxError):
 
 
 class HostsError(SpanaxError):
-    """The processes of a run failed to connect, and may succeed in another attempt; exit code 70.
-
-    Example:
-      >>> HostsError("127.0.0.1:9911 is taken.", fix="another port").exit_code
-      70
-    """
+    """The processes of a run failed to connect, and may succeed in another attempt; exit code 70."""
 
     exit_code = 70
 
@@ -161,21 +130,11 @@ class WriteError(SpanaxError):
 
 
 class DiskFullError(WriteError):
-    """The device of a run folder is full; exit code 73.
-
-    Example:
-      >>> DiskFullError("step 7 was not saved: no space left on the device.").exit_code
-      73
-    """
+    """The device of a run folder is full; exit code 73."""
 
 
 class ConfigError(SpanaxError):
-    """A run is resumed with settings that are incompatible with its previous ones; exit code 78.
-
-    Example:
-      >>> ConfigError("the run was begun with batch 8, and is to go on with 16.").exit_code
-      78
-    """
+    """A run is resumed with settings that are incompatible with its previous ones; exit code 78."""
 
     exit_code = 78
 

@@ -17,9 +17,10 @@ from spanax import cli
 from spanax.commands.plan import PlanCommand, answer
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
+from spanax.plan.advice.summary import summarize
 from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
-from spanax.show.search import search_json, search_text
+from spanax.show.search import search_text
 from spanax.units import bytes_text
 
 SMALL = with_flags(PlanCommand("gpt-nano", "cpu:8"), batch=16)
@@ -79,7 +80,7 @@ def test_the_first_line_states_what_the_step_computes_on(answered: tuple[str, di
 def test_rows_of_the_table_are_distinct(name: str, on: str) -> None:
     """Also those of sequence parallelism in a model without sequences: it would be the same layout under two names."""
     searched = search(name, on)
-    text = search_text(searched, search_json(searched, 1000), 1000)
+    text = search_text(summarize(searched), 1000)
     rows = text.partition("ranked:\n")[2].partition("\n\n")[0].splitlines()[1:]
     assert len(set(rows)) == len(rows) == len(searched.candidates) > 50
     priced = {dataclasses.replace(one, layout="", sequence=False) for one in map(hashable, searched.candidates)}
@@ -101,7 +102,7 @@ def test_rows_that_differ_in_chunks_alone_are_distinct() -> None:
     staged = next(one for one in searched.candidates if one.num_stages == 2)
     two = dataclasses.replace(staged, schedule="interleaved", num_chunks=2)
     rows = dataclasses.replace(searched, candidates=(two, dataclasses.replace(two, num_chunks=3)))
-    text = search_text(rows, search_json(searched, 2), 2)
+    text = search_text(dataclasses.replace(summarize(searched), search=rows), 2)
     assert text.count(f"{two.num_stages} interleaved, 2 chunks  ") == 1
     assert text.count(f"{two.num_stages} interleaved, 3 chunks  ") == 1
     assert f"; stages: {two.stages_text}): batch 16" in text.splitlines()[0]

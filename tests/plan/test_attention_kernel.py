@@ -10,6 +10,7 @@ from flax import nnx
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models.workloads import load
+from spanax.plan.advice.summary import summarize
 from spanax.plan.plan import Plan
 from spanax.show.search import search_json, search_text
 from spanax.trace.program import Program
@@ -92,6 +93,6 @@ def test_a_kernel_holds_no_scores_and_counts_what_it_computes() -> None:
 
 def test_a_search_says_it_in_a_line() -> None:
     found = spanax.search(program(), spanax.cluster("h100:8"), layout="fsdp", attention="auto")
-    said = search_json(found, 1)
-    assert said["attention"] == ["cudnn for 512 x 512 causal"]
-    assert "  attention cudnn for 512 x 512 causal" in search_text(found, said, 1)
+    summary = summarize(found)
+    assert search_json(summary, 1)["attention"] == ["cudnn for 512 x 512 causal"]
+    assert "  attention cudnn for 512 x 512 causal" in search_text(summary, 1)

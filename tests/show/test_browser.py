@@ -14,6 +14,7 @@ from pages import a_certificate, a_plan, a_run
 from programs import zoo_program
 from spanax.commands.report import page_of
 from spanax.hardware.cluster import cluster
+from spanax.plan.advice.summary import summarize
 from spanax.plan.search import search
 from spanax.run.record.report import run_report
 from spanax.show.page.document import document
@@ -48,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     run = run_report(a_run(folder / "run", a_plan()))
     pages = {name: page_of(value) for name, value in (("plan", a_plan()), ("run", run), ("check", a_certificate()))}
     found = search(zoo_program("gpt"), cluster("h100:8"), top=20, each=True)
-    pages["ranked"] = search_page(found, a_plan(), "gpt")
+    pages["ranked"] = search_page(summarize(found), a_plan(), "gpt")
     for name, page in pages.items():
         (folder / f"{name}.html").write_text(document(page))
     return {name: (folder / f"{name}.html").as_uri() for name in pages}

@@ -15,6 +15,7 @@ from spanax import cli
 from spanax.check.lint.subject import LintSubject
 from spanax.displays import display
 from spanax.hardware.cluster import cluster
+from spanax.plan.advice.summary import summarize
 from spanax.plan.pipeline.ticks import ticks
 from spanax.plan.plan import Plan
 from spanax.plan.search import search
@@ -54,7 +55,7 @@ def test_what_does_not_fit_is_on_the_page_too() -> None:
         tight = search(program, type(machine)(machine.chip, 8, limit, machine.shape), top=50)
         assert all(one.peak_bytes > limit * 0.94 for one in tight.too_large)
         assert bool(tight.candidates) == ("yes" in fits)
-        read = Read(document(search_page(tight, None, "gpt")))
+        read = Read(document(search_page(summarize(tight), None, "gpt")))
         assert {a["data-fits"] for tag, a in read.elements if tag == "tr" and "data-fits" in a} == fits
         assert not read.problems and (tight.best is not None or "the layout with the lowest peak needs" in read.text)
 

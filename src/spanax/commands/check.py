@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.commands.flags import (
+    LayoutFlags,
+    LayoutRequest,
+    Load,
+    Precision,
+    PrecisionFlags,
+    SizeFlags,
+    Sizes,
+    require,
+)
 from spanax.errors import SpanaxError, first_line
 
 if TYPE_CHECKING:
@@ -133,16 +142,11 @@ def _named(workload: str) -> Load:
 def _machine(command: CheckCommand) -> "Cluster":
     """Returns the requested devices, after checks that need no workload."""
     from spanax.hardware.cluster import cluster
-    from spanax.trace.rewrites.remat_policies import known_attention, known_dtype
 
-    if not command.workload:
-        raise SpanaxError("spanax check needs a workload.", fix="spanax check gpt2 --on v5e:4x4 --layout fsdp")
-    if not command.on:
-        raise SpanaxError("spanax check needs the devices.", fix=f"spanax check {command.workload} --on v5e:4x4")
-    machine = cluster(command.on)
-    known_attention(command.request.attention)
-    known_dtype(command.precision.dtype)
-    return machine
+    require("check", command.workload, command.on, "v5e:4x4")
+    command.request.check()
+    command.precision.check()
+    return cluster(command.on)
 
 
 def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Program, Plan]":
@@ -151,13 +155,11 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
     from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
     from spanax.plan.plan import Plan
     from spanax.run.config import OF_PLAN, check_alone
-    from spanax.trace.rewrites.remat_policies import known_policy
 
     request, loaded = command.request, None
     if command.plan is not None:
         loaded = Plan.load(command.plan)
         check_alone({name: command.settings[name] for name in OF_PLAN})
-    known_policy(request.remat)
     dtype = command.precision.dtype if loaded is None else loaded.schedule.compute_dtype
     program = request.trace(command.sizes.load(load), command.precision, dtype=dtype)
     schedule = requested_schedule(microbatches=command.microbatches, schedule=command.schedule, chunks=command.chunks)

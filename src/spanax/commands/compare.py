@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import Load, SizeFlags, Sizes
-from spanax.errors import SpanaxError
+from spanax.commands.flags import Load, Precision, SizeFlags, Sizes, check_positive
 
 if TYPE_CHECKING:
     from spanax.show.live.progress import ShowProgress
@@ -78,14 +77,13 @@ def compared(
       devices: the devices to run on.
       show: called with each line of progress.
     """
-    from spanax.check.measure.compare import check_pruning, compare, layouts
+    from spanax.check.measure.compare import check_pruning, compare, comparison, layouts
     from spanax.hardware.cluster import cluster, local
     from spanax.hardware.mesh import MeshShape
     from spanax.show.compare import compared_json, compared_text, progress_text, start_text
-    from spanax.trace.rewrites.remat_policies import known_dtype
 
-    known_dtype(command.dtype)
-    _check_counts(command)
+    Precision(command.dtype).check()
+    check_positive(command, "steps", "top", "devices")
     check_pruning(command.top, command.all)
     mesh = None if command.mesh is None else MeshShape.of(command.mesh)
     here = local(devices) if command.on is None else cluster(str(command.on), len(devices))
@@ -97,12 +95,6 @@ def compared(
     rows = compare(
         search, steps=command.steps, devices=devices, on_progress=lambda state: show(progress_text(state), False)
     )
-    data = compared_json(search, rows) | {"workload": command.workload, "steps": command.steps}
-    return compared_text(search, rows), data
-
-
-def _check_counts(command: CompareCommand) -> None:
-    for name in ("steps", "top", "devices"):
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise SpanaxError(f"--{name} is {value}; it takes a whole number from 1.", fix=f"--{name} 1")
+    result = comparison(search, rows)
+    data = compared_json(result) | {"workload": command.workload, "steps": command.steps}
+    return compared_text(result), data

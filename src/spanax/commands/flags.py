@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from tyro.conf import arg
 
+from spanax.errors import SpanaxError
+
 if TYPE_CHECKING:
     from spanax.trace.program import Program
     from spanax.trace.workload import Workload
@@ -65,10 +67,16 @@ class Precision:
     dtype: str | None = None
     optimizer_state: Literal["float32", "bfloat16"] = "float32"
 
+    def check(self) -> None:
+        """Raises SpanaxError if the dtype is unknown."""
+        from spanax.trace.rewrites.remat_policies import known_dtype
+
+        known_dtype(self.dtype)
+
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """The requested layout; what is left out, the planner chooses.
+    """The requested layout; the planner chooses what is not requested.
 
     Attributes:
       layout: name of the layout. Default: what the mesh axes imply; without both, the fastest that fits.
@@ -89,6 +97,14 @@ class LayoutRequest:
     loss_chunks: str | None = None
     accumulate: Literal["exact", "mean"] | None = None
 
+    def check(self) -> None:
+        """Raises SpanaxError if the remat policy, attention or number of loss chunks is unknown."""
+        from spanax.trace.rewrites.remat_policies import known_attention, known_chunks, known_policy
+
+        known_policy(self.remat)
+        known_attention(self.attention)
+        known_chunks(self.loss_chunks or 1)
+
     def trace(self, workload: "Workload", precision: Precision, *, dtype: str | None) -> "Program":
         """Returns the training step of a workload, traced with the requested rematerialization and precision."""
         return workload.trace(
@@ -105,3 +121,29 @@ BatchSizeFlags = Annotated[BatchSizes, arg(name="")]
 SizeFlags = Annotated[Sizes, arg(name="")]
 PrecisionFlags = Annotated[Precision, arg(name="")]
 LayoutFlags = Annotated[LayoutRequest, arg(name="")]
+
+
+def flag(name: str) -> str:
+    """Returns the flag of a field.
+
+    Example:
+      >>> flag("target_mfu")
+      '--target-mfu'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def require(command: str, workload: str, on: str, devices: str) -> None:
+    """Raises SpanaxError if the workload or the devices are missing; `devices` are those of the suggested command."""
+    if not workload:
+        raise SpanaxError(f"spanax {command} needs a workload.", fix=f"spanax {command} gpt2 --on {devices}")
+    if not on:
+        raise SpanaxError(f"spanax {command} needs the devices.", fix=f"spanax {command} {workload} --on {devices}")
+
+
+def check_positive(command: object, *names: str) -> None:
+    """Raises SpanaxError if a number of a command is not positive."""
+    for name in names:
+        value = getattr(command, name)
+        if value is not None and not value > 0:
+            raise SpanaxError(f"{flag(name)} is {value}; expects a number > 0.", fix=f"{flag(name)} 1")

@@ -1,7 +1,6 @@
 """`spanax plan`: ranks every layout of a workload on a cluster, and answers questions of size and budget."""
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +9,23 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
+from spanax.commands.flags import (
+    LayoutFlags,
+    LayoutRequest,
+    Load,
+    Precision,
+    PrecisionFlags,
+    SizeFlags,
+    Sizes,
+    check_positive,
+    flag,
+    require,
+)
 from spanax.errors import SpanaxError, first_line
 
 if TYPE_CHECKING:
     from spanax.hardware.cluster import Cluster
+    from spanax.plan.advice.summary import Summary
     from spanax.plan.candidate import Search
     from spanax.plan.choose import Request
     from spanax.plan.plan import Plan
@@ -105,25 +116,15 @@ def _diff(first: Path, second: Path) -> Answer:
 
 
 def _check(command: PlanCommand) -> None:
-    from spanax.trace.rewrites.remat_policies import known_attention, known_chunks, known_dtype, known_policy
-
-    if not command.workload:
-        raise SpanaxError("spanax plan needs a workload.", fix="spanax plan gpt2 --on a100-80gb:8")
-    if not command.on:
-        raise SpanaxError("spanax plan needs the devices.", fix=f"spanax plan {command.workload} --on a100-80gb:8")
-    known_policy(command.request.remat)
-    known_attention(command.request.attention)
-    known_chunks(command.request.loss_chunks or 1)
-    known_dtype(command.precision.dtype)
-    for name in ("top", "target_mfu", "tokens", "budget_hours", "save_seconds"):
-        value = getattr(command, name)
-        if value is not None and not value > 0:
-            raise SpanaxError(f"--{name.replace('_', '-')} is {value}; it takes a number above 0.")
-    questions = [f"--{name}" for name in ("max", "min", "target_mfu") if getattr(command, name) is not None]
-    unused = [f"--{name}" for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]
-    if questions and len(questions + unused) > 1:
+    require("plan", command.workload, command.on, "a100-80gb:8")
+    command.request.check()
+    command.precision.check()
+    check_positive(command, "top", "target_mfu", "tokens", "budget_hours", "save_seconds")
+    questions = [flag(name) for name in ("max", "min", "target_mfu") if getattr(command, name) is not None]
+    others = [flag(name) for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]
+    if questions and len(questions + others) > 1:
         raise SpanaxError(
-            f"{questions[0].replace('_', '-')} answers one question, without {' or '.join((questions + unused)[1:])}.",
+            f"{questions[0]} answers one question, without {' or '.join((questions + others)[1:])}.",
             fix="one command for each",
         )
     if command.budget_hours is not None and command.tokens is None:
@@ -160,26 +161,27 @@ def _request(command: PlanCommand) -> "Request":
 
 
 def _ranked(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+    from spanax.plan.advice.summary import summarize
     from spanax.plan.choose import decided
     from spanax.show.search import search_json, search_text
 
     search, program = _search(command, load, machine)
-    data = search_json(search, command.top)
-    lines = [search_text(search, data, command.top)]
+    summary = summarize(search)
+    lines, data = [search_text(summary, command.top)], search_json(summary, command.top)
     if search.best is None:
-        lines += [] if command.html is None else [_write_page(command.html, search, None, command)]
+        lines += [] if command.html is None else [_write_page(command.html, summary, None, command)]
         return Answer("\n".join(lines), data, exit_code=2)
     plan = decided(program, machine, _request(command), search)
-    for more_lines, more_data in _extras(command, load, search, plan, machine):
+    for more_lines, more_data in _extras(command, load, summary, plan, machine):
         lines, data = lines + more_lines, data | more_data
     return Answer("\n".join(lines), data)
 
 
-def _extras(command: PlanCommand, load: Load, search: "Search", plan: "Plan", machine: "Cluster") -> list[Extra]:
+def _extras(command: PlanCommand, load: Load, summary: "Summary", plan: "Plan", machine: "Cluster") -> list[Extra]:
     """Returns what each flag adds, in the order of the answer."""
-    extras: list[Extra] = []
+    extras, search = list[Extra](), summary.search
     if command.out is not None or command.html is not None:
-        extras.append((_write(command, search, plan, machine), {}))
+        extras.append((_write(command, summary, plan, machine), {}))
     if command.explain is not None:
         extras.append(_explained(command.explain, search, plan))
     if command.request.loss_chunks is not None:
@@ -191,30 +193,30 @@ def _extras(command: PlanCommand, load: Load, search: "Search", plan: "Plan", ma
     return extras
 
 
-def _write(command: PlanCommand, search: "Search", plan: "Plan", machine: "Cluster") -> list[str]:
+def _write(command: PlanCommand, summary: "Summary", plan: "Plan", machine: "Cluster") -> list[str]:
     """Writes the plan with its predicted cost, and the page."""
     from spanax.plan.evaluate import evaluate
 
+    lines, search = [], summary.search
     assert search.best is not None
-    lines = []
     try:
         program = next(iter(search.programs.values()))
         plan = replace(plan, price=evaluate(program, plan, machine).prediction_as(search.best))
     except SpanaxError as error:
         lines.append(f"note: the plan has no predicted cost: {first_line(error)}")
     if command.html is not None:
-        lines.append(_write_page(command.html, search, plan, command))
+        lines.append(_write_page(command.html, summary, plan, command))
     if command.out is not None:
         plan.save(command.out)
         lines.append(f"written to {command.out}: spanax train {command.workload} --plan {command.out}")
     return lines
 
 
-def _write_page(path: Path, search: "Search", plan: "Plan | None", command: PlanCommand) -> str:
+def _write_page(path: Path, summary: "Summary", plan: "Plan | None", command: PlanCommand) -> str:
     from spanax.show.page.document import write
     from spanax.show.page.search import search_page
 
-    return write(search_page(search, plan, command.workload), path)
+    return write(search_page(summary, plan, command.workload), path)
 
 
 def _explained(path: str, search: "Search", plan: "Plan") -> Extra:
@@ -266,21 +268,31 @@ def _budget(command: PlanCommand, search: "Search", tokens: float) -> Extra:
 
 
 def _max(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
+    from spanax.errors import SizeError
+    from spanax.plan.advice.summary import summarize
     from spanax.plan.advice.what_if import largest
 
     name = command.max or ""
     step = {"batch": 1, "seq": 128, "layers": 1, "embed": 128}[name]
     default = {"batch": machine.num_devices, "seq": 512, "layers": 8, "embed": 1024}[name]
     start = getattr(command.sizes, name) or default
-    size_up = partial(_search_at, command, load, machine, name)
-    fitting = largest(_or_none(size_up, step), start, machine.num_devices if name == "batch" else step)
-    if fitting is None:
-        from spanax.plan.advice.remedies import remedies
-        from spanax.plan.candidate import shortfall
+    search_at = partial(_search_at, command, load, machine, name)
 
-        smallest = size_up(start)
+    def search_or_none(size: int) -> "Search | None":
+        try:
+            return search_at(size)
+        except SizeError:
+            raise
+        except SpanaxError:
+            if size <= step:
+                raise
+            return None  # no layout divides it
+
+    fitting = largest(search_or_none, start, machine.num_devices if name == "batch" else step)
+    if fitting is None:
+        smallest = summarize(search_at(start))
         raise SpanaxError(
-            f"not even {name} {start} fits on {machine}: {shortfall(smallest)}.", fix="; or ".join(remedies(smallest))
+            f"not even {name} {start} fits on {machine}: {smallest.shortfall}.", fix="; or ".join(smallest.remedies)
         )
     size, search = fitting
     return _sized(f"the largest {name} that fits on {machine} is about {size}", size, name, search, command)
@@ -292,30 +304,13 @@ def _search_at(command: PlanCommand, load: Load, machine: "Cluster", name: str, 
     return _search(replace(command, sizes=replace(command.sizes, **sizes)), load, machine)[0]
 
 
-def _or_none(size_up: "Callable[[int], Search]", step: int) -> "Callable[[int], Search | None]":
-    """Returns `size_up` with None for sizes that no layout divides; they count as sizes that do not fit."""
-    from spanax.errors import SizeError
-
-    def search(size: int) -> "Search | None":
-        try:
-            return size_up(size)
-        except SizeError:
-            raise
-        except SpanaxError:
-            if size <= step:
-                raise
-            return None  # no layout divides it
-
-    return search
-
-
 def _min(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
     from spanax.plan.advice.what_if import fewest_devices
 
-    search = fewest_devices(lambda machine: _search(command, load, machine)[0], machine)
+    search = fewest_devices(lambda cluster: _search(command, load, cluster)[0], machine)
     if search is None:
         raise SpanaxError(
-            f"no number of {machine.chip.name} up to 65536 is enough.", fix="a smaller batch, or --remat full"
+            f"the step does not fit on 65536 {machine.chip.name} or fewer.", fix="a smaller batch, or --remat full"
         )
     count = search.cluster.num_devices
     text = f"the fewest {machine.chip.name} on which it fits are {count}"
@@ -323,30 +318,27 @@ def _min(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
 
 
 def _target_mfu(command: PlanCommand, load: Load, machine: "Cluster") -> Answer:
-    from spanax.show.search import candidate_json
-
-    target = command.target_mfu or 0.0
-    size = command.sizes.batch or machine.num_devices
-    largest_mfu = 0.0
-    while True:
-        search = _search_at(command, load, machine, "batch", size)
-        if search.best is None:
-            break
-        largest_mfu = max(largest_mfu, 100 * (candidate_json(search, search.best)["mfu"] or 0.0))
-        if largest_mfu >= target:
+    """Doubles the batch until the best layout reaches the requested MFU."""
+    target, limit = command.target_mfu or 0.0, 64 * machine.num_devices
+    size, highest = command.sizes.batch or machine.num_devices, 0.0
+    while (best := (search := _search_at(command, load, machine, "batch", size)).best) is not None:
+        highest = max(highest, 100 * (search.rates(best).mfu or 0.0))
+        if highest >= target:
             return _sized(f"{target:g} % MFU is reached from a batch of {size}", size, "batch", search, command)
-        if size >= 64 * machine.num_devices:
+        if size >= limit:
             break
         size *= 2
     raise SpanaxError(
         f"{target:g} % MFU is not reached on {machine} with a batch of up to {size}.",
-        where=f"the most is {largest_mfu:.1f} %",
+        where=f"the most is {highest:.1f} %",
     )
 
 
 def _sized(text: str, size: int, name: str, search: "Search", command: PlanCommand) -> Answer:
     """Returns a size as the answer, with the search at that size."""
+    from spanax.plan.advice.summary import summarize
     from spanax.show.search import search_json, search_text
 
-    data = search_json(search, command.top)
-    return Answer(f"{text}:\n{search_text(search, data, 1)}", {"answer": size, "of": name} | data)
+    summary = summarize(search)
+    data = {"answer": size, "of": name} | search_json(summary, command.top)
+    return Answer(f"{text}:\n{search_text(summary, 1)}", data)

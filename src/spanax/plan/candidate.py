@@ -107,6 +107,16 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class Rates:
+    """The speed of a candidate; MFU and HFU are fractions, None where the peak of the chip is unknown."""
+
+    examples_per_second: float
+    tokens_per_second: float | None
+    mfu: float | None
+    hfu: float | None
+
+
+@dataclass(frozen=True)
 class Search:
     """The result of a search: candidates by step time, fastest first, and the number of rejected layouts by reason.
 
@@ -183,6 +193,17 @@ class Search:
             attention=attention_names(
                 program.context, [axis.name for axis in program.axes], [each.kernel for each in self.attention]
             ),
+        )
+
+    def rates(self, candidate: Candidate) -> Rates:
+        """Returns the speed of a candidate; MFU counts the FLOPs of the model, HFU also those of recomputation."""
+        seconds, num_devices = candidate.step_seconds, self.cluster.num_devices
+        peak = num_devices * self.peak_flops * seconds
+        return Rates(
+            examples_per_second=self.batch_size / seconds,
+            tokens_per_second=self.tokens_per_step / seconds if self.tokens_per_step else None,
+            mfu=self.model_flops / peak if peak else None,
+            hfu=candidate.flops * num_devices / peak if peak else None,
         )
 
     @property

@@ -1,8 +1,7 @@
 """Formats the axes of a program as text and JSON."""
 
+from dataclasses import asdict
 from typing import Any
-
-from rich.table import Table
 
 from spanax.show.tables import table_text
 from spanax.trace.program import Program
@@ -12,16 +11,7 @@ def axes_json(program: Program) -> dict[str, Any]:
     """Returns axes and leaves as plain values; `ways` is the largest number of shards of an axis."""
     axes = program.step.axes
     return {
-        "axes": [
-            {
-                "name": axis.name,
-                "sizes": list(axis.sizes),
-                "ways": axis.ways,
-                "num_classes": axis.num_classes,
-                "leaves": list(axis.leaves),
-            }
-            for axis in program.axes
-        ],
+        "axes": [asdict(axis) for axis in program.axes],
         "leaves": [
             {
                 "path": leaf.path,
@@ -41,10 +31,12 @@ def axes_json(program: Program) -> dict[str, Any]:
 
 def axes_text(program: Program) -> str:
     """Returns the axes as a table, with the coverage and unknown primitives below it."""
-    table = Table("axis", "sizes", "ways", "classes", "arrays", "for example", box=None, pad_edge=False)
-    for axis in program.axes:
-        sizes = ", ".join(map(str, axis.sizes))
-        table.add_row(axis.name, sizes, str(axis.ways), str(axis.num_classes), str(len(axis.leaves)), axis.leaves[0])
+    columns = ("axis", "sizes", "ways", "classes", "arrays", "for example")
+    rows = [
+        (axis.name, ", ".join(map(str, axis.sizes)), f"{axis.ways}", f"{axis.num_classes}", f"{len(axis.leaves)}",
+         axis.leaves[0])
+        for axis in program.axes
+    ]  # fmt: skip
     axes = program.step.axes
     notes = [f"{100 * axes.coverage:.0f} % of the matmul and convolution FLOPs is sharded with the batch"]
     for name, count in axes.unknown.items():
@@ -52,4 +44,4 @@ def axes_text(program: Program) -> str:
         notes.append(f"no rule for primitive '{name}' ({count} times): {note}")
     for name, count in axes.opaque.items():
         notes.append(f"'{name}' ({count} times) cannot be traced into: its dims are not sharded")
-    return table_text(table, 120) + "\n" + "\n".join(notes)
+    return table_text(columns, rows, width=120) + "\n" + "\n".join(notes)

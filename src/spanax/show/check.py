@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from spanax.check.hlo.collectives import Collective
 from spanax.check.parity.parity import GROUPS, Parity
 from spanax.check.report import Figures, Report
@@ -62,10 +60,7 @@ def verdict(report: Report) -> str:
 
 def _figures(report: Report) -> str:
     heads = ("per device, per step", "predicted (plan)", f"compiled ({report.by})", "error")
-    table = Table(*heads, box=None, pad_edge=False)
-    for row in figure_rows(report):
-        table.add_row(*row)
-    return table_text(table, width=160)
+    return table_text(heads, figure_rows(report), width=160)
 
 
 def figure_rows(report: Report) -> list[tuple[str, str, str, str]]:
@@ -105,14 +100,14 @@ def collectives_text(collectives: Sequence[Collective]) -> str:
     """Returns a table of collectives: kind, mesh axes, bytes, tensors, and source line."""
     if not collectives:
         return "no collectives, or a level that does not list them: --level 2 or 3"
-    table = Table("", "kind", "over", "result", "runs", "bytes", "for", "line", box=None, pad_edge=False)
+    rows = []
     for number, collective in enumerate(collectives, 1):
         tensors = collective.tensors
         names = tensors[0] + (f" +{len(tensors) - 1}" if tensors[1:] else "") if tensors else ""
         shape = collective.shapes if len(collective.shapes) < 32 else f"{collective.shapes[:28]} ..."
         size, line = bytes_text(collective.num_bytes), _short_line(collective.source)
-        table.add_row(str(number), collective.kind, collective.axes, shape, str(collective.runs), size, names, line)
-    return table_text(table, width=160)
+        rows.append((f"{number}", collective.kind, collective.axes, shape, f"{collective.runs}", size, names, line))
+    return table_text(("", "kind", "over", "result", "runs", "bytes", "for", "line"), rows, width=160)
 
 
 def collective_text(collectives: Sequence[Collective], number: int) -> str:
@@ -166,11 +161,11 @@ def parity_text(parity: Parity) -> str:
     if parity.shrunk:
         sizes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in parity.shrunk.items())
         lines.append(f"  reduced to fit this machine: {sizes}; the sharding of every array is unchanged")
-    table = Table("worst of", "array", "difference", "one device's noise", "tolerance", box=None, pad_edge=False)
-    for group in GROUPS:
-        worst = parity.worst(group)
-        table.add_row(group, worst.path, f"{worst.value:.2g}", f"{worst.noise:.2g}", f"{worst.bound:.2g}")
-    lines.append(table_text(table))
+    rows = [
+        (group, worst.path, f"{worst.value:.2g}", f"{worst.noise:.2g}", f"{worst.bound:.2g}")
+        for group, worst in ((group, parity.worst(group)) for group in GROUPS)
+    ]
+    lines.append(table_text(("worst of", "array", "difference", "one device's noise", "tolerance"), rows))
     for difference in parity.differences:
         if not difference.passes:
             values = f"differ by {difference.value:.2g}, tolerance {difference.bound:.2g}"

@@ -1,21 +1,9 @@
 """Formats measured next to predicted step times of layouts, fastest first, as text and JSON."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
-from spanax.check.measure.compare import (
-    PRUNED,
-    Compared,
-    Moved,
-    Progress,
-    core_distance,
-    distance,
-    rank_correlation,
-)
+from spanax.check.measure.compare import PRUNED, Compared, Comparison, Moved, Progress
 from spanax.plan.candidate import Candidate, Search
-from spanax.plan.evaluate import collectives_of
 from spanax.show.live.progress import remaining_text
 from spanax.show.search import candidate_json
 from spanax.show.tables import table_text
@@ -45,8 +33,9 @@ def progress_text(progress: Progress) -> str:
     return f"{progress.phase} {progress.done} of {progress.total}{remaining}{layout}"
 
 
-def compared_json(search: Search, rows: Sequence[Compared]) -> dict[str, Any]:
+def compared_json(comparison: Comparison) -> dict[str, Any]:
     """Returns the rows of `spanax compare --json`: each a candidate of `spanax plan --json` with `measured`."""
+    search, rows = comparison.search, comparison.rows
     return {
         "cluster": str(search.cluster),
         "devices": search.cluster.num_devices,
@@ -58,17 +47,17 @@ def compared_json(search: Search, rows: Sequence[Compared]) -> dict[str, Any]:
         "layouts_left_out": search.rejected.get(PRUNED, 0),
         "best": _summary_json(rows[0].candidate),
         "choice": _summary_json(search.candidates[0]),
-        "choice_ratio": distance(rows),
-        "choice_core_ratio": core_distance(rows) if search.cluster.chip.shared else None,
-        "rank_correlation": rank_correlation(rows),
+        "choice_ratio": comparison.choice_ratio,
+        "choice_core_ratio": comparison.choice_core_ratio,
+        "rank_correlation": comparison.rank_correlation,
         "memory_from": MEMORY_SOURCE,
-        "rows": [_row_json(search, row) for row in rows],
+        "rows": [_row_json(search, *pair) for pair in zip(rows, comparison.collectives, strict=True)],
     }
 
 
-def _row_json(search: Search, row: Compared) -> dict[str, Any]:
+def _row_json(search: Search, row: Compared, collectives: Moved) -> dict[str, Any]:
     return candidate_json(search, row.candidate) | {
-        "collectives": collectives_of(search, row.candidate),
+        "collectives": collectives,
         "state_bytes": row.state_bytes,
         "ratio": row.ratio,
         "measured": {
@@ -82,16 +71,15 @@ def _row_json(search: Search, row: Compared) -> dict[str, Any]:
     }
 
 
-def compared_text(search: Search, rows: Sequence[Compared]) -> str:
+def compared_text(comparison: Comparison) -> str:
     """Returns one row per layout, the fastest first: measured, then predicted."""
-    choice = search.candidates[0]
-    is_shared = search.cluster.chip.shared
+    search, rows = comparison.search, comparison.rows
+    choice, core_ratio = search.candidates[0], comparison.choice_core_ratio
+    is_shared = core_ratio is not None
     heads = ["layout", "mesh", "step s", "x best", *["core s"] * is_shared, "predicted s", "x best"]
     heads += ["peak", "predicted", "moved", "predicted"]
-    table = Table(*heads, box=None, pad_edge=False)
-    for row in rows:
-        candidate = row.candidate
-        table.add_row(
+    cells = [
+        (
             candidate.layout + (" *" if candidate is choice else ""),
             str(candidate.mesh),
             f"{row.step_seconds:.4g}",
@@ -102,19 +90,23 @@ def compared_text(search: Search, rows: Sequence[Compared]) -> str:
             bytes_text(row.compiled_peak_bytes),
             bytes_text(candidate.peak_bytes),
             _total(row.moved),
-            _total(collectives_of(search, candidate)),
+            _total(collectives),
         )
+        for row, candidate, collectives in zip(
+            rows, (row.candidate for row in rows), comparison.collectives, strict=True
+        )
+    ]
     best, num_pruned = rows[0].candidate, search.rejected.get(PRUNED, 0)
-    by_cores = f"; by core seconds {core_distance(rows):.3f} times" if is_shared else ""
+    by_cores = "" if core_ratio is None else f"; by core seconds {core_ratio:.3f} times"
     return "\n".join(
         [
             f"{_num_layouts(len(rows))} on {search.cluster}: {search.setting}, remat {choice.remat}",
             "",
-            table_text(table),
+            table_text(heads, cells),
             "",
-            f"the planner's choice (*), {choice.layout} on {choice.mesh}, takes {distance(rows):.3f} times the time of "
-            f"the fastest, {best.layout} on {best.mesh}{by_cores}",
-            _correlation_text(rank_correlation(rows), len(rows), num_pruned),
+            f"the planner's choice (*), {choice.layout} on {choice.mesh}, takes {comparison.choice_ratio:.3f} times "
+            f"the time of the fastest, {best.layout} on {best.mesh}{by_cores}",
+            _correlation_text(comparison.rank_correlation, len(rows), num_pruned),
             *["core s: CPU seconds of all cores together, independent of other load on the machine"] * is_shared,
             f"peak: {MEMORY_SOURCE}; moved: bytes of results per device and step",
         ]

@@ -1,15 +1,13 @@
 """Formats where the arrays of a plan or a run are placed, as text and JSON."""
 
-import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from spanax.check.array_placement import ArrayPlacement, copies, shards
-from spanax.plan.plan import Placement
+from spanax.plan.plan import Placement, path_pattern
 from spanax.printable import printable
 from spanax.show.drawing import devices_text, drawn
 from spanax.show.tables import table_text
@@ -32,15 +30,15 @@ def placement_text(placement: ArrayPlacement) -> str:
         lines.append(f"ELSEWHERE {path}: planned {_spec_text(planned)}, saved {_spec_text(saved)}")
     lines += _replicated_lines(placement)
     heads = ("array", "shape", "spec", "parts", "copies", "per device", "devices of the first part")
-    table = Table(*heads, box=None, pad_edge=False)
+    rows = []
     for leaf in distinct_arrays(placement):
         parts = shards(leaf, mesh)
         shape = " ".join(f"{name or '?'}:{size}" for name, size in zip(leaf.axes, leaf.shape, strict=True))
-        table.add_row(
+        rows.append((
             leaf.path, shape, _spec_text(leaf.spec), str(len(parts)), str(copies(leaf, mesh)),
             bytes_text(leaf.local_bytes), devices_text(parts[0].devices),
-        )  # fmt: skip
-    return "\n".join([*lines, "", table_text(table)])
+        ))  # fmt: skip
+    return "\n".join([*lines, "", table_text(heads, rows)])
 
 
 def _replicated_lines(placement: ArrayPlacement) -> list[str]:
@@ -126,8 +124,7 @@ def distinct_arrays(placement: ArrayPlacement) -> list[Placement]:
     distinct: dict[tuple[Any, ...], Placement] = {}
     for leaf in (*placement.plan.batch, *placement.plan.leaves):
         if leaf.kind in ("param", "batch"):
-            pattern = re.sub(r"\.\d+\b", ".*", leaf.path)
-            distinct.setdefault((pattern, leaf.shape, leaf.spec), leaf)
+            distinct.setdefault((path_pattern(leaf.path), leaf.shape, leaf.spec), leaf)
     return list(distinct.values())
 
 

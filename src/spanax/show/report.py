@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from rich.table import Table
-
 from spanax.printable import printable
 from spanax.run.record.report import RunReport
 from spanax.run.record.time_account import TimeAccount
@@ -117,10 +115,7 @@ def report_text(parts: Iterable[Section], width: int = 140) -> str:
     for part in parts:
         lines.append(part.title)
         if part.rows:
-            table = Table(*part.columns, box=None, pad_edge=False, show_header=any(part.columns))
-            for row in part.rows:
-                table.add_row(*row)
-            lines += ["  " + line for line in table_text(table, width - 2).splitlines()]
+            lines += ["  " + line for line in table_text(part.columns, part.rows, width - 2).splitlines()]
     return "\n".join(lines)
 
 

@@ -1,14 +1,10 @@
 """Formats the result of a search as text and JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from spanax.plan.advice.remedies import remedies
-from spanax.plan.advice.rules_of_thumb import rule
-from spanax.plan.candidate import RESERVE, Candidate, Search, plan_of, shortfall
-from spanax.plan.evaluate import collectives_of
+from spanax.plan.advice.summary import Best, Summary
+from spanax.plan.candidate import Candidate, Rates, Search
 from spanax.plan.plan import Placement
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
@@ -18,7 +14,7 @@ FLOP_CONVENTION = "3 x the forward pass's matmul FLOPs, attention scores in full
 
 def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
     """Returns one candidate as plain values; bytes and seconds per device and step."""
-    peak = search.cluster.num_devices * search.peak_flops * candidate.step_seconds
+    rates = search.rates(candidate)
     return {
         "layout": candidate.layout,
         "mesh": dict(candidate.mesh.axes),
@@ -28,51 +24,32 @@ def candidate_json(search: Search, candidate: Candidate) -> dict[str, Any]:
         "remat": candidate.remat,
         "microbatches": candidate.microbatches,
         "step_seconds": candidate.step_seconds,
-        "examples_per_second": search.batch_size / candidate.step_seconds,
-        "tokens_per_second": search.tokens_per_step / candidate.step_seconds if search.tokens_per_step else None,
+        "examples_per_second": rates.examples_per_second,
+        "tokens_per_second": rates.tokens_per_second,
         "seconds": candidate.seconds,
         "memory": candidate.memory | {"peak": candidate.peak_bytes},
-        "mfu": search.model_flops / peak if peak else None,
-        "hfu": candidate.flops * search.cluster.num_devices / peak if peak else None,
+        "mfu": rates.mfu,
+        "hfu": rates.hfu,
         "bottleneck": candidate.bottleneck,
     }
 
 
-def search_json(search: Search, top: int) -> dict[str, Any]:
+def search_json(summary: Summary, top: int) -> dict[str, Any]:
     """Returns the object of `spanax plan --json`."""
-    best, setting = search.best, search.setting
-    answer: dict[str, Any] = {"best": None}
-    if best is not None:
-        plan = plan_of(search, best)
-        answer["best"] = candidate_json(search, best) | {
-            "computed_axes": {axis: list(names) for axis, names in plan.layout.computed},
-            "stored_axes": {
-                "param": list(plan.layout.stored_params),
-                "gradient": list(plan.layout.stored_gradients),
-                "optimizer": list(plan.layout.stored_optimizer),
-            },
-            "collectives": collectives_of(search, best),
-            "checkpoint_bytes": search.checkpoint_bytes,
-            "restore_bytes": best.state_bytes,
-            "rule": rule(search, best),
-            "flop_convention": FLOP_CONVENTION,
-        }
-    else:
-        answer["shortfall"] = shortfall(search)
-        answer["nearest"] = [candidate_json(search, candidate) for candidate in search.nearest]
-        answer["fits_with"] = remedies(search)
-    return answer | {
+    search, setting = summary.search, summary.search.setting
+    program = next(iter(search.programs.values()))
+    return _best_json(summary) | {
         "cluster": str(search.cluster),
         "devices": search.cluster.num_devices,
         "batch": setting.batch_size,
         "sequence_lengths": list(setting.sequence_lengths),
         "dtypes": list(setting.dtypes),
         "usable_bytes": search.cluster.memory_bytes,
-        "reserve": RESERVE,
+        "reserve": summary.reserve,
         "candidates": [candidate_json(search, candidate) for candidate in search.candidates[:top]],
         "rejected": {str(reason): count for reason, count in search.rejected.items()},
-        "compute_dtype": next(iter(search.programs.values())).compute_dtype,
-        "loss_chunks": next(iter(search.programs.values())).loss_chunks,
+        "compute_dtype": program.compute_dtype,
+        "loss_chunks": program.loss_chunks,
         "attention": [str(choice) for choice in search.attention] or list(setting.attention),
         "layouts_priced": search.layouts_priced,
         "search_seconds": search.search_seconds,
@@ -80,27 +57,50 @@ def search_json(search: Search, top: int) -> dict[str, Any]:
     }
 
 
-def search_text(search: Search, data: dict[str, Any], top: int) -> str:
-    """Returns the best layout with its reasons, the ranked table, and what was left out.
+def _best_json(summary: Summary) -> dict[str, Any]:
+    """Returns the best candidate with its layout, or what would make one fit."""
+    search, best = summary.search, summary.best
+    if best is None or search.best is None:
+        return {
+            "best": None,
+            "shortfall": summary.shortfall,
+            "nearest": [candidate_json(search, candidate) for candidate in search.nearest],
+            "fits_with": list(summary.remedies),
+        }
+    layout = best.layout
+    return {
+        "best": candidate_json(search, search.best)
+        | {
+            "computed_axes": {axis: list(names) for axis, names in layout.computed},
+            "stored_axes": {
+                "param": list(layout.stored_params),
+                "gradient": list(layout.stored_gradients),
+                "optimizer": list(layout.stored_optimizer),
+            },
+            "collectives": best.collectives,
+            "checkpoint_bytes": search.checkpoint_bytes,
+            "restore_bytes": search.best.state_bytes,
+            "rule": best.rule,
+            "flop_convention": FLOP_CONVENTION,
+        }
+    }
 
-    Args:
-      search: the search.
-      data: the search as JSON.
-      top: number of rows of the table.
-    """
-    lines = []
-    best = search.best
-    if best is None:
-        lines.append(f"nothing fits on {search.cluster} ({search.setting}): {shortfall(search)}.")
-        lines.append(f"it fits with {'; or with '.join(data['fits_with'])}")
+
+def search_text(summary: Summary, top: int) -> str:
+    """Returns the best layout with its reasons, a table of the `top` fastest, and the rejected layouts by reason."""
+    search = summary.search
+    if summary.best is None or search.best is None:
+        lines = [
+            f"nothing fits on {search.cluster} ({search.setting}): {summary.shortfall}.",
+            f"it fits with {'; or with '.join(summary.remedies)}",
+        ]
     else:
-        lines += _best_lines(search, best, data["best"])
+        lines = _best_lines(summary, search.best, summary.best)
     rows = search.candidates[:top] or search.nearest
     if rows:
-        lines += ["", "ranked:" if best else "needs least:", _table(search, rows)]
-    lines.append("")
-    for reason, count in sorted(search.rejected.items(), key=lambda item: -item[1]):
-        lines.append(f"left out {count}: {reason}")
+        lines += ["", "ranked:" if search.best else "needs least:", _table(search, rows)]
+    rejected = sorted(search.rejected.items(), key=lambda item: -item[1])
+    lines += ["", *(f"left out {count}: {reason}" for reason, count in rejected)]
     lines.append(
         f"{search.layouts_priced} layouts priced in {search.search_seconds:.2f} s, "
         f"after {search.trace_seconds:.2f} s of tracing"
@@ -108,54 +108,58 @@ def search_text(search: Search, data: dict[str, Any], top: int) -> str:
     return "\n".join(lines)
 
 
-def _best_lines(search: Search, best: Candidate, data: dict[str, Any]) -> list[str]:
+def _best_lines(summary: Summary, candidate: Candidate, best: Best) -> list[str]:
+    search, rates = summary.search, summary.search.rates(candidate)
     limit = search.cluster.memory_bytes
-    times = sorted(best.seconds.items(), key=lambda item: -item[1])
-    memory = sorted(best.memory.items(), key=lambda item: -item[1])
-    mfu = f", MFU {100 * data['mfu']:.1f} %, HFU {100 * data['hfu']:.1f} %" if data["mfu"] is not None else ""
-    stages = f"; stages: {best.stages_text}" if best.stages_text else ""
-    tokens, examples = data["tokens_per_second"], data["examples_per_second"]
-    speed = f"{tokens:,.0f} tokens/s" if tokens else f"{examples:,.0f} examples/s"
+    times = sorted(candidate.seconds.items(), key=lambda item: -item[1])
+    memory = sorted(candidate.memory.items(), key=lambda item: -item[1])
+    moved = [(kind, axes, size) for axes, kinds in best.collectives.items() for kind, size in kinds.items()]
+    mfu = "" if rates.mfu is None else f", MFU {100 * rates.mfu:.1f} %, HFU {100 * (rates.hfu or 0):.1f} %"
+    stages = f"; stages: {candidate.stages_text}" if candidate.stages_text else ""
     return [
-        f"{best.layout} on {search.cluster} ({best.mesh}{stages}): {search.setting}, remat {best.remat}, "
-        f"{best.microbatches} microbatch{'es' if best.microbatches > 1 else ''}",
-        f"  step    {best.step_seconds:.4g} s, {speed}{mfu}; {best.bottleneck}",
+        f"{candidate.layout} on {search.cluster} ({candidate.mesh}{stages}): {search.setting}, "
+        f"remat {candidate.remat}, {candidate.microbatches} microbatch{'es' if candidate.microbatches > 1 else ''}",
+        f"  step    {candidate.step_seconds:.4g} s, {rate_text(rates)}{mfu}; {candidate.bottleneck}",
         "          " + ", ".join(f"{name} {seconds:.3g} s" for name, seconds in times if seconds > 0),
-        f"  memory  {bytes_text(best.peak_bytes)} per device"
-        + (f" of {bytes_text(limit)} usable, {100 * RESERVE:.0f} % reserved" if limit else ""),
+        f"  memory  {bytes_text(candidate.peak_bytes)} per device"
+        + (f" of {bytes_text(limit)} usable, {100 * summary.reserve:.0f} % reserved" if limit else ""),
         "          " + ", ".join(f"{name} {bytes_text(size)}" for name, size in memory if size > 0),
-        "  moved   "
-        + (
-            ", ".join(
-                f"{kind} over {axis} {bytes_text(size)}"
-                for axis, kinds in data["collectives"].items()
-                for kind, size in kinds.items()
-            )
-            or "nothing"
-        ),
+        "  moved   " + (", ".join(f"{kind} over {axes} {bytes_text(size)}" for kind, axes, size in moved) or "nothing"),
         f"  saved   {bytes_text(search.checkpoint_bytes)} per checkpoint; restoring it takes "
-        f"{bytes_text(best.state_bytes)} per device",
-        f"  rule    {data['rule']}",
+        f"{bytes_text(candidate.state_bytes)} per device",
+        f"  rule    {best.rule}",
         *(f"  attention {choice}" for choice in search.attention),
         f"  MFU is {FLOP_CONVENTION}" if mfu else "",
     ]
 
 
-def _table(search: Search, rows: tuple[Candidate, ...]) -> str:
-    table = Table("layout", "mesh", "stages", "remat", "micro", "step s", "MFU %", "memory", box=None, pad_edge=False)
-    for candidate in rows:
-        data = candidate_json(search, candidate)
-        table.add_row(
+def rate_text(rates: Rates) -> str:
+    """Returns tokens per second, or examples per second for data without sequences."""
+    if rates.tokens_per_second:
+        return f"{rates.tokens_per_second:,.0f} tokens/s"
+    return f"{rates.examples_per_second:,.0f} examples/s"
+
+
+def mfu_text(rates: Rates) -> str:
+    """Returns the MFU in percent; empty where it is unknown."""
+    return "" if rates.mfu is None else f"{100 * rates.mfu:.1f}"
+
+
+def _table(search: Search, rows: Sequence[Candidate]) -> str:
+    cells = [
+        (
             candidate.layout,
             str(candidate.mesh),
             candidate.stages_text,
             candidate.remat,
             str(candidate.microbatches),
             f"{candidate.step_seconds:.4g}",
-            f"{100 * data['mfu']:.1f}" if data["mfu"] is not None else "",
+            mfu_text(search.rates(candidate)),
             bytes_text(candidate.peak_bytes),
         )
-    return table_text(table)
+        for candidate in rows
+    ]
+    return table_text(("layout", "mesh", "stages", "remat", "micro", "step s", "MFU %", "memory"), cells)
 
 
 def array_lines(leaf: Placement, moved: Mapping[str, Mapping[str, int]]) -> list[str]:

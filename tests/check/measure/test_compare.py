@@ -20,6 +20,7 @@ from spanax.check.measure.compare import (
     Compared,
     Progress,
     compare,
+    comparison,
     core_distance,
     distance,
     layouts,
@@ -122,7 +123,7 @@ def test_the_answer_in_words(answered: tuple[str, dict[str, Any]]) -> None:
 
 def test_the_rank_correlation_counts_the_layouts_that_were_left_out() -> None:
     searched = dataclasses.replace(found(), rejected={PRUNED: 49})
-    assert ", over 1 of 50 layouts (--all compares all)\n" in compared_text(searched, [row(1, 1)])
+    assert ", over 1 of 50 layouts (--all compares all)\n" in compared_text(comparison(searched, [row(1, 1)]))
 
 
 def test_the_remaining_time_is_extrapolated_from_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,13 @@ import hlo_bytes
 import spanax
 from spanax.errors import SpanaxError
 from spanax.models import gpt
+from spanax.plan.advice.summary import summarize
 from spanax.plan.evaluate import evaluate
 from spanax.plan.loss_chunks import chunks_to_try, saved_bytes, suiting_chunks
 from spanax.plan.plan import Plan, Schedule
 from spanax.plan.sharding.place import as_planned
 from spanax.run.run import Run
-from spanax.show.search import search_json, search_text
+from spanax.show.search import search_text
 from spanax.stack.stack import Stack
 from spanax.trace.program import Program
 
@@ -168,7 +169,7 @@ def test_where_nothing_fits_chunks_are_named_if_they_save_much() -> None:
     tight = dataclasses.replace(roomy, memory_bytes=4 * 512 * VOCAB)
     found = find(traced, tight)
     assert found.best is None and chunks_to_try(found)[0] > 1 and chunks_to_try(found)[1] > 0
-    assert "it fits with --loss-chunks" in search_text(found, search_json(found, 5), 5)
+    assert "it fits with --loss-chunks" in search_text(summarize(found), 5)
     assert chunks_to_try(find(traced.with_loss_chunks(4), tight)) == (1, 0)
     with pytest.raises(SpanaxError, match=r"fix: --loss-chunks \d+"):
         spanax.plan(traced, dataclasses.replace(roomy, memory_bytes=2 * 512 * VOCAB))

@@ -18,6 +18,7 @@ from spanax.hardware.cluster import Cluster
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.candidate import Candidate, Search, plan_of
 from spanax.plan.choose import Request, searched
+from spanax.plan.evaluate import collectives_of
 from spanax.plan.plan import Plan
 from spanax.plan.presets import PRESETS
 from spanax.plan.reason import Code, Reason
@@ -94,6 +95,39 @@ class Compared:
     def step_core_seconds(self) -> float:
         """The median CPU time of a step."""
         return statistics.median(self.core_seconds)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Measured layouts, fastest first, and how well their predictions rank them.
+
+    Attributes:
+      search: the result of `layouts`.
+      rows: the measured layouts.
+      collectives: the predicted collectives of each row.
+      choice_ratio: the step time of the planner's choice relative to the fastest layout.
+      choice_core_ratio: the same in CPU time; None where devices do not share cores.
+      rank_correlation: of predicted and measured step times; None for one layout.
+    """
+
+    search: Search
+    rows: tuple[Compared, ...]
+    collectives: tuple[Moved, ...]
+    choice_ratio: float
+    choice_core_ratio: float | None
+    rank_correlation: float | None
+
+
+def comparison(search_result: Search, rows: Sequence[Compared]) -> Comparison:
+    """Returns the comparison of measured layouts with their predictions."""
+    return Comparison(
+        search_result,
+        tuple(rows),
+        tuple(collectives_of(search_result, row.candidate) for row in rows),
+        distance(rows),
+        core_distance(rows) if search_result.cluster.chip.shared else None,
+        rank_correlation(rows),
+    )
 
 
 def layouts(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from spanax.check.finding import Finding
+from spanax.check.lint.lint import lint_profile
 from spanax.check.measure.profile import StepProfile, read_profile
 from spanax.entries.folder import Folder
 from spanax.entries.names import PROFILE
@@ -18,12 +20,13 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """A run as recorded in its folder; `notes` lists what could not be read."""
+    """A run as recorded in its folder; `findings` are those of its profile, `notes` lists what could not be read."""
 
     report: RunReport
     metrics: MetricCurves
     plan: Plan | None
     profile: StepProfile | None
+    findings: tuple[Finding, ...]
     notes: tuple[str, ...]
 
 
@@ -41,7 +44,8 @@ def run_record(report: RunReport) -> RunRecord:
     for name, points in (("loss", curves.loss), ("held-out loss", curves.held_out)):
         if points.num_nonfinite:
             notes.append(f"{points.num_nonfinite:,} of {points.num_added:,} values of the {name} are not finite")
-    return RunRecord(report, curves, plan, profile, tuple(notes))
+    findings = () if profile is None else tuple(lint_profile(profile))
+    return RunRecord(report, curves, plan, profile, findings, tuple(notes))
 
 
 def _read_or_note(read: Callable[[Path], Read], folder: Path, notes: list[str]) -> Read | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from spanax.check.lint.lint import lint_profile
 from spanax.check.measure.run_record import RunRecord
 from spanax.plan.cost.prediction import Prediction
 from spanax.printable import printable
@@ -60,8 +59,8 @@ def _blocks(run: RunRecord) -> list[Block]:
     blocks.append(Block("Goodput", _goodput(times), "Wall time of the run by category, from its first start."))
     if (faults := faults_section(times)) is not None:
         blocks.append(Block("Faults and recovery", [_table(faults)]))
-    if run.profile is not None and (findings := lint_profile(run.profile)):
-        blocks.append(Block("Findings", [findings_list(findings)]))
+    if run.findings:
+        blocks.append(Block("Findings", [findings_list(run.findings)]))
     if run.notes:
         blocks.append(Block("Files that could not be read", [el("ul", *(el("li", note) for note in run.notes))]))
     return blocks

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from spanax.plan.candidate import Candidate, Search, shortfall
+from spanax.plan.advice.summary import Summary
+from spanax.plan.candidate import Candidate, Search
 from spanax.plan.plan import Plan
 from spanax.plan.space import AXES
 from spanax.show.page import plan as of_plan
@@ -10,32 +11,29 @@ from spanax.show.page.document import Page
 from spanax.show.page.parts.blocks import Block, Figure
 from spanax.show.page.parts.markup import Node, el, fill
 from spanax.show.page.parts.tables import table
-from spanax.show.search import candidate_json
+from spanax.show.search import mfu_text
 from spanax.units import bytes_text, count_text
 
 HEADS = ("layout", "step", "MFU %", "memory", "fits", "mesh", "stages", "remat", "micro")
 NUMBERS = {1, 2, 3, 8}
 
 
-def search_page(search: Search, plan: Plan | None, workload: str) -> Page:
+def search_page(summary: Summary, plan: Plan | None, workload: str) -> Page:
     """Returns the page of a search; `plan` is its best layout with its predicted cost."""
-    best = search.best
-    title = f"{workload} on {search.cluster}"
-    lead = f"Best: {plan.layout.name} on {plan.mesh}. {plan.why[:1].upper()}{plan.why[1:]}." if plan is not None else (
-        f"Nothing fits: {shortfall(search)}."
-    )  # fmt: skip
-    shown = len(_rows(search))
+    search = summary.search
+    lead = f"Nothing fits: {summary.shortfall}."
+    if plan is not None:
+        lead = f"Best: {plan.layout.name} on {plan.mesh}. {plan.why[:1].upper()}{plan.why[1:]}."
     priced = f"{search.layouts_priced:,} layouts priced"
-    note = f"{shown:,} of {priced}: the fastest, and the fastest of every kind. Click a header to sort."
+    note = f"{len(_rows(search)):,} of {priced}: the fastest, and the fastest of every kind. Click a header to sort."
     blocks = [Block("Layouts", [search_table(search)], note)]
     if search.rejected:
-        rejected = [
-            (str(reason), f"{count:,}") for reason, count in sorted(search.rejected.items(), key=lambda item: -item[1])
-        ]
-        blocks.append(Block("Left out", [table("left out", ("reason", "layouts"), rejected, {1})]))
+        rejected = sorted(search.rejected.items(), key=lambda item: -item[1])
+        rows = [(str(reason), f"{count:,}") for reason, count in rejected]
+        blocks.append(Block("Left out", [table("left out", ("reason", "layouts"), rows, {1})]))
     if plan is not None:
         blocks += of_plan.blocks(plan)
-    return Page("layouts", title, lead, _figures(search, best), blocks)
+    return Page("layouts", f"{workload} on {search.cluster}", lead, _figures(summary), blocks)
 
 
 def search_table(search: Search) -> Node:
@@ -88,12 +86,11 @@ def _controls(rows: Sequence[tuple[Candidate, bool]]) -> Node:
 def _row(
     search: Search, candidate: Candidate, fits: bool, limits: Sequence[float]
 ) -> tuple[list[str | Node], dict[str, str]]:
-    data = candidate_json(search, candidate)
-    mfu = 100 * data["mfu"] if data["mfu"] is not None else None
+    rates = search.rates(candidate)
     cells: list[str | Node] = [
         candidate.layout,
         _value(of_plan.seconds_text(candidate.step_seconds), candidate.step_seconds, limits[0]),
-        _value("" if mfu is None else f"{mfu:.1f}", -1 if mfu is None else mfu),
+        _value(mfu_text(rates), -1 if rates.mfu is None else 100 * rates.mfu),
         _value(bytes_text(candidate.peak_bytes), candidate.peak_bytes, limits[1]),
         el("span", "yes" if fits else "no", class_="fit" if fits else "fit no"),
         str(candidate.mesh),
@@ -121,19 +118,18 @@ def _axes(candidate: Candidate) -> list[tuple[str, int]]:
     return [(name, size) for name, size in candidate.mesh.axes if size > 1]
 
 
-def _figures(search: Search, best: Candidate | None) -> list[Figure]:
+def _figures(summary: Summary) -> list[Figure]:
+    search, best = summary.search, summary.search.best
     figures = [Figure("devices", f"{search.cluster.num_devices:,}", str(search.cluster))]
     figures.append(Figure("priced", f"{search.layouts_priced:,}", f"layouts in {search.search_seconds:.2f} s"))
     if best is None:
-        return [*figures, Figure("fits", "none", shortfall(search), is_bad=True)]
-    data = candidate_json(search, best)
-    mfu = f"{100 * data['mfu']:.1f} % MFU" if data["mfu"] is not None else ""
-    rate = data["tokens_per_second"] or data["examples_per_second"]
-    kind = "tokens/s" if data["tokens_per_second"] else "examples/s"
-    limit = search.cluster.memory_bytes
+        return [*figures, Figure("fits", "none", summary.shortfall, is_bad=True)]
+    rates, limit = search.rates(best), search.cluster.memory_bytes
+    mfu = "" if rates.mfu is None else f"{mfu_text(rates)} % MFU"
+    kind = "tokens/s" if rates.tokens_per_second else "examples/s"
     return [
         *figures,
         Figure("best step", of_plan.seconds_text(best.step_seconds), mfu),
-        Figure("speed", count_text(rate), kind),
+        Figure("speed", count_text(rates.tokens_per_second or rates.examples_per_second), kind),
         Figure("peak memory", bytes_text(best.peak_bytes), f"of {bytes_text(limit)}" if limit else "per device"),
     ]

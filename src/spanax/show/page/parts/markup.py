@@ -1,4 +1,7 @@
-"""Builds HTML and SVG elements, and their text; the standard library escapes text and attributes."""
+"""Builds HTML and SVG elements, and their text; the standard library escapes text and attributes.
+
+Texts of files are untrusted: their control characters are escaped.
+"""
 
 import xml.etree.ElementTree as ElementTree
 from typing import Any
@@ -19,7 +22,7 @@ def el(tag: str, /, *inside: Inside, **attributes: Any) -> Node:
     element = ElementTree.Element(tag)
     for key, value in attributes.items():
         if value is not None:
-            element.set(key.rstrip("_").replace("_", "-"), _printable(str(value)))
+            element.set(key.rstrip("_").replace("_", "-"), printable_lines(str(value)))
     return fill(element, *inside)
 
 
@@ -29,17 +32,12 @@ def fill(parent: Node, *inside: Inside) -> Node:
         if isinstance(child, ElementTree.Element):
             parent.append(child)
         elif child and len(parent):
-            parent[-1].tail = (parent[-1].tail or "") + _printable(child)
+            parent[-1].tail = (parent[-1].tail or "") + printable_lines(child)
         elif child:
-            parent.text = (parent.text or "") + _printable(child)
+            parent.text = (parent.text or "") + printable_lines(child)
     return parent
 
 
 def html(node: Node) -> str:
     """Returns the HTML of an element and its children."""
     return ElementTree.tostring(node, encoding="unicode", method="html")
-
-
-def _printable(text: str) -> str:
-    """Returns text of an untrusted file with control characters escaped."""
-    return printable_lines(text)

@@ -1,0 +1,46 @@
+"""Summarizes a search: the best layout with its plan, collectives and reasons, or what would make a layout fit."""
+
+from dataclasses import dataclass
+
+from spanax.plan.advice.remedies import remedies
+from spanax.plan.advice.rules_of_thumb import rule
+from spanax.plan.candidate import RESERVE, Search, plan_of, shortfall
+from spanax.plan.evaluate import Moved, collectives_of
+from spanax.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best candidate of a search: its layout, its collectives, and the rule of thumb that it follows."""
+
+    layout: Layout
+    collectives: Moved
+    rule: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A search with what its answer reports.
+
+    Attributes:
+      search: the search.
+      best: the layout of `search.best`; None if nothing fits.
+      shortfall: why nothing fits; empty otherwise.
+      remedies: options, each of which makes a layout fit; empty if one fits.
+      reserve: fraction of the memory that no layout may use.
+    """
+
+    search: Search
+    best: Best | None
+    shortfall: str = ""
+    remedies: tuple[str, ...] = ()
+    reserve: float = RESERVE
+
+
+def summarize(search: Search) -> Summary:
+    """Returns the summary of a search; where nothing fits, prices further layouts for the remedies."""
+    candidate = search.best
+    if candidate is None:
+        return Summary(search, None, shortfall(search), tuple(remedies(search)))
+    layout = plan_of(search, candidate).layout
+    return Summary(search, Best(layout, collectives_of(search, candidate), rule(search, candidate)))
