@@ -417,7 +417,7 @@ def test_an_iterator_cannot_go_back(opened: Callable[..., Batches]) -> None:
     states = [found.state(), next(found) and found.state()]
     found.restore(states[1])  # where it is: nothing to do
     next(found)
-    with pytest.raises(DataError, match="batch 0 is gone: an iterator is read only once, and was read to batch 2"):
+    with pytest.raises(DataError, match="cannot go back to batch 0: an iterator is read only once, and is at batch 2"):
         found.restore(states[0])
 
 
@@ -441,7 +441,7 @@ def test_a_position_of_other_data_is_refused(
     if change.get("source"):
         path.write_text("abcdefgx" * 200)
         change = {}
-    with pytest.raises(DataError, match=f"the saved position is not of this data: its {key} is another"):
+    with pytest.raises(DataError, match=f"the saved position belongs to other data: its {key} differs"):
         opened(path, change.pop("plan", TEXT_PLAN), position=state, **change)
 
 
@@ -450,7 +450,7 @@ NO_POSITIONS = [{}, {"next_index": -1}, {"next_index": "3"}, {"next_index": 3, "
 
 @pytest.mark.parametrize("state", NO_POSITIONS)
 def test_what_is_no_position_is_refused(state: Any, text: Path, opened: Callable[..., Batches]) -> None:
-    with pytest.raises(DataError, match="this is no position in data"):
+    with pytest.raises(DataError, match="this is not a position in data"):
         opened(text, TEXT_PLAN).restore(state)
 
 
@@ -594,24 +594,24 @@ def refused(kind: type[SpanaxError], source: Any, plan: Any = IMAGE_PLAN, **opti
 def test_a_missing_leaf() -> None:
     assert refused(DataError, [{"label": np.zeros(B, np.int32)}]) == (
         "the data has no leaf 'image.pixels'.\n"
-        "  where: list gives label int32[8]\n"
-        "  fix: the plan takes image.pixels float32[8,3], label int32[8]"
+        "  where: list has label int32[8]\n"
+        "  fix: the plan expects image.pixels float32[8,3], label int32[8]"
     )
 
 
 def test_an_extra_leaf() -> None:
     assert refused(DataError, [{**image_batch(0), "mask": np.zeros(B, bool)}]) == (
-        "the plan takes no leaf 'mask'.\n"
-        "  where: list gives image.pixels float32[8,3], label int64[8], mask bool[8]\n"
-        "  fix: the plan takes image.pixels float32[8,3], label int32[8]"
+        "the plan has no leaf 'mask'.\n"
+        "  where: list has image.pixels float32[8,3], label int64[8], mask bool[8]\n"
+        "  fix: the plan expects image.pixels float32[8,3], label int32[8]"
     )
 
 
 @pytest.mark.parametrize(
     "label, told",
     [
-        (np.zeros(7, np.int32), "'label' has shape (7,); wanted (8,)."),
-        (np.zeros(B, np.float32), "'label' has dtype float32; wanted int32."),
+        (np.zeros(7, np.int32), "'label' has shape (7,); expected (8,)."),
+        (np.zeros(B, np.float32), "'label' has dtype float32; expected int32."),
         (np.full(B, 1 << 40), "'label' has values that do not fit int32."),
     ],
 )
@@ -629,11 +629,11 @@ def test_a_later_batch_that_does_not_fit(opened: Callable[..., Batches]) -> None
 
 def test_an_example_that_does_not_fit() -> None:
     told = refused(DataError, [{**example(0), "image": {"pixels": np.zeros(4, np.float32)}}] * B)
-    assert told.splitlines()[0] == "'image.pixels' has shape (4,); wanted (3,)."
+    assert told.splitlines()[0] == "'image.pixels' has shape (4,); expected (3,)."
 
 
 def test_too_few_examples_for_a_batch() -> None:
-    assert refused(DataError, [example(0)] * 5).splitlines()[0] == "list has 5 examples, and one batch takes 8."
+    assert refused(DataError, [example(0)] * 5).splitlines()[0] == "list has 5 examples, and one batch needs 8."
 
 
 def test_nothing_at_all() -> None:
@@ -644,7 +644,7 @@ def test_nothing_at_all() -> None:
 def test_a_filtered_dataset_has_holes() -> None:
     holes = grain.MapDataset.range(16).map(example).filter(lambda item: item["label"] % 2)
     assert refused(DataError, holes) == (
-        "_FilterMapDataset has None for an example.\n  fix: dataset.to_iter_dataset() leaves filtered ones out"
+        "_FilterMapDataset has None for an example.\n  fix: dataset.to_iter_dataset(), which skips them"
     ).replace("_FilterMapDataset", type(holes).__name__)
 
 
@@ -652,7 +652,7 @@ def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("x" * 30)
     assert refused(DataError, path, TEXT_PLAN) == (
-        "the data has 29 tokens, and one batch takes 33.\n"
+        "the data has 29 tokens, and one batch needs 33.\n"
         "  where: short.txt train bytes b1e57d86be8f; a batch of 8 x 4 tokens\n"
         "  fix: more data, a smaller batch or shorter sequences"
     )
@@ -660,7 +660,7 @@ def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
 
 def test_text_for_a_plan_of_images(text: Path) -> None:
     assert refused(DataError, text).splitlines()[0] == (
-        "text and tokens make 'inputs' and 'targets', integers of one shape [B, T]; the plan takes others."
+        "text and tokens provide 'inputs' and 'targets', integers of one shape [B, T], not the leaves of the plan."
     )
 
 

@@ -75,7 +75,7 @@ def test_each_part_comes_in_its_own_order_and_share() -> None:
     assert Counter(x // 1000 for x in found) == {0: 100, 1: 40, 2: 20}
     for part, (items, _) in enumerate(PARTS):
         mine = [x % 1000 for x in found if x // 1000 == part]
-        assert mine == Order(len(items), 1, 4 + part).at(np.arange(len(mine))).tolist()
+        assert mine == Order(len(items), 1, 4 + part).examples_at(np.arange(len(mine))).tolist()
 
 
 def test_the_first_part_that_ends_ends_all() -> None:
@@ -111,7 +111,7 @@ def test_a_position_gives_the_same_rows_on_another_mesh() -> None:
     assert [batch["x"] for batch in take(again, 4)] == rest
     again.close()
     other = mixture([(PARTS[0][0], 4), *PARTS[1:]])
-    with pytest.raises(DataError, match="its source is another"):
+    with pytest.raises(DataError, match="its source differs"):
         batches(other, PLAN, position=position, seed=2)
 
 
@@ -161,11 +161,11 @@ def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
 @pytest.mark.parametrize(
     "sources, told",
     [
-        ({"a": 1}, "a mixture takes two sources or more."),
-        ({"a": 1, "b": 0}, "the weight of b is 0; it takes a number above 0."),
-        ({"a": 1, "b": float("nan")}, "the weight of b is nan; it takes a number above 0."),
-        ({"a": 1, "b": True}, "the weight of b is True; it takes a number above 0."),
-        ({"a": 0.123456789, "b": 1}, "the weights have too many digits to be kept exactly."),
+        ({"a": 1}, "a mixture needs at least two sources."),
+        ({"a": 1, "b": 0}, "the weight of b must be a number > 0, not 0."),
+        ({"a": 1, "b": float("nan")}, "the weight of b must be a number > 0, not nan."),
+        ({"a": 1, "b": True}, "the weight of b must be a number > 0, not True."),
+        ({"a": 0.123456789, "b": 1}, "the weights have too many digits."),
     ],
 )
 def test_weights_that_are_none(sources: dict[str, Any], told: str) -> None:
@@ -186,7 +186,7 @@ def test_a_text_with_a_bad_weight(files: Path) -> None:
         (grain.MapDataset.range(9), "cannot be part of a mixture.\n  fix: grain.MapDataset.mix"),
         ([{"x": list(range(B))}], "a list of batches cannot be part of a mixture"),
         ([{"y": 1}] * 9, "the data has no leaf 'x'"),
-        ([{"x": 1}] * 3, "list has 3 examples, and one batch takes 8."),
+        ([{"x": 1}] * 3, "list has 3 examples, and one batch needs 8."),
     ],
     ids=["iterator", "grain", "batches", "leaf", "few"],
 )

@@ -18,8 +18,7 @@ import tokenizers
 from batched import B, leaf, plan_of, take
 from spanax.errors import DataError, SpanaxError, WriteError
 from spanax.run.data.batches import Batches, batches
-from spanax.run.data.formats import decompression as unpacking
-from spanax.run.data.formats import jsonl
+from spanax.run.data.formats import decompression, jsonl
 from spanax.run.data.formats import table as tables
 from spanax.run.data.formats.array_record import _example_type
 from spanax.run.data.formats.column import Column
@@ -289,7 +288,7 @@ def test_memory_does_not_grow_with_the_file(kind: str, most_mib: int, tmp_path: 
 
 
 def test_of_several_processes_one_encodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, made, kept = written(tmp_path, "a.jsonl"), load_tokenizer("bytes"), Column._keep
+    path, made, kept = written(tmp_path, "a.jsonl"), load_tokenizer("bytes"), Column._write
     calls: list[int] = []
 
     def slow(*args: Any) -> None:
@@ -297,7 +296,7 @@ def test_of_several_processes_one_encodes(tmp_path: Path, monkeypatch: pytest.Mo
         time.sleep(0.2)
         kept(*args)
 
-    monkeypatch.setattr(Column, "_keep", slow)
+    monkeypatch.setattr(Column, "_write", slow)
     with ThreadPoolExecutor() as pool:  # a lock is of the open file, so threads stand for processes
         found = list(pool.map(lambda _: Column(open_table(path), "text").tokens(made).ids.tobytes(), range(3)))
     assert len(calls) == 1 and len(set(found)) == 1
@@ -346,7 +345,7 @@ def test_a_saved_dataset_is_read_without_its_library(tmp_path: Path) -> None:
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     assert open_table(tmp_path / "saved", split="validation").num_rows == 15
     (folder / "state.json").write_text('{"_data_files": [{"filename": "../../secret.arrow"}]}')
-    with pytest.raises(DataError, match="names no files of its own"):
+    with pytest.raises(DataError, match="does not list its files"):
         open_table(folder)
 
 
@@ -397,8 +396,8 @@ def told(kind: type[SpanaxError], source: Any, plan: Any = TEXT, **options: Any)
 def test_a_field_that_nobody_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 1, "content": "x"}\n')
     assert told(SpanaxError, tmp_path / "a.jsonl") == (
-        "which field of 'a.jsonl' holds the text?\n"
-        "  where: it has id, content; the plan takes inputs, targets\n"
+        "'a.jsonl' has no field 'text' or 'input_ids'.\n"
+        "  where: it has id, content; the plan expects inputs, targets\n"
         "  fix: --field NAME, or --field leaf=field,leaf=field for leaves of the plan"
     )
 
@@ -411,10 +410,10 @@ def test_a_field_that_is_not_there(tmp_path: Path) -> None:
     wanted = plan_of(leaf("picture", (B, 2, 2), "float32"), leaf("label", (B,)))
     assert told(DataError, path, wanted) == (
         "'a.jsonl' has no field 'picture'.\n"
-        "  where: it has text, ids, image, label; the plan takes picture, label\n"
+        "  where: it has text, ids, image, label; the plan expects picture, label\n"
         "  fix: --field picture=NAME"
     )
-    assert told(SpanaxError, path, wanted, field="pic=image").startswith("the plan takes no leaf 'pic'.")
+    assert told(SpanaxError, path, wanted, field="pic=image").startswith("the plan has no leaf 'pic'.")
 
 
 @pytest.mark.parametrize(
@@ -423,8 +422,8 @@ def test_a_field_that_is_not_there(tmp_path: Path) -> None:
         ('{"text": "half', "row 5 of "),
         ("[1, 2]", "row 5 of "),
         ('{"other": 1}', "row 5 of "),
-        ('{"text": 7}', "row 5 of 'a.jsonl' holds no text in 'text'."),
-        ('{"text": "\\ud800"}', "row 5 of 'a.jsonl' holds no text in 'text'."),
+        ('{"text": 7}', "row 5 of 'a.jsonl' does not have text in 'text'."),
+        ('{"text": "\\ud800"}', "row 5 of 'a.jsonl' does not have text in 'text'."),
         ("[" * 100_000, "row 5 of "),
     ],
 )
@@ -446,7 +445,7 @@ def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
 def test_a_file_that_unpacks_too_far_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacking, "ALWAYS_BYTES", 1 << 16)
+    monkeypatch.setattr(decompression, "ALWAYS_BYTES", 1 << 16)
     rows = [{"text": "to be" * 100}] * 5_000
     if name.endswith(".gz"):
         (tmp_path / name).write_bytes(gzip.compress(lines(rows) + (b" " * 1023 + b"\n") * 4096))
@@ -456,16 +455,16 @@ def test_a_file_that_unpacks_too_far_is_refused(name: str, tmp_path: Path, monke
 
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
     text = told(DataError, tmp_path / name)
-    assert f"{name}' unpacks to more than" in text and "over 200 times its size" in text
-    monkeypatch.setattr(unpacking, "MOST_RATIO", 1 << 20)
+    assert f"{name}' decompresses to more than" in text and "over 200 times its size" in text
+    monkeypatch.setattr(decompression, "MAX_RATIO", 1 << 20)
     assert take(batches(tmp_path / name, TEXT, field="text", cache_dir=tmp_path / "cache"), 1)
 
 
 def test_tokens_leave_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
-    monkeypatch.setattr(unpacking, "FREE_BYTES", 1 << 60)
+    monkeypatch.setattr(decompression, "FREE_BYTES", 1 << 60)
     text = told(WriteError, tmp_path / "a.jsonl", cache_dir=tmp_path / "cache")
-    assert "cannot keep" in text and not list((tmp_path / "cache").glob("*.tmp")), text
+    assert "cannot write" in text and not list((tmp_path / "cache").glob("*.tmp")), text
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "text"])
@@ -478,7 +477,7 @@ def test_a_data_folder_is_not_left_by_a_link(name: str, tmp_path: Path) -> None:
     how = {"field": "text"} if name == "a.jsonl" else {}
     assert take(batches(tmp_path / "data", TEXT, cache_dir=tmp_path / "cache", **how), 1)
     (tmp_path / "data" / name).symlink_to(tmp_path / name)
-    assert f"data/{name}' leads out of the data folder" in told(DataError, tmp_path / "data")
+    assert f"data/{name}' is a link out of the data folder" in told(DataError, tmp_path / "data")
     # Asked for, it is read: by a folder that holds both.
     assert take(batches(tmp_path, TEXT, cache_dir=tmp_path / "data" / ".cache", **how), 1)
     if name == "a.jsonl":
@@ -511,7 +510,7 @@ def test_an_edited_file_of_the_same_size_is_encoded_again(tmp_path: Path, monkey
     edited(tmp_path / "a.jsonl", is_dated=False)
     assert b"gone" in encoded(), "all of a small file counts"
     write()
-    monkeypatch.setattr(tables, "READ_WHOLE_BYTES", 0)
+    monkeypatch.setattr(tables, "HASH_ALL_BYTES", 0)
     assert b"here" in encoded()
     edited(tmp_path / "a.jsonl", is_dated=True)
     assert b"gone" in encoded(), "of a large one the time it was changed"
@@ -526,7 +525,9 @@ def test_an_edited_file_of_the_same_size_is_encoded_again(tmp_path: Path, monkey
 @pytest.mark.parametrize("ids", [[-1], [1 << 32], [0.5], "7", [[1]]])
 def test_what_is_no_token_id(ids: Any, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines([{"input_ids": [1]}, {"input_ids": [1]}, {"input_ids": ids}]))
-    assert told(DataError, tmp_path / "a.jsonl").startswith("row 2 of 'a.jsonl' holds no token ids in 'input_ids'.")
+    assert told(DataError, tmp_path / "a.jsonl").startswith(
+        "row 2 of 'a.jsonl' does not have token ids in 'input_ids'."
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith((".jsonl", ".gz"))])
@@ -577,19 +578,19 @@ def test_too_little_to_hold_out_is_a_warning(tmp_path: Path) -> None:
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     assert told(DataError, tmp_path / "no.jsonl").startswith(f"cannot read '{tmp_path}/no.jsonl': No such file")
-    assert told(DataError, f"{tmp_path}/*.parquet").startswith(f"no file is called '{tmp_path}/*.parquet'.")
+    assert told(DataError, f"{tmp_path}/*.parquet").startswith(f"no file matches '{tmp_path}/*.parquet'.")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "it is no plain file" in told(DataError, tmp_path / "pipe.jsonl")
+    assert "it is not a regular file" in told(DataError, tmp_path / "pipe.jsonl")
 
 
 def test_several_kinds_in_one_folder(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.parquet"):
         (tmp_path / name).write_text("x")
-    assert told(DataError, tmp_path).startswith(f"'{tmp_path}' holds several kinds of tables: jsonl, parquet.")
+    assert told(DataError, tmp_path).startswith(f"'{tmp_path}' has several kinds of tables: jsonl, parquet.")
 
 
 def test_rows_of_packed_lines_are_refused(tmp_path: Path) -> None:
-    assert "cannot be read out of their order" in told(DataError, written(tmp_path, "a.jsonl.gz"), IMAGES)
+    assert "cannot be read at random" in told(DataError, written(tmp_path, "a.jsonl.gz"), IMAGES)
 
 
 def test_pyarrow_that_is_missing_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,6 +605,6 @@ def test_a_cache_that_cannot_be_written_is_told_of(tmp_path: Path, monkeypatch: 
     path = written(tmp_path, "a.jsonl")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot keep"), pytest.raises(SpanaxError) as error:
+    with pytest.warns(UserWarning, match="cannot write"), pytest.raises(SpanaxError) as error:
         batches(path, TEXT)
     assert error.value.exit_code == 73

@@ -54,7 +54,7 @@ def untrusted(folder: Path) -> str:
             return f"'{ancestor}' cannot be read: {error.strerror}"
         is_sticky = ancestor != path and status.st_mode & stat.S_ISVTX
         if status.st_mode & stat.S_IWOTH and not is_sticky:
-            return f"everybody can write to '{ancestor}'"
+            return f"every user can write to '{ancestor}'"
         if status.st_uid not in (0, os.geteuid()):
             return f"'{ancestor}' belongs to another user"
     return ""
@@ -82,14 +82,14 @@ def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathL
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        message = f"cannot keep '{path.name}' in '{path.parent}': {error.strerror}."
+        message = f"cannot write '{path.name}' to '{path.parent}': {error.strerror}."
         if cache_dir is not None:
-            raise WriteError(message, fix="a cache_dir that can be written") from None
-        warnings.warn(f"{message} It is made again at every start.", stacklevel=2)  # a read-only home is allowed
+            raise WriteError(message, fix="a writable cache_dir") from None
+        warnings.warn(f"{message} It is computed again at each start.", stacklevel=2)  # a read-only home is allowed
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def exclusive(path: Path) -> Iterator[None]:
     """Holds a lock file, so that one process of a machine writes to the cache while others wait."""
     file = None
     try:

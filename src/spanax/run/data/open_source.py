@@ -100,7 +100,7 @@ def opened(source: Any, leaves: Collection[str], reading: Reading) -> list[tuple
     source = named(source)
     check_split(reading.split)
     pairs = source.parts if isinstance(source, Mixture) else ((source, 1),)
-    data = [_found(part, leaves, reading) for part, _ in pairs]
+    data = [_loaded(part, leaves, reading) for part, _ in pairs]
     texts = tuple(part for part in data if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text))
     tokenizer = (
         load_tokenizer(reading.tokenizer, texts[0] if len(texts) == 1 else Joined(texts), reading.cache_dir)
@@ -130,7 +130,7 @@ def examples(part: Any, placements: Sequence["Placement"], rows_R: np.ndarray, l
     return sequence_examples(part, placements, rows_R, least)
 
 
-def _found(source: Any, leaves: Collection[str], reading: Reading) -> Any:
+def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
     """Returns a source as a Corpus, a Column, Rows, Tokens, or an unchanged sequence."""
     if source == "python":
         return load_corpus(source)
@@ -143,7 +143,7 @@ def _found(source: Any, leaves: Collection[str], reading: Reading) -> Any:
     if (table := _hub_table(source, reading.split)) is not None:
         return _of_table(table, leaves, reading.field)
     if reading.split != "train":
-        raise SpanaxError(f"a {type(source).__name__} has no split '{reading.split}'.", fix="a source of its own")
+        raise SpanaxError(f"a {type(source).__name__} has no split '{reading.split}'.", fix="another source for it")
     return source
 
 
@@ -159,7 +159,7 @@ def _hub_table(source: Any, split: str) -> Table | None:
             raise SpanaxError(f"the DatasetDict has no split '{split}'.", fix=nearest(split, source))
         source = source[split]
     elif split != "train":
-        raise SpanaxError(f"a Dataset has no split '{split}'.", fix="a DatasetDict, or a source of its own")
+        raise SpanaxError(f"a Dataset has no split '{split}'.", fix="a DatasetDict, or another source for it")
     return dataset_table(source, split)
 
 
@@ -174,9 +174,7 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
     fields = {leaf: leaf for leaf in leaves} | dict(field or {})
     for leaf in field or {}:
         if leaf not in leaves:
-            raise SpanaxError(
-                f"the plan takes no leaf '{leaf}'.", where=f"--field {leaf}=...", fix=nearest(leaf, leaves)
-            )
+            raise SpanaxError(f"the plan has no leaf '{leaf}'.", where=f"--field {leaf}=...", fix=nearest(leaf, leaves))
     if field or all(leaf in table.fields for leaf in leaves):
         return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
     listed = ", ".join(leaves)
@@ -184,7 +182,7 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
         missing = next(leaf for leaf in leaves if leaf not in table.fields)
         raise DataError(
             f"'{table.name}' has no field '{missing}'.",
-            where=f"it has {', '.join(table.fields)[:150]}; the plan takes {listed[:150]}",
+            where=f"it has {', '.join(table.fields)[:150]}; the plan expects {listed[:150]}",
             fix=f"--field {missing}=NAME",
         )
     return Column(table, default_field(table, leaves=listed))
@@ -208,11 +206,11 @@ def _row_examples(rows: Rows, placements: Sequence["Placement"], least: int) -> 
     table, fields = rows.table, rows.fields
     name = f"{table.name} {table.split} {table.digest}"
     if table.num_rows < least:
-        message = f"{name} has {table.num_rows:,} examples, and one batch takes {batch_size(placements):,}."
+        message = f"{name} has {table.num_rows:,} examples, and one batch needs {batch_size(placements):,}."
         raise TooFew(message, fix="more data, or a smaller batch")
     planned = described({leaf.path: leaf for leaf in placements})
     if any(leaf.shape[:1] != (batch_size(placements),) for leaf in placements):
-        raise DataError(f"examples cannot make {planned}.", where=name, fix="a source of whole batches")
+        raise DataError(f"{name} has examples, and {planned} differ in their first dim.", fix="a source of batches")
 
     def read(indices_R: np.ndarray) -> Leaves:
         table_rows = table.rows(indices_R.tolist(), sorted(set(fields.values())))

@@ -102,9 +102,9 @@ def test_a_folder_without_text(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     fix = "\n  fix: a folder with text files in it"
-    assert told(folder) == "folder '.../folder' holds no text." + fix
+    assert told(folder) == "folder '.../folder' has no text." + fix
     (folder / "a.png").write_bytes(b"\0")
-    assert told(folder) == "folder '.../folder' holds no text; binary files left out: 1, such as 'a.png'." + fix
+    assert told(folder) == "folder '.../folder' has no text; skipped binary files: 1, such as 'a.png'." + fix
 
 
 @pytest.mark.parametrize("name", ["a.txt", "folder"])
@@ -116,5 +116,5 @@ def test_text_that_is_not_utf8(name: str, tmp_path: Path) -> None:
     assert told(path) == (
         f"'.../{bad.relative_to(tmp_path)}' is not UTF-8 text.\n"
         "  where: byte 1,234 is 0xe9\n"
-        "  fix: convert it (iconv -f latin1 -t utf-8), or leave it out of the folder"
+        "  fix: convert it (iconv -f latin1 -t utf-8), or remove it from the folder"
     )

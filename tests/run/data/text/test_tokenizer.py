@@ -8,10 +8,11 @@ import pytest
 import tokenizers
 
 from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.run.data.open_source import WINDOWS, Reading, opened
 from spanax.run.data.text import tokenizer
 from spanax.run.data.text.corpus import Corpus
-from spanax.run.data.text.token_windows import load_tokens
 from spanax.run.data.text.tokenizer import load_tokenizer
+from spanax.run.data.text.tokens import Tokens
 
 TEXT = "the cat sat on the mat; the café is closed.\n" * 40
 
@@ -26,6 +27,14 @@ def text(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+def load_tokens(
+    source: Path | str, tokenizer: str = "bytes", split: str = "train", cache_dir: Path | None = None
+) -> Tokens:
+    """The tokens of one split of a source."""
+    ((tokens, _),) = opened(source, WINDOWS, Reading(tokenizer, split, cache_dir=cache_dir))
+    return tokens
 
 
 def refuse_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +103,10 @@ def test_the_cache_is_where_the_desktop_says(text: Path, tmp_path: Path, monkeyp
 
 def test_a_cache_that_cannot_be_written(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(WriteError, match="cannot keep 'tokenizer-"):
+    with pytest.raises(WriteError, match="cannot write 'tokenizer-"):
         load_tokens(text, "bpe:300", "train", tmp_path / "file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="It is made again at every start"):
+    with pytest.warns(UserWarning, match="It is computed again at each start"):
         assert len(load_tokens(text, "bpe:300").ids)
 
 
@@ -171,15 +180,15 @@ def test_a_damaged_tokenizer_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
     first = told(DataError, str(tmp_path / "a.json"), tmp_path).splitlines()[0]
     bad_text = "cannot read tokenizer '.../a.json': it is not UTF-8 text."
-    assert first == (bad_text if content[:1] == b"\xff" else "'.../a.json' is no tokenizer, or is damaged.")
+    assert first == (bad_text if content[:1] == b"\xff" else "'.../a.json' is not a tokenizer, or is damaged.")
 
 
 @pytest.mark.parametrize(
     "size_bytes, sidecar, first",
     [
         (0, None, "'.../t.bin' is empty."),
-        (7, None, "'.../t.bin' is cut short: 7 bytes are no whole number of uint16 tokens."),
-        (6, '{"dtype": "uint32"}', "'.../t.bin' is cut short: 6 bytes are no whole number of uint32 tokens."),
+        (7, None, "'.../t.bin' is truncated: 7 bytes are not a multiple of the 2 bytes of uint16."),
+        (6, '{"dtype": "uint32"}', "'.../t.bin' is truncated: 6 bytes are not a multiple of the 4 bytes of uint32."),
         (8, "{", "cannot read '.../t.bin.json'."),
         (8, "[]", "cannot read '.../t.bin.json'."),
         (8, '{"dtype": "uint17"}', "cannot read '.../t.bin.json'."),

@@ -1,4 +1,4 @@
-"""Reads ArrayRecord files, whose records are JSON objects, `tf.train.Example` messages, or plain text."""
+"""Reads ArrayRecord files with Grain; records are JSON objects, `tf.train.Example` messages, or plain text."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +90,7 @@ class ArrayRecordRows:
 
     def _field(self, index: int, row: dict[str, Any], field: str) -> Any:
         if field not in row:
-            raise self._bad(index, f"it has no '{field}', but {', '.join(row)[:80] or 'nothing'}")
+            raise self._bad(index, f"no field '{field}' among: {', '.join(row)[:80] or 'none'}")
         return row[field]
 
     def _bad(self, index: int, reason: object) -> DataError:
@@ -101,7 +101,7 @@ class ArrayRecordRows:
 def _json_row(record: bytes) -> dict[str, Any]:
     row = json.loads(record)
     if not isinstance(row, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return {name: np.asarray(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
@@ -132,7 +132,10 @@ def _example_row(record: bytes) -> dict[str, Any]:
 
 @cache
 def _example_type() -> Any:
-    """Returns the message type of tensorflow/core/example/example.proto, without TensorFlow."""
+    """Returns the message type of tensorflow/core/example/example.proto.
+
+    No dependency of Spanax contains it: array_record itself imports TensorFlow for it.
+    """
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     file = descriptor_pb2.FileDescriptorProto(name="spanax/example.proto", package="spanax", syntax="proto3")

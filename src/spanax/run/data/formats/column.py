@@ -14,12 +14,12 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from spanax.errors import DataError, SpanaxError, WriteError
-from spanax.run.data.cache import alone, cache_folder, keep
+from spanax.run.data.cache import cache_folder, exclusive, keep
 from spanax.run.data.elements import digest
-from spanax.run.data.formats.decompression import Room
+from spanax.run.data.formats.decompression import DiskSpace
 from spanax.run.data.formats.table import Table
 from spanax.run.data.text.corpus import SPLITS
-from spanax.run.data.text.token_windows import kept_ids
+from spanax.run.data.text.token_windows import cached_ids
 from spanax.run.data.text.tokenizer import Tokenizer
 from spanax.run.data.text.tokens import Tokens
 
@@ -81,25 +81,25 @@ class Column:
         key, cache_key = digest(self.table.digest, *settings), digest(self.table.cache_key, *settings)
         folder = cache_folder(cache_dir)
         paths = {split: folder / f"ids-{cache_key}-{split}.npy" for split in SPLITS}
-        ids = kept_ids(paths[self.table.split])
+        ids = cached_ids(paths[self.table.split])
         if ids is not None and self.table.changed:
             warnings.warn(
                 f"the tokens of '{self.table.name}' come from the cache: files of this size are compared by samples "
-                f"and by when they were changed. After an edit that kept the time, remove '{paths[self.table.split]}'.",
+                f"and modification time. After an edit that preserves the time, remove '{paths[self.table.split]}'.",
                 stacklevel=2,
             )
         if ids is None:
-            with alone(folder / f"ids-{cache_key}.lock"):
-                ids = kept_ids(paths[self.table.split])
+            with exclusive(folder / f"ids-{cache_key}.lock"):
+                ids = cached_ids(paths[self.table.split])
                 if ids is None:
-                    self._keep(tokenizer, paths, cache_dir)
-                    ids = kept_ids(paths[self.table.split])
+                    self._write(tokenizer, paths, cache_dir)
+                    ids = cached_ids(paths[self.table.split])
         if ids is None:
-            message = f"there is no place for the tokens of '{self.table.name}'."
-            raise WriteError(message, where=str(folder), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
+            message = f"the tokens of '{self.table.name}' cannot be written."
+            raise WriteError(message, where=str(folder), fix="XDG_CACHE_HOME=DIR, a writable directory")
         return Tokens(f"{self.table.name}[{self.field}] {self.table.split} {encoding} {key}", ids, tokenizer)
 
-    def _keep(
+    def _write(
         self, tokenizer: Tokenizer | None, paths: dict[str, Path], cache_dir: str | os.PathLike[str] | None
     ) -> None:
         """Writes the ids of both splits to the cache in one pass over the rows."""
@@ -107,11 +107,11 @@ class Column:
         dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
 
         def write(*files: BinaryIO) -> None:
-            sizes, room = [0] * len(files), Room(paths[self.table.split].parent)
+            sizes, space = [0] * len(files), DiskSpace(paths[self.table.split].parent)
             for file in files:
                 _write_header(file, dtype, 0)
             for is_held_out, ids in parts:
-                room.take(ids.nbytes)
+                space.reserve(ids.nbytes)
                 files[is_held_out].write(ids.tobytes())
                 sizes[is_held_out] += len(ids)
             for file, size in zip(files, sizes, strict=True):
@@ -154,9 +154,9 @@ class Column:
 
     def _bad(self, number: int, value: Any, expected: str) -> DataError:
         return DataError(
-            f"row {number:,} of '{self.table.name}' holds no {expected} in '{self.field}'.",
+            f"row {number:,} of '{self.table.name}' does not have {expected} in '{self.field}'.",
             where=f"{type(value).__name__}: {repr(value)[:60]}",
-            fix="--field NAME, a field of texts, or of lists of token ids",
+            fix="--field NAME, a field of texts or of lists of token ids",
         )
 
 
@@ -167,8 +167,8 @@ def _encoded(tokenizer: Tokenizer, group: list[tuple[bool, bytes]]) -> Iterator[
 
 def _write_header(file: BinaryIO, dtype: np.dtype, size: int) -> None:
     """Writes the header of a `.npy` file, which NumPy pads to a constant length for any size."""
-    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
-    np.lib.format.write_array_header_1_0(file, about)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def default_field(table: Table, *, leaves: str) -> str:
@@ -182,7 +182,7 @@ def default_field(table: Table, *, leaves: str) -> str:
             return name
     listed = ", ".join(table.fields)
     raise SpanaxError(
-        f"which field of '{table.name}' holds the text?",
-        where=f"it has {listed[:150]}; the plan takes {leaves[:150]}",
+        f"'{table.name}' has no field 'text' or 'input_ids'.",
+        where=f"it has {listed[:150]}; the plan expects {leaves[:150]}",
         fix="--field NAME, or --field leaf=field,leaf=field for leaves of the plan",
     )

@@ -107,7 +107,7 @@ def load_tokenizer(
         if (colon and not size.isdecimal()) or (colon and int(size) < 257):
             raise SpanaxError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
         if corpus is None:
-            raise SpanaxError(f"tokenizer '{name}' is trained, and there is no text to train it on.", fix="bytes")
+            raise SpanaxError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
         return _trained(corpus, int(size or BPE_VOCAB_SIZE), cache_dir)
     if name.endswith(".json") or os.sep in name:
         return _from_file(Path(name))
@@ -129,8 +129,7 @@ def _trained(text: TrainingText, vocab_size: int, cache_dir: str | os.PathLike[s
         engine = Engine.from_str(path.read_text(encoding="utf-8"))
     except Exception:  # missing or damaged: the library raises a bare Exception; trained again
         engine = _train(text, vocab_size)
-        written = engine.to_str().encode()
-        keep(path, lambda file: file.write(written), cache_dir)
+        keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
     return _wrapped(f"bpe:{vocab_size}@{key}", engine)
 
 
@@ -157,26 +156,26 @@ def _from_file(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Engine
 
     try:
-        written = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
+        content = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
         is_text = not isinstance(error, UnicodeDecodeError)
         reason = error.strerror if isinstance(error, OSError) else str(error) if is_text else "it is not UTF-8 text"
         raise DataError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
     try:
-        engine = Engine.from_str(written)
+        engine = Engine.from_str(content)
     except Exception as error:  # the library raises a bare Exception
         raise DataError(
-            f"'{path}' is no tokenizer, or is damaged.",
+            f"'{path}' is not a tokenizer, or is damaged.",
             where=" ".join(str(error).split())[:120],
             fix="download the file again, or use bytes or bpe",
         ) from None
     engine.no_truncation()
     engine.no_padding()
-    tokenizer = _wrapped(f"{path.name}@{digest(written)}", engine, _end_id(engine, path))
+    tokenizer = _wrapped(f"{path.name}@{digest(content)}", engine, _end_id(engine, path))
     if tokenizer.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
         raise DataError(
-            f"'{path}' has {engine.get_vocab_size():,} tokens, and gives one the id {tokenizer.vocab_size - 1:,}.",
-            fix="a tokenizer whose ids count on; a model makes room for each",
+            f"'{path}' has {engine.get_vocab_size():,} tokens, and their largest id is {tokenizer.vocab_size - 1:,}.",
+            fix="a tokenizer with contiguous ids; a model allocates an embedding for each",
         )
     return tokenizer
 
