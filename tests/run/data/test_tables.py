@@ -605,6 +605,17 @@ def test_a_cache_that_cannot_be_written_is_told_of(tmp_path: Path, monkeypatch: 
     path = written(tmp_path, "a.jsonl")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="cannot write"), pytest.raises(SpanaxError) as error:
-        batches(path, TEXT)
-    assert error.value.exit_code == 73
+    for source, plan in ((path, TEXT), (written(tmp_path, "a.parquet"), IMAGES)):
+        assert told(WriteError, source, plan).startswith("cannot write '")
+
+
+def test_damaged_rows_are_no_failure_to_write(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason=NEEDS_ARROW)
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"label": list(range(9999))}), path, use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[4:400] = bytes(396)
+    path.write_bytes(content)
+    assert told(DataError, path, plan_of(leaf("label", (B,)))).startswith(f"cannot read '{path}'.")

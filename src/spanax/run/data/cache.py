@@ -68,8 +68,18 @@ def _temporary_folder() -> Path:
     return Path(folder)
 
 
-def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathLike[str] | None) -> None:
-    """Writes a file of the cache atomically."""
+def keep(
+    path: Path,
+    write: Callable[[BinaryIO], Any],
+    cache_dir: str | os.PathLike[str] | None,
+    *,
+    is_required: bool = False,
+) -> None:
+    """Writes a file of the cache atomically; warns if the default cache cannot be written and is not required.
+
+    Raises:
+      WriteError: `cache_dir`, or a required cache, cannot be written.
+    """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
@@ -83,8 +93,9 @@ def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathL
                 raise
     except OSError as error:
         message = f"cannot write '{path.name}' to '{path.parent}': {error.strerror}."
-        if cache_dir is not None:
-            raise WriteError(message, fix="a writable cache_dir") from None
+        if cache_dir is not None or is_required:
+            fix = "XDG_CACHE_HOME=DIR, a writable directory" if cache_dir is None else "a writable cache_dir"
+            raise WriteError(message, fix=fix) from None
         warnings.warn(f"{message} It is computed again at each start.", stacklevel=2)  # a read-only home is allowed
 
 

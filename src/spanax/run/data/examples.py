@@ -20,6 +20,13 @@ class TooFew(DataError):
     """A source has fewer examples than one batch."""
 
 
+def check_enough(name: str, num_examples: int, least: int, batch_size: int) -> None:
+    """Raises TooFew if a source has fewer than `least` examples."""
+    if num_examples < least:
+        message = f"{name} has {num_examples:,} examples, and one batch needs {batch_size:,}."
+        raise TooFew(message, fix="more data, or a smaller batch")
+
+
 @dataclass(frozen=True)
 class Remainder:
     """The examples after the last full batch, all of them in every process: a list of elements, or leaves by path."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from spanax.errors import DataError, SpanaxError, nearest
 from spanax.run.data.elements import Leaves, described
-from spanax.run.data.examples import Examples, TooFew
+from spanax.run.data.examples import Examples, check_enough
 from spanax.run.data.formats.column import Column, default_field
 from spanax.run.data.formats.table import Table, is_table, open_table
 from spanax.run.data.mixture import Mixture, named
@@ -205,9 +205,7 @@ def _tokens(part: Any, tokenizer: Tokenizer | None, reading: Reading) -> Any:
 def _row_examples(rows: Rows, placements: Sequence["Placement"], least: int) -> Examples:
     table, fields = rows.table, rows.fields
     name = f"{table.name} {table.split} {table.digest}"
-    if table.num_rows < least:
-        message = f"{name} has {table.num_rows:,} examples, and one batch needs {batch_size(placements):,}."
-        raise TooFew(message, fix="more data, or a smaller batch")
+    check_enough(name, table.num_rows, least, batch_size(placements))
     planned = described({leaf.path: leaf for leaf in placements})
     if any(leaf.shape[:1] != (batch_size(placements),) for leaf in placements):
         raise DataError(f"{name} has examples, and {planned} differ in their first dim.", fix="a source of batches")

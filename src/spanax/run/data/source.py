@@ -16,7 +16,7 @@ import numpy as np
 
 from spanax.errors import DataError, SpanaxError
 from spanax.run.data.elements import Leaves, described, digest, flat, nested
-from spanax.run.data.examples import Examples, Remainder, Share, Source, TooFew
+from spanax.run.data.examples import Examples, Remainder, Share, Source, check_enough
 from spanax.run.data.order import Order
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def element_source(
         count = num_fewer(item)
         return _conform(item, _of_size(placements, count) if count else placements, rows_R, name)
 
-    if is_sequence and size < num_elements and drop_remainder:
-        raise TooFew(f"{name} has {size:,} examples, and one batch needs {num_elements:,}.", fix="a smaller batch")
+    if is_sequence and drop_remainder:
+        check_enough(name, size, num_elements, num_elements)
     leaves = conform(first)
     if not in_batches or leaves[placements[0].path].shape == placements[0].shape:
         # A hash of one process's rows would differ between processes.
@@ -121,8 +121,7 @@ def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np
         raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix, of Grain's own datasets")
     if len(source) and _is_batch(flat(source[0]), placements):
         raise SpanaxError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
-    if len(source) < least:
-        raise TooFew(f"{name} has {len(source):,} examples, and one batch needs {batch_size(placements):,}.")
+    check_enough(name, len(source), least, batch_size(placements))
     first = source[0]
     leaves = _conform(first, placements, rows_R, name)
     name = f"{name} {digest(str(len(source)), *(part for path in sorted(leaves) for part in (path, leaves[path])))}"

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.errors import DataError, SpanaxError
 from spanax.run.data.cache import cache_folder, exclusive, keep
 from spanax.run.data.elements import digest
 from spanax.run.data.formats.decompression import DecompressionLimit, DiskSpace
@@ -147,9 +147,10 @@ class CompressedTable:
     def _limited(self, columns: Sequence[str]) -> Iterator[Any]:
         """Yields the batches of columns; raises if the file expands to an implausible size."""
         limit = DecompressionLimit(self.path)
-        for batch in self.batches(columns):
-            limit.add(batch.nbytes)
-            yield batch
+        with _arrow_errors(self.path):  # damage must not be reported as a failure to write
+            for batch in self.batches(columns):
+                limit.add(batch.nbytes)
+                yield batch
 
     @cached_property
     def _decompressed(self) -> dict[tuple[str, ...], MappedTable]:
@@ -170,10 +171,7 @@ class CompressedTable:
 
         with _arrow_errors(self.path), exclusive(cached.with_suffix(".lock")):
             if not _has_rows(cached, self.num_rows):
-                keep(cached, write, self.cache_dir)
-        if not cached.is_file():
-            message = f"the decompressed rows of '{self.path}' cannot be written."
-            raise WriteError(message, where=str(cached), fix="XDG_CACHE_HOME=DIR, a writable directory")
+                keep(cached, write, self.cache_dir, is_required=True)
         return MappedTable(cached)
 
     def _known(self, field: str) -> str:

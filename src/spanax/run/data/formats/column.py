@@ -7,13 +7,13 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.errors import DataError, SpanaxError
 from spanax.run.data.cache import cache_folder, exclusive, keep
 from spanax.run.data.elements import digest
 from spanax.run.data.formats.decompression import DiskSpace
@@ -81,28 +81,27 @@ class Column:
         key, cache_key = digest(self.table.digest, *settings), digest(self.table.cache_key, *settings)
         folder = cache_folder(cache_dir)
         paths = {split: folder / f"ids-{cache_key}-{split}.npy" for split in SPLITS}
-        ids = cached_ids(paths[self.table.split])
+        path = paths[self.table.split]
+        ids = cached_ids(path)
         if ids is not None and self.table.changed:
             warnings.warn(
                 f"the tokens of '{self.table.name}' come from the cache: files of this size are compared by samples "
-                f"and modification time. After an edit that preserves the time, remove '{paths[self.table.split]}'.",
+                f"and modification time. After an edit that preserves the time, remove '{path}'.",
                 stacklevel=2,
             )
         if ids is None:
             with exclusive(folder / f"ids-{cache_key}.lock"):
-                ids = cached_ids(paths[self.table.split])
-                if ids is None:
+                if cached_ids(path) is None:
                     self._write(tokenizer, paths, cache_dir)
-                    ids = cached_ids(paths[self.table.split])
-        if ids is None:
-            message = f"the tokens of '{self.table.name}' cannot be written."
-            raise WriteError(message, where=str(folder), fix="XDG_CACHE_HOME=DIR, a writable directory")
+                ids = cached_ids(path)
+        assert ids is not None, path
         return Tokens(f"{self.table.name}[{self.field}] {self.table.split} {encoding} {key}", ids, tokenizer)
 
     def _write(
         self, tokenizer: Tokenizer | None, paths: dict[str, Path], cache_dir: str | os.PathLike[str] | None
     ) -> None:
         """Writes the ids of both splits to the cache in one pass over the rows."""
+        write_file = partial(keep, cache_dir=cache_dir, is_required=True)
         parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
         dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
 
@@ -119,10 +118,11 @@ class Column:
                 _write_header(file, dtype, size)
 
         if not self.table.holds_out:
-            keep(paths[self.table.split], write, cache_dir)
+            write_file(paths[self.table.split], write)
             return
-        held_out = paths["validation"]
-        keep(paths["train"], lambda train: keep(held_out, lambda valid: write(train, valid), cache_dir), cache_dir)
+        write_file(
+            paths["train"], lambda train: write_file(paths["validation"], lambda validation: write(train, validation))
+        )
 
     def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
         group: list[tuple[bool, bytes]] = []
