@@ -196,7 +196,7 @@ def test_a_bpe_is_trained_on_the_texts_that_are_not_held_out(tmp_path: Path, cac
     rows = [{"text": "zebra " * 50 if number % 20 == 1 else "the cat sat on the mat "} for number in range(100)]
     (tmp_path / "a.jsonl").write_bytes(lines(rows))
     column = Column(open_table(tmp_path / "a.jsonl"), "text")
-    engine = load_tokenizer("bpe:300", column)
+    engine = load_tokenizer("bpe:300", [column])
     assert len(engine.encode(" zebra")) > 2 > len(engine.encode(" cat")) > 0
     tokens = column.tokens(engine)
     (kept,) = cache.glob("tokenizer-*.json")

@@ -2,9 +2,8 @@
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,27 +59,6 @@ class Rows:
     fields: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The training text of all parts of a mixture, for training a tokenizer."""
-
-    parts: tuple[Corpus | Column, ...]
-
-    @property
-    def key(self) -> tuple[str | bytes, ...]:
-        """Identifies the text."""
-        return tuple(chain.from_iterable(part.key for part in self.parts))
-
-    @property
-    def size_bytes(self) -> int:
-        """The approximate size."""
-        return sum(part.size_bytes for part in self.parts)
-
-    def documents(self) -> Iterator[bytes]:
-        """Returns the documents of all parts in order."""
-        return chain.from_iterable(part.documents() for part in self.parts)
-
-
 def is_named(source: Any) -> bool:
     """Returns whether a source is a path, `python`, or a mixture of these; such sources have a validation split."""
     source = named(source)
@@ -101,12 +79,8 @@ def opened(source: Any, leaves: Collection[str], reading: Reading) -> list[tuple
     check_split(reading.split)
     pairs = source.parts if isinstance(source, Mixture) else ((source, 1),)
     data = [_loaded(part, leaves, reading) for part, _ in pairs]
-    texts = tuple(part for part in data if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text))
-    tokenizer = (
-        load_tokenizer(reading.tokenizer, texts[0] if len(texts) == 1 else Joined(texts), reading.cache_dir)
-        if texts
-        else None
-    )
+    texts = [part for part in data if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text)]
+    tokenizer = load_tokenizer(reading.tokenizer, texts, reading.cache_dir) if texts else None
     return [(_tokens(part, tokenizer, reading), weight) for part, (_, weight) in zip(data, pairs, strict=True)]
 
 

@@ -75,7 +75,8 @@ def element_source(
 
     def conform(item: Any) -> Leaves:
         count = num_fewer(item)
-        return _conform(item, _of_size(placements, count) if count else placements, rows_R, name)
+        leaves = [replace(leaf, shape=(count, *leaf.shape[1:])) for leaf in placements] if count else placements
+        return _conform(item, leaves, rows_R, name)
 
     if is_sequence and drop_remainder:
         check_enough(name, size, num_elements, num_elements)
@@ -287,10 +288,6 @@ def _num_fewer(placements: Sequence["Placement"], rows_R: np.ndarray, item: Any)
     counts = {np.shape(value)[0] for value in flat(item).values() if np.ndim(value)}
     is_smaller = len(rows_R) == size and len(counts) == 1 and 0 < min(counts) < size
     return min(counts) if is_smaller and all(leaf.shape[0] == size for leaf in placements) else 0
-
-
-def _of_size(placements: Sequence["Placement"], count: int) -> list["Placement"]:
-    return [replace(leaf, shape=(count, *leaf.shape[1:])) for leaf in placements]
 
 
 def batch_size(placements: Sequence["Placement"]) -> int:

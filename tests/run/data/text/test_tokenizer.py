@@ -61,7 +61,7 @@ def test_a_bpe_is_trained_on_the_training_text_and_tells_it_back(text: Path, cac
 
 
 def test_any_text_can_be_encoded(text: Path, cache: Path) -> None:
-    made = load_tokenizer("bpe:300", Corpus("a", TEXT.encode(), b""), cache)
+    made = load_tokenizer("bpe:300", [Corpus("a", TEXT.encode(), b"")], cache)
     (kept,) = cache.glob("tokenizer-*.json")
     strange = "日本\t\r\n\n  \U0001f600 " + "".join(map(chr, range(0x250)))
     assert tokenizers.Tokenizer.from_file(str(kept)).decode(made.encode(strange).tolist()) == strange
@@ -124,12 +124,12 @@ def test_a_large_corpus_is_thinned_for_training(cache: Path, monkeypatch: pytest
     for kept_bytes in (1 << 20, 100):
         monkeypatch.setattr(tokenizer, "PIECE_BYTES", 50)
         monkeypatch.setattr(tokenizer, "BPE_TRAINING_BYTES", kept_bytes)
-        sizes.append(load_tokenizer("bpe:1000", corpus, cache / str(kept_bytes)).vocab_size)
+        sizes.append(load_tokenizer("bpe:1000", [corpus], cache / str(kept_bytes)).vocab_size)
     assert 256 < sizes[1] < sizes[0] < 1000
 
 
 def test_a_tokenizer_file(text: Path, cache: Path, tmp_path: Path) -> None:
-    made = load_tokenizer("bpe:300", Corpus("a", TEXT.encode(), b""), cache)
+    made = load_tokenizer("bpe:300", [Corpus("a", TEXT.encode(), b"")], cache)
     (kept,) = cache.glob("tokenizer-*.json")
     engine = tokenizers.Tokenizer.from_file(str(kept))
     engine.enable_truncation(3)  # such settings of the file must not eat text
@@ -153,7 +153,7 @@ def test_a_vocabulary_with_gaps_counts_to_its_highest_id(tmp_path: Path) -> None
 
 def told(kind: type[SpanaxError], name: str, folder: Path | None = None) -> str:
     with pytest.raises(SpanaxError) as error:
-        load_tokenizer(name, Corpus("a", b"a", b"a"))
+        load_tokenizer(name, [Corpus("a", b"a", b"a")])
     assert type(error.value) is kind and str(error.value).count("\n") <= 3
     return str(error.value).replace(str(folder), "...")
 

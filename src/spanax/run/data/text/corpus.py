@@ -137,7 +137,7 @@ def _python_corpus() -> Corpus:
     documents: dict[str, bytes] = {}
     num_bytes = 0
     # Sorted by hash, so that the size limit selects a uniform sample of the library.
-    for name in sorted(names, key=_rank):
+    for name in sorted(names, key=digest):
         document = (folder / name).read_bytes()
         if num_bytes + len(document) <= PYTHON_CORPUS_BYTES and document.strip() and _is_utf8(document):
             documents[name] = document
@@ -183,10 +183,10 @@ def _file_corpus(name: str, text: bytes) -> Corpus:
 
 def _split(name: str, documents: dict[str, bytes]) -> Corpus:
     """Splits two or more documents by hash, so that adding or removing files does not move others to another split."""
-    held_out = {path for path in documents if int(_rank(path), 16) % HELD_OUT == 0}
-    held_out = held_out or {min(documents, key=_rank)}
+    held_out = {path for path in documents if int(digest(path), 16) % HELD_OUT == 0}
+    held_out = held_out or {min(documents, key=digest)}
     if len(held_out) == len(documents):
-        held_out.remove(max(documents, key=_rank))
+        held_out.remove(max(documents, key=digest))
 
     def join(predicate: Callable[[str], bool]) -> bytes:
         return b"\n".join(documents[path] for path in sorted(documents) if predicate(path))
@@ -202,10 +202,6 @@ def _walk(folder: Path, skipped: frozenset[str]) -> list[str]:
         base = Path(parent).relative_to(folder)
         paths += [(base / name).as_posix() for name in files if not name.startswith(".")]
     return sorted(name for name in paths if (folder / name).is_file())
-
-
-def _rank(path: str) -> str:
-    return digest(path)
 
 
 def _is_utf8(text: bytes) -> bool:

@@ -83,13 +83,13 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    name: str, corpus: TrainingText | None = None, cache_dir: str | os.PathLike[str] | None = None
+    name: str, texts: Sequence[TrainingText] = (), cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokenizer:
     """Returns the tokenizer `"bytes"`, `"bpe"` or `"bpe:8192"`, or the one at the path of a tokenizer.json.
 
     Args:
-      name: `bpe` is trained once on the training text of the corpus and cached; `bpe:N` sets the vocabulary size.
-      corpus: the text that a `bpe` is trained on: a Corpus, or a Column.
+      name: `bpe` is trained once on the texts and cached; `bpe:N` sets the vocabulary size.
+      texts: the texts that a `bpe` is trained on: Corpus or Column.
       cache_dir: the directory for trained tokenizers; defaults to `~/.cache/spanax`.
 
     Raises:
@@ -106,9 +106,9 @@ def load_tokenizer(
     if kind == "bpe":
         if (colon and not size.isdecimal()) or (colon and int(size) < 257):
             raise SpanaxError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
-        if corpus is None:
+        if not texts:
             raise SpanaxError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
-        return _trained(corpus, int(size or BPE_VOCAB_SIZE), cache_dir)
+        return _trained(texts, int(size or BPE_VOCAB_SIZE), cache_dir)
     if name.endswith(".json") or os.sep in name:
         return _from_file(Path(name))
     raise SpanaxError(
@@ -120,20 +120,20 @@ def _encode_bytes(text: str | bytes) -> np.ndarray:
     return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
 
 
-def _trained(text: TrainingText, vocab_size: int, cache_dir: str | os.PathLike[str] | None) -> Tokenizer:
+def _trained(texts: Sequence[TrainingText], vocab_size: int, cache_dir: str | os.PathLike[str] | None) -> Tokenizer:
     from tokenizers import Tokenizer as Engine
 
-    key = digest(*text.key, str(vocab_size))
+    key = digest(*(part for text in texts for part in text.key), str(vocab_size))
     path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
     try:
         engine = Engine.from_str(path.read_text(encoding="utf-8"))
     except Exception:  # missing or damaged: the library raises a bare Exception; trained again
-        engine = _train(text, vocab_size)
+        engine = _train(texts, vocab_size)
         keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
     return _wrapped(f"bpe:{vocab_size}@{key}", engine)
 
 
-def _train(text: TrainingText, vocab_size: int) -> "tokenizers.Tokenizer":
+def _train(texts: Sequence[TrainingText], vocab_size: int) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer as Engine
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -146,8 +146,8 @@ def _train(text: TrainingText, vocab_size: int) -> "tokenizers.Tokenizer":
         show_progress=False,
         special_tokens=[],
     )
-    step = 1 + text.size_bytes // BPE_TRAINING_BYTES
-    pieces = (piece for document in text.documents() for piece in _pieces(document))
+    step = 1 + sum(text.size_bytes for text in texts) // BPE_TRAINING_BYTES
+    pieces = (piece for text in texts for document in text.documents() for piece in _pieces(document))
     engine.train_from_iterator((piece for i, piece in enumerate(pieces) if i % step == 0), trainer)
     return engine
 
