@@ -119,7 +119,7 @@ def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np
     if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="paths, datasets or sequences of examples")
     if grain and isinstance(source, grain.MapDataset):
-        raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix, of Grain's own datasets")
+        raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix for Grain's datasets")
     if len(source) and _is_batch(flat(source[0]), placements):
         raise SpanaxError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
     check_enough(name, len(source), least, batch_size(placements))
