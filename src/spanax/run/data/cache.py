@@ -94,12 +94,8 @@ def keep(
     except OSError as error:
         message = f"cannot write '{path.name}' to '{path.parent}': {error.strerror}."
         if cache_dir is not None or is_required:
-            fix = (
-                "XDG_CACHE_HOME=DIR, a writable directory with free space"
-                if cache_dir is None
-                else "a writable cache_dir"
-            )
-            raise WriteError(message, fix=fix) from None
+            setting = "XDG_CACHE_HOME=DIR" if cache_dir is None else "cache_dir=DIR"
+            raise WriteError(message, fix=f"{setting}, a writable directory with free space") from None
         warnings.warn(f"{message} It is computed again at each start.", stacklevel=2)  # a read-only home is allowed
 
 
