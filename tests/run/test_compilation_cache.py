@@ -63,7 +63,7 @@ def test_no_program_comes_from_where_everybody_writes(
     (home / where).chmod(mode)  # who may not delete may still add
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     environ = {"XDG_CACHE_HOME": str(home)}
-    with pytest.warns(UserWarning, match="everybody can write to '"):
+    with pytest.warns(UserWarning, match="every user can write to '"):
         keep_programs(environ)
     assert environ.get(FOLDER) != str(home / "spanax" / "compiled")
 

@@ -32,8 +32,8 @@ def example(i: int) -> dict[str, Any]:
 
 
 def image_batch(k: int) -> dict[str, Any]:
-    found = [example(i) for i in range(k * B, k * B + B)]
-    return {"image": {"pixels": np.stack([f["image"]["pixels"] for f in found])}, "label": [f["label"] for f in found]}
+    items = [example(i) for i in range(k * B, k * B + B)]
+    return {"image": {"pixels": np.stack([x["image"]["pixels"] for x in items])}, "label": [x["label"] for x in items]}
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def data_threads() -> set[threading.Thread]:
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Batches]]:
     # A loop that another test ended with an error goes with the next garbage collection.
-    before, found = data_threads(), []
+    before, readers = data_threads(), []
 
     def open_(*args: Any, **options: Any) -> Batches:
-        found.append(batches(*args, **options))
-        return found[-1]
+        readers.append(batches(*args, **options))
+        return readers[-1]
 
     yield open_
-    for each in found:
+    for each in readers:
         each.close()
     assert data_threads() <= before
 
@@ -112,13 +112,13 @@ def test_two_processes_see_the_batches_of_one(mesh: str, spec: str, kind: str, t
         return rows, open_source(text if kind == "text" else items, leaves, rows, Reading(), **order).read(index)
 
     for index in (0, 1, 5):
-        all_rows, whole = read(everything, index)
+        all_rows, complete = read(everything, index)
         assert all_rows.tolist() == list(range(B))
         for half in (everything[:4], everything[4:]):
             rows, part = read(half, index)
             for path, array in part.items():
-                wanted = whole[path] if array.shape == whole[path].shape else whole[path][rows]
-                assert np.array_equal(array, wanted)
+                expected = complete[path] if array.shape == complete[path].shape else complete[path][rows]
+                assert np.array_equal(array, expected)
     halves = [set(local_rows(leaves, shardings, half).tolist()) for half in (everything[:4], everything[4:])]
     assert set.union(*halves) == set(range(B))
     assert (halves[0] == halves[1]) == mesh.startswith("model")  # one model over both: both need every row
@@ -128,8 +128,8 @@ def test_two_processes_see_the_batches_of_one(mesh: str, spec: str, kind: str, t
 def test_the_mesh_does_not_change_the_batch(mesh: str, text: Path, opened: Callable[..., Batches]) -> None:
     spec = (("data",), ("context",)) if "context" in mesh else (("data",),)
     plan = plan_of(*(leaf(path, (B, T), spec=spec) for path in ("inputs", "targets")), mesh=mesh)
-    found, reference = opened(text, plan), opened(text, TEXT_PLAN)
-    batch = next(found)
+    reader, reference = opened(text, plan), opened(text, TEXT_PLAN)
+    batch = next(reader)
     assert values(batch) == values(next(reference))
     for placement in plan.batch:
         array = batch[placement.path]
@@ -138,20 +138,21 @@ def test_the_mesh_does_not_change_the_batch(mesh: str, text: Path, opened: Calla
 
 PROCESS = """
 import sys, jax, numpy as np
-sys.path.insert(0, sys.argv[3])
+sys.path[:0] = sys.argv[3].split(":")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", num_processes=2, process_id=int(sys.argv[1]))
-from test_data import TEXT_PLAN, IMAGE_PLAN, batches, image_batch, leaf, plan_of
+from batched import TEXT_PLAN, plan_of
+from test_batches import IMAGE_PLAN, batches, image_batch
 from jax.experimental.multihost_utils import process_allgather
 from spanax.hardware.mesh import MeshShape
 for mesh in ("data=4", "model=2,data=2"):
     for plan, source in ((TEXT_PLAN, sys.argv[4]), (IMAGE_PLAN, [image_batch(0), image_batch(1)])):
         plan = plan_of(*plan.batch, mesh=mesh)
-        found = batches(source, plan, seed=5)
+        reader = batches(source, plan, seed=5, epochs=None)
         for _ in range(3):
-            batch = process_allgather(next(found), tiled=True)
+            batch = process_allgather(next(reader), tiled=True)
             print(mesh, jax.tree.map(lambda array: array.tolist(), batch))
-        found.close()
+        reader.close()
 """
 
 
@@ -164,42 +165,42 @@ def test_two_real_processes(text: Path) -> None:
         port = str(free.getsockname()[1])
     environment = {**os.environ, "XLA_FLAGS": ""}
     command = [sys.executable, "-c", PROCESS]
-    folder = str(Path(__file__).parent)
+    folder = f"{Path(__file__).parent}:{Path(__file__).parents[2]}"
     runs = [
         subprocess.Popen([*command, rank, port, folder, str(text)], env=environment, stdout=-1, text=True)
         for rank in "01"
     ]
-    said = [run.communicate(timeout=240)[0].splitlines() for run in runs]
+    outputs = [run.communicate(timeout=240)[0].splitlines() for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
-    wanted = []
+    expected = []
     for mesh in ("data=4", "model=2,data=2"):
         for plan, source in ((TEXT_PLAN, text), (IMAGE_PLAN, [image_batch(0), image_batch(1)])):
-            found = batches(source, plan, seed=5)
-            wanted += [f"{mesh} {batch}" for batch in take(found, 3)]
-            found.close()
-    for lines in said:
-        assert [line for line in lines if line.startswith(("data", "model"))] == wanted
+            reader = batches(source, plan, seed=5, epochs=None)
+            expected += [f"{mesh} {batch}" for batch in take(reader, 3)]
+            reader.close()
+    for lines in outputs:
+        assert [line for line in lines if line.startswith(("data", "model"))] == expected
 
 
 # ---- what a batch is
 
 
 def test_text_becomes_windows_of_the_next_token(text: Path, opened: Callable[..., Batches]) -> None:
-    found = opened(text, TEXT_PLAN, shuffle=False)
+    reader = opened(text, TEXT_PLAN, shuffle=False)
     tokens = np.frombuffer(text.read_bytes(), np.uint8)[:361]
-    batch = next(found)
+    batch = next(reader)
     assert np.array_equal(batch["inputs"], tokens[: B * T].reshape(B, T))
     assert np.array_equal(batch["targets"], tokens[1 : B * T + 1].reshape(B, T))
     assert batch["inputs"].dtype == np.int32
-    assert len(take(found, 99)) == 10 and found.num_batches == 11
+    assert len(take(reader, 99)) == 10 and reader.num_batches == 11
     with pytest.raises(StopIteration):
-        next(found)
-    assert found.vocab_size == 256 and found.tokens is not None and len(found.tokens.ids) == 361
+        next(reader)
+    assert reader.vocab_size == 256 and reader.tokens is not None and len(reader.tokens.ids) == 361
 
 
 def test_an_epoch_ends_inside_a_batch(text: Path, opened: Callable[..., Batches]) -> None:
-    found = opened(text, TEXT_PLAN, epochs=None)
-    rows = [tuple(row) for batch in take(found, 12) for row in batch["inputs"]]
+    reader = opened(text, TEXT_PLAN, epochs=None)
+    rows = [tuple(row) for batch in take(reader, 12) for row in batch["inputs"]]
     assert len(rows[:90]) == 90 and sorted(rows[:90]) == sorted(take_rows(text))
 
 
@@ -220,9 +221,9 @@ def test_a_bin_of_uint32_is_read_by_its_sidecar(tmp_path: Path, opened: Callable
     path = tmp_path / "tokens.bin"
     np.arange(70_000, 70_100, dtype="<u4").tofile(path)
     Path(f"{path}.json").write_text('{"dtype": "uint32"}')
-    found = opened(path, TEXT_PLAN, shuffle=False)
-    assert next(found)["inputs"][0].tolist() == [70_000, 70_001, 70_002, 70_003]
-    assert found.vocab_size == 70_095  # of the 95 to train on
+    reader = opened(path, TEXT_PLAN, shuffle=False)
+    assert next(reader)["inputs"][0].tolist() == [70_000, 70_001, 70_002, 70_003]
+    assert reader.vocab_size == 70_095  # of the 95 to train on
 
 
 def sources() -> dict[str, Callable[[], Any]]:
@@ -243,15 +244,15 @@ def sources() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("kind", sources())
 def test_every_source_gives_the_same_batches(kind: str, opened: Callable[..., Batches]) -> None:
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
-    assert take(found, 99) == [values(image_batch(k)) for k in range(5)]
+    reader = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
+    assert take(reader, 99) == [values(image_batch(k)) for k in range(5)]
 
 
 @pytest.mark.parametrize("kind", sources())
 def test_a_source_starts_again(kind: str, opened: Callable[..., Batches]) -> None:
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=None)
+    reader = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=None)
     once = kind.startswith("iterable")  # an iterator has one run in it
-    labels = [batch["label"][0] for batch in take(found, 7)]
+    labels = [batch["label"][0] for batch in take(reader, 7)]
     assert labels == ([0, 8, 16, 24, 32] if once else [0, 8, 16, 24, 32, 0, 8])
 
 
@@ -259,26 +260,26 @@ def test_a_source_starts_again(kind: str, opened: Callable[..., Batches]) -> Non
 @pytest.mark.parametrize("kind", [kind for kind in sources() if not kind.startswith("iterable")])
 def test_batches_end_after_their_epochs(kind: str, epochs: int, opened: Callable[..., Batches]) -> None:
     labels = list(range(0, 40, B))
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs)
-    states = [found.state()]
-    for batch in found:
+    reader = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs)
+    states = [reader.state()]
+    for batch in reader:
         assert batch["label"][0] == labels[(len(states) - 1) % 5]
-        states.append(json.loads(json.dumps(found.state())))
+        states.append(json.loads(json.dumps(reader.state())))
     assert len(states) == 1 + 5 * epochs
     # A position counts the epochs before it, also where the iterator jumps there.
     for index in (1, 5 * epochs - 1, 5 * epochs):
         rest = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs, position=states[index])
         assert len(take(rest, 99)) == 5 * epochs - index
-        found.restore(states[index])
-        assert len(take(found, 99)) == 5 * epochs - index
+        reader.restore(states[index])
+        assert len(take(reader, 99)) == 5 * epochs - index
 
 
 def test_a_position_saved_before_epochs_were_counted(opened: Callable[..., Batches]) -> None:
-    found = opened(sources()["IterDataset"](), IMAGE_PLAN)
-    take(found, 2)
-    state = found.state()
+    reader = opened(sources()["IterDataset"](), IMAGE_PLAN)
+    take(reader, 2)
+    state = reader.state()
     old = state | {"mark": state["mark"]["iterator"]}
-    assert take(opened(sources()["IterDataset"](), IMAGE_PLAN, position=old), 99) == take(found, 99)
+    assert take(opened(sources()["IterDataset"](), IMAGE_PLAN, position=old), 99) == take(reader, 99)
 
 
 def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches]) -> None:
@@ -286,8 +287,8 @@ def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches])
     assert [opened(text, TEXT_PLAN, epochs=epochs).num_batches for epochs in (1, 2, None)] == [11, 22, None]
     for kind in ("sequence", "IterDataset"):
         plan = plan_of(*(leaf(p.path, (12, *p.shape[1:]), p.dtype) for p in IMAGE_PLAN.batch))
-        found = take(opened(sources()[kind](), plan, shuffle=False, epochs=2), 99)
-        assert [batch["label"][0] for batch in found] == [0, 12, 24, 36, 8, 20]
+        actual = take(opened(sources()[kind](), plan, shuffle=False, epochs=2), 99)
+        assert [batch["label"][0] for batch in actual] == [0, 12, 24, 36, 8, 20]
 
 
 def test_an_iterator_cannot_be_read_twice(opened: Callable[..., Batches]) -> None:
@@ -332,8 +333,8 @@ def test_a_loader_may_use_its_buffer_again(opened: Callable[..., Batches]) -> No
             buffer[:] = k
             yield {"label": buffer}
 
-    found = opened(loader, plan_of(leaf("label", (B,))), prefetch=3)
-    assert [batch["label"][0] for batch in take(found, 9)] == [0, 1, 2, 3]
+    reader = opened(loader, plan_of(leaf("label", (B,))), prefetch=3)
+    assert [batch["label"][0] for batch in take(reader, 9)] == [0, 1, 2, 3]
 
 
 # ---- positions
@@ -346,37 +347,37 @@ def test_a_position_gives_the_same_batches_at_every_step(
 ) -> None:
     make = (lambda: text) if kind == "text" else sources()[kind]
     plan = TEXT_PLAN if kind == "text" else IMAGE_PLAN
-    found = opened(make(), plan, prefetch=prefetch, epochs=None)
-    states = [found.state()]
-    wanted = []
-    for batch in itertools.islice(found, 5):
-        wanted.append(values(batch))
-        states.append(found.state())
+    reader = opened(make(), plan, prefetch=prefetch, epochs=None)
+    states = [reader.state()]
+    expected = []
+    for batch in itertools.islice(reader, 5):
+        expected.append(values(batch))
+        states.append(reader.state())
     for step, state in enumerate(states[:-1]):
         state = json.loads(json.dumps(state))
         assert state["next_index"] == step
         fresh = opened(make(), plan, prefetch=prefetch, position=state, epochs=None)
         assert fresh.state() == state
-        assert take(fresh, 5 - step) == wanted[step:]
+        assert take(fresh, 5 - step) == expected[step:]
         if not kind.startswith("iterable"):
-            found.restore(state)
-            assert take(found, 5 - step) == wanted[step:]
+            reader.restore(state)
+            assert take(reader, 5 - step) == expected[step:]
 
 
 @pytest.mark.parametrize("kind", sources())
 def test_batches_that_are_left_out_stay_so(kind: str, opened: Callable[..., Batches]) -> None:
-    wanted = [values(image_batch(k)) for k in (0, 2, 3)]
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
-    found.skip(4, 1)
-    assert take(found, 1) == wanted[:1] and found.last_index == 0
-    state = json.loads(json.dumps(found.state()))
+    expected = [values(image_batch(k)) for k in (0, 2, 3)]
+    reader = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
+    reader.skip(4, 1)
+    assert take(reader, 1) == expected[:1] and reader.last_index == 0
+    state = json.loads(json.dumps(reader.state()))
     assert state["skipped"] == [1, 4]
-    assert take(found, 99) == wanted[1:]
+    assert take(reader, 99) == expected[1:]
     fresh = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, position=state)
-    assert take(fresh, 1) == wanted[1:2] and fresh.last_index == 2
+    assert take(fresh, 1) == expected[1:2] and fresh.last_index == 2
     again = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
     again.restore(state | {"next_index": 0, "mark": None})
-    assert take(again, 99) == wanted
+    assert take(again, 99) == expected
 
 
 def test_grain_jumps_and_does_not_read_past(opened: Callable[..., Batches]) -> None:
@@ -386,39 +387,39 @@ def test_grain_jumps_and_does_not_read_past(opened: Callable[..., Batches]) -> N
         .map(lambda i: (read.append(i), example(i))[1])
         .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     )
-    found = opened(dataset, IMAGE_PLAN, prefetch=0)
-    take(found, 50)
+    reader = opened(dataset, IMAGE_PLAN, prefetch=0)
+    take(reader, 50)
     read.clear()
-    fresh = opened(dataset, IMAGE_PLAN, prefetch=0, position=found.state())
+    fresh = opened(dataset, IMAGE_PLAN, prefetch=0, position=reader.state())
     assert next(fresh)["label"].tolist() == list(range(400, 408))
     assert len(read) == 1 + B  # the first example, to see what it is, and the batch
 
 
 def test_what_is_ready_ahead_does_not_count(opened: Callable[..., Batches]) -> None:
-    given: list[int] = []
+    indices: list[int] = []
 
     def loader() -> Iterator[dict[str, Any]]:
         for k in itertools.count():
-            given.append(k)
+            indices.append(k)
             yield image_batch(k)
 
-    found = opened(loader, IMAGE_PLAN, prefetch=3)
+    reader = opened(loader, IMAGE_PLAN, prefetch=3)
     deadline = time.monotonic() + 240
-    while len(given) < 3 and time.monotonic() < deadline:
+    while len(indices) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
-    assert given == [0, 1, 2] and found.state()["next_index"] == 0
-    next(found)
-    assert found.state()["next_index"] == 1
+    assert indices == [0, 1, 2] and reader.state()["next_index"] == 0
+    next(reader)
+    assert reader.state()["next_index"] == 1
 
 
 def test_an_iterator_cannot_go_back(opened: Callable[..., Batches]) -> None:
-    found = opened((image_batch(k) for k in range(5)), IMAGE_PLAN, prefetch=0)
-    states = [found.state(), next(found) and found.state()]
-    found.restore(states[1])  # where it is: nothing to do
-    next(found)
-    with pytest.raises(DataError, match="batch 0 is gone: an iterator is read only once, and was read to batch 2"):
-        found.restore(states[0])
+    reader = opened((image_batch(k) for k in range(5)), IMAGE_PLAN, prefetch=0)
+    states = [reader.state(), next(reader) and reader.state()]
+    reader.restore(states[1])  # where it is: nothing to do
+    next(reader)
+    with pytest.raises(DataError, match="cannot go back to batch 0: an iterator is read only once, and is at batch 2"):
+        reader.restore(states[0])
 
 
 @pytest.mark.parametrize(
@@ -441,7 +442,7 @@ def test_a_position_of_other_data_is_refused(
     if change.get("source"):
         path.write_text("abcdefgx" * 200)
         change = {}
-    with pytest.raises(DataError, match=f"the saved position is not of this data: its {key} is another"):
+    with pytest.raises(DataError, match=f"the saved position belongs to other data: its {key} differs"):
         opened(path, change.pop("plan", TEXT_PLAN), position=state, **change)
 
 
@@ -450,29 +451,29 @@ NO_POSITIONS = [{}, {"next_index": -1}, {"next_index": "3"}, {"next_index": 3, "
 
 @pytest.mark.parametrize("state", NO_POSITIONS)
 def test_what_is_no_position_is_refused(state: Any, text: Path, opened: Callable[..., Batches]) -> None:
-    with pytest.raises(DataError, match="this is no position in data"):
+    with pytest.raises(DataError, match="this is not a position in data"):
         opened(text, TEXT_PLAN).restore(state)
 
 
 # ---- the thread
 
 
-def failing(at: int) -> Iterator[dict[str, Any]]:
-    for k in range(at):
+def failing(index: int) -> Iterator[dict[str, Any]]:
+    for k in range(index):
         yield image_batch(k)
     raise OSError("the disk is gone")
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_an_error_reaches_the_caller_in_its_turn(prefetch: int, opened: Callable[..., Batches]) -> None:
-    found = opened(lambda: failing(2), IMAGE_PLAN, prefetch=prefetch)
-    assert len([next(found), next(found)]) == 2
+    reader = opened(lambda: failing(2), IMAGE_PLAN, prefetch=prefetch)
+    assert len([next(reader), next(reader)]) == 2
     for _ in range(2):  # and is not taken for the end the next time
         with pytest.raises(OSError, match="the disk is gone"):
-            next(found)
-    assert found.state()["next_index"] == 2
-    found.restore({**found.state(), "next_index": 1})
-    assert values(next(found)) == values(image_batch(1))
+            next(reader)
+    assert reader.state()["next_index"] == 2
+    reader.restore({**reader.state(), "next_index": 1})
+    assert values(next(reader)) == values(image_batch(1))
 
 
 def test_waiting_is_measured(opened: Callable[..., Batches]) -> None:
@@ -481,31 +482,31 @@ def test_waiting_is_measured(opened: Callable[..., Batches]) -> None:
             time.sleep(0.05)
             yield image_batch(k)
 
-    found = opened(slow, IMAGE_PLAN, prefetch=0)
-    assert found.wait_seconds == 0
-    take(found, 3)
-    assert found.wait_seconds >= 2 * 0.05, "the first batch may have been read before"
+    reader = opened(slow, IMAGE_PLAN, prefetch=0)
+    assert reader.wait_seconds == 0
+    take(reader, 3)
+    assert reader.wait_seconds >= 2 * 0.05, "the first batch may have been read before"
 
 
 def test_the_thread_ends_with_its_batches(text: Path) -> None:
     gc.collect()
-    before, found = data_threads(), batches(text, TEXT_PLAN)
-    next(found)
+    before, reader = data_threads(), batches(text, TEXT_PLAN)
+    next(reader)
     assert len(data_threads() - before) == 1
-    del found
+    del reader
     gc.collect()
     assert data_threads() <= before
 
 
 def test_closed_batches_say_so(text: Path, opened: Callable[..., Batches]) -> None:
-    found = opened(text, TEXT_PLAN)
-    state = found.state()
-    found.close()
-    found.close()
+    reader = opened(text, TEXT_PLAN)
+    state = reader.state()
+    reader.close()
+    reader.close()
     with pytest.raises(SpanaxError, match="these batches are closed"):
-        next(found)
-    found.restore(state)
-    next(found)
+        next(reader)
+    reader.restore(state)
+    next(reader)
 
 
 class Threaded:
@@ -534,16 +535,16 @@ class Threaded:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_closing_closes_the_loader(prefetch: int) -> None:
     loader = Threaded()
-    found = batches(loader, IMAGE_PLAN, prefetch=prefetch)
-    take(found, 3)
-    state = found.state()
-    found.close()
+    reader = batches(loader, IMAGE_PLAN, prefetch=prefetch)
+    take(reader, 3)
+    state = reader.state()
+    reader.close()
     assert loader.num_alive() == 0
-    found.restore(state)  # it is read again, up to where it was
-    assert values(next(found)) == values(image_batch(3)) and loader.num_alive() == 1
-    found.restore(state)
-    assert values(next(found)) == values(image_batch(3)) and loader.num_alive() == 1
-    del found
+    reader.restore(state)  # it is read again, up to where it was
+    assert values(next(reader)) == values(image_batch(3)) and loader.num_alive() == 1
+    reader.restore(state)
+    assert values(next(reader)) == values(image_batch(3)) and loader.num_alive() == 1
+    del reader
     gc.collect()
     assert loader.num_alive() == 0
 
@@ -551,9 +552,9 @@ def test_closing_closes_the_loader(prefetch: int) -> None:
 def test_an_iterator_that_was_passed_stays_open(opened: Callable[..., Batches]) -> None:
     loader = Threaded()
     elements = iter(loader)
-    found = opened(elements, IMAGE_PLAN, prefetch=0)
-    next(found)
-    found.close()
+    reader = opened(elements, IMAGE_PLAN, prefetch=0)
+    next(reader)
+    reader.close()
     assert loader.num_alive() == 1 and next(elements)["label"] == image_batch(1)["label"]
     elements.close()  # type: ignore[attr-defined]
 
@@ -567,9 +568,9 @@ def test_closing_does_not_wait_for_a_loader_that_is_stuck(monkeypatch: pytest.Mo
         yield image_batch(1)
 
     monkeypatch.setattr("spanax.run.data.batches.CLOSE_SECONDS", 0.01)
-    found = batches(stuck, IMAGE_PLAN, prefetch=2)
-    next(found)
-    found.close()
+    reader = batches(stuck, IMAGE_PLAN, prefetch=2)
+    next(reader)
+    reader.close()
     go_on.set()
 
 
@@ -579,7 +580,7 @@ def test_importing_starts_no_backend_and_no_grain() -> None:
     assert run.stdout.strip() == "[]", run.stdout + run.stderr
 
 
-# ---- what does not fit, told in at most four lines
+# ---- what does not fit, reported in at most four lines
 
 
 def refused(kind: type[SpanaxError], source: Any, plan: Any = IMAGE_PLAN, **options: Any) -> str:
@@ -594,46 +595,46 @@ def refused(kind: type[SpanaxError], source: Any, plan: Any = IMAGE_PLAN, **opti
 def test_a_missing_leaf() -> None:
     assert refused(DataError, [{"label": np.zeros(B, np.int32)}]) == (
         "the data has no leaf 'image.pixels'.\n"
-        "  where: list gives label int32[8]\n"
-        "  fix: the plan takes image.pixels float32[8,3], label int32[8]"
+        "  where: list has label int32[8]\n"
+        "  fix: the plan expects image.pixels float32[8,3], label int32[8]"
     )
 
 
 def test_an_extra_leaf() -> None:
     assert refused(DataError, [{**image_batch(0), "mask": np.zeros(B, bool)}]) == (
-        "the plan takes no leaf 'mask'.\n"
-        "  where: list gives image.pixels float32[8,3], label int64[8], mask bool[8]\n"
-        "  fix: the plan takes image.pixels float32[8,3], label int32[8]"
+        "the plan has no leaf 'mask'.\n"
+        "  where: list has image.pixels float32[8,3], label int64[8], mask bool[8]\n"
+        "  fix: the plan expects image.pixels float32[8,3], label int32[8]"
     )
 
 
 @pytest.mark.parametrize(
-    "label, told",
+    "label, message",
     [
-        (np.zeros(7, np.int32), "'label' has shape (7,); wanted (8,)."),
-        (np.zeros(B, np.float32), "'label' has dtype float32; wanted int32."),
+        (np.zeros(7, np.int32), "'label' has shape (7,); expected (8,)."),
+        (np.zeros(B, np.float32), "'label' has dtype float32; expected int32."),
         (np.full(B, 1 << 40), "'label' has values that do not fit int32."),
     ],
 )
-def test_a_leaf_that_does_not_fit(label: np.ndarray, told: str) -> None:
-    assert refused(DataError, [{**image_batch(0), "label": label}]).splitlines()[0] == told
+def test_a_leaf_that_does_not_fit(label: np.ndarray, message: str) -> None:
+    assert refused(DataError, [{**image_batch(0), "label": label}]).splitlines()[0] == message
 
 
 def test_a_later_batch_that_does_not_fit(opened: Callable[..., Batches]) -> None:
     bad = {**image_batch(1), "label": np.zeros(3, np.int32)}
-    found = opened(lambda: iter([image_batch(0), bad]), IMAGE_PLAN)
-    next(found)
+    reader = opened(lambda: iter([image_batch(0), bad]), IMAGE_PLAN)
+    next(reader)
     with pytest.raises(DataError, match="'label' has shape"):
-        next(found)
+        next(reader)
 
 
 def test_an_example_that_does_not_fit() -> None:
-    told = refused(DataError, [{**example(0), "image": {"pixels": np.zeros(4, np.float32)}}] * B)
-    assert told.splitlines()[0] == "'image.pixels' has shape (4,); wanted (3,)."
+    message = refused(DataError, [{**example(0), "image": {"pixels": np.zeros(4, np.float32)}}] * B)
+    assert message.splitlines()[0] == "'image.pixels' has shape (4,); expected (3,)."
 
 
 def test_too_few_examples_for_a_batch() -> None:
-    assert refused(DataError, [example(0)] * 5).splitlines()[0] == "list has 5 examples, and one batch takes 8."
+    assert refused(DataError, [example(0)] * 5).splitlines()[0] == "list has 5 examples, and one batch needs 8."
 
 
 def test_nothing_at_all() -> None:
@@ -644,7 +645,7 @@ def test_nothing_at_all() -> None:
 def test_a_filtered_dataset_has_holes() -> None:
     holes = grain.MapDataset.range(16).map(example).filter(lambda item: item["label"] % 2)
     assert refused(DataError, holes) == (
-        "_FilterMapDataset has None for an example.\n  fix: dataset.to_iter_dataset() leaves filtered ones out"
+        "_FilterMapDataset has None for an example.\n  fix: dataset.to_iter_dataset(), which skips them"
     ).replace("_FilterMapDataset", type(holes).__name__)
 
 
@@ -652,7 +653,7 @@ def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_text("x" * 30)
     assert refused(DataError, path, TEXT_PLAN) == (
-        "the data has 29 tokens, and one batch takes 33.\n"
+        "the data has 29 tokens, and one batch needs 33.\n"
         "  where: short.txt train bytes b1e57d86be8f; a batch of 8 x 4 tokens\n"
         "  fix: more data, a smaller batch or shorter sequences"
     )
@@ -660,16 +661,16 @@ def test_data_shorter_than_a_batch(tmp_path: Path) -> None:
 
 def test_text_for_a_plan_of_images(text: Path) -> None:
     assert refused(DataError, text).splitlines()[0] == (
-        "text and tokens make 'inputs' and 'targets', integers of one shape [B, T]; the plan takes others."
+        "text and tokens provide 'inputs' and 'targets', integers of one shape [B, T], not the leaves of the plan."
     )
 
 
 def test_a_token_beyond_the_dtype(tmp_path: Path, opened: Callable[..., Batches]) -> None:
     path = tmp_path / "tokens.bin"
     np.full(100, 300, np.uint16).tofile(path)
-    found = opened(path, plan_of(leaf("inputs", (B, T), "uint8"), leaf("targets", (B, T), "uint8")))
+    reader = opened(path, plan_of(leaf("inputs", (B, T), "uint8"), leaf("targets", (B, T), "uint8")))
     with pytest.raises(DataError, match="token 300 does not fit the plan's uint8"):
-        next(found)
+        next(reader)
 
 
 def test_requests_that_make_no_sense(text: Path) -> None:

@@ -26,8 +26,8 @@ PARTS = [
 
 
 def xs(num: int, source: Any = None, **options: Any) -> list[list[int]]:
-    found = batches(source or mixture(PARTS), PLAN, prefetch=0, **options)
-    return [batch["x"] for batch in take(found, num)]
+    reader = batches(source or mixture(PARTS), PLAN, prefetch=0, **options)
+    return [batch["x"] for batch in take(reader, num)]
 
 
 # ---- shares
@@ -41,10 +41,10 @@ def test_every_stretch_has_its_shares(weights: tuple[int, ...]) -> None:
             share = weight / sum(weights)
             counts = np.cumsum(part_R == part)
             assert np.abs(counts - share * np.arange(1, 2001)).max() < 2
-            mine = inner_R[part_R == part]
-            assert np.array_equal(np.diff(mine), np.ones(max(0, len(mine) - 1)))  # none twice, none left out
-            if len(mine):
-                assert abs(mine[0] - share * start) < 2
+            indices = inner_R[part_R == part]
+            assert np.array_equal(np.diff(indices), np.ones(max(0, len(indices) - 1)))  # none twice, none missing
+            if len(indices):
+                assert abs(indices[0] - share * start) < 2
 
 
 def test_weights_are_kept_exactly() -> None:
@@ -71,11 +71,11 @@ def test_no_part_is_asked_for_more_than_it_has(sizes: tuple[int, ...]) -> None:
 
 
 def test_each_part_comes_in_its_own_order_and_share() -> None:
-    found = [x for batch in xs(20, seed=4, epochs=None) for x in batch]
-    assert Counter(x // 1000 for x in found) == {0: 100, 1: 40, 2: 20}
+    actual = [x for batch in xs(20, seed=4, epochs=None) for x in batch]
+    assert Counter(x // 1000 for x in actual) == {0: 100, 1: 40, 2: 20}
     for part, (items, _) in enumerate(PARTS):
-        mine = [x % 1000 for x in found if x // 1000 == part]
-        assert mine == Order(len(items), 1, 4 + part).at(np.arange(len(mine))).tolist()
+        part_indices = [x % 1000 for x in actual if x // 1000 == part]
+        assert part_indices == Order(len(items), 1, 4 + part).examples_at(np.arange(len(part_indices))).tolist()
 
 
 def test_the_first_part_that_ends_ends_all() -> None:
@@ -96,29 +96,29 @@ def test_two_processes_see_the_batches_of_one(mesh: str) -> None:
 
     devices = list(built.devices.flat)
     for index in (0, 7):
-        whole, halves = read(devices, index), [read(half, index) for half in (devices[:4], devices[4:])]
-        assert halves[0] | halves[1] == whole and len(whole) == B
-        assert all(whole[row] == x for half in halves for row, x in half.items())
+        complete, halves = read(devices, index), [read(half, index) for half in (devices[:4], devices[4:])]
+        assert halves[0] | halves[1] == complete and len(complete) == B
+        assert all(complete[row] == x for half in halves for row, x in half.items())
 
 
 def test_a_position_gives_the_same_rows_on_another_mesh() -> None:
-    found = batches(mixture(PARTS), PLAN, prefetch=2, seed=2)
-    take(found, 3)
-    position = json.loads(json.dumps(found.state()))
-    rest = [batch["x"] for batch in take(found, 4)]
-    found.close()
+    reader = batches(mixture(PARTS), PLAN, prefetch=2, seed=2)
+    take(reader, 3)
+    position = json.loads(json.dumps(reader.state()))
+    rest = [batch["x"] for batch in take(reader, 4)]
+    reader.close()
     again = batches(mixture(PARTS), plan_of(*PLAN.batch, mesh="data=2,model=2"), position=position, seed=2)
     assert [batch["x"] for batch in take(again, 4)] == rest
     again.close()
     other = mixture([(PARTS[0][0], 4), *PARTS[1:]])
-    with pytest.raises(DataError, match="its source is another"):
+    with pytest.raises(DataError, match="its source differs"):
         batches(other, PLAN, position=position, seed=2)
 
 
 def test_epochs_of_each_part_are_known() -> None:
-    found = batches(mixture(PARTS), PLAN, prefetch=0)
-    assert [round(share.share, 3) for share in found.shares] == [0.625, 0.25, 0.125]
-    assert [share.epochs(20) for share in found.shares] == [2.5, pytest.approx(40 / 9), 1.25]
+    reader = batches(mixture(PARTS), PLAN, prefetch=0)
+    assert [round(share.share, 3) for share in reader.shares] == [0.625, 0.25, 0.125]
+    assert [share.epochs(20) for share in reader.shares] == [2.5, pytest.approx(40 / 9), 1.25]
 
 
 # ---- files
@@ -135,18 +135,18 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_files_are_mixed_by_a_text(files: Path) -> None:
     assert isinstance(named("a.jsonl=0.75,b.txt=0.25"), Mixture)
-    found = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0)
-    rows = [row for batch in take(found, 4) for row in batch["inputs"]]
+    reader = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0)
+    rows = [row for batch in take(reader, 4) for row in batch["inputs"]]
     assert sum(ord("a") in row for row in rows) == 24 and sum(ord("b") in row for row in rows) == 8
-    assert [share.source.split()[0] for share in found.shares] == ["a.jsonl[content]", "b.txt"]
+    assert [share.source.split()[0] for share in reader.shares] == ["a.jsonl[content]", "b.txt"]
     held_out = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0, split="validation")
     assert held_out.num_batches == 18
 
 
 def test_one_tokenizer_is_trained_on_all_of_it(files: Path) -> None:
     batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0, tokenizer="bpe:262")
-    (kept,) = (files / "cache" / "spanax").glob("tokenizer-*.json")
-    assert {"aa", "bb"} <= set(json.loads(kept.read_text())["model"]["vocab"])
+    (cached,) = (files / "cache" / "spanax").glob("tokenizer-*.json")
+    assert {"aa", "bb"} <= set(json.loads(cached.read_text())["model"]["vocab"])
 
 
 def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
@@ -159,19 +159,19 @@ def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sources, told",
+    "sources, message",
     [
-        ({"a": 1}, "a mixture takes two sources or more."),
-        ({"a": 1, "b": 0}, "the weight of b is 0; it takes a number above 0."),
-        ({"a": 1, "b": float("nan")}, "the weight of b is nan; it takes a number above 0."),
-        ({"a": 1, "b": True}, "the weight of b is True; it takes a number above 0."),
-        ({"a": 0.123456789, "b": 1}, "the weights have too many digits to be kept exactly."),
+        ({"a": 1}, "a mixture needs at least two sources."),
+        ({"a": 1, "b": 0}, "the weight of b must be a number > 0, not 0."),
+        ({"a": 1, "b": float("nan")}, "the weight of b must be a number > 0, not nan."),
+        ({"a": 1, "b": True}, "the weight of b must be a number > 0, not True."),
+        ({"a": 0.123456789, "b": 1}, "the weights have too many digits."),
     ],
 )
-def test_weights_that_are_none(sources: dict[str, Any], told: str) -> None:
+def test_weights_that_are_none(sources: dict[str, Any], message: str) -> None:
     with pytest.raises(SpanaxError) as error:
         mixture(sources)
-    assert str(error.value).splitlines()[0] == told
+    assert str(error.value).splitlines()[0] == message
 
 
 def test_a_text_with_a_bad_weight(files: Path) -> None:
@@ -180,17 +180,17 @@ def test_a_text_with_a_bad_weight(files: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part, told",
+    "part, message",
     [
         (iter([{"x": 1}]), "a list_iterator cannot be part of a mixture."),
         (grain.MapDataset.range(9), "cannot be part of a mixture.\n  fix: grain.MapDataset.mix"),
         ([{"x": list(range(B))}], "a list of batches cannot be part of a mixture"),
         ([{"y": 1}] * 9, "the data has no leaf 'x'"),
-        ([{"x": 1}] * 3, "list has 3 examples, and one batch takes 8."),
+        ([{"x": 1}] * 3, "list has 3 examples, and one batch needs 8."),
     ],
     ids=["iterator", "grain", "batches", "leaf", "few"],
 )
-def test_parts_that_cannot_be_mixed(part: Any, told: str) -> None:
+def test_parts_that_cannot_be_mixed(part: Any, message: str) -> None:
     with pytest.raises(SpanaxError) as error:
         batches(mixture([(part, 1), PARTS[0]]), PLAN)
-    assert told in str(error.value)
+    assert message in str(error.value)

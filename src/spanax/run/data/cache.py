@@ -54,7 +54,7 @@ def untrusted(folder: Path) -> str:
             return f"'{ancestor}' cannot be read: {error.strerror}"
         is_sticky = ancestor != path and status.st_mode & stat.S_ISVTX
         if status.st_mode & stat.S_IWOTH and not is_sticky:
-            return f"everybody can write to '{ancestor}'"
+            return f"every user can write to '{ancestor}'"
         if status.st_uid not in (0, os.geteuid()):
             return f"'{ancestor}' belongs to another user"
     return ""
@@ -68,8 +68,18 @@ def _temporary_folder() -> Path:
     return Path(folder)
 
 
-def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathLike[str] | None) -> None:
-    """Writes a file of the cache atomically."""
+def keep(
+    path: Path,
+    write: Callable[[BinaryIO], Any],
+    cache_dir: str | os.PathLike[str] | None,
+    *,
+    is_required: bool = False,
+) -> None:
+    """Writes a file of the cache atomically; warns if the default cache cannot be written and is not required.
+
+    Raises:
+      WriteError: `cache_dir`, or a required cache, cannot be written.
+    """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
@@ -82,14 +92,15 @@ def keep(path: Path, write: Callable[[BinaryIO], Any], cache_dir: str | os.PathL
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        message = f"cannot keep '{path.name}' in '{path.parent}': {error.strerror}."
-        if cache_dir is not None:
-            raise WriteError(message, fix="a cache_dir that can be written") from None
-        warnings.warn(f"{message} It is made again at every start.", stacklevel=2)  # a read-only home is allowed
+        message = f"cannot write '{path.name}' to '{path.parent}': {error.strerror}."
+        if cache_dir is not None or is_required:
+            setting = "XDG_CACHE_HOME=DIR" if cache_dir is None else "cache_dir=DIR"
+            raise WriteError(message, fix=f"{setting}, a writable directory with free space") from None
+        warnings.warn(f"{message} It is computed again at each start.", stacklevel=2)  # a read-only home is allowed
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def exclusive(path: Path) -> Iterator[None]:
     """Holds a lock file, so that one process of a machine writes to the cache while others wait."""
     file = None
     try:

@@ -20,6 +20,13 @@ class TooFew(DataError):
     """A source has fewer examples than one batch."""
 
 
+def check_enough(name: str, num_examples: int, least: int, batch_size: int) -> None:
+    """Raises TooFew if a source has fewer than `least` examples."""
+    if num_examples < least:
+        message = f"{name} has {num_examples:,} examples, and one batch needs {batch_size:,}."
+        raise TooFew(message, fix="more data, or a smaller batch")
+
+
 @dataclass(frozen=True)
 class Remainder:
     """The examples after the last full batch, all of them in every process: a list of elements, or leaves by path."""
@@ -134,7 +141,7 @@ def in_order(
         leaves: Leaves = {}
         for number in np.unique(part_R):
             mask_R = part_R == number
-            for path, array in parts[number][0].read(orders[number].at(inner_R[mask_R])).items():
+            for path, array in parts[number][0].read(orders[number].examples_at(inner_R[mask_R])).items():
                 leaves.setdefault(path, np.empty((len(rows_R), *array.shape[1:]), array.dtype))[mask_R] = array
         return leaves
 
@@ -155,7 +162,7 @@ def same_kind(parts: Sequence[Examples]) -> None:
     for part in parts[1:]:
         if part.like != parts[0].like:
             raise SpanaxError(
-                "the examples of a mixture are built in several ways.",
+                "the examples of a mixture have different structures.",
                 where=f"{parts[0].name}: {parts[0].like}; {part.name}: {part.like}"[:200],
                 fix="sources whose examples have the same leaves",
             )

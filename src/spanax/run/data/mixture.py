@@ -1,5 +1,7 @@
 """Weighted mixtures of sources, and the assignment of positions in the mixture to its parts.
 
+It is not `grain.MapDataset.mix`, which rounds weights: 0.7 and 0.3 become 233 and 100 (Grain 0.2.18).
+
 Shape suffix: R rows of one batch.
 """
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from spanax.errors import SpanaxError
 
-MAX_WHOLE = 1 << 24
+MAX_WEIGHT_SUM = 1 << 24
 """The maximum sum of integer weights: its product with a position fits 64 bits for 10**11 examples."""
 
 _WEIGHTED = re.compile(r"(.+)=([0-9.]+(?:e-?[0-9]+)?)")
@@ -59,18 +61,18 @@ def mixture(sources: Mapping[Any, float] | Iterable[tuple[Any, float]]) -> Mixtu
     """
     pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
     if len(pairs) < 2:
-        raise SpanaxError("a mixture takes two sources or more.", fix='{"a.jsonl": 0.7, "b.parquet": 0.3}')
+        raise SpanaxError("a mixture needs at least two sources.", fix='{"a.jsonl": 0.7, "b.parquet": 0.3}')
     for source, weight in pairs:
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
-            raise SpanaxError(f"the weight of {str(source)[:80]} is {weight!r}; it takes a number above 0.")
+            raise SpanaxError(f"the weight of {str(source)[:80]} must be a number > 0, not {weight!r}.")
     exact = [Fraction(repr(weight)) for _, weight in pairs]
     scale = math.lcm(*(fraction.denominator for fraction in exact))
-    whole = [int(fraction * scale) for fraction in exact]
-    whole = [number // math.gcd(*whole) for number in whole]
-    if sum(whole) > MAX_WHOLE:
+    integers = [int(fraction * scale) for fraction in exact]
+    integers = [number // math.gcd(*integers) for number in integers]
+    if sum(integers) > MAX_WEIGHT_SUM:
         listed = ", ".join(str(weight) for _, weight in pairs)
-        raise SpanaxError("the weights have too many digits to be kept exactly.", where=listed, fix="rounded ones")
-    return Mixture(tuple((source, n) for (source, _), n in zip(pairs, whole, strict=True)))
+        raise SpanaxError("the weights have too many digits.", where=listed, fix="round them")
+    return Mixture(tuple((source, n) for (source, _), n in zip(pairs, integers, strict=True)))
 
 
 def named(source: Any) -> Any:
@@ -106,12 +108,12 @@ def picked(places_R: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np
       [[0, 0, 0, 1, 0, 0, 0, 1], [0, 1, 2, 0, 3, 4, 5, 1]]
     """
     part_R, inner_R = np.zeros(len(places_R), np.int64), np.zeros(len(places_R), np.int64)
-    open_P, places_P, left = np.arange(len(places_R)), places_R.astype(np.int64), sum(weights)
+    open_P, places_P, remaining = np.arange(len(places_R)), places_R.astype(np.int64), sum(weights)
     for part, weight in enumerate(weights):
-        behind_P, next_P = (k * (left - weight) // left for k in (places_P, places_P + 1))
-        mask_P = behind_P == next_P
-        part_R[open_P[mask_P]], inner_R[open_P[mask_P]] = part, (places_P - behind_P)[mask_P]
-        open_P, places_P, left = open_P[~mask_P], behind_P[~mask_P], left - weight
+        later_P, next_P = (k * (remaining - weight) // remaining for k in (places_P, places_P + 1))
+        mask_P = later_P == next_P
+        part_R[open_P[mask_P]], inner_R[open_P[mask_P]] = part, (places_P - later_P)[mask_P]
+        open_P, places_P, remaining = open_P[~mask_P], later_P[~mask_P], remaining - weight
     return part_R, inner_R
 
 
@@ -130,10 +132,10 @@ def places_until(num_examples: Sequence[int], weights: Sequence[int]) -> int:
 
 
 def _fits(num_places: int, num_examples: Sequence[int], weights: Sequence[int]) -> bool:
-    left, remaining = sum(weights), num_places
+    total, places = sum(weights), num_places
     for weight, limit in zip(weights, num_examples, strict=True):
-        later = remaining * (left - weight) // left
-        if remaining - later > limit:
+        later = places * (total - weight) // total
+        if places - later > limit:
             return False
-        remaining, left = later, left - weight
+        places, total = later, total - weight
     return True

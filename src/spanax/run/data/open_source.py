@@ -2,9 +2,8 @@
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from spanax.errors import DataError, SpanaxError, nearest
 from spanax.run.data.elements import Leaves, described
-from spanax.run.data.examples import Examples, TooFew
+from spanax.run.data.examples import Examples, check_enough
 from spanax.run.data.formats.column import Column, default_field
 from spanax.run.data.formats.table import Table, is_table, open_table
 from spanax.run.data.mixture import Mixture, named
@@ -60,27 +59,6 @@ class Rows:
     fields: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Joined:
-    """The training text of all parts of a mixture, for training a tokenizer."""
-
-    parts: tuple[Corpus | Column, ...]
-
-    @property
-    def key(self) -> tuple[str | bytes, ...]:
-        """Identifies the text."""
-        return tuple(chain.from_iterable(part.key for part in self.parts))
-
-    @property
-    def size_bytes(self) -> int:
-        """The approximate size."""
-        return sum(part.size_bytes for part in self.parts)
-
-    def documents(self) -> Iterator[bytes]:
-        """Returns the documents of all parts in order."""
-        return chain.from_iterable(part.documents() for part in self.parts)
-
-
 def is_named(source: Any) -> bool:
     """Returns whether a source is a path, `python`, or a mixture of these; such sources have a validation split."""
     source = named(source)
@@ -100,13 +78,9 @@ def opened(source: Any, leaves: Collection[str], reading: Reading) -> list[tuple
     source = named(source)
     check_split(reading.split)
     pairs = source.parts if isinstance(source, Mixture) else ((source, 1),)
-    data = [_found(part, leaves, reading) for part, _ in pairs]
-    texts = tuple(part for part in data if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text))
-    tokenizer = (
-        load_tokenizer(reading.tokenizer, texts[0] if len(texts) == 1 else Joined(texts), reading.cache_dir)
-        if texts
-        else None
-    )
+    data = [_loaded(part, leaves, reading) for part, _ in pairs]
+    texts = [part for part in data if isinstance(part, Corpus) or (isinstance(part, Column) and part.holds_text)]
+    tokenizer = load_tokenizer(reading.tokenizer, texts, reading.cache_dir) if texts else None
     return [(_tokens(part, tokenizer, reading), weight) for part, (_, weight) in zip(data, pairs, strict=True)]
 
 
@@ -130,7 +104,7 @@ def examples(part: Any, placements: Sequence["Placement"], rows_R: np.ndarray, l
     return sequence_examples(part, placements, rows_R, least)
 
 
-def _found(source: Any, leaves: Collection[str], reading: Reading) -> Any:
+def _loaded(source: Any, leaves: Collection[str], reading: Reading) -> Any:
     """Returns a source as a Corpus, a Column, Rows, Tokens, or an unchanged sequence."""
     if source == "python":
         return load_corpus(source)
@@ -143,7 +117,7 @@ def _found(source: Any, leaves: Collection[str], reading: Reading) -> Any:
     if (table := _hub_table(source, reading.split)) is not None:
         return _of_table(table, leaves, reading.field)
     if reading.split != "train":
-        raise SpanaxError(f"a {type(source).__name__} has no split '{reading.split}'.", fix="a source of its own")
+        raise SpanaxError(f"a {type(source).__name__} has no split '{reading.split}'.", fix="another source for it")
     return source
 
 
@@ -159,7 +133,7 @@ def _hub_table(source: Any, split: str) -> Table | None:
             raise SpanaxError(f"the DatasetDict has no split '{split}'.", fix=nearest(split, source))
         source = source[split]
     elif split != "train":
-        raise SpanaxError(f"a Dataset has no split '{split}'.", fix="a DatasetDict, or a source of its own")
+        raise SpanaxError(f"a Dataset has no split '{split}'.", fix="a DatasetDict, or another source for it")
     return dataset_table(source, split)
 
 
@@ -174,9 +148,7 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
     fields = {leaf: leaf for leaf in leaves} | dict(field or {})
     for leaf in field or {}:
         if leaf not in leaves:
-            raise SpanaxError(
-                f"the plan takes no leaf '{leaf}'.", where=f"--field {leaf}=...", fix=nearest(leaf, leaves)
-            )
+            raise SpanaxError(f"the plan has no leaf '{leaf}'.", where=f"--field {leaf}=...", fix=nearest(leaf, leaves))
     if field or all(leaf in table.fields for leaf in leaves):
         return Rows(table, {leaf: _known(table, name) for leaf, name in fields.items()})
     listed = ", ".join(leaves)
@@ -184,7 +156,7 @@ def _of_table(table: Table, leaves: Collection[str], field: str | Mapping[str, s
         missing = next(leaf for leaf in leaves if leaf not in table.fields)
         raise DataError(
             f"'{table.name}' has no field '{missing}'.",
-            where=f"it has {', '.join(table.fields)[:150]}; the plan takes {listed[:150]}",
+            where=f"it has {', '.join(table.fields)[:150]}; the plan expects {listed[:150]}",
             fix=f"--field {missing}=NAME",
         )
     return Column(table, default_field(table, leaves=listed))
@@ -207,12 +179,10 @@ def _tokens(part: Any, tokenizer: Tokenizer | None, reading: Reading) -> Any:
 def _row_examples(rows: Rows, placements: Sequence["Placement"], least: int) -> Examples:
     table, fields = rows.table, rows.fields
     name = f"{table.name} {table.split} {table.digest}"
-    if table.num_rows < least:
-        message = f"{name} has {table.num_rows:,} examples, and one batch takes {batch_size(placements):,}."
-        raise TooFew(message, fix="more data, or a smaller batch")
+    check_enough(name, table.num_rows, least, batch_size(placements))
     planned = described({leaf.path: leaf for leaf in placements})
     if any(leaf.shape[:1] != (batch_size(placements),) for leaf in placements):
-        raise DataError(f"examples cannot make {planned}.", where=name, fix="a source of whole batches")
+        raise DataError(f"{name} has examples, and {planned} differ in their first dim.", fix="a source of batches")
 
     def read(indices_R: np.ndarray) -> Leaves:
         table_rows = table.rows(indices_R.tolist(), sorted(set(fields.values())))

@@ -16,7 +16,7 @@ import numpy as np
 
 from spanax.errors import DataError, SpanaxError
 from spanax.run.data.elements import Leaves, described, digest, flat, nested
-from spanax.run.data.examples import Examples, Remainder, Share, Source, TooFew
+from spanax.run.data.examples import Examples, Remainder, Share, Source, check_enough
 from spanax.run.data.order import Order
 
 if TYPE_CHECKING:
@@ -60,25 +60,26 @@ def element_source(
     name = type(source).__name__
     is_sequence = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     if isinstance(source, Mapping) or not (is_sequence or callable(source) or isinstance(source, Iterable)):
-        raise SpanaxError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset, or an iterable")
+        raise SpanaxError(f"cannot read batches from a {name}.", fix="a path, 'python', a dataset or an iterable")
     loader = None if is_sequence else Loader(source, epochs, drop_remainder)
     size = len(source) if is_sequence else 0
-    first = loader.held if loader else source[0] if size else END
+    first = loader.peeked if loader else source[0] if size else END
     if first is END:
         raise DataError(f"{name} is empty.", fix="a source with at least one batch in it")
     in_batches = _is_batch(flat(first), placements)
     num_elements, rows = (1, np.zeros(1, np.int64)) if in_batches else (batch_size(placements), rows_R)
     if not in_batches and any(leaf.shape[0] != num_elements for leaf in placements):
         planned = described({leaf.path: leaf for leaf in placements})
-        raise DataError(f"examples cannot make {planned}.", where=name, fix="a source of whole batches")
+        raise DataError(f"{name} has examples, and {planned} differ in their first dim.", fix="a source of batches")
     num_fewer = partial(_num_fewer, placements, rows_R) if in_batches and not drop_remainder else lambda item: 0
 
     def conform(item: Any) -> Leaves:
         count = num_fewer(item)
-        return _conform(item, _of_size(placements, count) if count else placements, rows_R, name)
+        leaves = [replace(leaf, shape=(count, *leaf.shape[1:])) for leaf in placements] if count else placements
+        return _conform(item, leaves, rows_R, name)
 
-    if is_sequence and size < num_elements and drop_remainder:
-        raise TooFew(f"{name} has {size:,} examples, and one batch takes {num_elements:,}.", fix="a smaller batch")
+    if is_sequence and drop_remainder:
+        check_enough(name, size, num_elements, num_elements)
     leaves = conform(first)
     if not in_batches or leaves[placements[0].path].shape == placements[0].shape:
         # A hash of one process's rows would differ between processes.
@@ -118,11 +119,10 @@ def sequence_examples(source: Any, placements: Sequence["Placement"], rows_R: np
     if isinstance(source, Mapping) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="paths, datasets or sequences of examples")
     if grain and isinstance(source, grain.MapDataset):
-        raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix, of Grain's own datasets")
+        raise SpanaxError(f"a {name} cannot be part of a mixture.", fix="grain.MapDataset.mix for Grain's datasets")
     if len(source) and _is_batch(flat(source[0]), placements):
         raise SpanaxError(f"a {name} of batches cannot be part of a mixture.", fix="a sequence of examples")
-    if len(source) < least:
-        raise TooFew(f"{name} has {len(source):,} examples, and one batch takes {batch_size(placements):,}.")
+    check_enough(name, len(source), least, batch_size(placements))
     first = source[0]
     leaves = _conform(first, placements, rows_R, name)
     name = f"{name} {digest(str(len(source)), *(part for path in sorted(leaves) for part in (path, leaves[path])))}"
@@ -173,7 +173,7 @@ class Loader:
     """Reads an iterable, or a function that returns one, and restarts it for each epoch.
 
     Attributes:
-      held: an element that was read ahead, first to inspect its structure; `END` if there is none.
+      peeked: an element that was read ahead, first to inspect its structure; `END` if there is none.
     """
 
     def __init__(self, source: Any, epochs: int | None, drop_remainder: bool = True):
@@ -187,7 +187,7 @@ class Loader:
                 fix="a function that returns a new iterator",
             )
         self._epochs, self._epoch, self._index, self._drop_remainder = epochs, 0, 0, drop_remainder
-        self.held = next(self._items, END)
+        self.peeked = next(self._items, END)
 
     def read(self, num_elements: int, index: int, rows_R: np.ndarray) -> list[Any] | Remainder | None:
         """Returns rows of a batch after skipping earlier batches; None after the last batch."""
@@ -219,11 +219,11 @@ class Loader:
             if not isinstance(mark, dict) or mark.keys() != {"epoch", "iterator"}:
                 mark = {"epoch": 0, "iterator": mark}  # saved before positions counted epochs
             self._items.set_state(mark["iterator"])
-            self._epoch, self._index, self.held = mark["epoch"], index, END
+            self._epoch, self._index, self.peeked = mark["epoch"], index, END
         elif index < self._index:
             if self._once:
                 raise DataError(
-                    f"batch {index} is gone: an iterator is read only once, and was read to batch {self._index}.",
+                    f"cannot go back to batch {index}: an iterator is read only once, and is at batch {self._index}.",
                     fix="a function that returns a new iterator",
                 )
             self._start(0)
@@ -240,11 +240,11 @@ class Loader:
     def _start(self, epoch: int) -> None:
         """Restarts the iterator."""
         self.close()
-        self._items, self._is_closed, self.held = iter(self._open()), False, END
+        self._items, self._is_closed, self.peeked = iter(self._open()), False, END
         self._epoch, self._index = epoch, self._index if epoch else 0
 
     def _element(self) -> Any:
-        element, self.held = self.held, END
+        element, self.peeked = self.peeked, END
         element = next(self._items, END) if element is END else element
         if element is END and not self._once and (self._epochs is None or self._epoch + 1 < self._epochs):
             self._start(self._epoch + 1)
@@ -259,23 +259,23 @@ def _conform(item: Any, placements: Sequence["Placement"], rows_R: np.ndarray, n
 
     def refuse(message: str) -> DataError:
         actual = described({path: np.asarray(value) for path, value in values.items()})
-        return DataError(message, where=f"{name} gives {actual}", fix=f"the plan takes {described(planned)}")
+        return DataError(message, where=f"{name} has {actual}", fix=f"the plan expects {described(planned)}")
 
     if item is None:  # a filtered MapDataset has None for an excluded example
-        raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset() leaves filtered ones out")
+        raise DataError(f"{name} has None for an example.", fix="dataset.to_iter_dataset(), which skips them")
     if values.keys() != planned.keys():
         extra, missing = sorted(values.keys() - planned.keys()), sorted(planned.keys() - values.keys())
-        raise refuse(f"the data has no leaf '{missing[0]}'." if missing else f"the plan takes no leaf '{extra[0]}'.")
+        raise refuse(f"the data has no leaf '{missing[0]}'." if missing else f"the plan has no leaf '{extra[0]}'.")
     leaves = {}
     for path, leaf in planned.items():
         array, dtype = np.asarray(values[path]), np.dtype(leaf.dtype)
         shapes = (leaf.shape, (len(rows_R), *leaf.shape[1:])) if in_batches else (leaf.shape[1:],)
         if array.shape not in shapes:
-            raise refuse(f"'{path}' has shape {array.shape}; wanted {shapes[0]}.")
+            raise refuse(f"'{path}' has shape {array.shape}; expected {shapes[0]}.")
         # As in JAX, NumPy's default 64-bit types become 32-bit; nothing else is cast implicitly.
         narrowed = array.dtype.kind == dtype.kind and (array.dtype.itemsize, dtype.itemsize) == (8, 4)
         if array.dtype != dtype and not narrowed:
-            raise refuse(f"'{path}' has dtype {array.dtype}; wanted {dtype}.")
+            raise refuse(f"'{path}' has dtype {array.dtype}; expected {dtype}.")
         leaves[path] = array.astype(dtype)
         if narrowed and dtype.kind in "iu" and not np.array_equal(leaves[path], array):
             raise refuse(f"'{path}' has values that do not fit {dtype}.")
@@ -288,10 +288,6 @@ def _num_fewer(placements: Sequence["Placement"], rows_R: np.ndarray, item: Any)
     counts = {np.shape(value)[0] for value in flat(item).values() if np.ndim(value)}
     is_smaller = len(rows_R) == size and len(counts) == 1 and 0 < min(counts) < size
     return min(counts) if is_smaller and all(leaf.shape[0] == size for leaf in placements) else 0
-
-
-def _of_size(placements: Sequence["Placement"], count: int) -> list["Placement"]:
-    return [replace(leaf, shape=(count, *leaf.shape[1:])) for leaf in placements]
 
 
 def batch_size(placements: Sequence["Placement"]) -> int:

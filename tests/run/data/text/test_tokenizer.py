@@ -8,10 +8,11 @@ import pytest
 import tokenizers
 
 from spanax.errors import DataError, SpanaxError, WriteError
+from spanax.run.data.open_source import WINDOWS, Reading, opened
 from spanax.run.data.text import tokenizer
 from spanax.run.data.text.corpus import Corpus
-from spanax.run.data.text.token_windows import load_tokens
 from spanax.run.data.text.tokenizer import load_tokenizer
+from spanax.run.data.text.tokens import Tokens
 
 TEXT = "the cat sat on the mat; the café is closed.\n" * 40
 
@@ -28,20 +29,28 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+def load_tokens(
+    source: Path | str, tokenizer: str = "bytes", split: str = "train", cache_dir: Path | None = None
+) -> Tokens:
+    """The tokens of one split of a source."""
+    ((tokens, _),) = opened(source, WINDOWS, Reading(tokenizer, split, cache_dir=cache_dir))
+    return tokens
+
+
 def refuse_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "_train", lambda *args: pytest.fail("trained again"))
 
 
 def test_bytes_are_ids() -> None:
-    made = load_tokenizer("bytes")
-    assert made.encode("é").tolist() == made.encode("é".encode()).tolist() == [0xC3, 0xA9]
-    assert made.vocab_size == 256
+    encoder = load_tokenizer("bytes")
+    assert encoder.encode("é").tolist() == encoder.encode("é".encode()).tolist() == [0xC3, 0xA9]
+    assert encoder.vocab_size == 256
 
 
 def test_a_bpe_is_trained_on_the_training_text_and_tells_it_back(text: Path, cache: Path) -> None:
     tokens = load_tokens(text, "bpe:300", "train", cache)
-    (kept,) = cache.glob("tokenizer-*.json")
-    engine = tokenizers.Tokenizer.from_file(str(kept))
+    (cached,) = cache.glob("tokenizer-*.json")
+    engine = tokenizers.Tokenizer.from_file(str(cached))
     trained_on = text.read_bytes()[: -(len(text.read_bytes()) // 20)]
     assert engine.decode(tokens.ids.tolist()).encode() == trained_on
     assert tokens.vocab_size <= 300 and len(tokens.ids) < len(trained_on) / 2
@@ -52,11 +61,11 @@ def test_a_bpe_is_trained_on_the_training_text_and_tells_it_back(text: Path, cac
 
 
 def test_any_text_can_be_encoded(text: Path, cache: Path) -> None:
-    made = load_tokenizer("bpe:300", Corpus("a", TEXT.encode(), b""), cache)
-    (kept,) = cache.glob("tokenizer-*.json")
+    encoder = load_tokenizer("bpe:300", [Corpus("a", TEXT.encode(), b"")], cache)
+    (cached,) = cache.glob("tokenizer-*.json")
     strange = "日本\t\r\n\n  \U0001f600 " + "".join(map(chr, range(0x250)))
-    assert tokenizers.Tokenizer.from_file(str(kept)).decode(made.encode(strange).tolist()) == strange
-    assert made.encode("").shape == (0,)
+    assert tokenizers.Tokenizer.from_file(str(cached)).decode(encoder.encode(strange).tolist()) == strange
+    assert encoder.encode("").shape == (0,)
 
 
 def test_a_second_start_trains_and_encodes_nothing(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +88,11 @@ def test_another_text_or_size_is_another_tokenizer(text: Path, cache: Path) -> N
 @pytest.mark.parametrize("keep", [0, 50])
 def test_a_cache_cut_short_is_made_again(pattern: str, keep: int, text: Path, cache: Path) -> None:
     first = load_tokens(text, "bpe:300", "train", cache)
-    (kept,) = cache.glob(pattern)
-    whole = kept.read_bytes()
-    kept.write_bytes(whole[:keep])
+    (cached,) = cache.glob(pattern)
+    complete = cached.read_bytes()
+    cached.write_bytes(complete[:keep])
     second = load_tokens(text, "bpe:300", "train", cache)
-    assert np.array_equal(first.ids, second.ids) and kept.read_bytes() == whole
+    assert np.array_equal(first.ids, second.ids) and cached.read_bytes() == complete
 
 
 def test_the_cache_is_where_the_desktop_says(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +103,10 @@ def test_the_cache_is_where_the_desktop_says(text: Path, tmp_path: Path, monkeyp
 
 def test_a_cache_that_cannot_be_written(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(WriteError, match="cannot keep 'tokenizer-"):
+    with pytest.raises(WriteError, match="cannot write 'tokenizer-"):
         load_tokens(text, "bpe:300", "train", tmp_path / "file")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="It is made again at every start"):
+    with pytest.warns(UserWarning, match="It is computed again at each start"):
         assert len(load_tokens(text, "bpe:300").ids)
 
 
@@ -115,53 +124,53 @@ def test_a_large_corpus_is_thinned_for_training(cache: Path, monkeypatch: pytest
     for kept_bytes in (1 << 20, 100):
         monkeypatch.setattr(tokenizer, "PIECE_BYTES", 50)
         monkeypatch.setattr(tokenizer, "BPE_TRAINING_BYTES", kept_bytes)
-        sizes.append(load_tokenizer("bpe:1000", corpus, cache / str(kept_bytes)).vocab_size)
+        sizes.append(load_tokenizer("bpe:1000", [corpus], cache / str(kept_bytes)).vocab_size)
     assert 256 < sizes[1] < sizes[0] < 1000
 
 
 def test_a_tokenizer_file(text: Path, cache: Path, tmp_path: Path) -> None:
-    made = load_tokenizer("bpe:300", Corpus("a", TEXT.encode(), b""), cache)
-    (kept,) = cache.glob("tokenizer-*.json")
-    engine = tokenizers.Tokenizer.from_file(str(kept))
+    encoder = load_tokenizer("bpe:300", [Corpus("a", TEXT.encode(), b"")], cache)
+    (cached,) = cache.glob("tokenizer-*.json")
+    engine = tokenizers.Tokenizer.from_file(str(cached))
     engine.enable_truncation(3)  # such settings of the file must not eat text
     engine.enable_padding(length=9)
     engine.save(str(tmp_path / "mine.json"))
     loaded = load_tokenizer(str(tmp_path / "mine.json"))
-    assert loaded.vocab_size == made.vocab_size and loaded.name.startswith("mine.json@")
-    assert np.array_equal(loaded.encode(TEXT), made.encode(TEXT))
-    assert load_tokens(text, str(tmp_path / "mine.json"), "train", cache).vocab_size == made.vocab_size
+    assert loaded.vocab_size == encoder.vocab_size and loaded.name.startswith("mine.json@")
+    assert np.array_equal(loaded.encode(TEXT), encoder.encode(TEXT))
+    assert load_tokens(text, str(tmp_path / "mine.json"), "train", cache).vocab_size == encoder.vocab_size
 
 
 def test_a_vocabulary_with_gaps_counts_to_its_highest_id(tmp_path: Path) -> None:
     words = tokenizers.models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")
     tokenizers.Tokenizer(words).save(str(tmp_path / "gaps.json"))
-    made = load_tokenizer(str(tmp_path / "gaps.json"))
-    assert made.vocab_size == 70_001 and made.encode("b").tolist() == [70_000]
+    encoder = load_tokenizer(str(tmp_path / "gaps.json"))
+    assert encoder.vocab_size == 70_001 and encoder.encode("b").tolist() == [70_000]
 
 
 # ---- what is refused
 
 
-def told(kind: type[SpanaxError], name: str, folder: Path | None = None) -> str:
+def message_of(kind: type[SpanaxError], name: str, folder: Path | None = None) -> str:
     with pytest.raises(SpanaxError) as error:
-        load_tokenizer(name, Corpus("a", b"a", b"a"))
+        load_tokenizer(name, [Corpus("a", b"a", b"a")])
     assert type(error.value) is kind and str(error.value).count("\n") <= 3
     return str(error.value).replace(str(folder), "...")
 
 
 def test_an_unknown_tokenizer() -> None:
-    assert told(SpanaxError, "byts") == (
+    assert message_of(SpanaxError, "byts") == (
         "unknown tokenizer 'byts'.\n  fix: did you mean 'bytes'? known: bytes, bpe, bpe:4096, tokenizer.json"
     )
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:256", "bpe:-1"])
 def test_a_bpe_of_no_size(name: str) -> None:
-    assert told(SpanaxError, name) == (f"tokenizer '{name}' needs a vocabulary of at least 257.\n  fix: bpe:4096")
+    assert message_of(SpanaxError, name) == (f"tokenizer '{name}' needs a vocabulary of at least 257.\n  fix: bpe:4096")
 
 
 def test_a_missing_tokenizer_file(tmp_path: Path) -> None:
-    assert told(DataError, str(tmp_path / "no.json"), tmp_path) == (
+    assert message_of(DataError, str(tmp_path / "no.json"), tmp_path) == (
         "cannot read tokenizer '.../no.json': No such file or directory.\n  fix: bytes, bpe, or a tokenizer.json"
     )
 
@@ -169,17 +178,17 @@ def test_a_missing_tokenizer_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe"])
 def test_a_damaged_tokenizer_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
-    first = told(DataError, str(tmp_path / "a.json"), tmp_path).splitlines()[0]
+    first = message_of(DataError, str(tmp_path / "a.json"), tmp_path).splitlines()[0]
     bad_text = "cannot read tokenizer '.../a.json': it is not UTF-8 text."
-    assert first == (bad_text if content[:1] == b"\xff" else "'.../a.json' is no tokenizer, or is damaged.")
+    assert first == (bad_text if content[:1] == b"\xff" else "'.../a.json' is not a tokenizer, or is damaged.")
 
 
 @pytest.mark.parametrize(
     "size_bytes, sidecar, first",
     [
         (0, None, "'.../t.bin' is empty."),
-        (7, None, "'.../t.bin' is cut short: 7 bytes are no whole number of uint16 tokens."),
-        (6, '{"dtype": "uint32"}', "'.../t.bin' is cut short: 6 bytes are no whole number of uint32 tokens."),
+        (7, None, "'.../t.bin' is truncated: 7 bytes are not a multiple of the 2 bytes of uint16."),
+        (6, '{"dtype": "uint32"}', "'.../t.bin' is truncated: 6 bytes are not a multiple of the 4 bytes of uint32."),
         (8, "{", "cannot read '.../t.bin.json'."),
         (8, "[]", "cannot read '.../t.bin.json'."),
         (8, '{"dtype": "uint17"}', "cannot read '.../t.bin.json'."),

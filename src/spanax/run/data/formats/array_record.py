@@ -1,4 +1,4 @@
-"""Reads ArrayRecord files, whose records are JSON objects, `tf.train.Example` messages, or plain text."""
+"""Reads ArrayRecord files with Grain; records are JSON objects, `tf.train.Example` messages, or plain text."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +90,7 @@ class ArrayRecordRows:
 
     def _field(self, index: int, row: dict[str, Any], field: str) -> Any:
         if field not in row:
-            raise self._bad(index, f"it has no '{field}', but {', '.join(row)[:80] or 'nothing'}")
+            raise self._bad(index, f"no field '{field}' among: {', '.join(row)[:80] or 'none'}")
         return row[field]
 
     def _bad(self, index: int, reason: object) -> DataError:
@@ -101,7 +101,7 @@ class ArrayRecordRows:
 def _json_row(record: bytes) -> dict[str, Any]:
     row = json.loads(record)
     if not isinstance(row, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return {name: np.asarray(value) if isinstance(value, list) else value for name, value in row.items()}
 
 
@@ -130,35 +130,36 @@ def _example_row(record: bytes) -> dict[str, Any]:
     return row
 
 
+EXAMPLE_PROTO = """
+name: "spanax/example.proto" package: "spanax" syntax: "proto3"
+message_type { name: "BytesList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List" field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type {
+  name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 type: TYPE_MESSAGE type_name: ".spanax.BytesList" oneof_index: 0 }
+  field { name: "float_list" number: 2 type: TYPE_MESSAGE type_name: ".spanax.FloatList" oneof_index: 0 }
+  field { name: "int64_list" number: 3 type: TYPE_MESSAGE type_name: ".spanax.Int64List" oneof_index: 0 }
+}
+message_type {
+  name: "Features"
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE type_name: "Features.FeatureEntry" }
+  nested_type {
+    name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE type_name: ".spanax.Feature" }
+  }
+}
+message_type { name: "Example" field { name: "features" number: 1 type: TYPE_MESSAGE type_name: ".spanax.Features" } }
+"""
+"""The descriptor of tensorflow/core/example/example.proto, which no dependency of Spanax contains; array_record itself
+imports TensorFlow for it."""
+
+
 @cache
 def _example_type() -> Any:
-    """Returns the message type of tensorflow/core/example/example.proto, without TensorFlow."""
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 
-    file = descriptor_pb2.FileDescriptorProto(name="spanax/example.proto", package="spanax", syntax="proto3")
-    field = descriptor_pb2.FieldDescriptorProto
-
-    def message(name: str, *fields: tuple[str, int, int, int, str], parent: Any = file.message_type) -> Any:
-        descriptor = parent.add(name=name)
-        for label, number, kind, repeats, of in fields:
-            descriptor.field.add(
-                name=label, number=number, type=kind, label=repeats, type_name=f".spanax.{of}" if of else None
-            )
-        return descriptor
-
-    optional, repeated, inner = field.LABEL_OPTIONAL, field.LABEL_REPEATED, field.TYPE_MESSAGE
-    message("BytesList", ("value", 1, field.TYPE_BYTES, repeated, ""))
-    message("FloatList", ("value", 1, field.TYPE_FLOAT, repeated, ""))
-    message("Int64List", ("value", 1, field.TYPE_INT64, repeated, ""))
-    kinds = (("bytes_list", "BytesList"), ("float_list", "FloatList"), ("int64_list", "Int64List"))
-    feature = message("Feature", *((name, i, inner, optional, of) for i, (name, of) in enumerate(kinds, 1)))
-    feature.oneof_decl.add(name="kind")
-    for member in feature.field:
-        member.oneof_index = 0
-    features = message("Features", ("feature", 1, inner, repeated, "Features.FeatureEntry"))
-    pair = (("key", 1, field.TYPE_STRING, optional, ""), ("value", 2, inner, optional, "Feature"))
-    message("FeatureEntry", *pair, parent=features.nested_type).options.map_entry = True
-    message("Example", ("features", 1, inner, optional, "Features"))
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
+    pool.Add(text_format.Parse(EXAMPLE_PROTO, descriptor_pb2.FileDescriptorProto()))
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("spanax.Example"))

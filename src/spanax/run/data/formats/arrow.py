@@ -1,23 +1,28 @@
-"""Reads the rows of Arrow, Feather and Parquet files.
+"""Reads the rows of Arrow, Feather and Parquet files with pyarrow.
 
 Uncompressed files are memory-mapped. Compressed files are streamed to read a column, and decompressed once into the
 cache for random access to rows.
+
+The libraries' random access is not used: for 320 random rows of 470 MiB of Parquet, `CompressedTable` takes 4.3 s
+and 84 MiB of memory (0.05 s from the cache), `pyarrow.dataset` 202 s and 5.8 GiB, because it decodes row groups for
+each batch; of uncompressed Arrow, `MappedTable` takes 0.03 s and 15 MiB, `pyarrow.dataset` 1.6 s and 192 MiB. Grain's
+`ParquetIterDataset` has no random access, and takes 3.0 GiB for the first rows (`benchmarks/data_formats.py`).
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError, WriteError
-from spanax.run.data.cache import alone, cache_folder, keep
+from spanax.errors import DataError, SpanaxError
+from spanax.run.data.cache import cache_folder, exclusive, keep
 from spanax.run.data.elements import digest
-from spanax.run.data.formats.decompression import Room, Unpacking
+from spanax.run.data.formats.decompression import DecompressionLimit, DiskSpace
 
 ROWS_AT_ONCE = 256
 """The number of decompressed rows in memory; a row group of a Parquet file may have millions."""
@@ -44,17 +49,15 @@ class MappedTable:
 
     Attributes:
       path: the file.
-      open: opens a reader of the file.
     """
 
     path: Path
-    open: Callable[[], Any]
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
         """The names of the columns."""
-        with _telling(self.path):
-            return tuple(self.open().schema.names)
+        with _arrow_errors(self.path):
+            return tuple(_reader(self.path).schema.names)
 
     @property
     def num_rows(self) -> int:
@@ -64,7 +67,7 @@ class MappedTable:
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
         """Returns fields of the rows at the given indices."""
         result = []
-        with _telling(self.path):
+        with _arrow_errors(self.path):
             for index in indices:
                 number = int(np.searchsorted(self._ends, index, side="right"))
                 first = int(self._ends[number - 1]) if number else 0
@@ -76,7 +79,7 @@ class MappedTable:
 
     def values(self, field: str) -> Iterator[Any]:
         """Yields a field of every row in order."""
-        yield from _values(self.path, _batches(self.open), field)
+        yield from _values(self.path, _batches(self.path), field)
 
     def _checked(self, number: int, field: str) -> Any:
         """Returns a column of a batch; the first access validates all of it."""
@@ -91,8 +94,8 @@ class MappedTable:
 
     @cached_property
     def _batches(self) -> list[Any]:
-        with _telling(self.path):
-            return list(_batches(self.open))
+        with _arrow_errors(self.path):
+            return list(_batches(self.path))
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -127,51 +130,49 @@ class CompressedTable:
     @cached_property
     def num_rows(self) -> int:
         """The number of rows."""
-        with _telling(self.path):
+        with _arrow_errors(self.path):
             return self.count()
 
     def rows(self, indices: Sequence[int], fields: Sequence[str]) -> list[dict[str, Any]]:
         """Returns fields of the rows at the given indices; the first call decompresses these fields of all rows."""
         columns = tuple(sorted(self._known(field) for field in fields))
-        if columns not in self._unpacked:
-            self._unpacked[columns] = self._unpack(columns)
-        return self._unpacked[columns].rows(indices, fields)
+        if columns not in self._decompressed:
+            self._decompressed[columns] = self._decompress(columns)
+        return self._decompressed[columns].rows(indices, fields)
 
     def values(self, field: str) -> Iterator[Any]:
         """Yields a field of every row in order."""
-        yield from _values(self.path, self._counted([self._known(field)]), field)
+        yield from _values(self.path, self._limited([self._known(field)]), field)
 
-    def _counted(self, columns: Sequence[str]) -> Iterator[Any]:
+    def _limited(self, columns: Sequence[str]) -> Iterator[Any]:
         """Yields the batches of columns; raises if the file expands to an implausible size."""
-        unpacking = Unpacking(self.path)
-        for batch in self.batches(columns):
-            unpacking.add(batch.nbytes)
-            yield batch
+        limit = DecompressionLimit(self.path)
+        with _arrow_errors(self.path):  # damage must not be reported as a failure to write
+            for batch in self.batches(columns):
+                limit.add(batch.nbytes)
+                yield batch
 
     @cached_property
-    def _unpacked(self) -> dict[tuple[str, ...], MappedTable]:
+    def _decompressed(self) -> dict[tuple[str, ...], MappedTable]:
         return {}
 
-    def _unpack(self, columns: Sequence[str]) -> MappedTable:
+    def _decompress(self, columns: Sequence[str]) -> MappedTable:
         arrow = pyarrow()
         cached = cache_folder(self.cache_dir) / f"rows-{digest(self.key, *columns)}.arrow"
 
         def write(file: BinaryIO) -> None:
             schema = arrow.schema([self.schema.field(column) for column in columns])
-            room = Room(cached.parent)
+            space = DiskSpace(cached.parent)
             with arrow.ipc.new_file(file, schema) as sink:
-                for batch in self._counted(columns):
+                for batch in self._limited(columns):
                     batch.validate(full=True)
-                    room.take(batch.nbytes)
+                    space.reserve(batch.nbytes)
                     sink.write_batch(batch.select(list(columns)))
 
-        with _telling(self.path), alone(cached.with_suffix(".lock")):
-            if not _is_whole(cached, self.num_rows):
-                keep(cached, write, self.cache_dir)
-        if not cached.is_file():
-            message = f"there is no place for the unpacked rows of '{self.path}'."
-            raise WriteError(message, where=str(cached), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
-        return MappedTable(cached, lambda: _reader(cached))
+        with _arrow_errors(self.path), exclusive(cached.with_suffix(".lock")):
+            if not _has_rows(cached, self.num_rows):
+                keep(cached, write, self.cache_dir, is_required=True)
+        return MappedTable(cached)
 
     def _known(self, field: str) -> str:
         if field not in self.fields:
@@ -182,19 +183,13 @@ class CompressedTable:
 def open_arrow(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> MappedTable | CompressedTable:
     """Opens an Arrow file or stream, the format of Feather files and of Hugging Face datasets."""
     arrow = pyarrow()
-
-    def open_() -> Any:
-        return _reader(path)
-
-    def count() -> int:
-        return sum(batch.num_rows for batch in _batches(open_))
-
-    with _telling(path):
+    with _arrow_errors(path):
         before = arrow.total_allocated_bytes()
-        first = next(_batches(open_), None)
+        first = next(_batches(path), None)
         if first is None or arrow.total_allocated_bytes() == before:
-            return MappedTable(path, open_)
-        return CompressedTable(path, key, cache_dir, open_().schema, lambda columns: _batches(open_), count)
+            return MappedTable(path)
+        count = partial(_count, path)
+        return CompressedTable(path, key, cache_dir, first.schema, lambda columns: _batches(path), count)
 
 
 def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None) -> CompressedTable:
@@ -207,13 +202,13 @@ def open_parquet(path: Path, key: str, cache_dir: str | os.PathLike[str] | None)
     def batches(columns: Sequence[str]) -> Iterator[Any]:
         yield from open_().iter_batches(ROWS_AT_ONCE, columns=list(columns))
 
-    with _telling(path):
+    with _arrow_errors(path):
         opened = open_()
         return CompressedTable(path, key, cache_dir, opened.schema_arrow, batches, lambda: opened.metadata.num_rows)
 
 
 @contextmanager
-def _telling(path: Path) -> Iterator[None]:
+def _arrow_errors(path: Path) -> Iterator[None]:
     """Raises errors of Arrow as DataError with the path of the file."""
     try:
         yield
@@ -221,7 +216,7 @@ def _telling(path: Path) -> Iterator[None]:
         raise
     except (OSError, ValueError, NotImplementedError, MemoryError, LookupError, TypeError) as error:
         detail = " ".join(str(error).split())[:120]
-        raise DataError(f"cannot read '{path}'.", where=detail, fix="write the file again, or leave it out") from None
+        raise DataError(f"cannot read '{path}'.", where=detail, fix="write the file again, or remove it") from None
 
 
 def _reader(path: Path) -> Any:
@@ -234,18 +229,22 @@ def _reader(path: Path) -> Any:
         return arrow.ipc.open_stream(mapped)
 
 
-def _batches(open_: Callable[[], Any]) -> Iterator[Any]:
-    reader = open_()
+def _batches(path: Path) -> Iterator[Any]:
+    reader = _reader(path)
     if hasattr(reader, "get_batch"):
         yield from map(reader.get_batch, range(reader.num_record_batches))
     else:
         yield from reader
 
 
-def _is_whole(path: Path, num_rows: int) -> bool:
+def _count(path: Path) -> int:
+    return sum(batch.num_rows for batch in _batches(path))
+
+
+def _has_rows(path: Path, num_rows: int) -> bool:
     """Returns whether a file of the cache exists and is complete."""
     try:
-        return path.is_file() and sum(batch.num_rows for batch in _batches(lambda: _reader(path))) == num_rows
+        return path.is_file() and _count(path) == num_rows
     except (OSError, ValueError):
         return False
 
@@ -266,12 +265,12 @@ def _column(path: Path, batch: Any, field: str) -> Any:
 
 def _values(path: Path, batches: Iterator[Any], field: str) -> Iterator[Any]:
     """Yields the texts or the arrays of numbers of a column, in bounded memory."""
-    types, number = pyarrow().types, 0
-    with _telling(path):
+    number = 0
+    with _arrow_errors(path):
         for batch in batches:
             for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                 column = _column(path, batch.slice(start, ROWS_AT_ONCE), field)
-                if (types.is_string(column.type) or types.is_large_string(column.type)) and not column.null_count:
+                if _is_text(column) and not column.null_count:
                     yield from column.to_pylist()
                 else:
                     yield from (_value(path, number + i, column.slice(i, 1)) for i in range(len(column)))
@@ -280,27 +279,31 @@ def _values(path: Path, batches: Iterator[Any], field: str) -> Iterator[Any]:
 
 def _value(path: Path, index: int, col: Any) -> Any:
     """Returns the value in a column of one row: a number, a text, or an array, whose dims are nested lists."""
-    arrow, shape = pyarrow(), []
-    types = arrow.types
-    while (is_list := types.is_list(col.type) or types.is_large_list(col.type)) or types.is_fixed_size_list(col.type):
+    arrow, types, shape = pyarrow(), pyarrow().types, []
+    while types.is_list(col.type) or types.is_large_list(col.type) or types.is_fixed_size_list(col.type):
         _check_all(path, index, col)
-        lengths = np.diff(col.offsets.to_numpy()) if is_list else np.full(len(col), col.type.list_size)
-        if (lengths != lengths[:1]).any():
-            raise DataError(f"the lists in row {index:,} of '{path}' are of several lengths.", fix="equal ones")
-        shape.append(int(lengths[0]) if len(lengths) else 0)
+        lengths = arrow.compute.list_value_length(col).unique().to_pylist()
+        if len(lengths) > 1:
+            raise DataError(f"row {index:,} of '{path}' has lists of different lengths.", fix="lists of equal length")
+        shape.append(lengths[0] if lengths else 0)
         col = col.flatten()
     _check_all(path, index, col)
-    if types.is_string(col.type) or types.is_large_string(col.type):
+    if _is_text(col):
         return np.array(col.to_pylist(), object) if shape else col[0].as_py()
     if not (types.is_integer(col.type) or types.is_floating(col.type) or types.is_boolean(col.type)):
         raise DataError(
-            f"'{path}' holds {str(col.type)[:80]}: neither text nor numbers.",
-            fix="numbers; pictures as a datasets.Dataset in Python, which unpacks them",
+            f"'{path}' has a field of type {str(col.type)[:80]}, which is neither text nor numbers.",
+            fix="numbers; for images, pass a datasets.Dataset in Python, which decodes them",
         )
     array = col.to_numpy(zero_copy_only=False).reshape(shape)
     return array if shape else array[()]
 
 
+def _is_text(col: Any) -> bool:
+    types = pyarrow().types
+    return bool(types.is_string(col.type) or types.is_large_string(col.type))
+
+
 def _check_all(path: Path, index: int, col: Any) -> None:
     if col.null_count:
-        raise DataError(f"row {index:,} of '{path}' has nothing in a field.", fix="rows that have all fields")
+        raise DataError(f"row {index:,} of '{path}' has a null in a field.", fix="rows with a value in each field")

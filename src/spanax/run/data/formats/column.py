@@ -7,19 +7,19 @@ import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from spanax.errors import DataError, SpanaxError, WriteError
-from spanax.run.data.cache import alone, cache_folder, keep
+from spanax.errors import DataError, SpanaxError
+from spanax.run.data.cache import cache_folder, exclusive, keep
 from spanax.run.data.elements import digest
-from spanax.run.data.formats.decompression import Room
+from spanax.run.data.formats.decompression import DiskSpace
 from spanax.run.data.formats.table import Table
 from spanax.run.data.text.corpus import SPLITS
-from spanax.run.data.text.token_windows import kept_ids
+from spanax.run.data.text.token_windows import cached_ids
 from spanax.run.data.text.tokenizer import Tokenizer
 from spanax.run.data.text.tokens import Tokens
 
@@ -81,37 +81,36 @@ class Column:
         key, cache_key = digest(self.table.digest, *settings), digest(self.table.cache_key, *settings)
         folder = cache_folder(cache_dir)
         paths = {split: folder / f"ids-{cache_key}-{split}.npy" for split in SPLITS}
-        ids = kept_ids(paths[self.table.split])
+        path = paths[self.table.split]
+        ids = cached_ids(path)
         if ids is not None and self.table.changed:
             warnings.warn(
                 f"the tokens of '{self.table.name}' come from the cache: files of this size are compared by samples "
-                f"and by when they were changed. After an edit that kept the time, remove '{paths[self.table.split]}'.",
+                f"and modification time. After an edit that preserves the time, remove '{path}'.",
                 stacklevel=2,
             )
         if ids is None:
-            with alone(folder / f"ids-{cache_key}.lock"):
-                ids = kept_ids(paths[self.table.split])
-                if ids is None:
-                    self._keep(tokenizer, paths, cache_dir)
-                    ids = kept_ids(paths[self.table.split])
-        if ids is None:
-            message = f"there is no place for the tokens of '{self.table.name}'."
-            raise WriteError(message, where=str(folder), fix="XDG_CACHE_HOME=DIR, a folder that can be written")
+            with exclusive(folder / f"ids-{cache_key}.lock"):
+                if cached_ids(path) is None:
+                    self._write(tokenizer, paths, cache_dir)
+                ids = cached_ids(path)
+        assert ids is not None, path
         return Tokens(f"{self.table.name}[{self.field}] {self.table.split} {encoding} {key}", ids, tokenizer)
 
-    def _keep(
+    def _write(
         self, tokenizer: Tokenizer | None, paths: dict[str, Path], cache_dir: str | os.PathLike[str] | None
     ) -> None:
         """Writes the ids of both splits to the cache in one pass over the rows."""
+        write_file = partial(keep, cache_dir=cache_dir, is_required=True)
         parts = self._ids() if tokenizer is None else self._encoded(tokenizer)
         dtype = np.dtype(np.uint32) if tokenizer is None else tokenizer.encode("").dtype
 
         def write(*files: BinaryIO) -> None:
-            sizes, room = [0] * len(files), Room(paths[self.table.split].parent)
+            sizes, space = [0] * len(files), DiskSpace(paths[self.table.split].parent)
             for file in files:
                 _write_header(file, dtype, 0)
             for is_held_out, ids in parts:
-                room.take(ids.nbytes)
+                space.reserve(ids.nbytes)
                 files[is_held_out].write(ids.tobytes())
                 sizes[is_held_out] += len(ids)
             for file, size in zip(files, sizes, strict=True):
@@ -119,10 +118,11 @@ class Column:
                 _write_header(file, dtype, size)
 
         if not self.table.holds_out:
-            keep(paths[self.table.split], write, cache_dir)
+            write_file(paths[self.table.split], write)
             return
-        held_out = paths["validation"]
-        keep(paths["train"], lambda train: keep(held_out, lambda valid: write(train, valid), cache_dir), cache_dir)
+        write_file(
+            paths["train"], lambda train: write_file(paths["validation"], lambda validation: write(train, validation))
+        )
 
     def _encoded(self, tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
         group: list[tuple[bool, bytes]] = []
@@ -154,9 +154,9 @@ class Column:
 
     def _bad(self, number: int, value: Any, expected: str) -> DataError:
         return DataError(
-            f"row {number:,} of '{self.table.name}' holds no {expected} in '{self.field}'.",
+            f"row {number:,} of '{self.table.name}' does not have {expected} in '{self.field}'.",
             where=f"{type(value).__name__}: {repr(value)[:60]}",
-            fix="--field NAME, a field of texts, or of lists of token ids",
+            fix="--field NAME, a field of texts or of lists of token ids",
         )
 
 
@@ -167,8 +167,8 @@ def _encoded(tokenizer: Tokenizer, group: list[tuple[bool, bytes]]) -> Iterator[
 
 def _write_header(file: BinaryIO, dtype: np.dtype, size: int) -> None:
     """Writes the header of a `.npy` file, which NumPy pads to a constant length for any size."""
-    about = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
-    np.lib.format.write_array_header_1_0(file, about)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
+    np.lib.format.write_array_header_1_0(file, header)
 
 
 def default_field(table: Table, *, leaves: str) -> str:
@@ -182,7 +182,7 @@ def default_field(table: Table, *, leaves: str) -> str:
             return name
     listed = ", ".join(table.fields)
     raise SpanaxError(
-        f"which field of '{table.name}' holds the text?",
-        where=f"it has {listed[:150]}; the plan takes {leaves[:150]}",
+        f"'{table.name}' has no field 'text' or 'input_ids'.",
+        where=f"it has {listed[:150]}; the plan expects {leaves[:150]}",
         fix="--field NAME, or --field leaf=field,leaf=field for leaves of the plan",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from spanax.errors import DataError
 from spanax.units import bytes_text
 
-MOST_RATIO = 200
+MAX_RATIO = 200
 """The maximum compression ratio. Text compresses 3 to 20 times; gzip at most 1,032 times."""
 
 ALWAYS_BYTES = 1 << 28
@@ -23,7 +23,7 @@ EVERY_BYTES = 1 << 24
 
 
 @dataclass(eq=False)
-class Unpacking:
+class DecompressionLimit:
     """Limits the decompressed size of a compressed file.
 
     Attributes:
@@ -33,10 +33,10 @@ class Unpacking:
       >>> import tempfile
       >>> path = Path(tempfile.mkdtemp()) / "a.gz"
       >>> _ = path.write_bytes(bytes(1000))
-      >>> Unpacking(path).add(ALWAYS_BYTES + 1)
+      >>> DecompressionLimit(path).add(ALWAYS_BYTES + 1)
       Traceback (most recent call last):
-      spanax.errors.DataError: ... unpacks to more than 256 MiB, over 200 times its size.
-        fix: unpack it by hand, if it is what it should be
+      spanax.errors.DataError: ... decompresses to more than 256 MiB, over 200 times its size.
+        fix: decompress it yourself, if you trust it
     """
 
     path: Path
@@ -49,29 +49,29 @@ class Unpacking:
           DataError: the decompressed size exceeds the limit.
         """
         self._num_bytes += num_bytes
-        if self._num_bytes > ALWAYS_BYTES and self._num_bytes > (most := MOST_RATIO * os.stat(self.path).st_size):
+        if self._num_bytes > ALWAYS_BYTES and self._num_bytes > (limit := MAX_RATIO * os.stat(self.path).st_size):
             raise DataError(
-                f"'{self.path}' unpacks to more than {bytes_text(max(most, ALWAYS_BYTES))}, over {MOST_RATIO} times "
-                "its size.",
-                fix="unpack it by hand, if it is what it should be",
+                f"'{self.path}' decompresses to more than {bytes_text(max(limit, ALWAYS_BYTES))}, over {MAX_RATIO} "
+                "times its size.",
+                fix="decompress it yourself, if you trust it",
             )
 
 
 @dataclass(eq=False)
-class Room:
-    """Limits the disk space that writes to a folder take."""
+class DiskSpace:
+    """Limits the disk space that writes to a folder use."""
 
     folder: Path
-    _since: int = EVERY_BYTES
+    _num_unchecked: int = EVERY_BYTES
 
-    def take(self, num_bytes: int) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Counts bytes to write.
 
         Raises:
           OSError: less than `FREE_BYTES` of the disk would remain free.
         """
-        self._since += num_bytes
-        if self._since >= EVERY_BYTES:
-            self._since = 0
+        self._num_unchecked += num_bytes
+        if self._num_unchecked >= EVERY_BYTES:
+            self._num_unchecked = 0
             if shutil.disk_usage(self.folder).free < FREE_BYTES + num_bytes:
-                raise OSError(errno.ENOSPC, f"less than {bytes_text(FREE_BYTES)} would stay free")
+                raise OSError(errno.ENOSPC, f"less than {bytes_text(FREE_BYTES)} would remain free")

@@ -20,7 +20,7 @@ from spanax.run.data.text.corpus import HELD_OUT, check_inside, check_split
 NUM_SAMPLES, SAMPLE_BYTES = 64, 1024
 """The samples that a digest of large files hashes, instead of terabytes."""
 
-READ_WHOLE_BYTES = 1 << 26
+HASH_ALL_BYTES = 1 << 26
 """The total size up to which a digest hashes all of the content, which takes a tenth of a second."""
 
 SUFFIXES = {
@@ -29,7 +29,7 @@ SUFFIXES = {
     ".array_record": "array_record", ".arrayrecord": "array_record",
 }  # fmt: skip
 
-_SAID_OF_DATA = re.compile(r"(?:readme|licen[cs]e)[^/]*|.*\.(?:md|json)", re.IGNORECASE)
+_ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e)[^/]*|.*\.(?:md|json)", re.IGNORECASE)
 _SIDE = re.compile(r"(train|validation|valid|val|dev|test)(?![a-z])", re.IGNORECASE)
 
 
@@ -168,7 +168,7 @@ def open_table(
     kinds = {kind_of(path) for path in paths}
     if len(kinds) > 1:
         listed = ", ".join(sorted(str(kind) for kind in kinds))
-        raise DataError(f"'{source}' holds several kinds of tables: {listed}.", fix=f"'{source}/*.jsonl', say")
+        raise DataError(f"'{source}' has several kinds of tables: {listed}.", fix=f"'{source}/*.jsonl'")
     opener = _opener(kinds.pop() or "", cache_dir)
     table = Table(name, tuple(opener(path) for path in paths), _digest(paths), sum(map(_size_bytes, paths)), split)
     return replace(table, holds_out=holds_out, changed=_changed(paths))
@@ -182,7 +182,7 @@ def _files(source: str | os.PathLike[str], split: str) -> tuple[list[Path], str,
     if not path.is_dir():
         matches = sorted(Path(name) for name in glob.glob(str(source), recursive=True) if os.path.isfile(name))
         if not matches:
-            raise DataError(f"no file is called '{source}'.", where=f"looked in {Path.cwd()}", fix="shards/*.parquet")
+            raise DataError(f"no file matches '{source}'.", where=f"looked in {Path.cwd()}", fix="shards/*.parquet")
         return matches, str(source), True
     listed, name, holds_out = _files_of_folder(path, split)
     check_inside(path, listed)
@@ -193,7 +193,9 @@ def _files_of_folder(path: Path, split: str) -> tuple[list[Path], str, bool]:
     if splits := _saved_splits(path):
         side = split if split in splits or split == "train" else "train"
         if side not in splits:
-            raise DataError(f"'{path}' has no split 'train'.", where=f"it has {', '.join(splits)}", fix="name one")
+            raise DataError(
+                f"'{path}' has no split 'train'.", where=f"it has {', '.join(splits)}", fix=f"{path}/{splits[0]}"
+            )
         return _saved_files(path / side), f"{path.name}/{side}", "validation" not in splits
     if _is_saved(path):
         return _saved_files(path), path.name, True
@@ -220,7 +222,7 @@ def _table_files(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(parent) / name for name in names if not name.startswith(".")]
     tables = [file for file in files if kind_of(file)]
-    others = [file for file in files if not kind_of(file) and not _SAID_OF_DATA.fullmatch(file.name)]
+    others = [file for file in files if not kind_of(file) and not _ABOUT_DATA.fullmatch(file.name)]
     return [] if others else sorted(tables)
 
 
@@ -228,7 +230,7 @@ def _saved_splits(folder: Path) -> list[str]:
     """Returns the splits of a saved DatasetDict; empty for other folders."""
     if not (folder / "dataset_dict.json").is_file():
         return []
-    splits = _said(folder / "dataset_dict.json").get("splits")
+    splits = _metadata(folder / "dataset_dict.json").get("splits")
     return [name for name in splits if Path(str(name)).name == name] if isinstance(splits, list) else []
 
 
@@ -237,18 +239,18 @@ def _is_saved(folder: Path) -> bool:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    listed = _said(folder / "state.json").get("_data_files")
+    listed = _metadata(folder / "state.json").get("_data_files")
     names = (
         [str(entry.get("filename")) for entry in listed if isinstance(entry, Mapping)]
         if isinstance(listed, list)
         else []
     )
     if not names or any(Path(name).name != name or not name.endswith(".arrow") for name in names):
-        raise DataError(f"'{folder}' names no files of its own.", where="state.json", fix="Dataset.save_to_disk again")
+        raise DataError(f"'{folder}' does not list its files.", where="state.json", fix="Dataset.save_to_disk again")
     return [folder / name for name in names]
 
 
-def _said(path: Path) -> Mapping[str, Any]:
+def _metadata(path: Path) -> Mapping[str, Any]:
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:
@@ -276,14 +278,14 @@ def _size_bytes(path: Path) -> int:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(None, "it is no plain file")
+            raise OSError(None, "it is not a regular file")
         return status.st_size
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a file that you may read") from None
+        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
 
 
 def _is_small(paths: Sequence[Path]) -> bool:
-    return sum(map(_size_bytes, paths)) <= READ_WHOLE_BYTES
+    return sum(map(_size_bytes, paths)) <= HASH_ALL_BYTES
 
 
 def _changed(paths: Sequence[Path]) -> str:
@@ -300,7 +302,7 @@ def _digest(paths: Sequence[Path]) -> str:
         contents.append(f"{path.name} {size_bytes}")
         with open(path, "rb") as file:
             if is_small:
-                contents.append(file.read(READ_WHOLE_BYTES))
+                contents.append(file.read(HASH_ALL_BYTES))
                 continue
             for start in np.linspace(0, max(0, size_bytes - SAMPLE_BYTES), num_samples, dtype=np.int64).tolist():
                 file.seek(start)

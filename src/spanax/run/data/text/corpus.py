@@ -96,10 +96,10 @@ def read_text(path: Path) -> bytes:
     """
     try:
         if not path.is_file():
-            raise OSError(errno.EINVAL, "it is no plain file")  # reading from a pipe or device may never end
+            raise OSError(errno.EINVAL, "it is not a regular file")  # reading from a pipe or device may never end
         text = path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a file that you may read") from None
+        raise DataError(f"cannot read '{path}': {error.strerror}.", fix="a readable file") from None
     if not text:
         raise DataError(f"'{path}' is empty.", fix="a file with text in it, or 'python' for the built-in corpus")
     _check_utf8(text, str(path))
@@ -116,9 +116,9 @@ def check_inside(folder: Path, paths: Iterable[Path]) -> None:
     for path in paths:
         if not (target := Path(os.path.realpath(path))).is_relative_to(root):
             raise DataError(
-                f"'{path}' leads out of the data folder.",
+                f"'{path}' is a link out of the data folder.",
                 where=f"to {target}",
-                fix="name the folder that holds both, or the files: --data 'folder/*.jsonl'; or copy the file",
+                fix="the folder that contains both, the files (--data 'folder/*.jsonl'), or a copy of the file",
             )
 
 
@@ -137,14 +137,14 @@ def _python_corpus() -> Corpus:
     documents: dict[str, bytes] = {}
     num_bytes = 0
     # Sorted by hash, so that the size limit selects a uniform sample of the library.
-    for name in sorted(names, key=_rank):
+    for name in sorted(names, key=digest):
         document = (folder / name).read_bytes()
         if num_bytes + len(document) <= PYTHON_CORPUS_BYTES and document.strip() and _is_utf8(document):
             documents[name] = document
             num_bytes += len(document)
     if len(documents) < 2:
         raise DataError(
-            "this Python came without the source of its library.", where=str(folder), fix="a text file or folder"
+            "this Python has no source of its standard library.", where=str(folder), fix="a text file or folder"
         )
     return _split(f"python-{platform.python_version()}", documents)
 
@@ -158,15 +158,15 @@ def _folder_corpus(folder: Path) -> Corpus:
         try:
             document = (folder / name).read_bytes()
         except OSError as error:
-            raise DataError(f"cannot read '{folder / name}': {error.strerror}.", fix="leave it out") from None
+            raise DataError(f"cannot read '{folder / name}': {error.strerror}.", fix="remove it") from None
         if b"\0" in document[:8192]:  # git's test for a binary file
             skipped.append(name)
         elif document:
             _check_utf8(document, str(folder / name))
             documents[name] = document
     if not documents:
-        other = f"; binary files left out: {len(skipped)}, such as '{skipped[0]}'" if skipped else ""
-        raise DataError(f"folder '{folder}' holds no text{other}.", fix="a folder with text files in it")
+        other = f"; skipped binary files: {len(skipped)}, such as '{skipped[0]}'" if skipped else ""
+        raise DataError(f"folder '{folder}' has no text{other}.", fix="a folder with text files in it")
     if len(documents) == 1:
         ((name, document),) = documents.items()
         return _file_corpus(name, document)
@@ -175,18 +175,18 @@ def _folder_corpus(folder: Path) -> Corpus:
 
 
 def _file_corpus(name: str, text: bytes) -> Corpus:
-    cut = len(text) - max(1, len(text) // HELD_OUT)
-    while cut < len(text) and text[cut] & 0xC0 == 0x80:  # never inside a character
-        cut += 1
-    return Corpus(name, text[:cut], text[cut:])
+    end = len(text) - max(1, len(text) // HELD_OUT)
+    while end < len(text) and text[end] & 0xC0 == 0x80:  # never inside a character
+        end += 1
+    return Corpus(name, text[:end], text[end:])
 
 
 def _split(name: str, documents: dict[str, bytes]) -> Corpus:
     """Splits two or more documents by hash, so that adding or removing files does not move others to another split."""
-    held_out = {path for path in documents if int(_rank(path), 16) % HELD_OUT == 0}
-    held_out = held_out or {min(documents, key=_rank)}
+    held_out = {path for path in documents if int(digest(path), 16) % HELD_OUT == 0}
+    held_out = held_out or {min(documents, key=digest)}
     if len(held_out) == len(documents):
-        held_out.remove(max(documents, key=_rank))
+        held_out.remove(max(documents, key=digest))
 
     def join(predicate: Callable[[str], bool]) -> bytes:
         return b"\n".join(documents[path] for path in sorted(documents) if predicate(path))
@@ -204,10 +204,6 @@ def _walk(folder: Path, skipped: frozenset[str]) -> list[str]:
     return sorted(name for name in paths if (folder / name).is_file())
 
 
-def _rank(path: str) -> str:
-    return digest(path)
-
-
 def _is_utf8(text: bytes) -> bool:
     try:
         text.decode("utf-8")
@@ -223,5 +219,5 @@ def _check_utf8(text: bytes, path: str) -> None:
         raise DataError(
             f"'{path}' is not UTF-8 text.",
             where=f"byte {error.start:,} is 0x{text[error.start]:02x}",
-            fix="convert it (iconv -f latin1 -t utf-8), or leave it out of the folder",
+            fix="convert it (iconv -f latin1 -t utf-8), or remove it from the folder",
         ) from None

@@ -1,4 +1,4 @@
-"""Loads the token ids of a text or a `.bin`, and cuts them into windows, the examples of a batch.
+"""Loads the token ids of a text or a `.bin`, and slices them into windows, the examples of a batch.
 
 Shapes: B examples in the global batch, R of them read by this process, T tokens in an example.
 """
@@ -15,45 +15,12 @@ from spanax.errors import DataError
 from spanax.run.data.cache import cache_folder, keep
 from spanax.run.data.elements import Leaves, described, digest
 from spanax.run.data.examples import Examples, TooFew
-from spanax.run.data.text.corpus import HELD_OUT, Corpus, check_split, load_corpus
-from spanax.run.data.text.tokenizer import Tokenizer, load_tokenizer
+from spanax.run.data.text.corpus import HELD_OUT, Corpus
+from spanax.run.data.text.tokenizer import Tokenizer
 from spanax.run.data.text.tokens import Tokens
 
 if TYPE_CHECKING:
     from spanax.plan.plan import Placement
-
-
-def load_tokens(
-    source: str | os.PathLike[str],
-    tokenizer: str = "bytes",
-    split: str = "train",
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Tokens:
-    """Loads the tokens of one split of a text file, a folder, a `.bin`, or `"python"`.
-
-    Args:
-      source: see `load_corpus`; a path that ends in `.bin` is a file of token ids.
-      tokenizer: see `load_tokenizer`; ignored for a `.bin`.
-      split: `"train"` or `"validation"`.
-      cache_dir: the directory for trained tokenizers and encoded text; defaults to `~/.cache/spanax`.
-
-    Example:
-      >>> load_tokens("python", split="validation").vocab_size
-      256
-    """
-    check_split(split)
-    if source != "python" and Path(source).suffix == ".bin":
-        return bin_tokens(Path(source), split)
-    corpus = load_corpus(source)
-    return corpus_tokens(corpus, load_tokenizer(tokenizer, corpus, cache_dir), split, cache_dir)
-
-
-def bin_tokens(path: Path, split: str) -> Tokens:
-    """Returns the tokens of one split of a `.bin`."""
-    ids = load_bin(path, split)
-    # A hash of 64 samples identifies a file of terabytes without reading all of it.
-    samples = [ids[i : i + 1024] for i in np.linspace(0, len(ids), 64, endpoint=False, dtype=np.int64)]
-    return Tokens(f"{path.name} {split} {digest(f'{len(ids)} {ids.dtype}', *samples)}", ids)
 
 
 def corpus_tokens(
@@ -61,11 +28,11 @@ def corpus_tokens(
 ) -> Tokens:
     """Returns the tokens of one split of a corpus."""
     text = corpus.text(split)
-    ids = tokenizer.encode(text) if tokenizer.name == "bytes" else _cached_ids(text, tokenizer, cache_dir)
+    ids = tokenizer.encode(text) if tokenizer.name == "bytes" else _encoded(text, tokenizer, cache_dir)
     return Tokens(f"{corpus.name} {split} {tokenizer.name} {digest(text)}", ids, tokenizer)
 
 
-def load_bin(path: Path, split: str) -> np.ndarray:
+def bin_tokens(path: Path, split: str) -> Tokens:
     """Memory-maps the tokens of a flat binary file; the validation split is its last twentieth.
 
     The ids are little-endian uint16 unless `<path>.json` specifies another dtype: `{"dtype": "uint32"}`.
@@ -82,13 +49,16 @@ def load_bin(path: Path, split: str) -> np.ndarray:
         raise DataError(f"'{path}' is empty.", fix="a file of token ids")
     if size_bytes % dtype.itemsize:
         raise DataError(
-            f"'{path}' is cut short: {size_bytes:,} bytes are no whole number of {dtype} tokens.",
-            fix=f'copy it again, or name its type in {path.name}.json: {{"dtype": "uint32"}}',
+            f"'{path}' is truncated: {size_bytes:,} bytes are not a multiple of the {dtype.itemsize} bytes of {dtype}.",
+            fix=f'copy it again, or specify its dtype in {path.name}.json: {{"dtype": "uint32"}}',
         )
     # A plain array: indexing np.memmap returns np.memmap, which is ten times slower.
-    tokens = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-    num_train = len(tokens) - max(1, len(tokens) // HELD_OUT)
-    return tokens[:num_train] if check_split(split) == "train" else tokens[num_train:]
+    ids = np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    num_train = len(ids) - max(1, len(ids) // HELD_OUT)
+    ids = ids[:num_train] if split == "train" else ids[num_train:]
+    # A hash of 64 samples identifies a file of terabytes without reading all of it.
+    samples = [ids[i : i + 1024] for i in np.linspace(0, len(ids), 64, endpoint=False, dtype=np.int64)]
+    return Tokens(f"{path.name} {split} {digest(f'{len(ids)} {ids.dtype}', *samples)}", ids)
 
 
 def windows(tokens: Tokens, placements: Sequence["Placement"], least: int | None = None) -> Examples:
@@ -103,15 +73,15 @@ def windows(tokens: Tokens, placements: Sequence["Placement"], least: int | None
     fits = {leaf.path for leaf in placements} == {"inputs", "targets"} and len(shapes) == 1 and kinds <= {"i", "u"}
     if not fits or len(placements[0].shape) != 2:
         raise DataError(
-            "text and tokens make 'inputs' and 'targets', integers of one shape [B, T]; the plan takes others.",
-            where=f"{tokens.name}; the plan takes {described({leaf.path: leaf for leaf in placements})}",
-            fix="an iterable of batches with the plan's own leaves",
+            "text and tokens provide 'inputs' and 'targets', integers of one shape [B, T], not the leaves of the plan.",
+            where=f"{tokens.name}; the plan expects {described({leaf.path: leaf for leaf in placements})}",
+            fix="an iterable of batches with the leaves of the plan",
         )
     (batch_size, length), ids = placements[0].shape, tokens.ids
     num_windows = max(0, len(ids) - 1) // length
     if num_windows < (batch_size if least is None else least):
         raise TooFew(
-            f"the data has {len(ids):,} tokens, and one batch takes {batch_size * length + 1:,}.",
+            f"the data has {len(ids):,} tokens, and one batch needs {batch_size * length + 1:,}.",
             where=f"{tokens.name}; a batch of {batch_size} x {length} tokens",
             fix="more data, a smaller batch or shorter sequences",
         )
@@ -129,7 +99,7 @@ def windows(tokens: Tokens, placements: Sequence["Placement"], least: int | None
     return Examples(tokens.name, {"inputs": None, "targets": None}, num_windows, read, tokens)
 
 
-def kept_ids(path: Path) -> np.ndarray | None:
+def cached_ids(path: Path) -> np.ndarray | None:
     """Memory-maps the ids in a file of the cache; returns None if the file is missing or damaged."""
     try:
         # Only a plain array: np.load would also read an archive. (Arrays of objects cannot be mapped.)
@@ -139,9 +109,9 @@ def kept_ids(path: Path) -> np.ndarray | None:
     return ids if ids.ndim == 1 and ids.dtype in (np.uint8, np.uint16, np.uint32) else None
 
 
-def _cached_ids(text: bytes, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None) -> np.ndarray:
+def _encoded(text: bytes, tokenizer: Tokenizer, cache_dir: str | os.PathLike[str] | None) -> np.ndarray:
     path = cache_folder(cache_dir) / f"tokens-{digest(text, tokenizer.name)}.npy"
-    ids = kept_ids(path)
+    ids = cached_ids(path)
     if ids is None:
         ids = tokenizer.encode(text)
         keep(path, lambda file: np.save(file, ids, allow_pickle=False), cache_dir)

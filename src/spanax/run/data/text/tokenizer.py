@@ -83,13 +83,13 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    name: str, corpus: TrainingText | None = None, cache_dir: str | os.PathLike[str] | None = None
+    name: str, texts: Sequence[TrainingText] = (), cache_dir: str | os.PathLike[str] | None = None
 ) -> Tokenizer:
     """Returns the tokenizer `"bytes"`, `"bpe"` or `"bpe:8192"`, or the one at the path of a tokenizer.json.
 
     Args:
-      name: `bpe` is trained once on the training text of the corpus and cached; `bpe:N` sets the vocabulary size.
-      corpus: the text that a `bpe` is trained on: a Corpus, or a Column.
+      name: `bpe` is trained once on the texts and cached; `bpe:N` sets the vocabulary size.
+      texts: the texts that a `bpe` is trained on: Corpus or Column.
       cache_dir: the directory for trained tokenizers; defaults to `~/.cache/spanax`.
 
     Raises:
@@ -106,9 +106,9 @@ def load_tokenizer(
     if kind == "bpe":
         if (colon and not size.isdecimal()) or (colon and int(size) < 257):
             raise SpanaxError(f"tokenizer '{name}' needs a vocabulary of at least 257.", fix=f"bpe:{BPE_VOCAB_SIZE}")
-        if corpus is None:
-            raise SpanaxError(f"tokenizer '{name}' is trained, and there is no text to train it on.", fix="bytes")
-        return _trained(corpus, int(size or BPE_VOCAB_SIZE), cache_dir)
+        if not texts:
+            raise SpanaxError(f"tokenizer '{name}' needs text to train on, and the source has none.", fix="bytes")
+        return _trained(texts, int(size or BPE_VOCAB_SIZE), cache_dir)
     if name.endswith(".json") or os.sep in name:
         return _from_file(Path(name))
     raise SpanaxError(
@@ -120,21 +120,20 @@ def _encode_bytes(text: str | bytes) -> np.ndarray:
     return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8)
 
 
-def _trained(text: TrainingText, vocab_size: int, cache_dir: str | os.PathLike[str] | None) -> Tokenizer:
+def _trained(texts: Sequence[TrainingText], vocab_size: int, cache_dir: str | os.PathLike[str] | None) -> Tokenizer:
     from tokenizers import Tokenizer as Engine
 
-    key = digest(*text.key, str(vocab_size))
+    key = digest(*(part for text in texts for part in text.key), str(vocab_size))
     path = cache_folder(cache_dir) / f"tokenizer-{key}.json"
     try:
         engine = Engine.from_str(path.read_text(encoding="utf-8"))
     except Exception:  # missing or damaged: the library raises a bare Exception; trained again
-        engine = _train(text, vocab_size)
-        written = engine.to_str().encode()
-        keep(path, lambda file: file.write(written), cache_dir)
+        engine = _train(texts, vocab_size)
+        keep(path, lambda file: file.write(engine.to_str().encode()), cache_dir)
     return _wrapped(f"bpe:{vocab_size}@{key}", engine)
 
 
-def _train(text: TrainingText, vocab_size: int) -> "tokenizers.Tokenizer":
+def _train(texts: Sequence[TrainingText], vocab_size: int) -> "tokenizers.Tokenizer":
     from tokenizers import Tokenizer as Engine
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -147,8 +146,8 @@ def _train(text: TrainingText, vocab_size: int) -> "tokenizers.Tokenizer":
         show_progress=False,
         special_tokens=[],
     )
-    step = 1 + text.size_bytes // BPE_TRAINING_BYTES
-    pieces = (piece for document in text.documents() for piece in _pieces(document))
+    step = 1 + sum(text.size_bytes for text in texts) // BPE_TRAINING_BYTES
+    pieces = (piece for text in texts for document in text.documents() for piece in _pieces(document))
     engine.train_from_iterator((piece for i, piece in enumerate(pieces) if i % step == 0), trainer)
     return engine
 
@@ -157,26 +156,26 @@ def _from_file(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer as Engine
 
     try:
-        written = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
+        content = read_bytes(path, max_bytes=MAX_FILE_BYTES).decode()
     except (OSError, ValueError) as error:
         is_text = not isinstance(error, UnicodeDecodeError)
         reason = error.strerror if isinstance(error, OSError) else str(error) if is_text else "it is not UTF-8 text"
         raise DataError(f"cannot read tokenizer '{path}': {reason}.", fix="bytes, bpe, or a tokenizer.json") from None
     try:
-        engine = Engine.from_str(written)
+        engine = Engine.from_str(content)
     except Exception as error:  # the library raises a bare Exception
         raise DataError(
-            f"'{path}' is no tokenizer, or is damaged.",
+            f"'{path}' is not a tokenizer, or is damaged.",
             where=" ".join(str(error).split())[:120],
             fix="download the file again, or use bytes or bpe",
         ) from None
     engine.no_truncation()
     engine.no_padding()
-    tokenizer = _wrapped(f"{path.name}@{digest(written)}", engine, _end_id(engine, path))
+    tokenizer = _wrapped(f"{path.name}@{digest(content)}", engine, _end_id(engine, path))
     if tokenizer.vocab_size > MAX_GAP + 2 * engine.get_vocab_size():
         raise DataError(
-            f"'{path}' has {engine.get_vocab_size():,} tokens, and gives one the id {tokenizer.vocab_size - 1:,}.",
-            fix="a tokenizer whose ids count on; a model makes room for each",
+            f"'{path}' has {engine.get_vocab_size():,} tokens, and their largest id is {tokenizer.vocab_size - 1:,}.",
+            fix="a tokenizer with contiguous ids; a model allocates an embedding for each",
         )
     return tokenizer
 

@@ -35,8 +35,8 @@ class Tokens:
         lowest, highest = min(int(piece.min()) for piece in pieces), max(int(piece.max()) for piece in pieces)
         if lowest < 0 or highest >= MAX_VOCAB_SIZE:
             raise DataError(
-                f"the token ids reach from {lowest:,} to {highest:,}: no vocabulary is like that.",
+                f"the token ids range from {lowest:,} to {highest:,}, which is implausible for a vocabulary.",
                 where=f"{self.name}, read as {self.ids.dtype}",
-                fix='the right type in the .json beside the file, such as {"dtype": "uint32"}',
+                fix='the dtype in the .json next to the file, such as {"dtype": "uint32"}',
             )
         return highest + 1

@@ -1,0 +1,160 @@
+"""Random rows, all rows and shuffled orders: what Spanax reads with, next to readers of pyarrow and Grain.
+
+    python benchmarks/data_formats.py --folder /tmp/data_formats
+
+Each row runs in a process of its own: seconds for the work, and peak resident memory above that after the imports. The
+files have 160,000 images of 3 KiB (Parquet in two row groups, Arrow in batches of 1,000) and 60,000 lines of JSON.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+NUM_IMAGES, IMAGE_BYTES, NUM_LINES, BATCH_SIZE, NUM_BATCHES = 160_000, 3072, 60_000, 32, 10
+PLACES = np.random.default_rng(0).integers(0, NUM_IMAGES, (NUM_BATCHES, BATCH_SIZE))
+
+
+def write(folder: Path) -> None:
+    """Writes the files that the readers read, once."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "a.jsonl").exists():
+        return
+    pixels = np.random.default_rng(1).integers(0, 256, NUM_IMAGES * IMAGE_BYTES, dtype=np.uint8)
+    images = pyarrow.ListArray.from_arrays(np.arange(NUM_IMAGES + 1, dtype=np.int32) * IMAGE_BYTES, pixels)
+    table = pyarrow.table({"pixels": images, "label": np.arange(NUM_IMAGES, dtype=np.int32)})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=NUM_IMAGES // 2)
+    with pyarrow.ipc.new_file(str(folder / "a.arrow"), table.schema) as sink:
+        for batch in table.to_batches(max_chunksize=1000):
+            sink.write_batch(batch)
+    text = "to be or not to be " * 40
+    rows = ({"text": f"{number} {text}", "number": number} for number in range(NUM_LINES))
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def table_rows(path: Path) -> list[Any]:
+    """Random rows with Spanax; of a Parquet file, the unpacking of the first use counts."""
+    from spanax.run.data.formats.table import open_table
+
+    part = open_table(path, cache_dir=path.parent / "cache").parts[0]
+    return [part.rows(places.tolist(), ["pixels", "label"]) for places in PLACES]
+
+
+def dataset_take(path: Path) -> list[Any]:
+    """Random rows with `pyarrow.dataset`."""
+    import pyarrow.dataset
+
+    dataset = pyarrow.dataset.dataset(path, format=path.suffix[1:])
+    return [dataset.take(places) for places in PLACES]
+
+
+def grain_parquet(path: Path) -> None:
+    """The first batches in the order of the file with Grain."""
+    import grain
+
+    rows = iter(grain.experimental.ParquetIterDataset(str(path)))
+    for _ in range(BATCH_SIZE * NUM_BATCHES):
+        next(rows)
+
+
+def table_values(path: Path) -> None:
+    """A field of all rows with Spanax."""
+    from spanax.run.data.formats.table import open_table
+
+    _drain(open_table(path).parts[0].values("text" if path.suffix == ".jsonl" else "pixels"))
+
+
+def dataset_batches(path: Path) -> None:
+    """A field of all rows with `pyarrow.dataset`, in batches as small as ours, without reading ahead."""
+    import pyarrow.dataset
+
+    dataset = pyarrow.dataset.dataset(path, format=path.suffix[1:])
+    _drain(dataset.to_batches(columns=["pixels"], batch_size=256, batch_readahead=0, fragment_readahead=0))
+
+
+def pyarrow_json(path: Path) -> None:
+    """A field of all rows with pyarrow's reader of JSON lines, which has no random access and names no row."""
+    from pyarrow import json as arrow_json
+
+    reader = arrow_json.open_json(str(path)) if hasattr(arrow_json, "open_json") else arrow_json.read_json(str(path))
+    _drain(reader if hasattr(reader, "read_next_batch") else reader.to_batches())
+
+
+def spanax_order(path: Path) -> None:
+    """A million places of a shuffled order with Spanax, 1,024 at a time."""
+    from spanax.run.data.order import Order
+
+    order = Order(10**6, 1024)
+    for index in range(10**6 // 1024):
+        order.examples(index, np.arange(1024))
+
+
+def grain_order(path: Path) -> None:
+    """A million places of a shuffled order with Grain, which takes one index per call and 32 bits of it."""
+    import grain
+
+    for index in range(10**6):
+        grain.experimental.index_shuffle(index, max_index=10**6 - 1, seed=0, rounds=4)
+
+
+READERS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "random rows": (table_rows, ("a.arrow", "a.parquet")),
+    "random rows, second start": (table_rows, ("a.parquet",)),
+    "random rows, pyarrow.dataset.take": (dataset_take, ("a.arrow", "a.parquet")),
+    "first rows, grain ParquetIterDataset": (grain_parquet, ("a.parquet",)),
+    "all rows": (table_values, ("a.arrow", "a.parquet", "a.jsonl")),
+    "all rows, pyarrow.dataset.to_batches": (dataset_batches, ("a.arrow", "a.parquet")),
+    "all rows, pyarrow.json": (pyarrow_json, ("a.jsonl",)),
+    "order": (spanax_order, ("",)),
+    "order, grain index_shuffle": (grain_order, ("",)),
+}
+
+
+def _drain(items: Iterable[Any]) -> None:
+    for _ in items:
+        pass
+
+
+def _peak_kib() -> int:
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+
+def measure(name: str, path: Path) -> None:
+    """Runs one reader, and prints its seconds and memory."""
+    import grain  # noqa: F401 - what imports take is counted for no reader
+
+    import spanax.run.data.batches  # noqa: F401
+
+    before, started = _peak_kib(), time.perf_counter()
+    READERS[name][0](path)
+    seconds = time.perf_counter() - started
+    print(f"{name:40} {path.name:10} {seconds:8.2f} s {(_peak_kib() - before) / 1024:8.0f} MiB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/data_formats"))
+    parser.add_argument("--measure", nargs=2, metavar=("READER", "FILE"))
+    arguments = parser.parse_args()
+    if arguments.measure:
+        measure(arguments.measure[0], arguments.folder / arguments.measure[1])
+        return
+    write(arguments.folder)
+    for name, (_, files) in READERS.items():
+        for file in files:
+            command = [sys.executable, __file__, "--folder", str(arguments.folder), "--measure", name, file]
+            subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()
