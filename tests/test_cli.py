@@ -178,9 +178,9 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "reporting what is neither": (["report", "bad.json", "-o", "x.html"], 65, "neither a plan nor a check"),
     "reporting what is no run": (["report", "old"], 65, "'old' is not a run folder"),
     "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is not an address"),
-    "importing nothing": (["import", "nowhere", "--as", "gpt2", "--out", "new"], 65, "no file or folder 'nowhere'"),
+    "importing nothing": (["import", "nowhere", "--as", "gpt2", "--out", "new"], 65, "'nowhere' does not exist"),
     "importing as what is unknown": (["import", "old", "--as", "gpt3", "--out", "new"], 2, "did you mean 'gpt2'"),
-    "importing pickled weights": (["import", "pickled", "--as", "gpt2", "--out", "new"], 65, "which run code"),
+    "importing pickled weights": (["import", "pickled", "--as", "gpt2", "--out", "new"], 65, "which can run code"),
     "importing in an unknown dtype": (
         ["import", "old", "--as", "gpt2", "--out", "new", "--dtype", "float17"],
         2,
@@ -199,7 +199,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
         2,
         "did you mean 'fsdp'",
     ),
-    "a folder of weights of no model": (["train", "odd"], 65, "describes no model"),
+    "a folder of weights of no model": (["train", "odd"], 65, "does not describe a model"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 

@@ -69,7 +69,7 @@ def read_shape(folder: Path) -> tuple[str, Any]:
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"'{folder / MODEL}' describes no model.", where=first_line(error)) from None
+        raise DataError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
 
 
 def from_folder(folder: Path) -> Callable[..., Workload]:
