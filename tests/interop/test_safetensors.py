@@ -1,4 +1,4 @@
-"""Files of tensors from strangers: every claim of a header, an index and a link is held against what is there."""
+"""Files of tensors from strangers: every header, index and link is validated."""
 
 import json
 import os
@@ -129,10 +129,10 @@ PLACES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_place_that_holds_no_weights_is_refused(name: str, tmp_path: Path) -> None:
-    made, says = PLACES[name]
+    prepare, says = PLACES[name]
     folder = tmp_path / "folder"
     folder.mkdir()
-    made(folder)
+    prepare(folder)
     with pytest.raises(DataError, match=says):
         import_weights(folder, "gpt2", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -159,26 +159,26 @@ def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
     assert sorted(tensors(snapshot)) == ["a", "b"]
 
 
-def test_a_file_that_becomes_shorter_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_truncated_raises(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(two({}))
-    found = tensors(tmp_path)
+    by_name = tensors(tmp_path)
     os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 4)
-    assert found["a"].read().tolist() == [0, 0]
+    assert by_name["a"].read().tolist() == [0, 0]
     with pytest.raises(DataError, match="was truncated"):
-        found["b"].read()
+        by_name["b"].read()
 
 
 @pytest.mark.parametrize(
     "dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool"]
 )
 def test_every_dtype_comes_back(dtype: str, tmp_path: Path) -> None:
-    wanted = np.arange(6).reshape(3, 2).astype(dtype)
-    with Writer(tmp_path / SINGLE, {"a": wanted, "none": wanted[:0], "one": wanted[0, 1]}) as file:
-        for name, array in (("one", wanted[0, 1]), ("none", wanted[:0]), ("a", wanted)):
+    expected = np.arange(6).reshape(3, 2).astype(dtype)
+    with Writer(tmp_path / SINGLE, {"a": expected, "none": expected[:0], "one": expected[0, 1]}) as file:
+        for name, array in (("one", expected[0, 1]), ("none", expected[:0]), ("a", expected)):
             file.put(name, np.asarray(array))
-    found = {name: one.read() for name, one in tensors(tmp_path).items()}
-    assert found["a"].dtype == wanted.dtype and found["a"].tobytes() == wanted.tobytes()
-    assert found["none"].shape == (0, 2) and found["one"].shape == ()
+    by_name = {name: tensor.read() for name, tensor in tensors(tmp_path).items()}
+    assert by_name["a"].dtype == expected.dtype and by_name["a"].tobytes() == expected.tobytes()
+    assert by_name["none"].shape == (0, 2) and by_name["one"].shape == ()
 
 
 def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from spanax.interop.configs import CONFIG, config_json
 from spanax.interop.dims import tensor_of
 from spanax.interop.families import Family, family
 from spanax.interop.hf_import import check_dtype, params_of
-from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index, split
+from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index, partition
 from spanax.interop.tensor_matching import Array, arrays_of
 from spanax.models.imported import MODELS, is_imported, read_shape
 from spanax.models.workloads import load
@@ -251,7 +251,7 @@ def _files(listed: Mapping[str, _Named], index: dict[str, str] | None, file_byte
     """Assigns tensors to files: by the imported index, or up to `file_bytes` per file."""
     if index is not None:
         return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
-    parts = split([(name, tensor.num_bytes) for name, tensor in listed.items()], file_bytes)
+    parts = partition([(name, tensor.num_bytes) for name, tensor in listed.items()], file_bytes)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
     return {f"model-{number:05}-of-{len(parts):05}.safetensors": names for number, names in enumerate(parts, 1)}

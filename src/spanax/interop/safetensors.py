@@ -241,11 +241,11 @@ def _refuse(path: Path) -> Any:
     raise DataError(f"'{path}' has no safetensors files.", fix="a folder with model.safetensors and config.json")
 
 
-def split(sizes: Sequence[tuple[str, int]], most_bytes: int) -> list[list[str]]:
+def partition(sizes: Sequence[tuple[str, int]], most_bytes: int) -> list[list[str]]:
     """Partitions names into files in order, each up to `most_bytes` unless it has a single larger tensor.
 
     Example:
-      >>> split([("a", 3), ("b", 3), ("c", 9), ("d", 1)], most_bytes=6)
+      >>> partition([("a", 3), ("b", 3), ("c", 9), ("d", 1)], most_bytes=6)
       [['a', 'b'], ['c'], ['d']]
     """
     files: list[list[str]] = [[]]
