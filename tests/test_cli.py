@@ -88,8 +88,8 @@ def test_axes_in_words(capsys: pytest.CaptureFixture[str]) -> None:
 BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown workload": (["train", "gpt-nan"], 2, "did you mean 'gpt-nano'"),
     "a workload without data": (["train", "resnet50"], 2, "'resnet50' has no data"),
-    "a length that is none": (["axes", "resnet50", "--seq", "8"], 2, "no sequence length to change"),
-    "unknown file": (["train", "nowhere.py:x"], 2, "there is no file 'nowhere.py'"),
+    "a length that is none": (["axes", "resnet50", "--seq", "8"], 2, "sequence length of 'resnet50' is fixed"),
+    "unknown file": (["train", "nowhere.py:x"], 2, "'nowhere.py' does not exist"),
     "unknown layout": (["train", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
     "unknown axis": (["train", "--mesh", "dta=8"], 2, "mesh axis 'dta' has no default meaning"),
     "mesh of another size": (["train", "--mesh", "data=4"], 2, "takes 4 devices, and the cluster has 8"),
@@ -157,7 +157,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "a cluster file without units": (["plan", "gpt-nano", "--on", "units.toml:8"], 2, "80"),
     "a missing cluster file": (["plan", "gpt-nano", "--on", "nowhere.toml:8"], 65, "nowhere.toml"),
     "plan for an unknown workload": (["plan", "gpt4", "--on", "cpu:8"], 2, "unknown workload"),
-    "plan for no batch": (["plan", "gpt-nano", "--on", "cpu:8", "--batch", "0"], 2, "whole number from 1"),
+    "plan for no batch": (["plan", "gpt-nano", "--on", "cpu:8", "--batch", "0"], 2, "expected an integer >= 1"),
     "plan for an unknown layout": (["plan", "gpt-nano", "--on", "cpu:8", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
     "plan for an unknown axis": (["plan", "gpt-nano", "--on", "cpu:8", "--mesh", "dta=8"], 2, "did you mean 'data'"),
     "plan for another mesh": (["plan", "gpt-nano", "--on", "cpu:8", "--mesh", "data=3"], 2, "takes 3 devices"),
@@ -178,9 +178,9 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "reporting what is neither": (["report", "bad.json", "-o", "x.html"], 65, "neither a plan nor a check"),
     "reporting what is no run": (["report", "old"], 65, "'old' is not a run folder"),
     "a host without a port": (["doctor", "--hosts", "10.0.0.7"], 2, "'10.0.0.7' is not an address"),
-    "importing nothing": (["import", "nowhere", "--as", "gpt2", "--out", "new"], 65, "no file or folder 'nowhere'"),
+    "importing nothing": (["import", "nowhere", "--as", "gpt2", "--out", "new"], 65, "'nowhere' does not exist"),
     "importing as what is unknown": (["import", "old", "--as", "gpt3", "--out", "new"], 2, "did you mean 'gpt2'"),
-    "importing pickled weights": (["import", "pickled", "--as", "gpt2", "--out", "new"], 65, "which run code"),
+    "importing pickled weights": (["import", "pickled", "--as", "gpt2", "--out", "new"], 65, "which can run code"),
     "importing in an unknown dtype": (
         ["import", "old", "--as", "gpt2", "--out", "new", "--dtype", "float17"],
         2,
@@ -199,7 +199,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
         2,
         "did you mean 'fsdp'",
     ),
-    "a folder of weights of no model": (["train", "odd"], 65, "describes no model"),
+    "a folder of weights of no model": (["train", "odd"], 65, "does not describe a model"),
     "no checkpoints": (["checkpoint", "verify", "nowhere"], 65, "there is no folder 'nowhere'"),
 }
 

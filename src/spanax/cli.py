@@ -27,7 +27,7 @@ from spanax.errors import SpanaxError
 from spanax.frames import user_frames
 from spanax.run.config import TrainConfig
 from spanax.show.error_text import print_error
-from spanax.usage import described, wants_colours
+from spanax.usage import described, wants_colors
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ SHELLS = ("bash", "zsh", "fish")
 def main(args: Sequence[str] | None = None) -> None:
     """Runs a command line and exits: 0, 2 for an invalid request, the codes in `errors`, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if args is None else args)
-    tyro._experimental_options["ansi_codes"] = wants_colours(sys.stdout, sys.stderr)
+    tyro._experimental_options["ansi_codes"] = wants_colors(sys.stdout, sys.stderr)
     try:
         _run(argv)
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ from typing import IO, Any
 from spanax.sealed import Opened, opened
 
 MAX_BYTES = 1 << 24
-"""The maximum size of a JSON file. The plan of a model with 10,000 arrays takes 5 MB."""
+"""The maximum size of a JSON file. The plan of a model with 10,000 arrays has 5 MB."""
 
 MAX_TOML_BYTES, MAX_DOTS = 1 << 16, 64
 """The maximum size of a TOML file, and number of dots in a line: `tomllib` is quadratic in the length of a key."""
@@ -38,15 +38,15 @@ def read_bytes(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> b
     Example:
       >>> read_bytes(os.devnull)
       Traceback (most recent call last):
-      ValueError: it is no plain file
+      ValueError: it is not a regular file
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no plain file")
+            raise ValueError("it is not a regular file")
         content = file.read(max_bytes + 1) if status.st_size <= max_bytes else None
     if content is None or len(content) > max_bytes:
-        raise ValueError(f"it has {status.st_size:,} bytes, and at most {max_bytes:,} are read")
+        raise ValueError(f"it has {status.st_size:,} bytes; at most {max_bytes:,} are allowed")
     return content
 
 
@@ -89,7 +89,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return _not_too_deep(tomllib.loads(text))
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -104,15 +104,15 @@ def parse_json(text: str | bytes) -> Any:
       {'steps': [1, 2]}
       >>> parse_json('{"steps": 1, "steps": 2}')
       Traceback (most recent call last):
-      ValueError: 'steps' is there twice
+      ValueError: duplicate key 'steps'
     """
     text = text.decode("utf-8") if isinstance(text, bytes) else text
     if sum(text.count(sign) for sign in "[{,") > MAX_VALUES:
-        raise ValueError(f"it holds more than {MAX_VALUES:,} values")
+        raise ValueError(f"it has more than {MAX_VALUES:,} values")
     try:
         return _not_too_deep(json.loads(text, object_pairs_hook=_once, parse_float=_finite, parse_constant=_finite))
     except RecursionError:
-        raise ValueError("it is nested too deep") from None
+        raise ValueError("it is nested too deeply") from None
 
 
 def json_line(record: Mapping[str, Any]) -> str:
@@ -178,19 +178,19 @@ def _not_too_deep(value: Any) -> Any:
         ]
         if not level:
             return value
-    raise ValueError("it is nested too deep")
+    raise ValueError("it is nested too deeply")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         (duplicate, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{duplicate[:60]!r} is there twice")
+        raise ValueError(f"duplicate key {duplicate[:60]!r}")
     return fields
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text[:60]} is no number")
+        raise ValueError(f"{text[:60]} is not a finite number")
     return number

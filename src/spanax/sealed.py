@@ -55,18 +55,18 @@ def opened(text: str) -> Opened:
       Opened(text='steps = 7\\n', is_sealed=True)
       >>> opened(sealed("steps = 7\\n")[:-2])
       Traceback (most recent call last):
-      spanax.sealed.DamagedError: it does not match its checksum: it was cut, damaged or edited
+      spanax.sealed.DamagedError: it does not match its checksum: it was truncated, damaged or edited
     """
     match = _TOML.match(text) or _JSON.match(text)
     if match is None:
         if _REMNANT.search(text[:_HEAD_LENGTH]):
-            raise DamagedError("its checksum cannot be read: it was cut, damaged or edited")
+            raise DamagedError("its checksum cannot be read: it was truncated, damaged or edited")
         return Opened(text, is_sealed=False)
     if int(match[1]) != FORMAT:
-        raise DamagedError(f"it has format {match[1]}, and this version reads format {FORMAT}")
+        raise DamagedError(f"it has format {match[1]}, but this version reads format {FORMAT}")
     content = ("{\n" if text.startswith("{") else "") + text[match.end() :]
     if f"{_crc(content):08x}" != match[2]:
-        raise DamagedError("it does not match its checksum: it was cut, damaged or edited")
+        raise DamagedError("it does not match its checksum: it was truncated, damaged or edited")
     return Opened(content, is_sealed=True)
 
 

@@ -1,7 +1,7 @@
 """Formatting and parsing of numbers with units."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spanax.errors import SpanaxError
@@ -14,12 +14,7 @@ def bytes_text(num_bytes: float) -> str:
       >>> bytes_text(1_610_612_736), bytes_text(512)
       ('1.5 GiB', '512 B')
     """
-    size = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    raise AssertionError("unreachable")
+    return _scaled(float(num_bytes), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def count_text(count: float) -> str:
@@ -29,12 +24,15 @@ def count_text(count: float) -> str:
       >>> count_text(124_439_808), count_text(12)
       ('124 M', '12')
     """
-    size = float(count)
-    for unit in ("", " k", " M", " B", " T"):
-        if abs(size) < 1000 or unit == " T":
-            return f"{size:.3g}{unit}"
-        size /= 1000
-    raise AssertionError("unreachable")
+    return _scaled(float(count), 1000, ("", " k", " M", " B", " T"))
+
+
+def _scaled(number: float, factor: int, units: Sequence[str]) -> str:
+    for unit in units[:-1]:
+        if abs(number) < factor:
+            return f"{number:.3g}{unit}"
+        number /= factor
+    return f"{number:.3g}{units[-1]}"
 
 
 @dataclass(frozen=True)
@@ -89,12 +87,12 @@ def quantity(text: object, kind: str, *, key: str, where: str = "") -> float:
     match = re.fullmatch(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([^\d\s]\S*)?\s*", str(text))
     fix = " or ".join(f'{key} = "{example}"' for example in measure.example.split(" or "))
     if isinstance(text, bool | list | dict) or match is None:
-        raise SpanaxError(f"{key} = {text!r} is no number with a unit.", where=where, fix=fix)
+        raise SpanaxError(f"{key} = {text!r} is not a number with a unit.", where=where, fix=fix)
     number, unit = match.groups()
     if unit is None:
         raise SpanaxError(f"{key} = {text!r} has no unit.", where=where, fix=fix)
     if unit not in measure.units:
-        raise SpanaxError(f"{key} = {text!r}: '{unit}' is no unit of {kind}.", where=where, fix=fix)
+        raise SpanaxError(f"{key} = {text!r}: '{unit}' is not a unit of {kind}.", where=where, fix=fix)
     value = float(number) * measure.units[unit]
     low, high = (_plain(limit, measure) for limit in (measure.low, measure.high))
     if not low <= value <= high:

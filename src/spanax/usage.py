@@ -93,7 +93,7 @@ def described(subject: object, name: str) -> str:
     return "\n".join([text, "", *(f"  {example}" for example in EXAMPLES.get(name, ()))]).rstrip()
 
 
-def wants_colours(*streams: TextIO) -> bool:
+def wants_colors(*streams: TextIO) -> bool:
     """Whether to print colors: on terminals that support them, unless NO_COLOR is set."""
     is_supported = os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
     return is_supported and all(stream.isatty() for stream in streams)

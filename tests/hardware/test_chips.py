@@ -139,7 +139,7 @@ def test_a_table_like_another_takes_what_it_leaves_out(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"memory": "16"}, "memory = '16' has no unit"),
     ({"memory": 16}, "memory = 16 has no unit"),
-    ({"memory_rate": "1 TB"}, "memory_rate = '1 TB': 'TB' is no unit of bytes per second"),
+    ({"memory_rate": "1 TB"}, "memory_rate = '1 TB': 'TB' is not a unit of bytes per second"),
     ({"memory": "16 PiB"}, "memory = '16 PiB' is not plausible: 1 MiB to 10 TiB"),
     ({"usable_memory": "17 GiB"}, "usable_memory = '17 GiB' is more than memory = '16 GiB'"),
     ({"memroy": "16 GiB"}, "unknown key 'memroy'"),

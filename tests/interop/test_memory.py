@@ -38,7 +38,7 @@ OVERHEAD_BYTES = 20 << 20
 def written(folder: Path, config: GPTConfig) -> int:
     """Random weights of a GPT-2, one tensor at a time; returns the bytes of the largest."""
     arrays = arrays_of(family("gpt2"), params_of("gpt2", config))
-    listed = {name: SimpleNamespace(shape=one.their_shape, dtype="float32") for one in arrays for name in one.names}
+    listed = {name: SimpleNamespace(shape=one.tensor_shape, dtype="float32") for one in arrays for name in one.names}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config_json(family("gpt2"), config, "float32")))
     rng = np.random.default_rng(0)

@@ -92,7 +92,7 @@ if attempt == 0:
     watched, said = supervised(tmp_path, code, num_hosts=2)
     assert watched.watch() == 0 and not (tmp_path / "left alone").exists()
     assert told(tmp_path) == ["died", "restart", "end"]
-    assert said == ["rank 1 was killed by SIGKILL. Starting again in 0.01 s (1 of 4)."]
+    assert said == ["rank 1 was killed by SIGKILL. Restarting in 0.01 s (1 of 4)."]
     left = tmp_path / "alive"
     assert not left.exists() or not Path(f"/proc/{left.read_text()}").exists()
 
@@ -118,7 +118,7 @@ def test_a_crash_loop_at_one_step_stops(tmp_path: Path) -> None:
     assert watched.watch() == 70
     assert told(tmp_path) == ["died", "restart"] * 2 + ["died", "stopped"]
     assert said[-2:] == [
-        "rank 0 exited with code 1. Not starting again: it ended 3 times at step 7.", "rank 0: bad luck",
+        "rank 0 exited with code 1. Not restarting: it ended 3 times at step 7.", "rank 0: bad luck",
     ]  # fmt: skip
 
 
@@ -132,13 +132,13 @@ def test_ten_kills_at_one_step_are_a_crash_loop(tmp_path: Path) -> None:
     limits = Limits(restarts=100, backoff_seconds=1e-4)
     watched, said = supervised(tmp_path, "beat('step', 7); os.kill(os.getpid(), signal.SIGKILL)", limits=limits)
     assert watched.watch() == 70 and told(tmp_path) == ["died", "restart"] * 9 + ["died", "stopped"]
-    assert "Not starting again: it ended 10 times at step 7." in said[-1]
+    assert "Not restarting: it ended 10 times at step 7." in said[-1]
 
 
 def test_steps_gained_are_no_crash_loop_but_restarts_are_counted(tmp_path: Path) -> None:
     watched, said = supervised(tmp_path, "beat('step', attempt); sys.exit(1)")
     assert watched.watch() == 70
-    assert told(tmp_path).count("restart") == QUICK.restarts and "it was started again 4 times" in said[-1]
+    assert told(tmp_path).count("restart") == QUICK.restarts and "it was restarted 4 times" in said[-1]
 
 
 def test_the_wait_before_a_restart_doubles_while_nothing_is_gained(tmp_path: Path) -> None:

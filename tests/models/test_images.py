@@ -1,4 +1,4 @@
-"""ViT and ResNet: the published sizes, what they see of an image; and the images, made-up and real."""
+"""ViT and ResNet: the published sizes, what they see of an image; and the images, synthetic and real."""
 
 import dataclasses
 import functools
@@ -135,21 +135,21 @@ def test_the_loss_starts_near_uniform_and_tells_the_accuracy(model, config):
     assert 0 <= float(told["accuracy"]) <= 1
 
 
-def test_made_up_images_are_the_same_at_every_reading_and_differ_from_each_other():
-    source = images.MadeUpImages(32, 10, 100)
-    held_out = images.MadeUpImages(32, 10, 100, first=1)
+def test_synthetic_images_are_the_same_at_every_reading_and_differ_from_each_other():
+    source = images.SyntheticImages(32, 10, 100)
+    held_out = images.SyntheticImages(32, 10, 100, first=1)
     assert len(source) == 100 and {int(source[i]["labels"]) for i in range(20)} == set(range(10))
-    np.testing.assert_array_equal(source[3]["images"], images.MadeUpImages(32, 10, 100)[3]["images"])
+    np.testing.assert_array_equal(source[3]["images"], images.SyntheticImages(32, 10, 100)[3]["images"])
     for other in (source[13], held_out[3], source[4]):
         assert not np.array_equal(source[3]["images"], other["images"])
     with pytest.raises(IndexError):
         source[100]
 
 
-def test_made_up_images_of_a_class_share_a_pattern():
+def test_synthetic_images_of_a_class_share_a_pattern():
     """The power spectrum does not see the shift: it is nearest to that of its own class."""
     spectra = [
-        np.abs(np.fft.fft2(images.MadeUpImages(32, 10, 40)[i]["images"], axes=(0, 1))).ravel() for i in range(40)
+        np.abs(np.fft.fft2(images.SyntheticImages(32, 10, 40)[i]["images"], axes=(0, 1))).ravel() for i in range(40)
     ]
     means = np.array([np.mean(spectra[c:20:10], axis=0) for c in range(10)])
     guessed = [int(np.argmin(np.linalg.norm(means - spectrum, axis=1))) for spectrum in spectra[20:]]
@@ -168,5 +168,5 @@ def test_digits_are_real_ones_and_those_held_out_are_others():
     assert not any(held_out[i]["images"].tobytes() in everything for i in range(len(held_out)))
     assert {int(held_out[i]["labels"]) for i in range(len(held_out))} == set(range(10))
     assert images.Digits(labelled=False)[0].keys() == {"images"}
-    with pytest.raises(SpanaxError, match="image_size is 12; the digits take a multiple of 8"):
+    with pytest.raises(SpanaxError, match="image_size is 12; expected a multiple of 8"):
         images.Digits(image_size=12)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spanax.commands.answer import Answer
-from spanax.usage import wants_colours
+from spanax.usage import wants_colors
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,5 @@ def answer(command: DoctorCommand) -> Answer:
     from spanax.show.doctor import is_well, verdicts_json, verdicts_text
 
     verdicts = diagnose(out=command.out, hosts=command.hosts, timeout=command.timeout)
-    text = verdicts_text(verdicts, in_colours=wants_colours(sys.stdout))
+    text = verdicts_text(verdicts, in_colours=wants_colors(sys.stdout))
     return Answer(text, verdicts_json(verdicts), exit_code=0 if is_well(verdicts) else 1, is_styled=True)

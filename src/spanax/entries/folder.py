@@ -140,7 +140,7 @@ class Folder:
         """Yields every entry below this folder, with its relative name and its own status.
 
         Raises:
-          EntryError: folders are nested too deep.
+          EntryError: folders are nested too deeply.
         """
         pending: list[tuple[str, ...]] = [()]
         while pending:
@@ -322,7 +322,7 @@ class Folder:
             try:
                 shutil.rmtree(last, dir_fd=descriptor)
             except RecursionError:
-                message = f"'{self._full_name(name)}' contains folders that are nested too deep to be removed."
+                message = f"'{self._full_name(name)}' contains folders that are nested too deeply to be removed."
                 raise EntryError(message, where=f"in '{self.root}'", fix="remove it") from None
 
     def remove_if_empty(self, name: str = "") -> bool:

@@ -25,7 +25,7 @@ def auxiliary_files(folder: Path) -> list[Path]:
     for path in paths:
         size = inside(path, folder).stat().st_size
         if size > MODEL_FILE_BYTES:
-            raise DataError(f"'{path}' has {size:,} bytes, and at most {MODEL_FILE_BYTES:,} are taken along.")
+            raise DataError(f"'{path}' has {size:,} bytes, and at most {MODEL_FILE_BYTES:,} are copied.")
     return paths
 
 
@@ -43,7 +43,9 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise WriteError(f"cannot write to '{folder}'.", where=first_line(error)) from None
     if existing is not None:
-        raise WriteError(f"'{folder}' is not empty.", where=f"it holds '{existing.name}'", fix="--out, a new folder")
+        raise WriteError(
+            f"'{folder}' is not empty.", where=f"it contains '{existing.name}'", fix="--out with a new folder"
+        )
     try:
         yield
     except BaseException as error:
@@ -85,4 +87,4 @@ def read_names(folder: Path) -> tuple[bool, tuple[str, ...]]:
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"'{folder / MODEL}' describes no model.", where=first_line(error)) from None
+        raise DataError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None

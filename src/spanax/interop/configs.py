@@ -33,12 +33,12 @@ def read_config(folder: Path, name: str, family: Family) -> Any:
     """
     path = folder / CONFIG
     if not path.exists():
-        what = f"'{folder}' has no {CONFIG}, which says what model the weights are of."
-        raise DataError(what, fix="put the model's own beside its weights")
+        what = f"'{folder}' has no {CONFIG}, which describes the model of the weights."
+        raise DataError(what, fix=f"copy the {CONFIG} of the model to this folder")
     try:
         config = read_json(inside(path, folder))
         if not isinstance(config, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not a JSON object")
     except DataError:
         raise
     except (OSError, ValueError) as error:
@@ -46,13 +46,13 @@ def read_config(folder: Path, name: str, family: Family) -> Any:
     kind = config.get("model_type")
     if kind not in family.kinds:
         matches = [family_name for family_name, tables in FAMILIES.items() if kind in tables.kinds]
-        what = f"'{path}' is of a model of type {repr(kind)[:60]}, and is to be read as '{name}'."
+        what = f"'{path}' describes a model of type {repr(kind)[:60]}, which cannot be imported as '{name}'."
         raise DataError(what, fix=f"--as {matches[0]}" if matches else f"a model of type {', '.join(family.kinds)}")
     config = _as_written(config)
     for key, allowed in family.fixed.items():
         if (value := config.get(key, allowed[0])) not in allowed:
-            what = f"'{path}' says {key} {repr(value)[:60]}, and spanax.models.{family.model[0]} has it one way only."
-            raise DataError(what, where=f"{key}: {' or '.join(map(repr, allowed))}")
+            what = f"'{path}' sets {key} to {repr(value)[:60]}, which spanax.models.{family.model[0]} does not support."
+            raise DataError(what, where=f"supported: {' or '.join(map(repr, allowed))}")
     return _shape(path, name, family, config)
 
 
@@ -65,9 +65,11 @@ def config_json(family: Family, config: Any, dtype: str) -> dict[str, Any]:
       >>> config_json(family("gpt2"), SIZES["gpt2"], "float32")["n_embd"]
       768
     """
-    implied = {kind: all(getattr(config, k) == v for k, v in says.items()) for kind, says in family.implied.items()}
+    implied = {
+        kind: all(getattr(config, k) == v for k, v in expected.items()) for kind, expected in family.implied.items()
+    }
     kind = [kind for kind, holds in implied.items() if holds and kind != "mistral"][-1]
-    entries = {setting.theirs: getattr(config, setting.name) for setting in family.settings}
+    entries = {setting.key: getattr(config, setting.name) for setting in family.settings}
     entries |= {key: allowed[0] for key, allowed in family.fixed.items()}
     if family.model[0] == "llama":
         entries |= _rope_json(config)
@@ -84,7 +86,7 @@ def _shape(path: Path, name: str, family: Family, config: Mapping[str, Any]) -> 
     known = {field.name for field in fields(kind)}
     values: dict[str, Any] = dict(family.implied[config["model_type"]])
     for setting in family.settings:
-        value = config.get(setting.theirs, setting.default)
+        value = config.get(setting.key, setting.default)
         if value is not None:
             values[setting.name] = value
     if family.model[0] == "llama":
@@ -93,12 +95,12 @@ def _shape(path: Path, name: str, family: Family, config: Mapping[str, Any]) -> 
         shape: Any = parsed(kind, {key: value for key, value in values.items() if key in known})
         numbers = [getattr(shape, key) for key in known]
         if any(type(number) is int and not 1 <= number < MOST for number in numbers):
-            raise ValueError("a size is not a whole number from 1 to 2**31")
+            raise ValueError("a size is not an integer >= 1 and < 2**31")
         if any(type(number) is float and not 0 <= number < math.inf for number in numbers):
             raise ValueError("a number is negative")
         nnx.eval_shape(lambda: model(shape, nnx.Rngs(0)))
     except Exception as error:  # a model may raise any exception for an invalid config
-        what = f"'{path}' describes no model."
+        what = f"'{path}' does not describe a valid model."
         raise DataError(what, where=first_line(error)) from None
     return shape
 
@@ -128,14 +130,14 @@ def _rope(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {}
     if kind != "llama3":
-        what = f"'{path}' stretches rotary positions in the way '{str(kind)[:60]}'."
-        raise DataError(what, where="spanax.models.llama knows those of Llama 3.1: llama3")
+        what = f"'{path}' scales rotary positions by '{str(kind)[:60]}', which is not supported."
+        raise DataError(what, where="supported: llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     try:
         factor, low, high, length = (rope[key] for key in keys)
         return {"rope_scaling": RopeScaling(float(factor), float(low), float(high), int(length))}
     except (KeyError, TypeError, ValueError):
-        raise DataError(f"'{path}' has rotary positions without {', '.join(keys)}.") from None
+        raise DataError(f"'{path}' scales rotary positions without numbers for {', '.join(keys)}.") from None
 
 
 def _rope_json(config: Any) -> dict[str, Any]:

@@ -11,11 +11,11 @@ ALONG = "*"
 """The dim of an array along which several tensors are stacked."""
 
 
-def their_shape(dims: str, shape: Sequence[int]) -> tuple[int, ...]:
+def tensor_shape(dims: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the shape of the Hugging Face tensors of an array with this shape.
 
     Example:
-      >>> their_shape("(H K) D -> D * H K", (64, 3, 8, 8))
+      >>> tensor_shape("(H K) D -> D * H K", (64, 3, 8, 8))
       (64, 64)
     """
     if not dims:
@@ -25,12 +25,12 @@ def their_shape(dims: str, shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[name] for name in group) for group in tensor_dims)
 
 
-def ours(dims: str, tensor: np.ndarray, into: np.ndarray, index: int) -> None:
+def write_array(dims: str, tensor: np.ndarray, into: np.ndarray, index: int) -> None:
     """Writes a Hugging Face tensor into an array in place: into all of it, or into one index along `*`.
 
     Example:
       >>> array = np.zeros((2, 3, 2))
-      >>> ours("(H K) D -> D H K", np.arange(12.0).reshape(6, 2), array, 0)
+      >>> write_array("(H K) D -> D H K", np.arange(12.0).reshape(6, 2), array, 0)
       >>> array[0].tolist()
       [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
     """
@@ -44,11 +44,11 @@ def ours(dims: str, tensor: np.ndarray, into: np.ndarray, index: int) -> None:
     _part(array_dims, into, index)[...] = unflattened.transpose([flat.index(name) for name in axes])
 
 
-def theirs(dims: str, array: np.ndarray, index: int) -> np.ndarray:
+def tensor_of(dims: str, array: np.ndarray, index: int) -> np.ndarray:
     """Returns the Hugging Face tensor of an array, or of one index along its dim `*`.
 
     Example:
-      >>> theirs("(H K) D -> D H K", np.arange(12.0).reshape(2, 3, 2), 0).shape
+      >>> tensor_of("(H K) D -> D H K", np.arange(12.0).reshape(2, 3, 2), 0).shape
       (6, 2)
     """
     if not dims:
@@ -56,7 +56,7 @@ def theirs(dims: str, array: np.ndarray, index: int) -> np.ndarray:
     tensor_dims, array_dims = _parsed(dims)
     flat, axes = list(chain(*tensor_dims)), [name for name in array_dims if name != ALONG]
     part = _part(array_dims, array, index).transpose([axes.index(name) for name in flat])
-    return part.reshape(their_shape(dims, array.shape))
+    return part.reshape(tensor_shape(dims, array.shape))
 
 
 def _part(array_dims: Sequence[str], array: np.ndarray, index: int) -> np.ndarray:

@@ -26,7 +26,7 @@ class Setting:
     """A setting of a Spanax model, its key in config.json, and its default there; None means the key is required."""
 
     name: str
-    theirs: str
+    key: str
     default: Any = None
 
 
@@ -201,5 +201,5 @@ def family(name: str) -> Family:
       Weight(path='embed', names=('transformer.wte.weight',), dims='')
     """
     if name not in FAMILIES:
-        raise SpanaxError(f"weights cannot be read or written as '{name}'.", fix=nearest(name, FAMILIES))
+        raise SpanaxError(f"unknown kind of weights '{name}'.", fix=nearest(name, FAMILIES))
     return FAMILIES[name]

@@ -20,10 +20,10 @@ from spanax.entries.names import IMPORTED
 from spanax.errors import DataError, EntryError, SpanaxError, first_line
 from spanax.interop.auxiliary_files import copy_out, read_names, writing
 from spanax.interop.configs import CONFIG, config_json
-from spanax.interop.dims import theirs
+from spanax.interop.dims import tensor_of
 from spanax.interop.families import Family, family
 from spanax.interop.hf_import import check_dtype, params_of
-from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index, split
+from spanax.interop.safetensors import INDEX, SINGLE, Writer, parse_index, partition
 from spanax.interop.tensor_matching import Array, arrays_of
 from spanax.models.imported import MODELS, is_imported, read_shape
 from spanax.models.workloads import load
@@ -81,7 +81,7 @@ class _Named:
 
     name: str
     array: Array
-    at: int
+    index: int
     shape: tuple[int, ...]
     dtype: str
 
@@ -130,14 +130,14 @@ def export_weights(
     check_dtype(dtype)
     source = weights.Source.of(checkpoint)
     origin = _origin(Path(checkpoint), kind, workload)
-    config = _fitted(kind, origin.config, source.saved)
+    config = _with_saved_sizes(kind, origin.config, source.saved)
     arrays = arrays_of(tables, params_of(kind, config))
     saved_as = _saved(source, arrays)
     listed = _listed(tables, arrays, source, saved_as, origin, dtype)
     dtypes = tuple(sorted({tensor.dtype for tensor in listed.values()}))
     imported = None if origin.folder is None else _read_config(origin.folder)  # raises before gigabytes are written
     with writing(out):
-        index = _kept_index(listed, origin)
+        index = _imported_index(listed, origin)
         files = _files(listed, index, file_bytes)
         _write(source, saved_as, listed, files, out)
         if len(files) > 1:
@@ -159,24 +159,24 @@ def _origin(checkpoint: Path, kind: str, workload: str | None) -> _Origin:
     """
     name = workload or (str(checkpoint) if is_imported(checkpoint) else recorded(checkpoint).get("workload"))
     if name is None:
-        raise SpanaxError(f"nothing says what model '{checkpoint}' is of.", fix="--workload NAME, or file.py:name")
+        raise SpanaxError(f"'{checkpoint}' does not record its model.", fix="--workload NAME, or file.py:name")
     if is_imported(Path(name)):
         kind_of_folder, config = read_shape(Path(name))
         if kind_of_folder != kind:
             raise SpanaxError(
-                f"'{checkpoint}' is of a model that was imported as {kind_of_folder}.", fix=f"--as {kind_of_folder}"
+                f"'{checkpoint}' was imported as {kind_of_folder}, not {kind}.", fix=f"--as {kind_of_folder}"
             )
         return _Origin(config, *read_names(Path(name)), Path(name))
     model = nnx.eval_shape(lambda: load(name).build(nnx.Rngs(0)))
     config = getattr(model, "config", None)
     if not isinstance(model, MODELS[kind][0]) or not isinstance(config, MODELS[kind][1]):
         candidates = [name_of_kind for name_of_kind, (model_kind, _) in MODELS.items() if isinstance(model, model_kind)]
-        what = f"'{name}' is a {type(model).__name__}, and cannot be written as '{kind}'."
+        what = f"'{name}' is a {type(model).__name__}, which cannot be exported as '{kind}'."
         raise SpanaxError(what, fix=f"--as {candidates[0]}" if candidates else f"a model of {', '.join(MODELS)}")
     return _Origin(config)
 
 
-def _fitted(kind: str, config: Any, saved: Mapping[str, str]) -> Any:
+def _with_saved_sizes(kind: str, config: Any, saved: Mapping[str, str]) -> Any:
     """Sets the vocabulary size and sequence length of a config to those saved, which a run may have changed."""
     sizes = {}
     if kind != "vit" and "embed" in saved:
@@ -206,14 +206,16 @@ def _saved(source: weights.Source, arrays: list[Array]) -> dict[str, tuple[str, 
             path, shape = stacked, (num_layers[array.weight.path], *shape)
         has = source.saved.get(path, "nothing")
         if _shape(has) != shape or has == "nothing":
-            diff.append(f"{path}: wanted {list(shape)}, has {has}")
+            diff.append(f"{path}: expected {list(shape)}, saved {has}")
         saved_names[array.path] = (path, number)
     for path in sorted(source.saved.keys() - {path for path, _ in saved_names.values()}):
-        diff.append(f"{path}: wanted nothing, has {source.saved[path]}")
+        diff.append(f"{path}: expected nothing, saved {source.saved[path]}")
     if diff:
         diff = list(dict.fromkeys(diff))
         what = f"checkpoint step {source.step} is of another model: {len(diff)} arrays differ."
-        raise DataError(what, where=f"{source.folder}: {'; '.join(diff[:3])}", fix="--workload, what it was trained as")
+        raise DataError(
+            what, where=f"{source.folder}: {'; '.join(diff[:3])}", fix="--workload NAME, the workload of the checkpoint"
+        )
     return saved_names
 
 
@@ -229,16 +231,15 @@ def _listed(
     tensors: dict[str, _Named] = {}
     for array in arrays:
         tensor_dtype = dtype or source.saved[saved_as[array.path][0]].partition("[")[0]
-        for at, name in enumerate(array.names):
-            called = name.removeprefix(tables.prefix) if origin.is_bare else name
-            names = [called, *(copy for copy in origin.twice if name == tables.tied[1])]
-            tensors |= {
-                tensor_name: _Named(tensor_name, array, at, array.their_shape, tensor_dtype) for tensor_name in names
-            }
+        for index, family_name in enumerate(array.names):
+            name = family_name.removeprefix(tables.prefix) if origin.is_bare else family_name
+            copies = [copy for copy in origin.twice if family_name == tables.tied[1]]
+            for tensor_name in (name, *copies):
+                tensors[tensor_name] = _Named(tensor_name, array, index, array.tensor_shape, tensor_dtype)
     return tensors
 
 
-def _kept_index(listed: Mapping[str, _Named], origin: _Origin) -> dict[str, str] | None:
+def _imported_index(listed: Mapping[str, _Named], origin: _Origin) -> dict[str, str] | None:
     """Returns the imported index (tensor -> file), if there is one with the same tensors."""
     if origin.folder is None or Folder.of(origin.folder).kind(INDEX) is None:
         return None
@@ -250,7 +251,7 @@ def _files(listed: Mapping[str, _Named], index: dict[str, str] | None, file_byte
     """Assigns tensors to files: by the imported index, or up to `file_bytes` per file."""
     if index is not None:
         return {file: [name for name in index if index[name] == file] for file in sorted(set(index.values()))}
-    parts = split([(name, tensor.num_bytes) for name, tensor in listed.items()], file_bytes)
+    parts = partition([(name, tensor.num_bytes) for name, tensor in listed.items()], file_bytes)
     if len(parts) == 1:
         return {SINGLE: parts[0]}
     return {f"model-{number:05}-of-{len(parts):05}.safetensors": names for number, names in enumerate(parts, 1)}
@@ -277,9 +278,8 @@ def _write(
             for tensor in named:
                 _, number = saved_as[tensor.array.path]
                 part = array if number is None else array[number]
-                writers[tensor.name].put(
-                    tensor.name, theirs(tensor.array.weight.dims, part, tensor.at).astype(tensor.dtype, copy=False)
-                )
+                dims, writer = tensor.array.weight.dims, writers[tensor.name]
+                writer.put(tensor.name, tensor_of(dims, part, tensor.index).astype(tensor.dtype, copy=False))
             del array, part  # before the next is read
 
 
@@ -314,11 +314,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = parse_json(Folder.of(folder).read(IMPORTED[0]))
         if not isinstance(config, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except EntryError:
         raise
     except (OSError, ValueError) as error:
-        what = f"cannot read '{folder / CONFIG}', which came with the weights."
+        what = f"cannot read '{folder / CONFIG}', which was imported with the weights."
         raise DataError(what, where=first_line(error), fix="import the weights again") from None
     return config
 

@@ -15,8 +15,8 @@ from flax import nnx
 import spanax
 from spanax.errors import DataError, SpanaxError, nearest
 from spanax.interop.auxiliary_files import auxiliary_files, write_model, writing
-from spanax.interop.configs import read_config
-from spanax.interop.dims import ours
+from spanax.interop.configs import CONFIG, read_config
+from spanax.interop.dims import write_array
 from spanax.interop.families import family
 from spanax.interop.safetensors import Tensor, tensors
 from spanax.interop.tensor_matching import Array, TensorMatch, arrays_of, match_tensors
@@ -39,7 +39,7 @@ class Imported:
       dtypes: the dtypes of the parameters.
       left_out: name pattern of tensors that the model computes -> number of tensors that were omitted.
       twice: names of tensors that are bitwise equal to another tensor.
-      kept: names of the accompanying files that were copied.
+      auxiliary_files: names of the accompanying files that were copied.
     """
 
     kind: str
@@ -49,17 +49,22 @@ class Imported:
     dtypes: tuple[str, ...]
     left_out: Mapping[str, int]
     twice: tuple[str, ...]
-    kept: tuple[str, ...]
+    auxiliary_files: tuple[str, ...]
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The former name of `auxiliary_files`."""
+        return self.auxiliary_files
 
     def __str__(self) -> str:
         lines = [
             f"{self.kind}: {count_text(self.num_params)} parameters of {self.num_tensors} tensors in "
             f"{' and '.join(self.dtypes)}, into {self.out}"
         ]
-        lines += [f"  left out: {count} x {name}, which the model computes" for name, count in self.left_out.items()]
-        lines += [f"  {name} repeats another tensor, and is kept once" for name in self.twice]
-        if self.kept:
-            lines.append(f"  taken along: {', '.join(self.kept)}")
+        lines += [f"  skipped: {count} x {name}, which the model computes" for name, count in self.left_out.items()]
+        lines += [f"  {name} duplicates another tensor, and is stored once" for name in self.twice]
+        if self.auxiliary_files:
+            lines.append(f"  copied: {', '.join(self.auxiliary_files)}")
         return "\n".join([*lines, f"to train from it: spanax train {self.out} --data ..."])
 
 
@@ -87,7 +92,7 @@ def import_weights(
       >>> from spanax.interop import import_weights
       >>> import_weights(tempfile.mkdtemp(), "gpt2", "runs/imported")
       Traceback (most recent call last):
-      spanax.errors.DataError: '...' holds no safetensors.
+      spanax.errors.DataError: '...' has no safetensors files.
         fix: a folder with model.safetensors and config.json
     """
     tables, source, out = family(kind), Path(source), Path(out)
@@ -96,15 +101,15 @@ def import_weights(
     folder = source if source.is_dir() else source.parent
     config = read_config(folder, kind, tables)
     if config.num_layers > len(stored):
-        what = f"'{folder / 'config.json'}' says {config.num_layers:,} layers, and there are {len(stored)} tensors."
-        raise DataError(what, fix="the config.json that belongs to these weights")
+        what = f"'{folder / CONFIG}' describes {config.num_layers:,} layers, but there are only {len(stored)} tensors."
+        raise DataError(what, fix="use the config.json of these weights")
     arrays = arrays_of(tables, params_of(kind, config))
     match = match_tensors(tables, arrays, stored, str(source))
     if match.twice:
         _check_equal(stored[match.twice[0]], match.tensors[tables.tied[1]], match.twice[0])
     dtypes = _dtypes(arrays, match, dtype)
     parts = {
-        array.path: weights.Part(array.shape, np.dtype(dtypes[array.path]), partial(_made, array, match, dtypes))
+        array.path: weights.Part(array.shape, np.dtype(dtypes[array.path]), partial(_read_array, array, match, dtypes))
         for array in arrays
     }
     accompanying = auxiliary_files(folder)
@@ -137,11 +142,11 @@ def params_of(kind: str, config: Any) -> dict[str, tuple[int, ...]]:
     return {".".join(map(str, path)): tuple(value.shape) for path, value in flat}
 
 
-def _made(array: Array, match: TensorMatch, dtypes: Mapping[str, str]) -> np.ndarray:
+def _read_array(array: Array, match: TensorMatch, dtypes: Mapping[str, str]) -> np.ndarray:
     """Reads the tensors of an array."""
     values = np.empty(array.shape, dtypes[array.path])
     for index, name in enumerate(array.names):
-        ours(array.weight.dims, match.tensors[name].read(), values, index)
+        write_array(array.weight.dims, match.tensors[name].read(), values, index)
     return values
 
 
@@ -159,7 +164,7 @@ def _dtypes(arrays: list[Array], match: TensorMatch, dtype: str | None) -> dict[
             if dtype is None and match.tensors[name].dtype != known:
                 raise DataError(
                     f"'{name}' is {match.tensors[name].dtype}, and '{first}' is {known}.",
-                    where="layers of one model, which are kept as one array",
+                    where="the layers are stacked into one array",
                     fix=f"--dtype {DTYPES[0]}",
                 )
         dtype_by_name[array.path] = dtype or first_by_path[array.weight.path][1]
@@ -185,7 +190,7 @@ def _check_equal(copy: Tensor, original: Tensor, name: str) -> None:
     rows = zip(copy.read().view(np.uint8), original.read().view(np.uint8), strict=True) if is_same_type else ()
     if not is_same_type or not all(np.array_equal(row, original_row) for row, original_row in rows):
         raise DataError(
-            f"'{name}' is another matrix than the embedding, and the model has one for both.",
-            where=f"its config.json says tie_word_embeddings true, or leaves it out; '{copy.file}'",
-            fix="the config.json that belongs to these weights",
+            f"'{name}' differs from the embedding, and the model ties the two.",
+            where=f"tie_word_embeddings is true or missing in config.json; '{copy.file}'",
+            fix="use the config.json of these weights",
         )

@@ -67,8 +67,8 @@ def export_rules(plan: Plan) -> Rules:
     """
     leaves = [leaf for leaf in (*plan.leaves, *plan.batch) if leaf.kind in ("param", "batch")]
     counts = Counter(pair for leaf in leaves for pair in _dims(leaf))
-    name_by_pair = _called(counts)
-    names = {leaf.path: tuple(_once([name_by_pair.get(pair) for pair in _dims(leaf)])) for leaf in leaves}
+    name_by_pair = _named(counts)
+    names = {leaf.path: tuple(_without_repeats([name_by_pair.get(pair) for pair in _dims(leaf)])) for leaf in leaves}
     rules = tuple((name, axes or None) for (_, axes), name in name_by_pair.items())
     return Rules(plan.layout.name, dict(plan.mesh.axes), rules, names)
 
@@ -78,7 +78,7 @@ def _dims(leaf: Placement) -> list[tuple[str | None, Split]]:
     return list(zip(leaf.axes, leaf.spec, strict=True))
 
 
-def _called(counts: Counter[tuple[str | None, Split]]) -> dict[tuple[str | None, Split], str]:
+def _named(counts: Counter[tuple[str | None, Split]]) -> dict[tuple[str | None, Split], str]:
     """Assigns a name to each pair of an axis and its sharding; unnamed dims that are not sharded have none."""
     name_by_pair: dict[tuple[str | None, Split], str] = {}
     for axis, mesh_axes in sorted(counts, key=lambda pair: -counts[pair]):
@@ -93,6 +93,6 @@ def _called(counts: Counter[tuple[str | None, Split]]) -> dict[tuple[str | None,
     return name_by_pair
 
 
-def _once(names: list[str | None]) -> list[str | None]:
+def _without_repeats(names: list[str | None]) -> list[str | None]:
     """Replaces repeated names by None: Flax allows a name once per array, and a repeated dim is not sharded."""
     return [name if name not in names[:dim] else None for dim, name in enumerate(names)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spanax.errors import DataError
-from spanax.interop.dims import their_shape
+from spanax.interop.dims import tensor_shape
 from spanax.interop.families import Family, Weight
 
 SHOWN = 3
@@ -24,9 +24,9 @@ class Array:
     names: tuple[str, ...]
 
     @property
-    def their_shape(self) -> tuple[int, ...]:
+    def tensor_shape(self) -> tuple[int, ...]:
         """The shape of each Hugging Face tensor of the array."""
-        return their_shape(self.weight.dims, self.shape)
+        return tensor_shape(self.weight.dims, self.shape)
 
 
 def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Array]:
@@ -56,7 +56,7 @@ def arrays_of(family: Family, params: Mapping[str, tuple[int, ...]]) -> list[Arr
                 names = tuple(name.replace("*", number) for name in weight.names)
                 arrays.append(Array(weight.path.replace("*", number), shape[1:], weight, names))
     if remaining:
-        what = f"the model has {len(remaining)} parameters without a name at Hugging Face."
+        what = f"the model has {len(remaining)} parameters without a Hugging Face tensor."
         raise DataError(what, where=", ".join(sorted(remaining)[:SHOWN]))
     return arrays
 
@@ -108,24 +108,27 @@ def _check(named: Mapping[str, Array], prefixed: Mapping[str, Any], unknown: lis
         counts = [f"{len(names)} {word}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names]
         listed = [f"{word}: {_listed(names)}" for names, word in ((missing, "missing"), (unknown, "unknown")) if names]
         raise DataError(
-            f"'{where}' is not what its config.json describes: {' and '.join(counts)} of {len(named)} tensors.",
+            f"'{where}' does not match its config.json: {' and '.join(counts)} of {len(named)} tensors.",
             where="; ".join(listed),
             fix=_likely(missing, unknown),
         )
-    mismatched = [name for name, array in named.items() if tuple(prefixed[name].shape) != array.their_shape]
+    mismatched = [
+        f"{name} is {prefixed[name].shape}, not {array.tensor_shape}"
+        for name, array in named.items()
+        if tuple(prefixed[name].shape) != array.tensor_shape
+    ]
     if mismatched:
-        mismatches = (f"{name} is {prefixed[name].shape}, not {named[name].their_shape}" for name in mismatched[:SHOWN])
         raise DataError(
-            f"'{where}' is not what its config.json describes: {len(mismatched)} tensors have another shape.",
-            where="; ".join(mismatches),
-            fix="the config.json that belongs to these weights",
+            f"'{where}' does not match its config.json: {len(mismatched)} tensors have another shape.",
+            where="; ".join(mismatched[:SHOWN]),
+            fix="use the config.json of these weights",
         )
     integers = [name for name in named if "float" not in str(prefixed[name].dtype)]
     if integers:
         raise DataError(
-            f"'{where}' holds weights that are no floating numbers: {len(integers)} of {len(named)} tensors.",
+            f"'{where}' has weights that are not floating-point: {len(integers)} of {len(named)} tensors.",
             where="; ".join(f"{name} is {prefixed[name].dtype}" for name in integers[:SHOWN]),
-            fix="the weights before they were quantized",
+            fix="use the weights before quantization",
         )
 
 
@@ -137,5 +140,5 @@ def _likely(missing: list[str], unknown: list[str]) -> str:
     """Returns the fix for the most likely mistake: the closest missing name to an unknown one."""
     for name in unknown[:1]:
         for close in difflib.get_close_matches(name[:200], missing, n=1):
-            return f"'{name[:100]}' is nearest to '{close}'"
-    return "the config.json that belongs to these weights, or another --as"
+            return f"'{name[:100]}' is closest to '{close}'"
+    return "use the config.json of these weights, or another --as"

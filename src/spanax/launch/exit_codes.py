@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from spanax.entries.folder import Folder
@@ -49,10 +49,6 @@ class Ending:
     def is_final(self) -> bool:
         """Whether the next attempt would end the same way."""
         return self.code in FINAL
-
-    def at(self, step: int) -> "Ending":
-        """Returns the ending with its step."""
-        return replace(self, step=step)
 
 
 def ending_of(codes: Sequence[int | None]) -> Ending:

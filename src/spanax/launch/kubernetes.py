@@ -74,7 +74,7 @@ def manifest(command: KubernetesCommand, request: TrainRequest) -> dict[str, Any
             fix=f"--out {PurePosixPath(command.mount) / request.folder.name}",
         )
     if command.restarts < 0:
-        raise SpanaxError(f"--restarts is {command.restarts}; it takes a number from 0.", fix="--restarts 0")
+        raise SpanaxError(f"--restarts is {command.restarts}; expected an integer >= 0.", fix="--restarts 0")
     job = {
         "parallelism": hosts,
         "completions": hosts,

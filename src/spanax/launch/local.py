@@ -14,9 +14,8 @@ import tyro
 
 from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
-from spanax.errors import SpanaxError
 from spanax.launch.exit_codes import ATTEMPT
-from spanax.launch.request import TrainRequest
+from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, Supervisor, check
 
 LOOPBACK = "127.0.0.1"
@@ -43,9 +42,9 @@ def launch(command: LocalCommand, argv: Sequence[str]) -> int:
     Raises:
       SpanaxError: the request is invalid.
     """
-    for name, value in (("hosts", command.hosts), ("devices-per-host", command.devices_per_host)):
-        if value is not None and value < 1:
-            raise SpanaxError(f"--{name} is {value}; it takes a number from 1.", fix=f"--{name} 1")
+    count("hosts", command.hosts)
+    if command.devices_per_host is not None:
+        count("devices-per-host", command.devices_per_host)
     request = TrainRequest.of(argv)
     return Supervisor(partial(start, command, request), request.folder, check(command.limits)).watch()
 
@@ -54,7 +53,7 @@ def start(command: LocalCommand, request: TrainRequest, attempt: int) -> list[su
     """Starts all processes of an attempt; the first one writes to this process's output, the others to their logs."""
     shared = {"SPANAX_ATTEMPT": str(attempt)}
     if command.hosts > 1:  # a single process may belong to a cluster that JAX detects
-        shared |= {"SPANAX_COORDINATOR": f"{LOOPBACK}:{_free_port()}", "SPANAX_NUM_HOSTS": str(command.hosts)}
+        shared |= {"SPANAX_COORDINATOR": f"{LOOPBACK}:{free_port(LOOPBACK)}", "SPANAX_NUM_HOSTS": str(command.hosts)}
     if command.devices_per_host is not None:
         shared["SPANAX_HOST_DEVICES"] = str(command.devices_per_host)
     argv = [sys.executable, "-P", "-m", "spanax", *request.argv(is_again=attempt > 0)]
@@ -91,8 +90,8 @@ def _gpus(command: LocalCommand, rank: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + command.devices_per_host)))}
 
 
-def _free_port() -> int:
+def free_port(host: str) -> int:
     """Returns a free port; if another process takes it first, the attempt fails and the next one chooses another."""
     with socket.socket() as server:
-        server.bind((LOOPBACK, 0))
+        server.bind((host, 0))
         return int(server.getsockname()[1])

@@ -21,6 +21,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import LOGS, RANK_LOG
 from spanax.errors import SpanaxError
 from spanax.launch.exit_codes import ATTEMPT
+from spanax.launch.local import free_port
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import POLL_SECONDS, Limits, Supervisor, as_flags, check
 from spanax.printable import to_stdout
@@ -134,9 +135,7 @@ class Host:
         import ray
 
         address = ray.util.get_node_ip_address()
-        with socket.socket() as server:
-            server.bind((address, 0))
-            return f"{address}:{server.getsockname()[1]}"
+        return f"{address}:{free_port(address)}"
 
     def start(self, command: Sequence[str], environment: Mapping[str, str], folder: str, run_folder: str) -> None:
         """Starts the process in a working directory, and appends its output to its log in the run folder."""

@@ -77,5 +77,5 @@ def count(name: str, value: int) -> int:
       SpanaxError: it is below 1.
     """
     if value < 1:
-        raise SpanaxError(f"--{name} is {value}; it takes a number from 1.", fix=f"--{name} 1")
+        raise SpanaxError(f"--{name} is {value}; expected an integer >= 1.", fix=f"--{name} 1")
     return value

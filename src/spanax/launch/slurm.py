@@ -8,7 +8,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from spanax.entries.folder import Folder
 from spanax.entries.names import JOB_LOG, JOB_SCRIPT, LOGS, RANK_LOG
 from spanax.errors import SpanaxError, WriteError
 from spanax.launch.exit_codes import ATTEMPT
+from spanax.launch.local import LOOPBACK, free_port
 from spanax.launch.request import TrainRequest, count
 from spanax.launch.supervisor import Limits, as_flags, check
 from spanax.printable import printable_lines, to_stdout
@@ -128,7 +128,8 @@ def launch(command: SlurmCommand, argv: Sequence[str]) -> int:
         raise WriteError(f"cannot write to the run folder '{request.folder}'.", where=str(error)) from None
     process = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True)
     if process.returncode:
-        raise SpanaxError("sbatch refused the job.", where=_first_line(process.stderr), fix=f"edit and sbatch {file}")
+        reason = process.stderr.strip().partition("\n")[0]
+        raise SpanaxError("sbatch refused the job.", where=reason, fix=f"edit and sbatch {file}")
     job = process.stdout.strip().partition(";")[0]
     print(f"submitted job {job}; it writes to {request.folder / LOGS}; scancel {job} cancels it")
     return 0
@@ -235,7 +236,7 @@ def started(command: Sequence[str], hosts: int, environment: Mapping[str, str], 
     Raises:
       SpanaxError: the second node does not answer.
     """
-    host = "127.0.0.1"
+    host = LOOPBACK
     if hosts > 1:
         host = _output("srun", "--relative=1", "--nodes=1", "--ntasks=1", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
         if not host:
@@ -245,7 +246,7 @@ def started(command: Sequence[str], hosts: int, environment: Mapping[str, str], 
     for number in range(hosts):
         with place.appending(RANK_LOG.of(number)) as log:
             os.write(log, f"{ATTEMPT} {environment['SPANAX_ATTEMPT']}\n".encode())
-    group_variables = {"SPANAX_COORDINATOR": f"{host}:{_free_port(host)}", "SPANAX_NUM_HOSTS": str(hosts)}
+    group_variables = {"SPANAX_COORDINATOR": f"{host}:{free_port(host)}", "SPANAX_NUM_HOSTS": str(hosts)}
     # The parent of a rank is a process of Slurm.
     rank_environment = {**os.environ, **environment, **(group_variables if hosts > 1 else {}), "SPANAX_SUPERVISOR": "0"}
     errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -289,13 +290,3 @@ def _tool(name: str) -> str:
 
 def _output(*command: str) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip()
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as server:
-        server.bind((host, 0))
-        return server.getsockname()[1]
-
-
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "")

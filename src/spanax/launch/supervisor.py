@@ -10,8 +10,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -106,7 +106,7 @@ class Supervisor:
     say: Callable[[str], None] = to_stderr
     begun: int = 0
     rank: int = 0
-    _asked: list[int] = field(default_factory=list)
+    _stop_signals: list[int] = field(default_factory=list)
 
     def watch(self) -> int:
         """Starts the run, and restarts it until it has ended; returns its exit code.
@@ -125,7 +125,7 @@ class Supervisor:
             while True:
                 events = Events(self.folder, by="supervisor", attempt=self.begun + attempt)
                 ending = self._attempt(attempt, events)
-                if ending.code in (0, PREEMPTED) or self._asked:
+                if ending.code in (0, PREEMPTED) or self._stop_signals:
                     if ending.code not in (0, PREEMPTED):
                         self.say(f"stopped on request: {ending.what} Earlier checkpoints are intact.")
                     events.tell("end", how=ending.what, code=ending.code)
@@ -133,23 +133,23 @@ class Supervisor:
                 num_same_step = num_same_step + 1 if ending.step == last_step else 1
                 has_progress, last_step = ending.step > last_step, ending.step
                 backoff_seconds = self.limits.backoff_seconds if has_progress else backoff_seconds * 2
-                reason = ending.is_final and "it would end the same way again"
+                reason = ending.is_final and "a restart would end the same way"
                 max_same_step = SAME_STEP_KILLED if ending.is_killed else SAME_STEP
                 reason = reason or (
                     num_same_step >= max_same_step and f"it ended {num_same_step} times at step {ending.step}"
                 )
-                reason = reason or (attempt >= self.limits.restarts and f"it was started again {attempt} times")
+                reason = reason or (attempt >= self.limits.restarts and f"it was restarted {attempt} times")
                 if reason:
                     events.tell("stopped", why=reason, what=ending.what, step=ending.step, code=ending.code)
-                    self.say(f"{ending.what} Not starting again: {reason}.")
-                    self._tell_words(ending)
+                    self.say(f"{ending.what} Not restarting: {reason}.")
+                    self._say_words(ending)
                     return ending.code
                 attempt += 1
                 wait_seconds = min(backoff_seconds, LONGEST_BACKOFF_SECONDS)
                 events.tell("restart", what=ending.what, step=ending.step, wait_seconds=wait_seconds)
-                self.say(f"{ending.what} Starting again in {wait_seconds:g} s ({attempt} of {self.limits.restarts}).")
+                self.say(f"{ending.what} Restarting in {wait_seconds:g} s ({attempt} of {self.limits.restarts}).")
                 self._sleep(wait_seconds)
-                if self._asked:
+                if self._stop_signals:
                     return PREEMPTED
 
     def _attempt(self, attempt: int, events: Events) -> Ending:
@@ -161,7 +161,7 @@ class Supervisor:
             ending = self._watched(processes, events)
         finally:
             self._kill(processes)
-        return ending.at(max((beat.step for beat in heartbeat.read(self.folder).values()), default=0))
+        return replace(ending, step=max((beat.step for beat in heartbeat.read(self.folder).values()), default=0))
 
     def _watched(self, processes: Sequence[Process], events: Events) -> Ending:
         seen: dict[int, tuple[int | None, float]] = {}
@@ -176,7 +176,7 @@ class Supervisor:
                 ending = self._died(codes, events)
                 self._write_stacks(processes)
                 return ending
-            if self._asked and stop_at is None:
+            if self._stop_signals and stop_at is None:
                 stop_at = time.monotonic() + self.limits.stop_seconds
                 for process in processes:
                     process.send_signal(signal.SIGTERM)
@@ -233,18 +233,18 @@ class Supervisor:
                     process.kill()
                     continue
                 # The process group includes its children.
-                with _ignore_exited():
+                with suppress(ProcessLookupError):  # it may have ended meanwhile
                     os.killpg(process.pid, signal.SIGKILL)
         for process in processes:
             process.wait()
 
-    def _tell_words(self, ended: Ending) -> None:
+    def _say_words(self, ended: Ending) -> None:
         for line in last_words(self.folder, ended.rank).splitlines():
             self.say(f"rank {ended.rank}: {line}")
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while not self._asked and (remaining := deadline - time.monotonic()) > 0:
+        while not self._stop_signals and (remaining := deadline - time.monotonic()) > 0:
             time.sleep(min(remaining, POLL_SECONDS))
 
     @contextmanager
@@ -252,9 +252,9 @@ class Supervisor:
         """Records stop signals, which `_watched` passes on; a second signal raises KeyboardInterrupt."""
 
         def request_stop(number: int, frame: object) -> None:
-            if self._asked:
+            if self._stop_signals:
                 raise KeyboardInterrupt
-            self._asked.append(number)
+            self._stop_signals.append(number)
 
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         previous = {number: signal.signal(number, request_stop) for number in numbers}
@@ -278,14 +278,6 @@ def _is_stopped(silence: Silence) -> bool:
     except (OSError, IndexError):
         return False
     return silence.host == socket.gethostname() and state == "T"
-
-
-@contextmanager
-def _ignore_exited() -> Iterator[None]:
-    try:
-        yield
-    except ProcessLookupError:
-        pass
 
 
 def as_flags(limits: Limits) -> list[str]:

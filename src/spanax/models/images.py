@@ -30,14 +30,14 @@ def example_batch(batch_size: int, image_size: int) -> dict[str, jax.ShapeDtypeS
 
 
 @dataclasses.dataclass(frozen=True)
-class MadeUpImages:
+class SyntheticImages:
     """Synthetic images: each class is a coarse pattern, and each example shifts the pattern and adds noise.
 
     They test whether a model learns, not how accurate it is on photographs. Example `i` is deterministic; sources with
     different values of `first` share the patterns but no example. If `labelled` is False, examples have no labels.
 
     Example:
-      >>> images = MadeUpImages(image_size=32, num_classes=10, num_examples=1000)
+      >>> images = SyntheticImages(image_size=32, num_classes=10, num_examples=1000)
       >>> images[0]["images"].shape, images[7]["labels"]
       ((32, 32, 3), array(7, dtype=int32))
     """
@@ -66,7 +66,7 @@ class MadeUpImages:
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """The 1,797 handwritten digits of scikit-learn, with pixels from -1 to 1; every fifth example is held out.
+    """The 1,797 handwritten digits of scikit-learn, with pixels in [-1, 1]; every fifth example is held out.
 
     Images are gray, repeated in three channels. Each of the 8 x 8 pixels is repeated to fill `image_size`.
 
@@ -85,9 +85,9 @@ class Digits:
 
     def __post_init__(self) -> None:
         if self.image_size < 8 or self.image_size % 8:
-            raise SpanaxError(f"image_size is {self.image_size}; the digits take a multiple of 8.")
+            raise SpanaxError(f"image_size is {self.image_size}; expected a multiple of 8.")
         if not importlib.util.find_spec("sklearn"):
-            what = "the digits come with scikit-learn, which is not installed."
+            what = "the digits are part of scikit-learn, which is not installed."
             raise SpanaxError(what, fix='pip install "spanax[examples]"')
 
     def __len__(self) -> int:

@@ -39,7 +39,7 @@ def shaped(
     if kind == "vit":
         return Workload(batch=images.example_batch(batch_size or 256, config.image_size), loss=images.loss, **options)
     if kind == "gpt2" and (seq_len or 0) > config.seq_len:
-        what = f"'{folder}' knows {config.seq_len} positions, and {seq_len} are asked for."
+        what = f"'{folder}' has {config.seq_len} positions, but --seq is {seq_len}."
         raise SpanaxError(what, fix=f"--seq {config.seq_len}")
     return Workload(
         batch=gpt.example_batch(batch_size or 8, seq_len or min(config.seq_len, SEQ_LEN)),
@@ -69,7 +69,7 @@ def read_shape(folder: Path) -> tuple[str, Any]:
     except EntryError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"'{folder / MODEL}' describes no model.", where=first_line(error)) from None
+        raise DataError(f"'{folder / MODEL}' does not describe a model.", where=first_line(error)) from None
 
 
 def from_folder(folder: Path) -> Callable[..., Workload]:

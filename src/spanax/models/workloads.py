@@ -77,7 +77,7 @@ def vit_workload(
         learning_rate=1e-3,
         num_steps=200 if size == "nano" else 1000,
     )
-    return _with_made_up_images(workload, config) if size == "nano" else workload
+    return _with_synthetic_images(workload, config) if size == "nano" else workload
 
 
 def resnet_workload(size: str, *, batch_size: int = 256) -> Workload:
@@ -91,7 +91,7 @@ def resnet_workload(size: str, *, batch_size: int = 256) -> Workload:
         learning_rate=0.1 * batch_size / 256,
         num_steps=200 if size == "nano" else 1000,
     )
-    return _with_made_up_images(workload, config) if size == "nano" else workload
+    return _with_synthetic_images(workload, config) if size == "nano" else workload
 
 
 def unet_workload(size: str, *, batch_size: int = 128) -> Workload:
@@ -105,7 +105,7 @@ def unet_workload(size: str, *, batch_size: int = 128) -> Workload:
         learning_rate=2e-3 if is_nano else 2e-4,
         num_steps=200 if is_nano else 1000,
     )
-    return _with_made_up_images(workload, config, noise=0.1, labelled=False) if is_nano else workload
+    return _with_synthetic_images(workload, config, noise=0.1, labelled=False) if is_nano else workload
 
 
 def sgd(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> optax.GradientTransformation:
@@ -122,9 +122,9 @@ def sgd(learning_rate: float, num_steps: int, *, state_dtype: Any = None) -> opt
     return optax.chain(decay, optax.sgd(logged(schedule), momentum=0.9, nesterov=True, accumulator_dtype=state_dtype))
 
 
-def _with_made_up_images(workload: Workload, config: Any, **options: Any) -> Workload:
-    made_up = images.MadeUpImages(config.image_size, getattr(config, "num_classes", 10), 10_000, **options)
-    return replace(workload, source=made_up, validation=replace(made_up, num_examples=1_000, first=1))
+def _with_synthetic_images(workload: Workload, config: Any, **options: Any) -> Workload:
+    synthetic = images.SyntheticImages(config.image_size, getattr(config, "num_classes", 10), 10_000, **options)
+    return replace(workload, source=synthetic, validation=replace(synthetic, num_examples=1_000, first=1))
 
 
 def _widened(config: Any, embed_dim: int | None) -> Any:
@@ -140,7 +140,7 @@ def _widened(config: Any, embed_dim: int | None) -> Any:
     if embed_dim % unit:
         below = embed_dim // unit * unit
         raise SpanaxError(
-            f"embed_dim is {embed_dim}; it takes a multiple of {unit}.",
+            f"embed_dim is {embed_dim}; expected a multiple of {unit}.",
             where=f"heads of {getattr(config, 'head_dim', None) or head_dim}"
             + (f" on {num_kv_heads} keys and values" if num_kv_heads > 1 else ""),
             fix=f"{below} or {below + unit}" if below else f"{unit}",
@@ -230,7 +230,7 @@ def load(
     requested = {key: value for key, value in sizes.items() if value is not None}
     for key, value in requested.items():
         if value < 1:
-            raise SpanaxError(f"{key} is {value}; it takes a whole number from 1.")
+            raise SpanaxError(f"{key} is {value}; expected an integer >= 1.")
     source = WORKLOADS.get(name) or (from_folder(Path(name)) if is_imported(Path(name)) else _from_file(name))
     if isinstance(source, Workload):
         return _resized(name, source, requested)
@@ -243,7 +243,7 @@ def load(
     return _resized(name, workload, ignored)
 
 
-_OWN_SIZES = {
+_FIXED_SIZES = {
     "seq_len": ("sequence length", "--seq"),
     "num_layers": ("number of layers", "num_layers"),
     "embed_dim": ("width", "embed_dim"),
@@ -257,14 +257,14 @@ def _resized(name: str, workload: Workload, requested: dict[str, int]) -> Worklo
     Raises:
       SizeError: another size was requested, which the workload fixes.
     """
-    for key, (words, flag) in _OWN_SIZES.items():
+    for key, (words, flag) in _FIXED_SIZES.items():
         if key in requested:
             raise SizeError(
-                f"'{name}' has no {words} to change.",
+                f"the {words} of '{name}' is fixed.",
                 where=f"{flag} {requested[key]}",
-                fix="change batch_size, or take another workload"
+                fix="change batch_size, or use another workload"
                 if name in WORKLOADS or is_imported(Path(name))
-                else f"let the name be a function of {key} that returns the Workload",
+                else f"make '{name}' a function that takes {key} and returns the Workload",
             )
     if "batch_size" not in requested:
         return workload
@@ -280,7 +280,7 @@ def _from_file(name: str) -> Workload | Callable[..., Workload]:
     if not colon or not path.endswith(".py"):
         raise SpanaxError(f"unknown workload '{name}'.", fix=nearest(name, ["file.py:name", *WORKLOADS]))
     if not Path(path).is_file():
-        raise SpanaxError(f"there is no file '{path}'.", where=f"workload '{name}'")
+        raise SpanaxError(f"'{path}' does not exist.", where=f"workload '{name}'")
     module = _imported(Path(path))
     value = getattr(module, attribute, None)
     if isinstance(value, Workload) or callable(value):

@@ -12,7 +12,7 @@ from spanax.printable import printable
 from spanax.show.drawing import devices_text, drawn
 from spanax.show.tables import table_text
 from spanax.units import bytes_text
-from spanax.usage import wants_colours
+from spanax.usage import wants_colors
 
 MAX_REPLICATED = 12
 """Number of replicated arrays that are listed."""
@@ -58,7 +58,7 @@ def _replicated_lines(placement: ArrayPlacement) -> list[str]:
 def drawing_text(placement: ArrayPlacement, leaf: Placement) -> str:
     """Returns one array drawn on the mesh, in color on a terminal."""
     line, table = drawn(leaf, placement.plan.mesh)
-    colors = "auto" if wants_colours(sys.stdout) else None
+    colors = "auto" if wants_colors(sys.stdout) else None
     console = Console(highlight=False, markup=False, emoji=False, color_system=colors)  # type: ignore[arg-type]
     console.width = max(console.width, console.measure(table).maximum)  # a truncated grid is useless
     with console.capture() as captured:

@@ -40,4 +40,5 @@ def answer(command: ImportCommand) -> Answer:
     from spanax.interop.hf_import import import_weights
 
     result = import_weights(command.source, command.kind, command.out, dtype=command.dtype)
-    return Answer(str(result), asdict(result))
+    fields = asdict(result)
+    return Answer(str(result), fields | {"kept": fields.pop("auxiliary_files")})
