@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
 from spanax.errors import SpanaxError, first_line
+from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
 
 if TYPE_CHECKING:
     from spanax.check.finding import Finding
@@ -151,13 +151,13 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
     from spanax.plan.choose import plan
     from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
     from spanax.plan.plan import Plan
-    from spanax.run.config import OF_PLAN, check_alone
+    from spanax.run.config import PLAN_SETTINGS, check_alone
     from spanax.trace.rewrites.remat_policies import known_policy
 
     request, loaded = command.request, None
     if command.plan is not None:
         loaded = Plan.load(command.plan)
-        check_alone({name: command.settings[name] for name in OF_PLAN})
+        check_alone({name: command.settings[name] for name in PLAN_SETTINGS})
     known_policy(request.remat)
     dtype = command.precision.dtype if loaded is None else loaded.schedule.compute_dtype
     program = request.trace(command.sizes.load(load), command.precision, dtype=dtype)

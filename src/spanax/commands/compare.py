@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import Load, SizeFlags, Sizes
 from spanax.errors import SpanaxError
+from spanax.run.flags import Load, SizeFlags, Sizes
 
 if TYPE_CHECKING:
     from spanax.show.live.progress import ShowProgress

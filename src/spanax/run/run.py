@@ -20,8 +20,8 @@ from spanax.run.evaluation import num_fewer, smaller_evaluation
 from spanax.run.state.placement import abstract_arrays
 from spanax.run.state.program_digest import meta_of
 from spanax.run.state.weights import Loaded
-from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
-from spanax.run.step.guarded_step import GuardedStep, unsound
+from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_steps_per_call
+from spanax.run.step.guarded_step import GuardedStep, invalid_leaves
 from spanax.run.step.multi_step import multi_step
 from spanax.run.step.pipeline.layer_order import LayerOrder, layer_order
 from spanax.run.step.pipeline.layer_padding import PaddedStep
@@ -116,7 +116,7 @@ class Run:
           >>> run.steps([batch] * 4)["loss"].shape, run.num_steps
           ((4,), 4)
         """
-        check_several(self.guard, len(batches))
+        check_steps_per_call(self.guard, len(batches))
         leaves = [validate_batch(self.program, self._batch_shardings, batch) for batch in batches]
         function = self._compiled.get(f"{len(batches)} steps") or self._stepping(len(batches))
         self.state, metrics = function(self.state, leaves, *self._limits(len(batches)))
@@ -135,11 +135,12 @@ class Run:
 
     def unsound(self) -> list[str]:
         """Returns the paths of non-finite parameters and of other leaves that contain a NaN."""
-        if "unsound" not in self._compiled:
+        if "invalid leaves" not in self._compiled:
             replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-            self._compiled["unsound"] = jax.jit(partial(unsound, self.program, self._rows), out_shardings=replicated)
-        are_bad = np.asarray(self._compiled["unsound"](self.state))
-        return [leaf.path for leaf, is_bad in zip(self.program.leaves, are_bad, strict=True) if is_bad]
+            function = partial(invalid_leaves, self.program, self._rows)
+            self._compiled["invalid leaves"] = jax.jit(function, out_shardings=replicated)
+        are_invalid = np.asarray(self._compiled["invalid leaves"](self.state))
+        return [leaf.path for leaf, is_invalid in zip(self.program.leaves, are_invalid, strict=True) if is_invalid]
 
     def go_back(self, begin: Callable[[], "Run"]) -> None:
         """Replaces the state, the step and the history with those of the run that `begin` returns.
@@ -298,7 +299,7 @@ class Run:
     def _stepping(self, several: int = 0) -> Any:
         """Returns the jitted function for one step, or for `several` steps on a list of batches.
 
-        In a group of processes it is compiled here, behind a barrier.
+        In a group of processes it is compiled here, after a barrier.
         """
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
-from spanax.entries.names import META, PLAN
 from spanax.errors import DataError, WriteError
-from spanax.printable import to_stderr
-from spanax.run.distributed.processes import from_first
 from spanax.run.store import checkpoint, manifest, view
 from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from spanax.plan.plan import Placement
     from spanax.trace.program import Program
 
-LEAST_BYTES = 1 << 22
+MIN_BATCH_BYTES = 1 << 22
 """The minimal size of a batch of arrays; larger batches are limited by the largest array."""
 
 PARTIAL = "init=..., partial=True (--init-partial) loads the weights that match and lists the others"
@@ -97,9 +94,7 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
       WriteError: the folder cannot be written; an incomplete checkpoint is removed.
     """
     root = Folder.of(directory).resolved()
-    leaves = {path: dtype_and_shape(part) for path, part in parts.items()}
-    texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
-    staging = checkpoint.prepare(root, 0, texts)
+    staging = checkpoint.prepare(root, 0, parts, plan_json, meta)
     try:
         orbax = checkpoint.orbax_v1()
         context = orbax.Context()
@@ -124,13 +119,13 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
 
 
 def batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Groups names, in order, into batches of at most the size of the largest array, or of `LEAST_BYTES`.
+    """Groups names, in order, into batches of at most the size of the largest array, or of `MIN_BATCH_BYTES`.
 
     Example:
       >>> list(batches({"a": 1 << 22, "b": 1 << 24, "c": 1 << 22, "d": 1 << 22}))
       [['a'], ['b'], ['c', 'd']]
     """
-    most = max([*sizes.values(), LEAST_BYTES])
+    most = max([*sizes.values(), MIN_BATCH_BYTES])
     batch: list[str] = []
     num_free_bytes = most
     for name, size in sizes.items():
@@ -150,7 +145,6 @@ def load(
     directory: str | os.PathLike[str],
     *,
     partial: bool = False,
-    warn: Callable[[str], None] | None = None,
 ) -> tuple[dict[int, jax.Array], Loaded]:
     """Loads a model's parameters and statistics from a checkpoint, sharded, by index of leaf.
 
@@ -163,7 +157,6 @@ def load(
       mesh: the devices.
       directory: a folder of checkpoints, or a run folder.
       partial: load only the weights that match by path and shape.
-      warn: called with a warning if the newest checkpoint is damaged; prints to standard error by default.
 
     Returns:
       The loaded arrays, and the paths of loaded, missing, mismatched and unexpected weights.
@@ -178,7 +171,7 @@ def load(
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements[index].sharding(mesh))
         for path, (index, leaf) in leaves.items()
     }
-    source = Source.of(directory, warn)
+    source = Source.of(directory)
     weights: dict[int, jax.Array] = {}
     groups = source.groups(targets)
     loaded = _matched(source, groups, str(directory))
@@ -231,18 +224,16 @@ class Source:
     saved: Mapping[str, str]
 
     @staticmethod
-    def of(directory: str | os.PathLike[str], warn: Callable[[str], None] | None = None) -> Source:
-        """Opens the newest intact checkpoint.
+    def of(directory: str | os.PathLike[str]) -> Source:
+        """Opens the newest intact checkpoint; prints a warning to standard error if a newer one is damaged.
 
         Raises:
           DataError: there is none.
         """
         root = manifest.steps_of_run(directory).resolved()
-        report = warn or to_stderr
-        folder = root.inner(from_first(lambda: checkpoint.choose(root, None, report).name, DataError))
-        step = manifest.step_of(folder) or 0
+        step, folder = checkpoint.choose(root)
         try:
-            _, leaves, _ = manifest.read_meta(folder)
+            leaves = manifest.read_meta(folder).leaves
         except (OSError, ValueError) as error:
             raise view.unreadable(step, folder, error) from None
         saved = {path: text for path, text in leaves.items() if not path.startswith("optimizer.")}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
@@ -26,9 +26,9 @@ class BatchSizes:
     batch: int | None = None
     seq: int | None = None
 
-    def load(self, load: Load) -> Any:
-        """Returns the workload at the requested sizes."""
-        return load(**self._arguments())
+    def load(self, load: Load, **more: Any) -> Any:
+        """Returns the workload at the requested sizes; `more` are further arguments of `load`."""
+        return load(**self._arguments(), **more)
 
     def _arguments(self) -> dict[str, int]:
         sizes = {"batch_size": self.batch, "seq_len": self.seq}
@@ -57,29 +57,33 @@ class Precision:
     """Dtypes of computation and optimizer state.
 
     Attributes:
-      dtype: compute dtype: float32, bfloat16 or float16. Default: bfloat16 on accelerators, unless the model sets its
-        own dtypes.
+      dtype: compute dtype: float32, bfloat16 or float16; parameters keep the dtype of the model. Default: bfloat16 on
+        accelerators, unless the model sets its own dtypes.
       optimizer_state: dtype of the optimizer's moments, float32 or bfloat16.
     """
 
     dtype: str | None = None
-    optimizer_state: Literal["float32", "bfloat16"] = "float32"
+    optimizer_state: str = "float32"
 
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """The requested layout; what is left out, the planner chooses.
+    """The requested layout; the planner chooses what is None.
 
     Attributes:
-      layout: name of the layout. Default: what the mesh axes imply; without both, the fastest that fits.
+      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert, pipeline,
+        pipeline+tensor or 3d; `+seq` after a tensor layout also shards the sequence. Default: inferred from --mesh, or
+        the fastest layout that fits.
       mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
-      remat: what the backward pass recomputes: none, dots, full, offload. Default: the fastest that fits; on CPUs,
-        with a layout or mesh, as written.
-      attention: plain, as written; flash, the platform's kernel; auto, the kernel where it applies.
+      remat: what the backward pass recomputes: none; dots, all but the results of matmuls; full, all but the inputs of
+        each layer; or offload, as dots, with the results in host memory. Default: the fastest that fits; on CPUs, with
+        a layout or mesh, as written in the model.
+      attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel where it applies.
         Default: auto on accelerators, plain on CPUs.
-      loss_chunks: number of chunks of tokens in which logits are computed, or auto: where that saves much memory.
-        Default: auto on accelerators, 1 on CPUs.
-      accumulate: gradient of microbatches: exact, equal to that of the batch, or mean, the mean of theirs.
+      loss_chunks: number of chunks of tokens for the logits, or auto, where that saves much memory. Default: auto on
+        accelerators, 1 on CPUs.
+      accumulate: how the gradients of microbatches are combined: exact, to that of the batch, or mean, to the mean of
+        theirs.
     """
 
     layout: str | None = None
@@ -87,13 +91,21 @@ class LayoutRequest:
     remat: str | None = None
     attention: str | None = None
     loss_chunks: str | None = None
-    accumulate: Literal["exact", "mean"] | None = None
+    accumulate: str | None = None
 
-    def trace(self, workload: "Workload", precision: Precision, *, dtype: str | None) -> "Program":
+    def trace(
+        self,
+        workload: "Workload",
+        precision: Precision,
+        *,
+        dtype: str | None,
+        learning_rate: float = 1e-3,
+        num_steps: int = 100,
+    ) -> "Program":
         """Returns the training step of a workload, traced with the requested rematerialization and precision."""
         return workload.trace(
-            learning_rate=1e-3,
-            num_steps=100,
+            learning_rate=learning_rate,
+            num_steps=num_steps,
             compute_dtype=dtype,
             remat=self.remat,
             optimizer_state=precision.optimizer_state,
