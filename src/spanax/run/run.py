@@ -90,13 +90,7 @@ class Run:
         Raises:
           SpanaxError: the batch differs in structure, shape or dtype from the traced one.
         """
-        leaves = validate_batch(self.program, self._batch_shardings, batch)
-        function = self._compiled.get("step") or self._stepping()
-        self.state, metrics = function(self.state, leaves, *self._limits())
-        named = self._advance(1, metrics)
-        if self.guard is not None:
-            self._returned.append((self.num_steps, (), named))
-        return named
+        return self._take(validate_batch(self.program, self._batch_shardings, batch))
 
     def steps(self, batches: Sequence[Any]) -> dict[str, Any]:
         """Takes several train steps in one dispatch, for steps that are shorter than the dispatch overhead of the host.
@@ -118,13 +112,7 @@ class Run:
         """
         check_steps_per_call(self.guard, len(batches))
         leaves = [validate_batch(self.program, self._batch_shardings, batch) for batch in batches]
-        function = self._compiled.get(f"{len(batches)} steps") or self._stepping(len(batches))
-        self.state, metrics = function(self.state, leaves, *self._limits(len(batches)))
-        named = self._advance(len(batches), metrics)
-        if self.guard is not None:
-            before = self.num_steps - len(batches)
-            self._returned.extend((before + 1 + index, index, named) for index in range(len(batches)))
-        return named
+        return self._take(leaves, several=len(batches))
 
     def judge(self, step: int, values: Mapping[str, Any]) -> str | None:
         """Returns why a step is bad, given its metrics as Python numbers; None if it is good."""
@@ -262,15 +250,19 @@ class Run:
         limits = [guard.limit(self.history, self.num_steps + 1, name) for name in guarded.watched]
         return (np.array(limits, np.float32),)
 
-    def _advance(self, num_steps: int, metrics: list[Any]) -> dict[str, Any]:
-        """Counts the steps of one call, and returns their metrics by name."""
+    def _take(self, leaves: list[Any], several: int = 0) -> dict[str, Any]:
+        """Takes one step, or `several` on a list of batches, and returns the metrics by name."""
+        first, num_steps = self.num_steps + 1, several or 1
+        self.state, metrics = self._stepping(several)(self.state, leaves, *self._limits(num_steps))
         self.num_steps, self._num_last = self.num_steps + num_steps, num_steps
         self._settle(metrics)
         num_results = self.program.step.num_results
         named: dict[str, Any] = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
         if len(metrics) > num_results:
             named[STEP_OK] = metrics[num_results]
-        self._first_step.take(self.program, self.num_steps - num_steps + 1, named, self.warn)
+        if self.guard is not None:
+            self._returned.extend((first + index, index if several else (), named) for index in range(num_steps))
+        self._first_step.take(self.program, first, named, self.warn)
         return named
 
     def _note(self, step: int) -> None:

@@ -174,10 +174,11 @@ def load(
     source = Source.of(directory)
     weights: dict[int, jax.Array] = {}
     groups = source.groups(targets)
-    loaded = _matched(source, groups, str(directory))
+    reads = {path: target for group in groups for path, target in group.reads.items()}
+    loaded = _matched(source, reads, [path for group in groups for path in group.targets], str(directory))
     if not partial:
         fix = PARTIAL if loaded.loaded else "build the model that the checkpoint was saved from"
-        checkpoint.compare(source.step, source.folder, source.saved, _all_reads(groups), fix=fix)
+        checkpoint.compare(source.step, source.folder, source.saved, reads, fix=fix)
     elif not loaded.loaded:
         message = f"checkpoint step {source.step} has none of the {len(targets)} weights of this model."
         raise DataError(message, where=str(loaded), fix="a checkpoint of a model that this one extends")
@@ -189,15 +190,14 @@ def load(
     return weights, loaded
 
 
-def _matched(source: Source, groups: Sequence[Regrouped], directory: str) -> Loaded:
-    """Compares the weights of the model with those of a checkpoint."""
-    reads = _all_reads(groups)
-    saved, paths = source.saved, sorted(path for group in groups for path in group.targets)
+def _matched(source: Source, reads: Mapping[str, Any], paths: Sequence[str], directory: str) -> Loaded:
+    """Compares the weights of the model, `paths`, with those of a checkpoint."""
+    saved = source.saved
     differs = [path for path in reads if path in saved and saved[path] != dtype_and_shape(reads[path])]
     missing = reads.keys() - saved.keys()
     return Loaded(
         directory,
-        tuple(path for path in paths if path not in missing and path not in differs),
+        tuple(path for path in sorted(paths) if path not in missing and path not in differs),
         tuple(sorted(missing)),
         tuple(f"{path}: model {dtype_and_shape(reads[path])}, checkpoint {saved[path]}" for path in sorted(differs)),
         tuple(sorted(saved.keys() - reads.keys())),
@@ -297,10 +297,6 @@ def _smallest(regrouped: Regrouped, structs: Mapping[str, Any]) -> list[Regroupe
     if regrouped.to_stack or regrouped.to_unstack:
         return [regrouped]
     return [Regrouped({path: target}, {path: target}, [], []) for path, target in structs.items()]
-
-
-def _all_reads(groups: Sequence[Regrouped]) -> dict[str, Any]:
-    return {path: target for group in groups for path, target in group.reads.items()}
 
 
 def _cast(array: jax.Array, dtype: Any) -> jax.Array:
