@@ -63,13 +63,13 @@ def campaign(num_trials: int, seed: int) -> dict[str, Any]:
             file.unlink() if damaged is None else file.write_bytes(damaged)
             name = file.relative_to(root / "2").as_posix()
             is_found = any(name in problem for problem in manifest.problems(root / "2"))
-            number = checkpoint.choose(Folder.of(root), None, lambda _: None).name
+            number, _ = checkpoint.choose(Folder.of(root), None, lambda _: None)
             if trial % 50 == 0:
                 found = checkpoint.restore(root, targets, warn=lambda _: None)
                 is_found &= all(np.array_equal(found.arrays[key], older[key]) for key in older)
-            num_fallbacks += number == "1"
+            num_fallbacks += number == 1
             tried[kind] += 1
-            if not is_found or number != "1":
+            if not is_found or number != 1:
                 missed.append(f"{kind} {name}")
             file.write_bytes(whole)
         assert not manifest.problems(root / "2"), "a trial was not undone"

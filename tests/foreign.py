@@ -101,7 +101,7 @@ class Place:
             (folder / "meta.json").write_text('{"saved_at": "2026-01-02T03:04:05Z", "leaves": {}, "meta": {}}')
             manifest.write(folder)
         for event in ({"event": "begin", "step": 0}, {"event": "end", "step": 4}):
-            Events(run).tell(**event)
+            Events(run).append(**event)
         Pulse(run, 0, 0).beat("end", 4, seconds={"step": 1.0})
         (run / "config.toml").write_text('workload = "tiny"\n')
         (run / "metrics.jsonl").write_text('{"event": "step", "step": 4, "loss": 0.5}\n')

@@ -74,7 +74,7 @@ def template() -> dict[str, bytes]:
             "stopped": {"why": "it would end the same way again", "what": "it died", "code": 70, "step": 3},
             "ledger": {"step": 4, "seconds": {"restart": 2.0, "step": 3.0}, "wall_seconds": 5.0},
         }.items()):  # fmt: skip
-            Events(target, attempt=1).tell(event, time=2e9 + position, **values)
+            Events(target, attempt=1).append(event, time=2e9 + position, **values)
         seconds = {"compute": 0.1, "communication": 0.1, "idle": 0.0, "host": 0.0, "input wait": 0.0}
         profile = {"steps": 6, "devices": 8, "step_seconds": 0.2, "seconds": seconds, "communication": {"fsdp": 0.1}}
         (target / "profile").mkdir()
@@ -146,7 +146,7 @@ def spoil(place: Path, files: dict[str, bytes], rng: random.Random) -> None:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(content)
     step = place / "checkpoints" / "2"
-    if rng.random() < 0.7 and (step / manifest.NAME).exists() and rng.random() < 0.9:
+    if rng.random() < 0.7 and (step / manifest.MANIFEST).exists() and rng.random() < 0.9:
         with contextlib.suppress(SpanaxError, OSError):
             manifest.write(step)  # so that what it lists is read as well
 
@@ -186,13 +186,13 @@ def resume(place: Path) -> None:
     config = check(with_settings(TrainConfig(out=str(place), resume=True), settings, str(place)))
     with claimed(place, resume=True):
         time_account.reached(place)
-        time_account.keep_beat(Events(place))
+        time_account.record_last_heartbeat(Events(place))
         folder.check_same_run(place, config.record() | {"steps": config.steps or 3})
         Plan.of_run(place)
         folder.changed_versions(place)
         for _, step in manifest.finished(place / CHECKPOINTS):
             try:
-                meta = _meta(manifest.read_meta(step)[2], step)
+                meta = _meta(manifest.read_meta(step).meta, step)
             except (OSError, ValueError) as error:  # as the checkpoint's own reader does
                 raise DataError(str(error)) from error
             History.of(meta.history, 2)

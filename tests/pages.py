@@ -96,7 +96,7 @@ def a_run(folder: Path, plan: Plan, num_steps: int = 60) -> Path:
     ]
     for after, attempt, by, event in told:
         wall = {"wall_seconds": sum(event["seconds"].values())} if "seconds" in event else {}
-        Events(folder, by, attempt).tell(**({"time": BEGAN + after} | event | wall))
+        Events(folder, by, attempt).append(**({"time": BEGAN + after} | event | wall))
     (folder / "config.toml").write_text('workload = "gpt-nano"\n')
     (folder / "plan.json").write_text(plan.to_json())
     lines = [{"event": "start", "step": 0}]

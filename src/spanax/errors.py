@@ -110,8 +110,8 @@ class NumbersError(SpanaxError):
     """A loss, gradient or parameter is invalid and ends the run; exit code 70.
 
     Example:
-      >>> print(NumbersError("step 7 went wrong: loss is nan.", fix="--on-bad-step rollback"))
-      step 7 went wrong: loss is nan.
+      >>> print(NumbersError("step 7 is bad: loss is nan.", fix="--on-bad-step rollback"))
+      step 7 is bad: loss is nan.
         fix: --on-bad-step rollback
     """
 

@@ -59,7 +59,7 @@ def a_run(folder: Path, *told: tuple[float, int, str, dict[str, Any]]) -> Path:
     folder.mkdir(exist_ok=True)
     for after, attempt, by, event in told:
         wall = {"wall_seconds": sum(event["seconds"].values())} if "seconds" in event else {}
-        Events(folder, by, attempt).tell(**({"time": BEGAN + after} | event | wall))
+        Events(folder, by, attempt).append(**({"time": BEGAN + after} | event | wall))
     (folder / "config.toml").write_text('workload = "gpt-nano"\n')
     return folder
 
@@ -157,9 +157,9 @@ def test_what_cannot_be_read_is_counted_and_shown(tmp_path: Path, capsys: pytest
     assert len(json.loads(capsys.readouterr().out)["notes"]) == 9
 
 
-def test_nothing_to_report_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_cannot_be_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    for place, says in (("nowhere", "there is no folder"), ("empty", "is not a run folder")):
+    for place, says in (("nowhere", "does not exist"), ("empty", "is not a run folder")):
         with pytest.raises(SystemExit) as stopped:
             cli.main(["report", str(tmp_path / place)])
         error = capsys.readouterr().err

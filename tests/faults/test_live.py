@@ -149,7 +149,7 @@ def test_a_restore_passes_over_a_step_that_goes_meanwhile(tmp_path: Path, monkey
         return problems(folder)
 
     monkeypatch.setattr(manifest, "problems", going)
-    assert checkpoint.choose(tmp_path, None, warnings.append).name == "1" and not warnings
+    assert checkpoint.choose(Folder.of(tmp_path), None, warnings.append)[0] == 1 and not warnings
 
 
 @pytest.mark.parametrize("place", [".", "checkpoints"])
@@ -183,7 +183,7 @@ def test_a_run_that_removes_each_step_that_is_read_ends_the_reading(tmp_path: Pa
     finished(tmp_path, *map(str, range(20)))
     with pytest.raises(DataError, match="every step in '.*' was removed while it was being read"):
         view.newest(tmp_path, lambda step, folder: manifest.discard(folder))
-    assert len(manifest.steps(tmp_path)) == 20 - view.MOST_ROUNDS
+    assert len(manifest.steps(tmp_path)) == 20 - view.MAX_ROUNDS
 
 
 def test_a_save_that_another_machine_makes_is_no_damage(

@@ -14,7 +14,7 @@ from spanax.interop.hf_import import params_of
 from spanax.interop.safetensors import Writer
 from spanax.interop.tensor_matching import arrays_of
 from spanax.models.gpt import GPTConfig
-from spanax.run.state.weights import LEAST_BYTES
+from spanax.run.state.weights import MIN_BATCH_BYTES
 
 MEASURE = """
 import resource, sys
@@ -52,7 +52,7 @@ def test_the_host_holds_the_largest_tensor_twice(tmp_path: Path) -> None:
     small = Path(__file__).parent / "weights" / "gpt2"
     largest = written(tmp_path / "large", GPTConfig(300, 64, num_layers=4, num_heads=8, embed_dim=640))
     size = (tmp_path / "large" / "model.safetensors").stat().st_size
-    allowed = 2 * max(largest, LEAST_BYTES) + OVERHEAD_BYTES
+    allowed = 2 * max(largest, MIN_BATCH_BYTES) + OVERHEAD_BYTES
     assert size > 10 * largest and size > 2 * allowed, "the file shows nothing"
     to = tmp_path / "to"
     run = subprocess.run(

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from spanax.run.distributed.processes import obey_supervisor
+from spanax.run.distributed.processes import attach_supervisor
 from spanax.run.record.heartbeat import Pulse
 
 
@@ -19,7 +19,7 @@ def main() -> None:
         file.write(f"{attempt} {rank} {'--resume' in words}\n")
     while sum(line.startswith(f"{attempt} ") for line in (folder / "attempts.txt").read_text().splitlines()) < 2:
         time.sleep(0.05)
-    obey_supervisor()
+    attach_supervisor()
     if mode == "group":
         (folder / f"{rank}.json").write_text(json.dumps(group()))
     elif mode == "bad":

@@ -28,7 +28,7 @@ from pathlib import Path
 from spanax.run.record.heartbeat import Pulse
 rank, attempt, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 pulse = Pulse(folder, rank, attempt)
-def beat(phase, step): pulse._beaten = -9; pulse.beat(phase, step)
+def beat(phase, step): pulse._last_beat = -9; pulse.beat(phase, step)
 """
 
 QUICK = Limits(stuck_seconds=240, quiet_seconds=240, stop_seconds=240, restarts=4, backoff_seconds=0.01)
@@ -68,7 +68,7 @@ def test_a_second_supervisor_touches_nothing_of_a_live_run(
 ) -> None:
     watched, _ = supervised(tmp_path, "beat('end', 3)")
     Pulse(tmp_path, 0, 0).beat("step", 7, seconds={"step": 3.0})
-    events.Events(tmp_path).tell("begin", step=0, time=1.0)
+    events.Events(tmp_path).append("begin", step=0, time=1.0)
     (tmp_path / LOGS / "rank0.log").write_text("== attempt 0\n")
     with holder(tmp_path):
         before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in tmp_path.rglob("*") if path.is_file()}
@@ -282,7 +282,7 @@ time.sleep(600)
 def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(
-        BEFORE + "from spanax.run.distributed.processes import obey_supervisor\nobey_supervisor()\n" + WAITS
+        BEFORE + "from spanax.run.distributed.processes import attach_supervisor\nattach_supervisor()\n" + WAITS
     )
     words = [sys.executable, "-c", DIES, str(script), str(tmp_path)]
     supervisor = subprocess.Popen(words, start_new_session=True)
@@ -298,7 +298,7 @@ def test_a_killed_supervisor_asks_every_process_to_stop(tmp_path: Path) -> None:
 
 def test_a_process_does_not_begin_without_its_supervisor() -> None:
     """It may die before the process asks for the signal of its death."""
-    code = "from spanax.run.distributed.processes import obey_supervisor; obey_supervisor(); print('began')"
+    code = "from spanax.run.distributed.processes import attach_supervisor; attach_supervisor(); print('began')"
     environ = os.environ | {"SPANAX_SUPERVISOR": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and "the supervisor has exited" in done.stderr

@@ -136,7 +136,7 @@ def test_halt_names_the_step_and_saves_nothing_of_it(tmp_path: Path) -> None:
     out, source = tmp_path / "run", batches({BAD: NAN})
     with pytest.raises(NumbersError) as caught:
         trained(source, config(out, "halt"))
-    assert str(caught.value).startswith(f"step {BAD + 1} went wrong: loss is nan.\n  where: batch {BAD} of list")
+    assert str(caught.value).startswith(f"step {BAD + 1} is bad: loss is nan.\n  where: batch {BAD} of list")
     assert "--on-bad-step rollback" in str(caught.value) and caught.value.exit_code == 70
     assert steps_in(out) == [4]
     assert all(np.isfinite(array).all() for array in saved(out, source)[4].values())
@@ -315,7 +315,7 @@ def test_two_processes_see_it_in_the_same_step(tmp_path: Path) -> None:
 def test_a_run_that_skips_every_step_raises(tmp_path: Path, per_call: int) -> None:
     source = batches(dict.fromkeys(range(4), NAN))
     settings = config(tmp_path / "run", "skip", steps=3, patience=3, steps_per_call=per_call)
-    with pytest.raises(NumbersError, match="all 3 steps went wrong") as caught:
+    with pytest.raises(NumbersError, match="all 3 steps were bad") as caught:
         trained(source, settings)
     assert caught.value.exit_code == 70 and "fix: " in str(caught.value)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spanax.run.compilation_cache import FOLDER, THRESHOLD, keep_programs, prune
+from spanax.run.compilation_cache import FOLDER, THRESHOLD, enable_compilation_cache, prune
 from spanax.run.data.cache import cache_folder, untrusted
 
 
@@ -29,7 +29,7 @@ def test_a_place_and_a_threshold_that_are_said_stay(tmp_path: Path) -> None:
     said = {FOLDER: "elsewhere", "XDG_CACHE_HOME": str(tmp_path)}
     for threshold, kept in (({}, "0"), ({THRESHOLD: "2"}, "2")):
         environ = said | threshold
-        keep_programs(environ)
+        enable_compilation_cache(environ)
         assert environ == said | {THRESHOLD: kept} and not list(tmp_path.iterdir())
 
 
@@ -37,7 +37,7 @@ def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "spanax").write_text("a file where the folder would be")
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     with pytest.warns(UserWarning, match="compiled programs are not cached in .*: it is not writable"):
-        keep_programs(environ)
+        enable_compilation_cache(environ)
     assert environ == {"XDG_CACHE_HOME": str(tmp_path)}
 
 
@@ -47,7 +47,7 @@ def test_no_program_comes_from_the_folder_one_works_in(tmp_path: Path, monkeypat
     for home in ("", "relative"):
         environ = {"XDG_CACHE_HOME": home}
         with pytest.warns(UserWarning, match="not an absolute path") if home else nullcontext():
-            keep_programs(environ)
+            enable_compilation_cache(environ)
         assert environ[FOLDER] == str(tmp_path / "home" / ".cache" / "spanax" / "compiled")
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
@@ -64,7 +64,7 @@ def test_no_program_comes_from_where_everybody_writes(
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     environ = {"XDG_CACHE_HOME": str(home)}
     with pytest.warns(UserWarning, match="every user can write to '"):
-        keep_programs(environ)
+        enable_compilation_cache(environ)
     assert environ.get(FOLDER) != str(home / "spanax" / "compiled")
 
 

@@ -146,7 +146,7 @@ def test_weights_of_another_model_are_refused(trained: tuple[spanax.Run, Path], 
         for path, shape in shapes.items()
     }
     weights.write(tmp_path, parts, plan_json="{}", meta={})
-    with pytest.raises(DataError, match="the checkpoint holds weights only"):
+    with pytest.raises(DataError, match="the checkpoint contains weights only"):
         spanax.restore(of, plan(of), tmp_path)
     assert float(spanax.start(of, plan(of), init=tmp_path).params()["kernel"].min()) == 1
 
@@ -219,7 +219,7 @@ def test_partial_is_advised_where_weights_match_and_needs_them(trained: tuple[sp
     with pytest.raises(DataError, match="of another model") as caught:
         spanax.start(of, plan(of), init=folder)
     assert "partial=True" in str(caught.value) and "--init-partial" in str(caught.value)
-    assert "holds weights only" not in str(caught.value)
+    assert "contains weights only" not in str(caught.value)
     with pytest.raises(spanax.SpanaxError, match="`partial` requires `init`"):
         spanax.start(of, plan(of), partial=True)
     other = grown(build=lambda rngs: nnx.Linear(16, 8, rngs=rngs))

@@ -150,7 +150,7 @@ def test_traced_steps_go_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_halt_names_the_step_inside_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
-    with pytest.raises(NumbersError, match=f"step {BAD + 1} went wrong: loss is nan"):
+    with pytest.raises(NumbersError, match=f"step {BAD + 1} is bad: loss is nan"):
         trained(tmp_path / "run", batches(BAD), monkeypatch, steps_per_call=4, save_every=0)
 
 

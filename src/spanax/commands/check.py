@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import (
-    LayoutFlags,
-    LayoutRequest,
-    Load,
-    Precision,
-    PrecisionFlags,
-    SizeFlags,
-    Sizes,
-    require,
-)
+from spanax.commands.validation import require
 from spanax.errors import SpanaxError, first_line
+from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
 
 if TYPE_CHECKING:
     from spanax.check.finding import Finding
@@ -144,8 +136,8 @@ def _machine(command: CheckCommand) -> "Cluster":
     from spanax.hardware.cluster import cluster
 
     require("check", command.workload, command.on, "v5e:4x4")
-    command.request.check()
-    command.precision.check()
+    command.request.check_layout()
+    command.precision.check_dtype()
     return cluster(command.on)
 
 
@@ -154,12 +146,12 @@ def _planned(command: CheckCommand, load: Load, machine: "Cluster") -> "tuple[Pr
     from spanax.plan.choose import plan
     from spanax.plan.pipeline.stages import check_requested_schedule, requested_schedule
     from spanax.plan.plan import Plan
-    from spanax.run.config import OF_PLAN, check_alone
+    from spanax.run.config import PLAN_SETTINGS, check_alone
 
     request, loaded = command.request, None
     if command.plan is not None:
         loaded = Plan.load(command.plan)
-        check_alone({name: command.settings[name] for name in OF_PLAN})
+        check_alone({name: command.settings[name] for name in PLAN_SETTINGS})
     dtype = command.precision.dtype if loaded is None else loaded.schedule.compute_dtype
     program = request.trace(command.sizes.load(load), command.precision, dtype=dtype)
     schedule = requested_schedule(microbatches=command.microbatches, schedule=command.schedule, chunks=command.chunks)

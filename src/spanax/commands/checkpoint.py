@@ -53,7 +53,7 @@ def verify(directory: Path) -> Answer:
     from spanax.show.checkpoints import verified_text
 
     root = _root(directory)
-    seen = view.look(root)
+    seen = view.list_steps(root)
     problems = view.differences(root, seen)
     steps = sorted({step.step for step in seen if step.state in ("good", "bad")})
     saving, unfinished = (

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import Load, Precision, SizeFlags, Sizes, check_positive
+from spanax.commands.validation import check_positive
+from spanax.run.flags import Load, Precision, SizeFlags, Sizes
 
 if TYPE_CHECKING:
     from spanax.show.live.progress import ShowProgress
@@ -82,7 +83,7 @@ def compared(
     from spanax.hardware.mesh import MeshShape
     from spanax.show.compare import compared_json, compared_text, progress_text, start_text
 
-    Precision(command.dtype).check()
+    Precision(command.dtype).check_dtype()
     check_positive(command, "steps", "top", "devices")
     check_pruning(command.top, command.all)
     mesh = None if command.mesh is None else MeshShape.of(command.mesh)

@@ -9,19 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import (
-    LayoutFlags,
-    LayoutRequest,
-    Load,
-    Precision,
-    PrecisionFlags,
-    SizeFlags,
-    Sizes,
-    check_positive,
-    flag,
-    require,
-)
+from spanax.commands.validation import check_positive, flag, require
 from spanax.errors import SpanaxError, first_line
+from spanax.run.flags import LayoutFlags, LayoutRequest, Load, Precision, PrecisionFlags, SizeFlags, Sizes
 
 if TYPE_CHECKING:
     from spanax.hardware.cluster import Cluster
@@ -117,8 +107,8 @@ def _diff(first: Path, second: Path) -> Answer:
 
 def _check(command: PlanCommand) -> None:
     require("plan", command.workload, command.on, "a100-80gb:8")
-    command.request.check()
-    command.precision.check()
+    command.request.check_layout()
+    command.precision.check_dtype()
     check_positive(command, "top", "target_mfu", "tokens", "budget_hours", "save_seconds")
     questions = [flag(name) for name in ("max", "min", "target_mfu") if getattr(command, name) is not None]
     others = [flag(name) for name in ("out", "html", "explain", "tokens") if getattr(command, name) is not None]

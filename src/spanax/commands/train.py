@@ -13,7 +13,7 @@ import tyro
 from spanax.commands.answer import Answer
 from spanax.entries.names import CONFIG
 from spanax.errors import PREEMPTED
-from spanax.run.config import OF_PLAN, TrainConfig, check, with_settings
+from spanax.run.config import PLAN_SETTINGS, TrainConfig, check, with_settings
 from spanax.run.record.folder import read_config, recorded
 from spanax.show.error_text import print_error
 from spanax.usage import described
@@ -56,17 +56,17 @@ def without_replaced(settings: dict[str, Any], config: TrainConfig) -> dict[str,
     is_resized = config.devices is not None and config.devices != settings.get("devices")
     dropped: tuple[str, ...] = ("layout", "mesh", "plan") if is_moved else ("mesh", "plan") if is_resized else ()
     if config.plan is not None:
-        dropped = (*dropped, *OF_PLAN)  # the new plan contains them
+        dropped = (*dropped, *PLAN_SETTINGS)  # the new plan contains them
     return {key: value for key, value in settings.items() if key not in dropped}
 
 
 def answer(config: TrainConfig) -> Answer:
     """Trains, and prints events as they happen; the exit code is `PREEMPTED` after a preemption."""
-    from spanax.run.compilation_cache import keep_programs
-    from spanax.run.distributed.processes import Hosts, obey_supervisor
+    from spanax.run.compilation_cache import enable_compilation_cache
+    from spanax.run.distributed.processes import Hosts, attach_supervisor
 
-    obey_supervisor()
-    keep_programs()
+    attach_supervisor()
+    enable_compilation_cache()
 
     from spanax.models.workloads import load
     from spanax.run.distributed.devices import devices

@@ -124,7 +124,7 @@ def export_weights(
       Traceback (most recent call last):
       spanax.errors.DataError: no checkpoint found.
         where: ...no/such/run does not exist
-        fix: name the folder that holds the numbered steps
+        fix: pass the folder that contains the numbered steps
     """
     tables, out = family(kind), Path(out)
     check_dtype(dtype)

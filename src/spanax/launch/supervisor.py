@@ -128,7 +128,7 @@ class Supervisor:
                 if ending.code in (0, PREEMPTED) or self._stop_signals:
                     if ending.code not in (0, PREEMPTED):
                         self.say(f"stopped on request: {ending.what} Earlier checkpoints are intact.")
-                    events.tell("end", how=ending.what, code=ending.code)
+                    events.append("end", how=ending.what, code=ending.code)
                     return ending.code
                 num_same_step = num_same_step + 1 if ending.step == last_step else 1
                 has_progress, last_step = ending.step > last_step, ending.step
@@ -140,13 +140,13 @@ class Supervisor:
                 )
                 reason = reason or (attempt >= self.limits.restarts and f"it was restarted {attempt} times")
                 if reason:
-                    events.tell("stopped", why=reason, what=ending.what, step=ending.step, code=ending.code)
+                    events.append("stopped", why=reason, what=ending.what, step=ending.step, code=ending.code)
                     self.say(f"{ending.what} Not restarting: {reason}.")
                     self._say_words(ending)
                     return ending.code
                 attempt += 1
                 wait_seconds = min(backoff_seconds, LONGEST_BACKOFF_SECONDS)
-                events.tell("restart", what=ending.what, step=ending.step, wait_seconds=wait_seconds)
+                events.append("restart", what=ending.what, step=ending.step, wait_seconds=wait_seconds)
                 self.say(f"{ending.what} Restarting in {wait_seconds:g} s ({attempt} of {self.limits.restarts}).")
                 self._sleep(wait_seconds)
                 if self._stop_signals:
@@ -154,8 +154,8 @@ class Supervisor:
 
     def _attempt(self, attempt: int, events: Events) -> Ending:
         """Runs one attempt until all of its processes have ended."""
-        time_account.keep_beat(events)
-        heartbeat.forget(self.folder)
+        time_account.record_last_heartbeat(events)
+        heartbeat.remove(self.folder)
         processes = list(self.start(self.begun + attempt))
         try:
             ending = self._watched(processes, events)
@@ -187,7 +187,7 @@ class Supervisor:
                 self._write_stacks(processes)
                 first = min(silent, key=lambda silence: (silence.rank not in stopped, silence.step, silence.rank))
                 ranks = [silence.rank for silence in silent]
-                events.tell("stuck", ranks=ranks, stopped=stopped, **asdict(first))
+                events.append("stuck", ranks=ranks, stopped=stopped, **asdict(first))
                 return Ending(70, _stuck_text(first, ranks, stopped), first.rank)
             self._sleep(POLL_SECONDS)
 
@@ -195,7 +195,7 @@ class Supervisor:
         ending = ending_of(codes)
         if ending.code != PREEMPTED:
             words = last_words(self.folder, ending.rank)
-            events.tell("died", rank=ending.rank, what=ending.what, code=ending.code, words=words)
+            events.append("died", rank=ending.rank, what=ending.what, code=ending.code, words=words)
         return ending
 
     def _silent(self, seen: dict[int, tuple[int | None, float]], started_at: float) -> list[Silence]:

@@ -20,11 +20,11 @@ THRESHOLD = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 Most programs that initialize a state compile in less than JAX's default of one second.
 """
 
-MOST_BYTES = 2 << 30
+MAX_BYTES = 2 << 30
 """The size to which the cache is pruned."""
 
 
-def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
+def enable_compilation_cache(environ: MutableMapping[str, str] = os.environ) -> None:
     """Enables JAX's compilation cache; call before importing JAX.
 
     A folder and a threshold set in the environment are unchanged. If the folder is not writable or not trusted, the
@@ -33,7 +33,7 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     Example:
       >>> import tempfile
       >>> environ = {"XDG_CACHE_HOME": tempfile.mkdtemp()}
-      >>> keep_programs(environ)
+      >>> enable_compilation_cache(environ)
       >>> Path(environ["JAX_COMPILATION_CACHE_DIR"]).is_dir()
       True
     """
@@ -47,13 +47,13 @@ def keep_programs(environ: MutableMapping[str, str] = os.environ) -> None:
     if reason:
         warnings.warn(f"compiled programs are not cached in '{folder}': {reason}.", stacklevel=2)
         return
-    prune(folder, MOST_BYTES)
+    prune(folder, MAX_BYTES)
     environ[FOLDER] = str(folder)
     environ.setdefault(THRESHOLD, "0")
 
 
-def prune(folder: Path, most_bytes: int) -> None:
-    """Removes the least recently used files of a folder until the others take at most `most_bytes`.
+def prune(folder: Path, max_bytes: int) -> None:
+    """Removes the least recently used files of a folder until the others take at most `max_bytes`.
 
     JAX's own limit (jax_compilation_cache_max_size) fails in 0.10.2 at the first file written without a limit.
     """
@@ -64,7 +64,7 @@ def prune(folder: Path, most_bytes: int) -> None:
             files.append((max(stat.st_atime, stat.st_mtime), stat.st_size, path))
     num_bytes = sum(size for _, size, _ in files)
     for _, size, path in sorted(files):
-        if num_bytes <= most_bytes:
+        if num_bytes <= max_bytes:
             return
         with suppress(OSError):
             path.unlink()

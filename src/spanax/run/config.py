@@ -10,9 +10,10 @@ from spanax.documents import MAX_TOML_BYTES
 from spanax.errors import SpanaxError, nearest
 from spanax.hardware.flags import NONE, flags_of
 from spanax.printable import is_printable
+from spanax.run.flags import BatchSizes, LayoutRequest, Precision
 from spanax.run.record.folder import config_text
 from spanax.run.record.trackers import check_trackers
-from spanax.run.step.guard import POLICIES, Guard, check_several
+from spanax.run.step.guard import POLICIES, Guard, check_steps_per_call
 from spanax.schema import SchemaError, parsed, short
 from spanax.trace.rewrites.remat_policies import (
     known_accumulation,
@@ -24,23 +25,17 @@ from spanax.trace.rewrites.remat_policies import (
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(BatchSizes, Precision, LayoutRequest):
     """Train a workload on the available devices, or on simulated ones.
 
     Attributes:
       workload: a name (gpt-nano, llama-nano, moe-nano, vit-nano, resnet-nano, gpt2, llama3-8b, ...), file.py:name,
         or a folder written by spanax import.
-      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert,
-        pipeline, pipeline+tensor or 3d; `+seq` after a tensor layout also shards the sequence. Default: inferred from
-        --mesh, or the fastest layout that fits.
-      mesh: axis sizes, slowest first, such as data=4,model=2.
       plan: a plan file to use instead of layout and mesh.
       devices: number of devices; simulated on a CPU if there is no accelerator (then 8 by default).
       steps: total number of steps, including those before a resume; an error if the run has taken more.
       steps_per_call: steps dispatched to the devices at once, for models whose step is shorter than the overhead of
         the host; every step is logged, and a call ends where a save or an evaluation is due.
-      batch: examples in a global batch.
-      seq: tokens in an example.
       data: a text file, a folder of text files, a .bin of tokens; a .jsonl, .parquet, .arrow or .array_record file, a
         folder or a pattern of them; a.jsonl=0.7,b.parquet=0.3 for a mixture; or `python`, its standard library.
       field: the field of a table with the text or the tokens (of several, the first that a table has), or
@@ -48,21 +43,9 @@ class TrainConfig:
       tokenizer: bytes, bpe, bpe:4096, or the path of a tokenizer.json.
       lr: peak learning rate.
       seed: seed of the parameters and of the order of the data.
-      dtype: compute dtype, float32, bfloat16 or float16; parameters keep the dtype of the model. Default: bfloat16 on
-        accelerators, unless the model chooses dtypes itself.
-      optimizer_state: dtype of the optimizer state, float32 or bfloat16.
       microbatches: parts of the batch over which gradients are accumulated; the microbatches of a pipeline.
-      accumulate: how microbatches are combined: exact, to the results of the full batch, or mean, to the mean of
-        their losses.
       schedule: schedule of a mesh with a `pipe` axis: gpipe, 1f1b, interleaved or zero-bubble.
       chunks: model chunks per stage of the interleaved schedule.
-      remat: what the backward pass keeps: none keeps everything, dots the results of matmuls, full only the inputs of
-        each layer, offload is dots in host memory. Default: the fastest that fits; on CPUs, if a layout or mesh is
-        given, as written in the model.
-      attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel where it applies.
-        Default: auto on accelerators, plain on CPUs.
-      loss_chunks: number of chunks of tokens for the logits, or auto, where that saves much memory. Default: auto on
-        accelerators, 1 on CPUs.
       out: run folder; runs/<workload>-<time> by default.
       init: a run folder or checkpoint to load the parameters from, such as one written by spanax import; the rest of
         the state is new.
@@ -89,28 +72,18 @@ class TrainConfig:
     """
 
     workload: Positional[str] = "gpt-nano"
-    layout: str | None = None
-    mesh: str | None = None
     plan: str | None = None
     devices: int | None = None
     steps: int | None = None
     steps_per_call: int = 1
-    batch: int | None = None
-    seq: int | None = None
     data: str | None = None
     field: str | None = None
     tokenizer: str | None = None
     lr: float | None = None
     seed: int = 0
-    dtype: str | None = None
-    optimizer_state: str = "float32"
     microbatches: int | None = None
-    accumulate: str | None = None
     schedule: str | None = None
     chunks: int | None = None
-    remat: str | None = None
-    attention: str | None = None
-    loss_chunks: str | None = None
     out: str | None = None
     init: str | None = None
     init_partial: bool = False
@@ -145,16 +118,16 @@ class TrainConfig:
 STATE_DTYPES = ("float32", "bfloat16")
 ON_BAD_STEP = (*POLICIES, "ignore")
 
-OF_PLAN = ("layout", "mesh", "dtype", "microbatches", "schedule", "chunks", "remat", "attention", "loss_chunks")
+PLAN_SETTINGS = ("layout", "mesh", "dtype", "microbatches", "schedule", "chunks", "remat", "attention", "loss_chunks")
 """Settings that a plan file determines."""
 
-LEAST: dict[str, float] = {
+MIN: dict[str, float] = {
     "devices": 1, "steps": 1, "steps_per_call": 1, "batch": 1, "seq": 1, "microbatches": 1, "chunks": 1, "lr": 0.0,
     "seed": 0, "save_every": 0, "keep": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1,
     "spike": 1.1, "patience": 0,
 }  # fmt: skip
 
-MOST: dict[str, float] = {"steps_per_call": 1024, "seq": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
+MAX: dict[str, float] = {"steps_per_call": 1024, "seq": 1 << 24, "seed": (1 << 63) - 1, "lr": 1e6}
 """Upper limits beyond any use, which would fail later; 10**12 for all other settings."""
 
 
@@ -190,13 +163,13 @@ def check(config: TrainConfig) -> TrainConfig:
     Raises:
       SpanaxError: a value is invalid, or contradicts another.
     """
-    for name, least in LEAST.items():
+    for name, least in MIN.items():
         value = getattr(config, name)
-        flag, most = f"--{name.replace('_', '-')}", MOST.get(name, 10**12)
+        flag, most = f"--{name.replace('_', '-')}", MAX.get(name, 10**12)
         if value is not None and value > most:
-            raise SpanaxError(f"{flag} is {value}; it takes a number up to {most:g}.", fix=f"{flag} {most:g}")
+            raise SpanaxError(f"{flag} is {value}; expected a number <= {most:g}.", fix=f"{flag} {most:g}")
         if value is not None and not value >= least:
-            raise SpanaxError(f"{flag} is {value}; it takes a number from {least:g}.", fix=f"{flag} {least:g}")
+            raise SpanaxError(f"{flag} is {value}; expected a number >= {least:g}.", fix=f"{flag} {least:g}")
     _check_texts(config)
     known_dtype(config.dtype)
     if config.accumulate is not None:
@@ -212,14 +185,14 @@ def check(config: TrainConfig) -> TrainConfig:
     flags_of(config.xla_flags or NONE, ())
     known_chunks(config.loss_chunks or 1)
     if config.guard is not None:
-        check_several(config.guard, config.steps_per_call)
+        check_steps_per_call(config.guard, config.steps_per_call)
     profiled_steps(config)
     check_trackers(config.track)
     check_path("--out", config.out)
     if config.resume and config.out is None:
         raise SpanaxError("--resume requires --out, the run folder.", fix="--out runs/NAME --resume")
     if config.plan is not None:
-        check_alone({name: getattr(config, name) for name in OF_PLAN})
+        check_alone({name: getattr(config, name) for name in PLAN_SETTINGS})
     return config
 
 
@@ -257,7 +230,7 @@ def check_alone(settings: Mapping[str, Any]) -> None:
     """Checks that no setting is given that a plan file determines.
 
     Args:
-      settings: the settings named in OF_PLAN; None for those not given.
+      settings: the settings named in PLAN_SETTINGS; None for those not given.
 
     Raises:
       SpanaxError: a setting is given.

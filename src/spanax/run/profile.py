@@ -59,8 +59,3 @@ class Profile:
             self._window.__exit__(None, None, None)
             self._window = None
             jax.profiler.stop_trace()
-
-
-def marked(name: str) -> Any:
-    """Returns a context manager that names a span of host time in the trace; almost free without a trace."""
-    return jax.profiler.TraceAnnotation(name)

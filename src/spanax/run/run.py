@@ -20,8 +20,8 @@ from spanax.run.evaluation import num_fewer, smaller_evaluation
 from spanax.run.state.placement import abstract_arrays
 from spanax.run.state.program_digest import meta_of
 from spanax.run.state.weights import Loaded
-from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_several
-from spanax.run.step.guarded_step import GuardedStep, unsound
+from spanax.run.step.guard import LATE, STEP_OK, WATCHED, Guard, History, check_steps_per_call
+from spanax.run.step.guarded_step import GuardedStep, invalid_leaves
 from spanax.run.step.multi_step import multi_step
 from spanax.run.step.pipeline.layer_order import LayerOrder, layer_order
 from spanax.run.step.pipeline.layer_padding import PaddedStep
@@ -90,13 +90,7 @@ class Run:
         Raises:
           SpanaxError: the batch differs in structure, shape or dtype from the traced one.
         """
-        leaves = validate_batch(self.program, self._batch_shardings, batch)
-        function = self._compiled.get("step") or self._stepping()
-        self.state, metrics = function(self.state, leaves, *self._limits())
-        named = self._advance(1, metrics)
-        if self.guard is not None:
-            self._returned.append((self.num_steps, (), named))
-        return named
+        return self._take(validate_batch(self.program, self._batch_shardings, batch))
 
     def steps(self, batches: Sequence[Any]) -> dict[str, Any]:
         """Takes several train steps in one dispatch, for steps that are shorter than the dispatch overhead of the host.
@@ -116,15 +110,9 @@ class Run:
           >>> run.steps([batch] * 4)["loss"].shape, run.num_steps
           ((4,), 4)
         """
-        check_several(self.guard, len(batches))
+        check_steps_per_call(self.guard, len(batches))
         leaves = [validate_batch(self.program, self._batch_shardings, batch) for batch in batches]
-        function = self._compiled.get(f"{len(batches)} steps") or self._stepping(len(batches))
-        self.state, metrics = function(self.state, leaves, *self._limits(len(batches)))
-        named = self._advance(len(batches), metrics)
-        if self.guard is not None:
-            before = self.num_steps - len(batches)
-            self._returned.extend((before + 1 + index, index, named) for index in range(len(batches)))
-        return named
+        return self._take(leaves, several=len(batches))
 
     def judge(self, step: int, values: Mapping[str, Any]) -> str | None:
         """Returns why a step is bad, given its metrics as Python numbers; None if it is good."""
@@ -135,11 +123,12 @@ class Run:
 
     def unsound(self) -> list[str]:
         """Returns the paths of non-finite parameters and of other leaves that contain a NaN."""
-        if "unsound" not in self._compiled:
+        if "invalid leaves" not in self._compiled:
             replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-            self._compiled["unsound"] = jax.jit(partial(unsound, self.program, self._rows), out_shardings=replicated)
-        are_bad = np.asarray(self._compiled["unsound"](self.state))
-        return [leaf.path for leaf, is_bad in zip(self.program.leaves, are_bad, strict=True) if is_bad]
+            function = partial(invalid_leaves, self.program, self._rows)
+            self._compiled["invalid leaves"] = jax.jit(function, out_shardings=replicated)
+        are_invalid = np.asarray(self._compiled["invalid leaves"](self.state))
+        return [leaf.path for leaf, is_invalid in zip(self.program.leaves, are_invalid, strict=True) if is_invalid]
 
     def go_back(self, begin: Callable[[], "Run"]) -> None:
         """Replaces the state, the step and the history with those of the run that `begin` returns.
@@ -261,15 +250,19 @@ class Run:
         limits = [guard.limit(self.history, self.num_steps + 1, name) for name in guarded.watched]
         return (np.array(limits, np.float32),)
 
-    def _advance(self, num_steps: int, metrics: list[Any]) -> dict[str, Any]:
-        """Counts the steps of one call, and returns their metrics by name."""
+    def _take(self, leaves: list[Any], several: int = 0) -> dict[str, Any]:
+        """Takes one step, or `several` on a list of batches, and returns the metrics by name."""
+        first, num_steps = self.num_steps + 1, several or 1
+        self.state, metrics = self._stepping(several)(self.state, leaves, *self._limits(num_steps))
         self.num_steps, self._num_last = self.num_steps + num_steps, num_steps
         self._settle(metrics)
         num_results = self.program.step.num_results
         named: dict[str, Any] = jax.tree.unflatten(self.program.step.result, metrics[:num_results])
         if len(metrics) > num_results:
             named[STEP_OK] = metrics[num_results]
-        self._first_step.take(self.program, self.num_steps - num_steps + 1, named, self.warn)
+        if self.guard is not None:
+            self._returned.extend((first + index, index if several else (), named) for index in range(num_steps))
+        self._first_step.take(self.program, first, named, self.warn)
         return named
 
     def _note(self, step: int) -> None:
@@ -298,7 +291,7 @@ class Run:
     def _stepping(self, several: int = 0) -> Any:
         """Returns the jitted function for one step, or for `several` steps on a list of batches.
 
-        In a group of processes it is compiled here, behind a barrier.
+        In a group of processes it is compiled here, after a barrier.
         """
         name = f"{several} steps" if several else "step"
         if name not in self._compiled:

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from spanax.entries.names import CHECKPOINTS
 from spanax.errors import WriteError
 from spanax.run.config import TrainConfig
 from spanax.run.data.batches import Batches
-from spanax.run.distributed.ports import is_public, open_ports, public_warning
+from spanax.run.distributed.ports import is_public, open_ports
 from spanax.run.distributed.preemption import listening
 from spanax.run.distributed.processes import Hosts, from_first, is_first, is_supervised
 from spanax.run.record.run_lock import RunLock, claimed
@@ -55,7 +55,9 @@ def train(
     """
     with ExitStack() as stack:
         folder, lock = stack.enter_context(_run_folder(config))
-        telemetry = stack.enter_context(_telemetry(folder, emit))
+        rank, attempt = jax.process_index(), Hosts.of().attempt
+        events = emit if is_first() else None
+        telemetry = stack.enter_context(open_telemetry(folder, rank=rank, attempt=attempt, emit=events))
         job = build(load, config, devices, telemetry)
         data = stack.enter_context(closing(job.batches()))
         worker = stack.enter_context(ThreadPoolExecutor(1, "spanax-background"))
@@ -79,17 +81,12 @@ def _run_folder(config: TrainConfig) -> Iterator[tuple[Path, RunLock | None]]:
         locks: list[RunLock] = []
 
         def acquire() -> str:
-            folder = Path(config.out or f"runs/{_short(config.workload)}-{time.strftime('%Y%m%d-%H%M%S')}")
+            name = config.workload.rpartition(":")[2]
+            folder = Path(config.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
             locks.append(stack.enter_context(claimed(folder, resume=config.resume, is_supervised=is_supervised())))
             return str(folder)
 
         yield Path(from_first(acquire, WriteError)), next(iter(locks), None)
-
-
-def _telemetry(folder: Path, emit: Callable[[Event], None]) -> AbstractContextManager[Telemetry]:
-    """Opens the telemetry of this process; only the first process emits events."""
-    attempt = Hosts.of().attempt
-    return open_telemetry(folder, rank=jax.process_index(), attempt=attempt, emit=emit if is_first() else None)
 
 
 def _loop(run: Run, data: Batches, records: Records, is_over: Callable[[int], bool]) -> Loop:
@@ -119,7 +116,8 @@ def _report_start(run: Run, data: Batches, records: Records) -> None:
 
 def _warn_of_public_ports(telemetry: Telemetry) -> None:
     if jax.process_count() > 1 and (addresses := [address for address in open_ports() if is_public(address)]):
-        message = public_warning(addresses)
+        listed = ", ".join(addresses)
+        message = f"this process listens on every interface, without authentication: {listed} (docs/hosts.md)"
         if not is_first():  # its events are dropped, and its standard error goes to its log
             print(f"spanax: {message}", file=sys.stderr)
         telemetry.warn(message)
@@ -137,7 +135,3 @@ def _start_event(run: Run, config: TrainConfig, folder: Path, data: Batches) -> 
         "out": str(folder),
         "data": [asdict(share) | {"epochs": share.epochs(config.steps or 0)} for share in data.shares],
     }
-
-
-def _short(workload: str) -> str:
-    return workload.rpartition(":")[2]

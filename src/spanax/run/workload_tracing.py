@@ -18,10 +18,7 @@ def trace_workload(
 ) -> tuple[Workload, TrainConfig, Program]:
     """Returns the workload in the configured sizes, the configuration with defaults filled in, and the program.
 
-    Args:
-      load: returns the workload, given `batch_size`, `seq_len` and `vocab_size`.
-      config: the settings; None stands for the workload's default.
-      planned: the plan from a file, which determines the compute dtype; None to take it from `config`.
+    A plan from a file, `planned`, determines the compute dtype.
 
     Raises:
       SpanaxError: the workload has no data, or the step cannot be traced.
@@ -29,28 +26,26 @@ def trace_workload(
     """
     workload, config = _settled(load, config)
     dtype = config.dtype if planned is None else planned.schedule.compute_dtype
-    program = workload.trace(
-        learning_rate=config.lr or 0.0,
-        num_steps=config.steps or 0,
-        compute_dtype=dtype,
-        remat=config.remat,
-        optimizer_state=config.optimizer_state,
-        accumulate=config.accumulate,
-    )
+    program = config.trace(workload, config, dtype=dtype, learning_rate=config.lr or 0.0, num_steps=config.steps or 0)
     return workload, config, program
 
 
 def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Workload, TrainConfig]:
     """Returns the workload in the configured sizes with the tokenizer's vocabulary, and the settings with defaults."""
-    sizes = {"batch_size": config.batch, "seq_len": config.seq}
-    workload = load(**sizes)
-    config = _filled(config, workload)
+    workload = config.load(load)
+    config = replace(
+        config,
+        steps=workload.num_steps if config.steps is None else config.steps,
+        lr=workload.learning_rate if config.lr is None else config.lr,
+        tokenizer=config.tokenizer or workload.tokenizer,
+        init=config.init or workload.init,
+    )
     source = source_of(config, workload)
     if workload.vocab_size is not None:
         reading = Reading(config.tokenizer or "bytes", field=config.field)
         num_tokens = vocab_size(source, list(flat(workload.batch)), reading)
         if num_tokens not in (None, workload.vocab_size):
-            workload = load(**sizes, vocab_size=num_tokens)
+            workload = config.load(load, vocab_size=num_tokens)
         if num_tokens is not None and num_tokens > (workload.vocab_size or 0):
             raise DataError(
                 f"the tokens need a vocabulary of {num_tokens}, and the model has {workload.vocab_size}.",
@@ -58,16 +53,6 @@ def _settled(load: Callable[..., Workload], config: TrainConfig) -> tuple[Worklo
                 fix=f"--tokenizer bpe:{workload.vocab_size}, or a model with that vocabulary",
             )
     return workload, config
-
-
-def _filled(config: TrainConfig, workload: Workload) -> TrainConfig:
-    return replace(
-        config,
-        steps=config.steps if config.steps is not None else workload.num_steps,
-        lr=config.lr if config.lr is not None else workload.learning_rate,
-        tokenizer=config.tokenizer or workload.tokenizer,
-        init=config.init or workload.init,
-    )
 
 
 def source_of(config: TrainConfig, workload: Workload) -> Any:

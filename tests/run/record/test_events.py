@@ -12,21 +12,21 @@ from spanax.run.record.events import KINDS, Begin, Events, read
 
 def test_half_a_line_does_not_take_the_next_with_it(tmp_path: Path) -> None:
     events = Events(tmp_path)
-    events.tell("begin", step=0)
+    events.append("begin", step=0)
     with open(tmp_path / EVENTS, "ab") as file:
         file.write(b'{"event": "sa')
-    events.tell("end", step=7)
+    events.append("end", step=7)
     assert [event["event"] for event in read(tmp_path).records] == ["begin", "end"]
 
 
 def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Events(tmp_path / "gone").tell("end", step=7)
+    Events(tmp_path / "gone").append("end", step=7)
     assert "cannot write" in capsys.readouterr().err and read(tmp_path / "gone").records == []
 
 
 def test_what_is_damaged_or_of_another_version_is_counted(tmp_path: Path) -> None:
     """A line that is being written is neither."""
-    Events(tmp_path).tell("begin", step=3, more={"of": "a newer version"})
+    Events(tmp_path).append("begin", step=3, more={"of": "a newer version"})
     lies = [
         b"7", b"[1]", b"{}", b'{"event": []}', b'{"event": "died"}', b'{"event": "died", "time": null}',
         b'{"event": "died", "time": 1e999}', b'{"event": "died", "time": NaN}',
@@ -46,9 +46,9 @@ def test_what_is_damaged_or_of_another_version_is_counted(tmp_path: Path) -> Non
 
 def test_every_kind_that_is_written_can_be_read(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
-        Events(tmp_path).tell("sealed")
+        Events(tmp_path).append("sealed")
     for kind in KINDS:
-        Events(tmp_path).tell(kind, step=1, seconds={"step": 1}, wall_seconds=1)
+        Events(tmp_path).append(kind, step=1, seconds={"step": 1}, wall_seconds=1)
     assert read(tmp_path).num_damaged == 1  # the silence of a `stuck` is a number
     assert len(read(tmp_path).events) == len(KINDS) - 1
 
@@ -58,7 +58,7 @@ import sys
 from pathlib import Path
 from spanax.run.record.events import Events
 for number in range(200):
-    Events(Path(sys.argv[1]), by=sys.argv[2]).tell("bad_step", number=number, long="x" * 5000)
+    Events(Path(sys.argv[1]), by=sys.argv[2]).append("bad_step", number=number, long="x" * 5000)
 """
 
 

@@ -33,7 +33,7 @@ TOGETHER = {
 def run_folder(folder: Path) -> Path:
     """A run that beats and has told of itself."""
     folder.mkdir()
-    Events(folder).tell("begin", step=0)
+    Events(folder).append("begin", step=0)
     Pulse(folder, 0, 0).beat("step", 7, seconds={"step": 3.0})
     (folder / "log").mkdir()
     (folder / "log" / "rank0.log").write_text("== attempt 0\n")

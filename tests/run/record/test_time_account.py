@@ -15,7 +15,7 @@ import pytest
 from spanax.errors import DataError
 from spanax.run.record.events import Events, read
 from spanax.run.record.heartbeat import Pulse
-from spanax.run.record.time_account import TimeAccount, account, keep_beat, reached
+from spanax.run.record.time_account import TimeAccount, account, reached, record_last_heartbeat
 from spanax.run.record.time_ledger import BUCKETS
 
 FAULTY = [
@@ -38,7 +38,7 @@ def write(folder: Path, told: list[tuple[float, int, str, dict]]) -> Path:  # ty
             values["wall_seconds"] = sum(event["seconds"].values())
         if "silent" in event:
             values["seconds"] = event["silent"]
-        Events(folder, by, attempt).tell(**values)
+        Events(folder, by, attempt).append(**values)
     return folder
 
 
@@ -186,7 +186,7 @@ def test_a_heartbeat_is_kept_before_the_next_attempt_writes_its_own(
     monkeypatch.setattr(time, "time", lambda: 1032.5)
     Pulse(tmp_path, rank=0, attempt=0).beat("step", 10, seconds={"start": 4, "compile": 6, "step": 22.5})
     for _ in range(2):
-        keep_beat(Events(tmp_path, "supervisor", attempt=1))
+        record_last_heartbeat(Events(tmp_path, "supervisor", attempt=1))
     kept = [event for event in read(tmp_path).records if event["event"] == "ledger"]
     assert len(kept) == 2 and kept[1]["attempt"] == 0 and kept[1]["wall_seconds"] == 32.5
     write(tmp_path, FAULTY[5:])
@@ -215,7 +215,7 @@ def test_a_leader_that_is_gone_was_killed(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    Events(tmp_path, "supervisor").tell("died", rank=0)
+    Events(tmp_path, "supervisor").append("died", rank=0)
     with pytest.raises(DataError, match="is not a run folder") as caught:
         account(tmp_path)
     assert caught.value.exit_code == 65 and len(str(caught.value).splitlines()) <= 4
@@ -243,18 +243,18 @@ def sleep(seconds):
 time.time = time.monotonic = lambda: now_ns() / 1e9
 time.monotonic_ns = now_ns
 
-from spanax.run.record.time_account import keep_beat, reached
+from spanax.run.record.time_account import record_last_heartbeat, reached
 from spanax.run.record.events import Events
 from spanax.run.record.heartbeat import Pulse
 from spanax.run.record.time_ledger import Ledger
 
 sleep(1)
 events, pulse = Events(folder, attempt=attempt), Pulse(folder, 0, attempt)
-keep_beat(events)
+record_last_heartbeat(events)
 ledger = Ledger(attempt, reached(folder), age_seconds=1)
 saved = folder / "saved"
 first = int(saved.read_text()) if saved.exists() else 0
-events.tell("begin", step=first)
+events.append("begin", step=first)
 log = open(folder / "steps.jsonl", "a", buffering=1)
 for step in range(first + 1, last + 1):
     ledger.enter("data")
@@ -267,13 +267,13 @@ for step in range(first + 1, last + 1):
         with ledger.within("save"):
             sleep(0.02)
             saved.write_text(str(step))
-        events.tell("ledger", **ledger.record(step))
+        events.append("ledger", **ledger.record(step))
     ledger.enter("idle")
     log.write(json.dumps([attempt, step, is_again, spent]) + "\\n")
-    pulse._beaten = 0
+    pulse._last_beat = 0
     pulse.beat("step", step, seconds=ledger.seconds())
-events.tell("ledger", **ledger.record(last))
-events.tell("end", step=last)
+events.append("ledger", **ledger.record(last))
+events.append("end", step=last)
 """
 
 

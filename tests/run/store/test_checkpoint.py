@@ -232,7 +232,7 @@ def test_nothing_to_restore_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"no checkpoint found.\n.*{tmp_path}/none does not exist"):
         checkpoint.restore(tmp_path / "none", targets())
     (tmp_path / "5").mkdir()
-    with pytest.raises(DataError, match=f"no checkpoint found.\n.*{tmp_path} holds only unfinished: 5"):
+    with pytest.raises(DataError, match=f"no checkpoint found.\n.*{tmp_path} contains only unfinished steps: 5"):
         checkpoint.restore(tmp_path, targets())
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="file is not a folder"):

@@ -187,7 +187,7 @@ def test_half_a_removed_step_is_never_taken_for_one(step: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="busy"):
         manifest.discard(step)
     assert manifest.steps(step.parent) == [] and manifest.unfinished(step.parent) == []
-    assert view.look(step.parent) == []
+    assert view.list_steps(step.parent) == []
     monkeypatch.undo()
     manifest.clear(step.parent)
     assert not list(step.parent.iterdir())

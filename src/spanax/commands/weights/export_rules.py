@@ -6,8 +6,8 @@ from functools import partial
 from tyro.conf import Positional
 
 from spanax.commands.answer import Answer
-from spanax.commands.flags import BatchSizeFlags, BatchSizes
 from spanax.commands.weights.host_memory import use_host_memory
+from spanax.run.flags import BatchSizeFlags, BatchSizes
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import Any
 from spanax.errors import SpanaxError
 from spanax.run.distributed.processes import Hosts, prepare_devices
 
-DEFAULT_SIMULATED, MOST_SIMULATED = 8, 4096
+DEFAULT_SIMULATED, MAX_SIMULATED = 8, 4096
 
 
 def simulate(num_devices: int) -> list[Any]:
@@ -41,7 +41,7 @@ def devices(num_devices: int | None) -> list[Any]:
       SpanaxError: there are fewer devices than requested.
     """
     if num_devices is not None and num_devices < 1:
-        raise SpanaxError(f"--devices is {num_devices}; it takes a number from 1.", fix="--devices 1")
+        raise SpanaxError(f"--devices is {num_devices}; expected an integer >= 1.", fix="--devices 1")
     available = _started(num_devices)
     if num_devices is not None and len(available) < num_devices:
         platform = available[0].platform
@@ -57,9 +57,10 @@ def _started(num_devices: int | None) -> list[Any]:
     """Returns the devices of JAX, and starts its backend if needed."""
     hosts = Hosts.of()
     share = hosts.devices_per_host or _share(num_devices or DEFAULT_SIMULATED, hosts.num_hosts)
-    if share > MOST_SIMULATED:
+    if share > MAX_SIMULATED:
         raise SpanaxError(
-            f"--devices is {num_devices}; one process has up to {MOST_SIMULATED}.", fix=f"--devices {MOST_SIMULATED}"
+            f"--devices is {num_devices}; a process simulates at most {MAX_SIMULATED}.",
+            fix=f"--devices {MAX_SIMULATED}",
         )
     prepare_devices(share)
     hosts.join()

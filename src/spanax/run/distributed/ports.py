@@ -3,7 +3,7 @@
 import ipaddress
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,16 +41,6 @@ def is_public(address: str) -> bool:
       (True, False)
     """
     return address.rpartition(":")[0].strip("[]") in EVERY_INTERFACE
-
-
-def public_warning(addresses: Sequence[str]) -> str:
-    """Returns the warning about addresses on every interface.
-
-    Example:
-      >>> public_warning(["[::]:9911"])
-      'this process listens on every interface, without authentication: [::]:9911 (docs/hosts.md)'
-    """
-    return f"this process listens on every interface, without authentication: {', '.join(addresses)} (docs/hosts.md)"
 
 
 def _sockets() -> Iterator[str]:

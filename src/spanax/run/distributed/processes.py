@@ -4,7 +4,7 @@ The environment describes the group of a process; launchers set it:
 
     SPANAX_COORDINATOR   host:port of rank 0
     SPANAX_NUM_HOSTS     the number of processes
-    SPANAX_HOST          the rank of this process, from 0; by default SLURM_PROCID under Slurm
+    SPANAX_HOST          the rank of this process, >= 0; by default SLURM_PROCID under Slurm
     SPANAX_HOST_DEVICES  the number of devices that each process simulates without an accelerator
     SPANAX_ATTEMPT       the number of earlier attempts of the run
     SPANAX_SUPERVISOR    the pid of the supervisor, its parent: when that exits, the process stops as if signalled; 0
@@ -50,7 +50,7 @@ ALONE = "SPANAX_NUM_HOSTS=1 if each process trains a separate model"
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that a process receives when its parent dies. Source: linux/prctl.h."""
 
-LONGEST_TEXT = 4096
+MAX_TEXT_BYTES = 4096
 """Maximum size of a text that the first process broadcasts, in bytes."""
 
 
@@ -63,7 +63,7 @@ class Hosts:
       rank: the rank of this process; rank 0 alone writes records and prints.
       attempt: the number of earlier attempts of the run.
       coordinator: host:port of rank 0; empty if JAX detects it.
-      devices_per_host: the number of devices to simulate in each process; None for as many as requested.
+      devices_per_host: the number of devices to simulate in each process; None for the requested number.
       detects_cluster: whether JAX's cluster detection applies, because no group is set.
     """
 
@@ -180,7 +180,7 @@ def bind_data_sockets(environ: Mapping[str, str] = os.environ) -> None:
     else:
         names = [name for _, name in socket.if_nameindex()]
         if interface not in names:
-            message = f"there is no network interface '{interface}'."
+            message = f"unknown network interface '{interface}'."
             raise SpanaxError(message, where="SPANAX_INTERFACE", fix=nearest(interface, names))
         address = {"interface": interface}
 
@@ -268,7 +268,7 @@ def is_supervised(environ: Mapping[str, str] = os.environ) -> bool:
     return "SPANAX_SUPERVISOR" in environ
 
 
-def obey_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
+def attach_supervisor(environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether a supervisor started this process, and installs its handlers if so.
 
     SIGUSR1 and every crash dump all stacks to standard error; the supervisor's death sends SIGTERM.
@@ -291,7 +291,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def everywhere(value: bool) -> bool:
+def all_processes(value: bool) -> bool:
     """Returns whether the value is true on every process; a barrier with several processes."""
     import jax
 
@@ -322,9 +322,9 @@ def from_first(decide: Callable[[], str], kind: type[SpanaxError]) -> str:
             text = decide()
         except Exception as error:
             error_of_first = error
-    if len(text.encode()) > LONGEST_TEXT:
-        error_of_first, text = kind(f"the first process returned {len(text)} characters, over {LONGEST_TEXT}."), ""
-    encoded = np.frombuffer(text.encode().ljust(LONGEST_TEXT, b"\0"), np.uint8)
+    if len(text.encode()) > MAX_TEXT_BYTES:
+        error_of_first, text = kind(f"the first process returned {len(text)} characters, over {MAX_TEXT_BYTES}."), ""
+    encoded = np.frombuffer(text.encode().ljust(MAX_TEXT_BYTES, b"\0"), np.uint8)
     text = bytes(np.asarray(multihost_utils.broadcast_one_to_all(encoded))).rstrip(b"\0").decode()
     if error_of_first is not None or not text:
         raise error_of_first or kind("the first process failed; see its error.")

@@ -126,7 +126,7 @@ class Events:
     Example:
       >>> import tempfile
       >>> events = Events(Path(tempfile.mkdtemp()), by="supervisor", attempt=2)
-      >>> events.tell("died", rank=1, signal="SIGKILL")
+      >>> events.append("died", rank=1, signal="SIGKILL")
       >>> [(line["event"], line["attempt"], line["rank"]) for line in read(events.folder).records]
       [('died', 2, 1)]
     """
@@ -135,7 +135,7 @@ class Events:
     by: str = "rank 0"
     attempt: int = 0
 
-    def tell(self, event: str, **values: Any) -> None:
+    def append(self, event: str, **values: Any) -> None:
         """Appends one event; a failure to write is reported on standard error and does not raise.
 
         Raises:

@@ -165,20 +165,18 @@ def check_steps(folder: Path, steps: int) -> None:
 
 
 def changed_versions(folder: Path) -> list[str]:
-    """What of the environment that a run was last in is another now; a run may go on, but not bit for bit."""
+    """Returns the versions that differ from those that the run was last started with, and may change its results."""
     place = Folder.of(folder)
     if not _is_recorded(place, ENVIRONMENT):
         return []
-    try:
-        record, _ = _read_record(place, ENVIRONMENT, "environment", parse_json)
-        before = parsed(Environment, record, is_open=True, is_strict=False)
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"cannot read the environment '{folder / ENVIRONMENT}'.", where=str(error)) from None
+    before, _ = _read_record(place, ENVIRONMENT, "environment", _parsed_environment)
     then = {name: before.packages.get(name) for name in VERSIONS} | {"python": before.python}
     now = {name: version(name) for name in VERSIONS} | {"python": sys.version.split()[0]}
     return [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] not in (None, now[name])]
+
+
+def _parsed_environment(text: str) -> Environment:
+    return parsed(Environment, parse_json(text), is_open=True, is_strict=False)
 
 
 def write_records(folder: Path, config: Mapping[str, Any], plan_json: str, devices: list[Any]) -> None:

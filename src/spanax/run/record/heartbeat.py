@@ -23,7 +23,7 @@ from spanax.schema import Count, Seconds, Within, parsed
 
 Pid = Annotated[int, Within(1, (1 << 31) - 1)]
 
-APART_SECONDS = 0.1
+MIN_INTERVAL_SECONDS = 0.1
 """The minimal time between heartbeats of one phase: a small model takes thousands of steps per second."""
 
 
@@ -71,19 +71,15 @@ class Pulse:
     rank: int
     attempt: int
     _phase: str = ""
-    _beaten: float = 0.0
-
-    def is_due(self, phase: str) -> bool:
-        """Returns whether `beat` would write a heartbeat of this phase now."""
-        return phase != self._phase or time.monotonic() - self._beaten >= APART_SECONDS
+    _last_beat: float = 0.0
 
     def beat(
         self, phase: str, step: int, *, step_seconds: float = 0.0, seconds: Mapping[str, float] | None = None
     ) -> None:
-        """Writes a heartbeat if it is due; on a full disk only the time of the file is updated."""
-        if not self.is_due(phase):
+        """Writes a heartbeat, unless this phase just had one; on a full disk only the time of the file is updated."""
+        if phase == self._phase and time.monotonic() - self._last_beat < MIN_INTERVAL_SECONDS:
             return
-        self._phase, self._beaten = phase, time.monotonic()
+        self._phase, self._last_beat = phase, time.monotonic()
         heartbeat = Heartbeat(
             self.rank, os.getpid(), socket.gethostname(), self.attempt, phase, step, step_seconds, time.time(),
             dict(seconds or {}),
@@ -121,7 +117,7 @@ def stamp(folder: Path, rank: int) -> int | None:
     return None if status is None else status.st_mtime_ns
 
 
-def forget(folder: Path) -> None:
+def remove(folder: Path) -> None:
     """Removes the heartbeats of an earlier attempt.
 
     Raises:

@@ -69,7 +69,7 @@ def run_report(folder: Path) -> RunReport:
       EntryError: an entry of the folder is a link or has another unexpected type.
     """
     if not folder.is_dir():
-        raise DataError(f"there is no folder '{folder}'.", fix="the folder of a run, as spanax train --out names it")
+        raise DataError(f"folder '{folder}' does not exist.", fix="the folder of a run, as spanax train --out names it")
     times, notes, workload = account(folder), list[str](), ""
     try:
         workload = str(read_settings(folder).get("workload", ""))

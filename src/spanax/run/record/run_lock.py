@@ -211,7 +211,7 @@ def _check_empty(folder: Path) -> None:
 def _remove_if_unused(place: Folder) -> None:
     """Removes a run folder that contains only locks and heartbeats, after a request that was rejected."""
     if set(place.names()) <= {LOCK, LEADER_LOCK, HEARTBEATS}:
-        heartbeat.forget(place.root)
+        heartbeat.remove(place.root)
         if place.kind(HEARTBEATS) is None or place.remove_if_empty(HEARTBEATS):
             place.remove(LEADER_LOCK)
             place.remove(LOCK)

@@ -62,7 +62,7 @@ class Telemetry:
             return
         kind = event["event"]
         if kind in INTERNAL:
-            self._events.tell(**event)
+            self._events.append(**event)
             return
         if kind == "rolled_back":
             with suppress(WriteError):  # a full disk keeps the lines of steps that are repeated
@@ -70,7 +70,7 @@ class Telemetry:
         if self._metrics is not None:
             self._metrics.write(json_line(event))
         if kind in RECORDED:
-            self._events.tell(**event)
+            self._events.append(**event)
         try:
             self.emit(event)
         except BrokenPipeError:
@@ -83,10 +83,6 @@ class Telemetry:
     def warn(self, message: str) -> None:
         """Reports a warning."""
         self.report({"event": "warning", "message": message})
-
-    def is_beat_due(self, phase: str) -> bool:
-        """Returns whether `beat` would write a heartbeat of this phase now."""
-        return self._pulse.is_due(phase)
 
     def beat(self, phase: str, step: int, *, step_seconds: float = 0.0) -> None:
         """Writes a heartbeat with the ledger's seconds."""
@@ -107,16 +103,12 @@ def open_telemetry(
 ) -> Iterator[Telemetry]:
     """Opens the telemetry of one process; the time of an earlier attempt that was killed is recorded first.
 
-    Args:
-      folder: the run folder.
-      rank: the index of this process.
-      attempt: the number of restarts of the run so far.
-      emit: the caller's callback for events; None on every process but the first.
+    `rank` is the index of this process, `attempt` the number of restarts of the run so far.
     """
     ledger = Ledger(attempt, time_account.reached(folder), process_age_seconds())
     events = Events(folder, attempt=attempt)
     if emit is not None:
-        time_account.keep_beat(events)
+        time_account.record_last_heartbeat(events)
     telemetry = Telemetry(folder, ledger, emit, events, Pulse(folder, rank, attempt))
     telemetry.beat("start", 0)
     try:

@@ -33,7 +33,7 @@ class Attempt:
     Attributes:
       began: its start, in Unix seconds.
       ended: its last event or heartbeat, in Unix seconds.
-      outcome: `finished`, `preempted`, `died`, `stuck`, `stopped`, `running`, or `killed` if no event tells.
+      outcome: `finished`, `preempted`, `died`, `stuck`, `stopped`, `running`, or `killed` without such an event.
       first_step: the number of steps taken when it began.
       last_step: the number of steps taken when it ended.
       seconds: its wall time by bucket.
@@ -102,9 +102,9 @@ def account(folder: Path) -> TimeAccount:
       >>> import tempfile
       >>> events = Events(Path(tempfile.mkdtemp()))
       >>> for began in (0, 60):
-      ...     events.tell("begin", time=began, step=0)
+      ...     events.append("begin", time=began, step=0)
       ...     seconds = {"start": 8, "step": 32}
-      ...     events.tell("ledger", time=began + 40, step=9, seconds=seconds, wall_seconds=40)
+      ...     events.append("ledger", time=began + 40, step=9, seconds=seconds, wall_seconds=40)
       >>> times = account(events.folder)
       >>> times.goodput, times.seconds["restart"]
       (0.64, 28)
@@ -116,7 +116,7 @@ def account(folder: Path) -> TimeAccount:
             f"'{folder}' is not a run folder.", where=f"{EVENTS} has no `begin` event", fix="the folder of a run"
         )
     beat = heartbeat.read(folder).get(0)
-    last = None if beat is None else _spent(beat)
+    last = _spent(beat)
     earlier = [part for part in parts if last is not None and part[0].time <= last.time]
     if last is not None and earlier:
         earlier[-1].append(last)
@@ -140,23 +140,21 @@ def account(folder: Path) -> TimeAccount:
 
 def reached(folder: Path) -> int:
     """Returns the last finished step of the run in a folder, saved or not; 0 for a new run."""
-    beat = heartbeat.read(folder).get(0)
-    last = None if beat is None else _spent(beat)
+    last = _spent(heartbeat.read(folder).get(0))
     spent = [event for event in (*read(folder).events, last) if isinstance(event, Spent)]
     return max((event.step for event in spent), default=0)
 
 
-def keep_beat(events: Events) -> None:
+def record_last_heartbeat(events: Events) -> None:
     """Appends the ledger of the first process's last heartbeat to the events, unless they have a newer one.
 
     Must be called before the heartbeats of a killed attempt are removed or overwritten.
     """
-    beat = heartbeat.read(events.folder).get(0)
-    last = None if beat is None else _spent(beat)
+    last = _spent(heartbeat.read(events.folder).get(0))
     known = [event.time for event in read(events.folder).events if isinstance(event, Spent)]
     if last is not None and last.time > max(known, default=0.0):
         values = {name: value for name, value in asdict(last).items() if name not in ("by", "record")}
-        events.tell(**values)
+        events.append(**values)
 
 
 def _parts(events: Sequence[Event]) -> list[list[Event]]:
@@ -222,9 +220,9 @@ def _as_restart(seconds: Mapping[str, float]) -> dict[str, float]:
     return spent
 
 
-def _spent(beat: heartbeat.Heartbeat) -> Spent | None:
-    """Converts a heartbeat to a `ledger` event; None if it has no ledger."""
-    if not beat.seconds:
+def _spent(beat: heartbeat.Heartbeat | None) -> Spent | None:
+    """Converts a heartbeat, if any, to a `ledger` event; None if it has no ledger."""
+    if beat is None or not beat.seconds:
         return None
     return Spent(
         event="ledger", time=beat.time, attempt=beat.attempt, step=beat.step, seconds=dict(beat.seconds),

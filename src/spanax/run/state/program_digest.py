@@ -81,15 +81,15 @@ def check_same_model(
     newest = manifest.finished(steps)[-1:]
     for step, folder in newest:
         try:
-            _, leaves, meta = manifest.read_meta(folder)
+            record = manifest.read_meta(folder)
         except (OSError, ValueError):
             return  # damaged: `restore` reports it, and reads an older checkpoint
-        comparison = compared(program, leaves, meta)
+        comparison = compared(program, record.leaves, record.meta)
         if comparison.unknown:
             warn(f"only arrays, not the model code, are compared with those of step {step}: {comparison.unknown}")
         if not comparison.differences or accepts:
             return
-        if as_before is not None and not compared(as_before(), leaves, meta).differences:
+        if as_before is not None and not compared(as_before(), record.leaves, record.meta).differences:
             return
         raise ConfigError(
             f"the model differs from the one that saved step {step}: {'; '.join(comparison.differences)}.",

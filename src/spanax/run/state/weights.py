@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spanax.entries.folder import Folder
-from spanax.entries.names import META, PLAN
 from spanax.errors import DataError, WriteError
-from spanax.printable import to_stderr
-from spanax.run.distributed.processes import from_first
 from spanax.run.store import checkpoint, manifest, view
 from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from spanax.plan.plan import Placement
     from spanax.trace.program import Program
 
-LEAST_BYTES = 1 << 22
+MIN_BATCH_BYTES = 1 << 22
 """The minimal size of a batch of arrays; larger batches are limited by the largest array."""
 
 PARTIAL = "init=..., partial=True (--init-partial) loads the weights that match and lists the others"
@@ -97,9 +94,7 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
       WriteError: the folder cannot be written; an incomplete checkpoint is removed.
     """
     root = Folder.of(directory).resolved()
-    leaves = {path: dtype_and_shape(part) for path, part in parts.items()}
-    texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
-    staging = checkpoint.prepare(root, 0, texts)
+    staging = checkpoint.prepare(root, 0, parts, plan_json, meta)
     try:
         orbax = checkpoint.orbax_v1()
         context = orbax.Context()
@@ -124,13 +119,13 @@ def write(directory: Path, parts: Mapping[str, Part], *, plan_json: str, meta: M
 
 
 def batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Groups names, in order, into batches of at most the size of the largest array, or of `LEAST_BYTES`.
+    """Groups names, in order, into batches of at most the size of the largest array, or of `MIN_BATCH_BYTES`.
 
     Example:
       >>> list(batches({"a": 1 << 22, "b": 1 << 24, "c": 1 << 22, "d": 1 << 22}))
       [['a'], ['b'], ['c', 'd']]
     """
-    most = max([*sizes.values(), LEAST_BYTES])
+    most = max([*sizes.values(), MIN_BATCH_BYTES])
     batch: list[str] = []
     num_free_bytes = most
     for name, size in sizes.items():
@@ -150,7 +145,6 @@ def load(
     directory: str | os.PathLike[str],
     *,
     partial: bool = False,
-    warn: Callable[[str], None] | None = None,
 ) -> tuple[dict[int, jax.Array], Loaded]:
     """Loads a model's parameters and statistics from a checkpoint, sharded, by index of leaf.
 
@@ -163,7 +157,6 @@ def load(
       mesh: the devices.
       directory: a folder of checkpoints, or a run folder.
       partial: load only the weights that match by path and shape.
-      warn: called with a warning if the newest checkpoint is damaged; prints to standard error by default.
 
     Returns:
       The loaded arrays, and the paths of loaded, missing, mismatched and unexpected weights.
@@ -178,13 +171,14 @@ def load(
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placements[index].sharding(mesh))
         for path, (index, leaf) in leaves.items()
     }
-    source = Source.of(directory, warn)
+    source = Source.of(directory)
     weights: dict[int, jax.Array] = {}
     groups = source.groups(targets)
-    loaded = _matched(source, groups, str(directory))
+    reads = {path: target for group in groups for path, target in group.reads.items()}
+    loaded = _matched(source, reads, [path for group in groups for path in group.targets], str(directory))
     if not partial:
         fix = PARTIAL if loaded.loaded else "build the model that the checkpoint was saved from"
-        checkpoint.compare(source.step, source.folder, source.saved, _all_reads(groups), fix=fix)
+        checkpoint.compare(source.step, source.folder, source.saved, reads, fix=fix)
     elif not loaded.loaded:
         message = f"checkpoint step {source.step} has none of the {len(targets)} weights of this model."
         raise DataError(message, where=str(loaded), fix="a checkpoint of a model that this one extends")
@@ -196,15 +190,14 @@ def load(
     return weights, loaded
 
 
-def _matched(source: Source, groups: Sequence[Regrouped], directory: str) -> Loaded:
-    """Compares the weights of the model with those of a checkpoint."""
-    reads = _all_reads(groups)
-    saved, paths = source.saved, sorted(path for group in groups for path in group.targets)
+def _matched(source: Source, reads: Mapping[str, Any], paths: Sequence[str], directory: str) -> Loaded:
+    """Compares the weights of the model, `paths`, with those of a checkpoint."""
+    saved = source.saved
     differs = [path for path in reads if path in saved and saved[path] != dtype_and_shape(reads[path])]
     missing = reads.keys() - saved.keys()
     return Loaded(
         directory,
-        tuple(path for path in paths if path not in missing and path not in differs),
+        tuple(path for path in sorted(paths) if path not in missing and path not in differs),
         tuple(sorted(missing)),
         tuple(f"{path}: model {dtype_and_shape(reads[path])}, checkpoint {saved[path]}" for path in sorted(differs)),
         tuple(sorted(saved.keys() - reads.keys())),
@@ -231,18 +224,16 @@ class Source:
     saved: Mapping[str, str]
 
     @staticmethod
-    def of(directory: str | os.PathLike[str], warn: Callable[[str], None] | None = None) -> Source:
-        """Opens the newest intact checkpoint.
+    def of(directory: str | os.PathLike[str]) -> Source:
+        """Opens the newest intact checkpoint; prints a warning to standard error if a newer one is damaged.
 
         Raises:
           DataError: there is none.
         """
         root = manifest.steps_of_run(directory).resolved()
-        report = warn or to_stderr
-        folder = root.inner(from_first(lambda: checkpoint.choose(root, None, report).name, DataError))
-        step = manifest.step_of(folder) or 0
+        step, folder = checkpoint.choose(root)
         try:
-            _, leaves, _ = manifest.read_meta(folder)
+            leaves = manifest.read_meta(folder).leaves
         except (OSError, ValueError) as error:
             raise view.unreadable(step, folder, error) from None
         saved = {path: text for path, text in leaves.items() if not path.startswith("optimizer.")}
@@ -306,10 +297,6 @@ def _smallest(regrouped: Regrouped, structs: Mapping[str, Any]) -> list[Regroupe
     if regrouped.to_stack or regrouped.to_unstack:
         return [regrouped]
     return [Regrouped({path: target}, {path: target}, [], []) for path, target in structs.items()]
-
-
-def _all_reads(groups: Sequence[Regrouped]) -> dict[str, Any]:
-    return {path: target for group in groups for path, target in group.reads.items()}
 
 
 def _cast(array: jax.Array, dtype: Any) -> jax.Array:

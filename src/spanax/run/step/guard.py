@@ -133,7 +133,7 @@ class Guard:
         return History((*history.good, (step, metrics))[-(self.window + LATE) :])
 
 
-def check_several(guard: Guard | None, num_steps: int) -> None:
+def check_steps_per_call(guard: Guard | None, num_steps: int) -> None:
     """Validates the number of steps per call.
 
     Raises:

@@ -68,7 +68,7 @@ class GuardedStep:
         return self.rows.to_layers_along(by_row, 0).all()
 
 
-def unsound(program: Program, rows: LayerOrder | None, state: Sequence[Any]) -> Any:
+def invalid_leaves(program: Program, rows: LayerOrder | None, state: Sequence[Any]) -> Any:
     """Returns for each leaf whether it must not be checkpointed: a non-finite parameter, or a NaN in other state.
 
     Call it under a trace. An infinity in other state is valid: it may be a mask, or the initial value of a minimum.

@@ -14,10 +14,7 @@ Step = Callable[..., tuple[list[Any], list[Any]]]
 def multi_step(step: Step, state: Sequence[NamedSharding], batch: Sequence[NamedSharding]) -> Step:
     """Returns a function that runs one step for each of a list of batches, and stacks outputs to shape [steps, ...].
 
-    Args:
-      step: the step.
-      state: shardings of the state.
-      batch: shardings of a batch.
+    `state` and `batch` are the shardings of the arguments of `step`.
     """
 
     def take(initial: Sequence[Any], batches: Sequence[Sequence[Any]], *limits: Any) -> tuple[list[Any], list[Any]]:

@@ -2,7 +2,7 @@
 
 DIR/<step>/ holds arrays/ (Orbax), plan.json, meta.json and manifest.json. The manifest is written last, and only its
 presence marks a save as finished; every byte is verified against it before anything is restored. Orbax transfers and
-writes the arrays; this module decides which steps are finished, valid, kept and restored.
+writes the arrays; this module decides which steps are finished, valid, retained and restored.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, final
 
 from spanax.entries.folder import Folder
 from spanax.entries.kind import Kind
-from spanax.entries.names import META, PLAN, Name
+from spanax.entries.names import META, PLAN
 from spanax.errors import DataError, DiskFullError, SpanaxError, WriteError, first_line
 from spanax.printable import to_stderr
-from spanax.run.distributed.processes import everywhere, from_first, is_first
+from spanax.run.distributed.processes import all_processes, from_first, is_first
 from spanax.run.store import manifest, view
 from spanax.run.store.manifest import ARRAYS, discard, read_meta
 from spanax.run.store.stacked_layers import Regrouped, dtype_and_shape
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["Pending", "Restored", "SavedStep", "describe", "restore", "save", "verify"]
 
 FULL = "no space left on the device"
-WEIGHTS_ALONE = "the checkpoint holds weights only; use spanax.start(program, plan, init=...) or spanax train --init"
+WEIGHTS_ALONE = "the checkpoint contains weights only; use spanax.start(program, plan, init=...) or spanax train --init"
 
 # One save at a time into a folder, so that the host never holds two copies; also identifies saves in progress.
 _STARTING = threading.Lock()
@@ -52,8 +52,8 @@ class Restored:
     step: int
     arrays: dict[str, jax.Array]
     plan_json: str
-    meta: dict[str, Any]
-    leaves: dict[str, str]
+    meta: Mapping[str, Any]
+    leaves: Mapping[str, str]
 
 
 @final
@@ -73,7 +73,7 @@ class Pending:
     def is_running(self, after_seconds: float) -> bool:
         """Returns whether the save still runs on any process after this time; a collective: all processes call it."""
         self._thread.join(after_seconds)
-        return not everywhere(not self._thread.is_alive())
+        return not all_processes(not self._thread.is_alive())
 
     def wait(self) -> None:
         """Blocks until the step is finished on disk and steps beyond `keep` are removed.
@@ -84,12 +84,12 @@ class Pending:
           WriteError: the step could not be written; its files are removed. Raised by every call.
         """
         self._thread.join()
-        is_everywhere = everywhere(self._error is None)
+        is_saved_everywhere = all_processes(self._error is None)
         if _RUNNING.get(self._root.path) is self:
             del _RUNNING[self._root.path]
         if self._error is not None:
             raise self._error
-        if not is_everywhere:
+        if not is_saved_everywhere:
             raise WriteError(f"step {self.step} was not saved: another process failed.", where=str(self._root))
 
     def _run(self) -> None:
@@ -103,11 +103,6 @@ class Pending:
             # Frees the host's copy of the arrays.
             del self._finish
             self.seconds = time.monotonic() - self._began
-
-
-def warm_up() -> None:
-    """Imports Orbax ahead of the first save, which would otherwise block for seconds."""
-    orbax_v1()
 
 
 def save(
@@ -136,13 +131,11 @@ def save(
     """
     step = _checked(step, arrays, keep)
     root = Folder.of(directory).resolved()
-    leaves = {key: dtype_and_shape(value) for key, value in arrays.items()}
-    texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
     stored = {stored_name(key): value for key, value in arrays.items() if not _is_empty(value)}
     with _STARTING:
         if root.path in _RUNNING:
             _RUNNING[root.path].wait()
-        staging = prepare(root, step, texts)
+        staging = prepare(root, step, arrays, plan_json, meta)
         try:
             response = _start(staging.checked_path() / ARRAYS, stored)
         except BaseException as error:
@@ -179,16 +172,14 @@ def restore(
     if root.path in _RUNNING:
         # Its outcome decides which step is the newest. Its error is raised by `wait`.
         _RUNNING[root.path]._thread.join()
-    warn = warn or to_stderr
-    folder = root.inner(from_first(lambda: choose(root, step, warn).name, DataError))
-    step_number = manifest.step_of(folder) or 0
+    step_number, folder = choose(root, step, warn)
     try:
         plan_json = folder.read(PLAN).decode()
-        _, leaves, meta = read_meta(folder)
-        regrouped = Regrouped.of(leaves, targets)
-        compare(step_number, folder, leaves, regrouped.reads)
+        record = read_meta(folder)
+        regrouped = Regrouped.of(record.leaves, targets)
+        compare(step_number, folder, record.leaves, regrouped.reads)
         arrays = regrouped.finish(load(folder.inner(ARRAYS), regrouped.reads))
-        return Restored(step_number, arrays, plan_json, meta, leaves)
+        return Restored(step_number, arrays, plan_json, record.meta, record.leaves)
     except SpanaxError:
         raise
     except Exception as error:  # the files are untrusted, and Orbax raises any type of error for them
@@ -208,8 +199,10 @@ def _checked(step: int, arrays: Mapping[str, Any], keep: int | None) -> int:
     return int(step)
 
 
-def prepare(root: Folder, step: int, texts: Mapping[Name, bytes]) -> Folder:
+def prepare(root: Folder, step: int, arrays: Mapping[str, Any], plan_json: str, meta: Mapping[str, Any]) -> Folder:
     """Removes leftovers and creates the staging folder on the first process; returns it on all processes."""
+    leaves = {key: dtype_and_shape(value) for key, value in arrays.items()}
+    texts = {PLAN: plan_json.encode(), META: manifest.meta_text(leaves, meta)}
     # A unique name, so that late writes of a failed save never mix with those of the next.
     staging = root.inner(f"{step}.new{next(_ATTEMPTS)}")
 
@@ -291,8 +284,17 @@ def failure(root: Folder, step: int, error: BaseException) -> WriteError:
 # ---- restoring
 
 
-def choose(root: Folder, step: int | None, warn: Callable[[str], None]) -> Folder:
-    """Returns the folder of the newest valid step, or of the requested one."""
+def choose(root: Folder, step: int | None = None, warn: Callable[[str], None] | None = None) -> tuple[int, Folder]:
+    """Returns the newest valid step, or the requested one, and its folder: the same on every process.
+
+    Raises:
+      DataError: no step is valid, or `step` is not.
+    """
+    folder = root.inner(from_first(lambda: _newest_valid(root, step, warn or to_stderr).name, DataError))
+    return manifest.step_of(folder) or 0, folder
+
+
+def _newest_valid(root: Folder, step: int | None, warn: Callable[[str], None]) -> Folder:
     candidates = [(number, path) for number, path in reversed(manifest.finished(root)) if step in (None, number)]
     if not candidates:
         raise _nothing(root, step)
@@ -307,7 +309,7 @@ def choose(root: Folder, step: int | None, warn: Callable[[str], None]) -> Folde
             return folder
         bad.append(f"step {number}: {problems[0]}" + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
     if not bad:
-        return choose(root, step, warn)
+        return _newest_valid(root, step, warn)
     message = "no valid checkpoint." if step is None else f"checkpoint step {step} is damaged."
     others = [] if step is None else [str(number) for number in manifest.steps(root) if number != step]
     fix = f"other steps here: {', '.join(others)}" if others else "restore a backup, or use another folder"
@@ -318,9 +320,9 @@ def _nothing(root: Folder, step: int | None) -> DataError:
     cut_short = [path.name for path in manifest.unfinished(root)]
     kind = root.kind()
     state = "" if kind is Kind.FOLDER else " does not exist" if kind is None else " is not a folder"
-    state = f"{root}{state}" + (f" holds only unfinished: {', '.join(cut_short)}" if cut_short else "")
+    state = f"{root}{state}" + (f" contains only unfinished steps: {', '.join(cut_short)}" if cut_short else "")
     if step is None:
-        return DataError("no checkpoint found.", where=state, fix="name the folder that holds the numbered steps")
+        return DataError("no checkpoint found.", where=state, fix="pass the folder that contains the numbered steps")
     there = ", ".join(map(str, manifest.steps(root))) or "none"
     return DataError(f"no checkpoint of step {step}.", where=state, fix=f"finished steps: {there}")
 

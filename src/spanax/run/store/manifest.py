@@ -26,7 +26,6 @@ from spanax.entries.names import CHECKPOINTS, MANIFEST, META, PLAN, UNBOUNDED, N
 from spanax.errors import EntryError, SpanaxError, WriteError, first_line
 from spanax.schema import SchemaError, parsed
 
-NAME = MANIFEST
 ARRAYS = "arrays"
 _FORMAT = 1
 _STEP = re.compile(r"(0|[1-9][0-9]{0,17})(\.new[0-9]*)?")
@@ -55,16 +54,6 @@ def step_of(folder: str | os.PathLike[str]) -> int | None:
     """
     match = _STEP.fullmatch(Path(folder).name)
     return int(match[1]) if match else None
-
-
-def is_staging(folder: Folder) -> bool:
-    """Returns whether a folder has the name of a step that is not renamed to its number yet.
-
-    Example:
-      >>> is_staging(Folder.of("runs/a/40.new3")), is_staging(Folder.of("runs/a/40"))
-      (True, False)
-    """
-    return bool((match := _STEP.fullmatch(folder.name)) and match[2])
 
 
 def write(folder: str | os.PathLike[str]) -> None:
@@ -114,7 +103,7 @@ def problems(folder: str | os.PathLike[str]) -> list[str]:
         listed = _read(place)
         files, lines = walk(place)
     except (OSError, ValueError) as error:
-        return [f"{NAME}: {first_line(error)}"]
+        return [f"{MANIFEST}: {first_line(error)}"]
     for name in sorted(listed.keys() | files.keys()):
         if name not in files:
             is_outside = name.startswith("/") or ".." in name.split("/")
@@ -175,17 +164,16 @@ def meta_text(leaves: Mapping[str, str], meta: Mapping[str, Any]) -> bytes:
         raise SpanaxError(f"meta cannot be saved: {error}.", fix="use JSON values only") from error
 
 
-def read_meta(folder: Place) -> tuple[str, dict[str, str], dict[str, Any]]:
-    """Returns when a step was saved, its leaves, and the caller's values.
+def read_meta(folder: Place) -> Meta:
+    """Returns the content of the meta.json of a step.
 
     Raises:
       ValueError: the file is not a valid meta.json.
     """
     try:
-        record = parsed(Meta, parse_json(step_folder(folder).read(META)), is_strict=False)
+        return parsed(Meta, parse_json(step_folder(folder).read(META)), is_strict=False)
     except SchemaError as error:
         raise ValueError(f"{META} is invalid: {error}") from error
-    return record.saved_at, dict(record.leaves), dict(record.meta)
 
 
 def utc(seconds: float) -> str:

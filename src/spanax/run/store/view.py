@@ -21,7 +21,7 @@ from spanax.run.store import manifest
 
 SAVING = "saving"
 
-MOST_ROUNDS = 10
+MAX_ROUNDS = 10
 """How often a folder is listed again if every step was replaced while it was read."""
 
 _LOCKS: dict[Path, int] = {}
@@ -79,7 +79,7 @@ def describe(directory: Place) -> list[SavedStep]:
       >>> describe("no/such/folder")
       []
     """
-    return [saved for saved in look(directory) if manifest.step_of(saved.folder) is not None]
+    return [saved for saved in list_steps(directory) if manifest.step_of(saved.folder) is not None]
 
 
 def verify(directory: Place) -> list[str]:
@@ -89,11 +89,11 @@ def verify(directory: Place) -> list[str]:
       >>> verify("no/such/folder")
       ['no/such/folder: no checkpoint here']
     """
-    return differences(directory, look(directory))
+    return differences(directory, list_steps(directory))
 
 
 def differences(directory: Place, steps: list[SavedStep]) -> list[str]:
-    """Returns what `verify` returns, for steps that `look` returned."""
+    """Returns what `verify` returns, for steps that `list_steps` returned."""
     lines = [f"step {saved.folder}: {problem}" for saved in steps for problem in saved.problems]
     return lines if steps else [f"{directory}: no checkpoint here"]
 
@@ -117,7 +117,7 @@ def newest(directory: Place, read: Callable[[int, Folder], Content]) -> Content 
       >>> newest("no/such/folder", lambda step, folder: step) is None
       True
     """
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         finished = manifest.finished(directory)
         if not finished:
             return None
@@ -145,9 +145,9 @@ def unreadable(step: int, folder: Folder, error: Exception) -> DataError:
     return DataError(message, where=str(folder))
 
 
-def look(directory: Place) -> list[SavedStep]:
+def list_steps(directory: Place) -> list[SavedStep]:
     """Returns every entry with the name of a step or of a temporary in its current state, newest last."""
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         by_folder: dict[str, SavedStep] = {}
         num_removed = 0
         for path in _listed(directory):
@@ -176,20 +176,22 @@ def _seen(folder: Folder) -> SavedStep | None:
     # In this order: a released lock means that the save finished or failed, which the second lookup distinguishes.
     is_saving = not manifest.has_manifest(folder) and _is_locked(folder) and not manifest.has_manifest(folder)
     is_finished = manifest.has_manifest(folder)
-    is_new = folder.kind() is Kind.FOLDER and manifest.is_staging(folder)
+    step = manifest.step_of(folder)
+    is_new = folder.kind() is Kind.FOLDER and step is not None and folder.name != str(step)
     problems_now = [] if is_saving or (is_new and not is_finished) else manifest.problems(folder)
     try:
-        when, leaves, meta = manifest.read_meta(folder)
+        record = manifest.read_meta(folder)
     except (OSError, ValueError):
-        leaves, meta = {}, {}
         if (status := folder.stat()) is None:
             return None
-        when = manifest.utc(status.st_mtime)
-    if (problems_now or not leaves) and _identity(folder) != before:
+        record = manifest.Meta(manifest.utc(status.st_mtime), {}, {})
+    if (problems_now or not record.leaves) and _identity(folder) != before:
         return None
     state = SAVING if is_saving else "bad" if problems_now and is_finished else "good" if is_finished else "unfinished"
-    step = manifest.step_of(folder) or 0
-    return SavedStep(step, state, _num_bytes(folder), len(leaves), when, tuple(problems_now), meta, folder.name)
+    return SavedStep(
+        step or 0, state, _num_bytes(folder), len(record.leaves), record.saved_at, tuple(problems_now),
+        dict(record.meta), folder.name,
+    )  # fmt: skip
 
 
 def _num_bytes(folder: Folder) -> int:

@@ -12,7 +12,7 @@ from spanax.run.run import Run
 from spanax.run.step.guard import HALT, SKIP, WATCHED
 from spanax.run.store.checkpoint import Pending
 
-CURE = "a lower --lr"
+LOWER_RATE = "a lower --lr"
 
 
 @dataclass(eq=False)
@@ -33,14 +33,8 @@ class BadStepPolicy:
     _saving: Pending | None = None
     _num_rollbacks: int = 0
 
-    def treat(self, step: int, batch: int, values: Mapping[str, Any], reason: str) -> bool:
+    def handle(self, step: int, batch: int, values: Mapping[str, Any], reason: str) -> bool:
         """Applies the policy to a bad step, and returns whether the run was rolled back.
-
-        Args:
-          step: the number of the step.
-          batch: the index of its batch.
-          values: its metrics.
-          reason: why the step is bad.
 
         Raises:
           NumbersError: the policy is to halt, or there were more bad steps than `patience`.
@@ -49,20 +43,20 @@ class BadStepPolicy:
         policy, patience = self.run.guard.policy, self.run.guard.patience
         numbers = {name: values[name] for name in WATCHED if isinstance(values.get(name), float)}
         self._report("bad_step", step=step, batch=batch, reason=reason, policy=policy, **numbers)
-        message = f"step {step} went wrong: {reason}."
+        message = f"step {step} is bad: {reason}."
         if policy == HALT:
-            cures = f"--resume with --on-bad-step rollback or skip, which both skip the batch; or {CURE}"
-            raise self._error(message, f"batch {batch} of {self.data.source}", cures)
+            fix = f"--resume with --on-bad-step rollback or skip, which both skip the batch; or {LOWER_RATE}"
+            raise self._error(message, f"batch {batch} of {self.data.source}", fix)
         if policy == SKIP:
             num_bad = step - self.run.history.last_good_step
             if num_bad > patience:
                 where = f"{num_bad} bad steps in a row, the last one on batch {batch} of {self.data.source}"
-                raise self._error(message, where, f"{CURE}, --on-bad-step rollback, or a higher --patience")
+                raise self._error(message, where, f"{LOWER_RATE}, --on-bad-step rollback, or a higher --patience")
             self._report("skipped", step=step, batch=batch)
             return False
         if self._num_rollbacks == patience:
             where = f"{patience} rollbacks and no checkpoint since; now batch {batch} of {self.data.source}"
-            raise self._error(message, where, f"{CURE}, --on-bad-step skip, or a higher --patience")
+            raise self._error(message, where, f"{LOWER_RATE}, --on-bad-step skip, or a higher --patience")
         self._go_back(step, batch)
         return True
 
@@ -77,7 +71,7 @@ class BadStepPolicy:
             listed = ", ".join(f"`{path}`" for path in bad[:3]) + (", ..." if len(bad) > 3 else "")
             message = f"the state after step {self.run.num_steps} is not finite, although its metrics are."
             where = f"{len(bad)} of {len(self.run.program.leaves)} arrays: {listed}; it is not saved"
-            raise self._error(message, where, f"{CURE}, or --on-bad-step ignore if a parameter may be infinite")
+            raise self._error(message, where, f"{LOWER_RATE}, or --on-bad-step ignore if a parameter may be infinite")
 
     def check_good(self, num_good: int, num_bad: int) -> None:
         """Checks that at least one step of a finished run was good.
@@ -86,8 +80,8 @@ class BadStepPolicy:
           NumbersError: every step was skipped.
         """
         if num_bad and not num_good:
-            message = f"all {num_bad} steps went wrong and were skipped: nothing was trained."
-            raise self._error(message, f"the state is that of step {self.run.num_steps - num_bad}", CURE)
+            message = f"all {num_bad} steps were bad and skipped; no parameter was trained."
+            raise self._error(message, f"the state is that of step {self.run.num_steps - num_bad}", LOWER_RATE)
 
     def saved(self, saving: Pending) -> None:
         """Resets the number of rollbacks, because a new checkpoint is being written."""

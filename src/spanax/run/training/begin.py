@@ -20,10 +20,7 @@ from spanax.run.training.job import Job
 def begin(job: Job, telemetry: Telemetry, worker: Executor) -> Run:
     """Returns a new run or, with --resume, the restored one, with its step compiled.
 
-    Args:
-      job: what to train.
-      telemetry: receives warnings; its ledger accounts for restoring and compiling.
-      worker: compiles the step while the state is initialized.
+    `worker` compiles the step while the state is initialized.
     """
     telemetry.beat("restore", 0)
     ledger = telemetry.ledger
@@ -60,6 +57,6 @@ def _compile(run: Run, job: Job, worker: Executor) -> Future[None]:
     """Compiles the step in the background; later, if several processes must compile in the same order."""
     prepare = partial(run.prepare, min(job.config.steps_per_call, job.config.steps or 1))
     compiled = worker.submit(prepare if jax.process_count() == 1 else lambda: None)
-    worker.submit(checkpoint.warm_up)
+    worker.submit(checkpoint.orbax_v1)  # otherwise the first save blocks for seconds
     worker.submit(lambda: run.program.computation)
     return compiled

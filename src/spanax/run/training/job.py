@@ -77,12 +77,6 @@ class Job:
 def build(load: Callable[..., Workload], config: TrainConfig, devices: Sequence[Any], telemetry: Telemetry) -> Job:
     """Traces a workload and chooses its plan.
 
-    Args:
-      load: returns the workload, given `batch_size`, `seq_len` and `vocab_size`.
-      config: the settings; None stands for the workload's default.
-      devices: the devices to use.
-      telemetry: receives warnings.
-
     Raises:
       SpanaxError: the settings are inconsistent, or differ from those of a run that is resumed.
     """
@@ -107,7 +101,7 @@ def _load_plan(path: str, num_devices: int) -> Plan:
     plan = Plan.load(path)
     if plan.mesh.size != num_devices:
         raise SpanaxError(
-            f"the plan is for {plan.mesh.size} devices, and there are {num_devices}.",
+            f"the plan is for {plan.mesh.size} devices, but {num_devices} are available.",
             where=f"--plan {path}, mesh {plan.mesh}",
             fix=f"--devices {plan.mesh.size}, or a plan for {num_devices}",
         )

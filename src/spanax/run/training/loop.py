@@ -9,13 +9,14 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from spanax.errors import DataError
 from spanax.run.config import TrainConfig, profiled_steps
 from spanax.run.data.batches import Batches
 from spanax.run.evaluation import Means, by_name, num_fewer
-from spanax.run.profile import INPUT, STEP, Profile, marked
+from spanax.run.profile import INPUT, STEP, Profile
 from spanax.run.record.telemetry import Event, Telemetry
 from spanax.run.run import Run
 from spanax.run.state.saves import Saves
@@ -153,7 +154,7 @@ class Loop:
             self.telemetry.ledger.take(first)
         self._sizes.add(count)
         indices, arrays = zip(*batches[:count], strict=True)
-        with marked(STEP):
+        with jax.profiler.TraceAnnotation(STEP):
             metrics = self.run.step(arrays[0]) if count == 1 else self.run.steps(arrays)
         return Call(first, indices, metrics, is_new)
 
@@ -175,7 +176,7 @@ class Loop:
     def _next_batches(self, count: int) -> list[tuple[int, Any]]:
         """Pairs of index and batch: `count` of them, or fewer at the end of the data, but at least one."""
         batches, self._ready = self._ready[:count], self._ready[count:]
-        with self.telemetry.ledger.within("data"), marked(INPUT):
+        with self.telemetry.ledger.within("data"), jax.profiler.TraceAnnotation(INPUT):
             while len(batches) < count and (batch := next(self.data, None)) is not None:
                 batches.append((self.data.last_index, batch))
         if not batches:
@@ -212,7 +213,7 @@ class Loop:
         self._num_bad += 1
         self._beat("restore")
         with self.telemetry.ledger.within("restore"):
-            is_rolled_back = self.bad_steps.treat(step, batch, values, reason)
+            is_rolled_back = self.bad_steps.handle(step, batch, values, reason)
         if is_rolled_back:
             self._clock = time.perf_counter()
         return is_rolled_back
@@ -274,15 +275,13 @@ class Loop:
             self.saves.finish(self.run, self.data)
 
     def _beat(self, phase: str) -> None:
-        if not self.telemetry.is_beat_due(phase):
-            return
         # A watcher compares a silence with the median of the last steps, times the steps between two heartbeats.
         seconds = self.config.steps_per_call * statistics.median((self._seconds or self._compiling or [0.0])[-16:])
         self.telemetry.beat(phase, self.run.num_steps, step_seconds=seconds)
 
 
 def num_tokens(program: Program) -> int:
-    """Returns the tokens of a global batch: examples times sequence length, or examples if there is no sequence."""
+    """Returns the tokens of a global batch: examples times sequence length, or the examples without a sequence."""
     leaf = max(program.batch, key=lambda leaf: "seq" in leaf.axes)
     return num_examples(program) * dict(zip(leaf.axes, leaf.shape, strict=True)).get("seq", 1)
 

@@ -65,7 +65,7 @@ def in_recorded_dtype(program: Program, folder: Path, devices: Sequence[Any]) ->
 
 
 def _replanned(place: Callable[..., Plan], devices: Sequence[Any]) -> Plan:
-    """Returns the planner's choice for all devices, or for as many of them as some layout applies to."""
+    """Returns the planner's choice for all devices, or for the most devices to which a layout applies."""
     for count in range(len(devices), 1, -1):
         try:
             return place(local(devices[:count]))

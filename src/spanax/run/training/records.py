@@ -1,11 +1,10 @@
 """The records of a training run: config.toml, plan.json and env.json in its folder."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from spanax.errors import WriteError, first_line
 from spanax.hardware.cluster import local
 from spanax.plan.evaluate import evaluate
-from spanax.plan.plan import Plan
 from spanax.run.distributed.processes import from_first
 from spanax.run.record import folder as run_folder
 from spanax.run.record.run_lock import RunLock
@@ -26,16 +25,11 @@ class Records:
     job: Job
     lock: RunLock | None
     telemetry: Telemetry
-    _plan: Plan = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._plan = self.job.plan
 
     def write(self) -> None:
         """Writes all records."""
-        run_folder.write_records(
-            self.telemetry.folder, self.job.config.record(), self._plan.to_json(), list(self.job.devices)
-        )
+        job = self.job
+        run_folder.write_records(self.telemetry.folder, job.config.record(), job.plan.to_json(), list(job.devices))
 
     def renew(self) -> None:
         """Makes the run folder again if it was removed; called on every process.
@@ -51,10 +45,10 @@ class Records:
         The run does not need it, but `spanax report` compares it with the measured step time.
         """
         try:
-            cluster = local(self.job.devices[: self._plan.mesh.size])
-            cost = evaluate(self.job.program, self._plan, cluster)
-            self._plan = replace(self._plan, price=cost.prediction)
-            run_folder.write_plan(self.telemetry.folder, self._plan.to_json())
+            job = self.job
+            cost = evaluate(job.program, job.plan, local(job.devices[: job.plan.mesh.size]))
+            self.job = replace(job, plan=replace(job.plan, price=cost.prediction))
+            run_folder.write_plan(self.telemetry.folder, self.job.plan.to_json())
         except Exception as error:
             self.telemetry.warn(f"cannot predict the step time of the plan: {first_line(error)}")
 

@@ -85,7 +85,7 @@ def line(event: Event) -> str:
         removed = "" if event["removed"] is None else f" Step {event['removed']} was removed to make room."
         return f"WARNING: {event['reason']}{removed} The run continues, and saves again at the next scheduled step."
     if kind == "bad_step":
-        return f"WARNING: step {event['step']} (batch {event['batch']}) went wrong: {event['reason']}"
+        return f"WARNING: step {event['step']} (batch {event['batch']}) is bad: {event['reason']}"
     if kind == "rolled_back":
         return f"step {event['step']}  restored, from step {event['from_step']}; batch {event['batch']} is skipped"
     if kind == "skipped":

@@ -34,16 +34,12 @@ from spanax.trace.rewrites.attention.scores import Form
 from spanax.trace.rewrites.attention.zigzag import Shares, shares
 
 
-def attended_part(
+def per_device_attention(
     op: Op, sharding: AttentionSharding, mesh: Mesh, manual: frozenset[str]
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns the per-device function of an attention operation, for `jax.shard_map`.
 
-    Args:
-      op: the operation, forward or backward.
-      sharding: the sharding of its operands.
-      mesh: the devices.
-      manual: mesh axes that are already manual; the operands are local along them.
+    The operands are local along the mesh axes that are already `manual`.
     """
     form, sizes = sharding.form, dict(mesh.shape)
     axes = [tuple(axis for axis in dim_axes if axis not in manual and sizes[axis] > 1) for dim_axes in sharding.axes]
@@ -184,7 +180,7 @@ class _Ring:
         return [grad_q, *kv_grads, *extra_grads]
 
     def _parts(self, part: Part) -> list[Part]:
-        """Returns this device's queries, split into its parts of the sequence."""
+        """Returns this device's queries, partitioned into its parts of the sequence."""
         form = self.form
         extras = tuple(
             self._moved(extra, labels.index(form.queries)) if form.queries in labels else extra

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,16 +21,10 @@ from spanax.trace.jaxpr.graph import BODIES, Op
 from spanax.trace.pipeline.partition import PipelinePartition
 from spanax.trace.pipeline.retrace import dividing, longer_dim
 
-NEUTRAL: dict[str, Callable[[Any], Any]] = {
-    "reduce_sum": lambda dtype: 0,
-    "reduce_prod": lambda dtype: 1,
-    "reduce_max": lambda dtype: _min_value(dtype),
-    "reduce_min": lambda dtype: _max_value(dtype),
-    "reduce_and": lambda dtype: _all_ones(dtype),
-    "reduce_or": lambda dtype: 0,
-    "reduce_xor": lambda dtype: 0,
-}
-"""The neutral element of each reduction, which replaces padding."""
+REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_prod", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_xor"}
+)
+"""Reductions over rows, where the neutral element of the reduction replaces padding."""
 
 SIZES = frozenset({"shape", "new_sizes"})
 """Parameters that only determine the size of a result."""
@@ -114,9 +109,9 @@ class PaddedStep:
         by_row = bool(op.bodies) or not has_rows or self._is_by_row(op, dims, outs)
         if not by_row or not self._is_same_op(original, op):
             raise self._unsupported(op)
-        if op.name in NEUTRAL and dims[0] is not None and dims[0] in op.params["axes"]:
+        if op.name in REDUCTIONS and dims[0] is not None and dims[0] in op.params["axes"]:
             dtype = self.step.graph.avals[op.inputs[0]].dtype
-            return {0: (dims[0], NEUTRAL[op.name](dtype))}
+            return {0: (dims[0], _neutral_element(op, dtype))}
         if op.name == "dot_general":
             sides = zip(dims, op.params["dimension_numbers"][0], strict=True)
             return {
@@ -128,7 +123,7 @@ class PaddedStep:
 
     def _is_by_row(self, op: Op, dims: Sequence[int | None], outs: Sequence[int | None]) -> bool:
         """Returns whether an operation computes each row from the same row of its operands, or sums rows."""
-        if op.name in NEUTRAL or op.name == "dot_general":
+        if op.name in REDUCTIONS or op.name == "dot_general":
             return True
         rows = [(None,) * len(dims) if out is None else op.dim_map.operand_dims(out, i) for i, out in enumerate(outs)]
         return all(row is not None and all(d in (None, r) for d, r in zip(dims, row, strict=True)) for row in rows)
@@ -175,26 +170,11 @@ def _same(first: Any, second: Any) -> bool:
 
 
 def _same_array(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
     a, b = np.asarray(first), np.asarray(second)
-    return (a.shape, a.dtype) == (
-        b.shape,
-        b.dtype,
-    ) and a.tobytes() == b.tobytes()
+    return first is second or ((a.shape, a.dtype) == (b.shape, b.dtype) and a.tobytes() == b.tobytes())
 
 
-def _min_value(dtype: Any) -> Any:
-    if dtype == np.bool_:
-        return False
-    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _max_value(dtype: Any) -> Any:
-    if dtype == np.bool_:
-        return True
-    return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max
-
-
-def _all_ones(dtype: Any) -> Any:
-    return True if dtype == np.bool_ else jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1
+def _neutral_element(op: Op, dtype: Any) -> Any:
+    """Returns the result of a reduction of no elements."""
+    with jax.ensure_compile_time_eval():
+        return np.asarray(op.bind([jnp.zeros(0, dtype)], op.params | {"axes": (0,)})[0])

@@ -179,18 +179,11 @@ def _stage_replay(replay: Replay, split: SplitBackward | None) -> Replay:
 
 def _reads(partition: PipelinePartition) -> set[int]:
     """Returns the values that the pieces read, except the rows of each stage."""
-    op_lists = (
-        partition.front_ops,
-        partition.head_ops,
-        partition.end_ops,
-        partition.forward_ops,
-        partition.backward_ops,
-    )
-    reads = {value for ops in op_lists for op in ops for value in op.inputs}
+    pieces = (partition.front_ops, partition.head_ops, partition.end_ops, partition.forward_ops, partition.backward_ops)
+    reads = {value for ops in pieces for op in ops for value in op.inputs}
     for loop in (partition.forward, partition.backward):
         reads |= {*loop.carried, *loop.consts, *loop.scanned}
-    for value in (*partition.payload_forward, *partition.payload_backward):
-        reads.add(value)
+    reads |= {*partition.payload_forward, *partition.payload_backward}
     reads |= {part.value for item in partition.sums for parts in item.parts.values() for part in parts}
     reads |= {state.after for state in partition.states} | {value for value, _ in partition.results}
     return reads - {*partition.rows}

@@ -45,11 +45,6 @@ class BufferSpec:
         """The partition of the layers over stages and chunks."""
         return Parts(self.partition.num_layers, self.ticks.num_stages, self.ticks.num_chunks)
 
-    @property
-    def num_rows(self) -> int:
-        """The number of rows of one chunk, with padding."""
-        return self.parts.num_rows
-
     @cached_property
     def residuals(self) -> tuple[int, ...]:
         """Residuals of the layers: stacked results of the forward pass, and the initial states of the layers."""
@@ -78,15 +73,15 @@ class BufferSpec:
 
     def blank(self) -> Buffers:
         """Returns all buffers except sums and states, before the first tick."""
-        ticks = self.ticks
-        residuals = [self.zeros(value, ticks.num_in_flight, self.num_rows, num_scanned=1) for value in self.residuals]
+        ticks, num_rows = self.ticks, self.parts.num_rows
+        residuals = [self.zeros(value, ticks.num_in_flight, num_rows, num_scanned=1) for value in self.residuals]
         return {
             "forward": [self.zeros(value, ticks.num_received[0]) for value in self.partition.payload_forward],
             "backward": [self.zeros(value, ticks.num_received[1]) for value in self.partition.payload_backward],
             "sends_forward": [self.zeros(value) for value in self.partition.payload_forward],
             "sends_backward": [self.zeros(value) for value in self.partition.payload_backward],
             "residuals": residuals + [self.zeros(value, ticks.num_in_flight) for value in self.partition.ridden],
-            "weight_residuals": [self.zeros(value, ticks.num_split, self.num_rows) for value in self.between]
+            "weight_residuals": [self.zeros(value, ticks.num_split, num_rows) for value in self.between]
             + [self.zeros(value, ticks.num_split) for value in self.returned],
             "results": [self.zeros(value, ticks.num_microbatches) for value, _ in self.partition.results],
         }
@@ -121,13 +116,12 @@ class BufferSpec:
             "residuals": layers + constrain_all(buffers["residuals"][num_layers:], partition.ridden, 1),
             "weight_residuals": constrain_all(buffers["weight_residuals"][:num_between], self.between, 2)
             + constrain_all(buffers["weight_residuals"][num_between:], self.returned, 1),
-            "by_layer": {
-                index: constrained(array, constraints[outputs[index]], self.deferred_axes(index))
-                for index, array in buffers["by_layer"].items()
-            },
-            "by_stage": {
-                index: constrained(array, constraints[outputs[index]], self.deferred_axes(index))
-                for index, array in buffers["by_stage"].items()
+            **{
+                name: {
+                    index: constrained(array, constraints[outputs[index]], self.deferred_axes(index))
+                    for index, array in buffers[name].items()
+                }
+                for name in ("by_layer", "by_stage")
             },
         }
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -14,13 +14,16 @@ from spanax.plan.pipeline.stages import AXIS
 from spanax.plan.pipeline.ticks import COLUMNS, Ticks, share_name
 from spanax.run.step.pipeline.broadcast_from_stage import broadcast_carries, broadcast_results
 from spanax.run.step.pipeline.residual_buffers import Buffers, BufferSpec, read_slot, write_slots
-from spanax.run.step.replay.partial_sums import in_front, lifted
+from spanax.run.step.replay.partial_sums import leading_before_stacked, lifted
 from spanax.run.step.replay.replay import Replay
 from spanax.trace.jaxpr.loops import Loop
 from spanax.trace.pipeline.partition import Part, PipelinePartition, State, Sum
 from spanax.trace.pipeline.split_backward import SplitBackward
 
 Values = dict[int, Any]
+
+Layer = Callable[[list[Any], list[Any]], tuple[list[Any], list[Any]]]
+"""Maps the carry and the operands of one layer to the next carry and the stacked results."""
 
 Task = dict[str, Any]
 """The row of the tick table for this stage, by column; `active` is whether the current task belongs to this stage."""
@@ -220,15 +223,12 @@ class Stage:
 
         names, outputs = (*loop.body_consts, *loop.body_scanned, *split.between), split.outputs[loop.num_carried :]
 
-        def layer(_: None, xs: tuple[list[Any], list[Any], Any]) -> tuple[None, list[Any]]:
-            def run() -> tuple[list[Any], list[Any]]:
-                layer_values = dict(zip(names, [*consts, *xs[0], *xs[1]], strict=True))
-                self.replay.ops(split.second, layer_values)
-                return [], self.replay.read(layer_values, outputs)
+        def layer(_: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            layer_values = dict(zip(names, [*consts, *xs], strict=True))
+            self.replay.ops(split.second, layer_values)
+            return [], self.replay.read(layer_values, outputs)
 
-            return None, self._unless_padding(xs[2], run, [], outputs)[1]
-
-        _, stacked = lax.scan(layer, None, (scanned, between, self._is_layer(self._part(task))))
+        _, stacked = self._scanned(layer, [], [*scanned, *between], outputs, self._part(task), reverse=False)
         return buffers | {"by_layer": self._with_gradients(buffers["by_layer"], task, stacked)}
 
     def _layers(
@@ -243,40 +243,26 @@ class Stage:
         """Scans over the layers of one chunk; returns the carry, and stacked results (with `split`: residuals)."""
         consts, scanned = self.replay.read(values, loop.consts), self._operands(loop, values, chunks, part)
 
-        def layer(carried: list[Any], layer_xs: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
-            def run() -> tuple[list[Any], list[Any]]:
-                args = [*consts, *carried, *layer_xs[0]]
-                if split is None:
-                    outs = self.replay.body(loop.body, args)
-                    return outs[: loop.num_carried], outs[loop.num_carried :]
-                layer_values = dict(zip(loop.body.inputs, args, strict=True))
-                self.replay.ops(split.first, layer_values)
-                new_carry = self.replay.read(layer_values, split.outputs[: loop.num_carried])
-                return new_carry, self.replay.read(layer_values, split.between)
+        def layer(carried: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            args = [*consts, *carried, *xs]
+            if split is None:
+                outs = self.replay.body(loop.body, args)
+                return outs[: loop.num_carried], outs[loop.num_carried :]
+            layer_values = dict(zip(loop.body.inputs, args, strict=True))
+            self.replay.ops(split.first, layer_values)
+            new_carry = self.replay.read(layer_values, split.outputs[: loop.num_carried])
+            return new_carry, self.replay.read(layer_values, split.between)
 
-            outputs = loop.body.outputs if split is None else (*loop.body.outputs[: loop.num_carried], *split.between)
-            return self._unless_padding(layer_xs[1], run, carried, outputs)
+        outputs = loop.body.outputs if split is None else (*loop.body.outputs[: loop.num_carried], *split.between)
+        return self._scanned(layer, list(carried), scanned, outputs, part, reverse=loop.op.params["reverse"])
 
-        xs = scanned, self._is_layer(part)
-        return lax.scan(layer, list(carried), xs, reverse=loop.op.params["reverse"], length=self.spec.num_rows)
-
-    def _is_layer(self, part: Any) -> Any:
-        """Returns for each row of a chunk whether it has a layer; None if there is no padding."""
+    def _scanned(
+        self, layer: Layer, carried: list[Any], scanned: list[Any], outputs: Sequence[int], part: Any, *, reverse: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """Scans a function over the rows of one chunk; a row of padding passes the carry on and returns zeros."""
         parts = self.spec.parts
         if not parts.num_short:
-            return None
-        return (jnp.arange(parts.num_rows) < parts.num_rows - 1) | parts.is_full(part)
-
-    def _unless_padding(
-        self,
-        is_layer: Any,
-        run: Callable[[], tuple[list[Any], list[Any]]],
-        carried: Sequence[Any],
-        outputs: Sequence[int],
-    ) -> tuple[list[Any], list[Any]]:
-        """Runs a layer; a row of padding passes the carry on and returns zeros."""
-        if is_layer is None:
-            return run()
+            return lax.scan(layer, carried, scanned, reverse=reverse, length=parts.num_rows)
 
         def constrained(new_carry: Sequence[Any], stacked: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             constraints, deferred = self.replay.constraints, self.replay.unreduced.of
@@ -284,9 +270,14 @@ class Stage:
             placed = [self.replay.constrained(array, constraints[value], deferred(value)) for array, value in arrays]
             return placed[: len(new_carry)], placed[len(new_carry) :]
 
-        stacked = jax.eval_shape(run)[1]
-        zeros = lambda: constrained(carried, [jnp.zeros(output.shape, output.dtype) for output in stacked])  # noqa: E731
-        return self._choose(is_layer, lambda: constrained(*run()), zeros)
+        def row(carried: list[Any], xs: tuple[list[Any], Any]) -> tuple[list[Any], list[Any]]:
+            run = partial(layer, carried, xs[0])
+            avals = jax.eval_shape(run)[1]
+            skip = lambda: constrained(carried, [jnp.zeros(aval.shape, aval.dtype) for aval in avals])  # noqa: E731
+            return self._choose(xs[1], lambda: constrained(*run()), skip)
+
+        is_layer = (jnp.arange(parts.num_rows) < parts.num_rows - 1) | parts.is_full(part)
+        return lax.scan(row, carried, (scanned, is_layer), reverse=reverse, length=parts.num_rows)
 
     def _collected(self, array: Any, update: Any, part: Any) -> Any:
         """Returns the stacked results for the head, updated by one chunk; the next chunk overwrites padding."""
@@ -330,11 +321,11 @@ class Stage:
     def _chunk(self, array: Any, task: Task, dim: int = 0) -> Any:
         if self.ticks.num_chunks == 1:
             return array
-        return lax.dynamic_slice_in_dim(array, task["chunk"] * self.spec.num_rows, self.spec.num_rows, dim)
+        return lax.dynamic_slice_in_dim(array, task["chunk"] * self.spec.parts.num_rows, self.spec.parts.num_rows, dim)
 
     def _put_chunk(self, array: Any, task: Task, new: Any, dim: int = 0) -> Any:
         new = jnp.where(task["active"], new, self._chunk(array, task, dim)) if self.lockstep else new
-        return lax.dynamic_update_slice_in_dim(array, new, task["chunk"] * self.spec.num_rows, dim)
+        return lax.dynamic_update_slice_in_dim(array, new, task["chunk"] * self.spec.parts.num_rows, dim)
 
     def _summand(self, carried_sum: Sum, part: Part, array: Any) -> Any:
         """Returns a summand in the dtype and the partial-sum form of its sum."""
@@ -347,7 +338,7 @@ class Stage:
         for item in self.partition.sums:
             for part in item.parts.get("layers", ()):
                 dim, axes = len(self.spec.deferred_axes(item.index)), self.replay.unreduced.of(part.value)
-                summand = self._summand(item, part, in_front(gradients[part.value], axes))
+                summand = self._summand(item, part, leading_before_stacked(gradients[part.value], axes))
                 total = self._chunk(carries[item.index], task, dim) + summand
                 carries[item.index] = self._put_chunk(carries[item.index], task, total, dim)
         return carries

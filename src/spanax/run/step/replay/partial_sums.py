@@ -20,7 +20,7 @@ Ways = Mapping[str, int]
 """The size of each mesh axis."""
 
 
-def in_parts(
+def evaluate_partial_sums(
     graph: Graph, op: Op, ins: Sequence[Any], deferred: DeferredReductions, mesh: Mesh, manual: frozenset[str]
 ) -> list[Any]:
     """Evaluates an operation without bodies that defers a reduction or takes partial sums."""
@@ -99,7 +99,7 @@ def lifted(array: Any, has: Sequence[str], axes: Sequence[str], ways: Ways) -> A
     return array
 
 
-def together(array: Any, has: Sequence[str], left: Sequence[str]) -> Any:
+def merged_leading(array: Any, has: Sequence[str], left: Sequence[str]) -> Any:
     """Merges the leading dims that are to be reduced into one, in front of the other leading dims.
 
     XLA would reduce separate dims one after the other, with a full all-reduce each.
@@ -109,13 +109,13 @@ def together(array: Any, has: Sequence[str], left: Sequence[str]) -> Any:
     return array.reshape(-1, *array.shape[len(reduced) :])
 
 
-def behind(array: Any, axes: Sequence[str]) -> Any:
+def leading_after_stacked(array: Any, axes: Sequence[str]) -> Any:
     """Moves leading dims after the stacked dim: the layout of operands and results of a loop."""
     return jnp.moveaxis(array, range(len(axes)), range(1, len(axes) + 1)) if axes else array
 
 
-def in_front(array: Any, axes: Sequence[str]) -> Any:
-    """Inverts `behind`: moves the leading dims in front of the stacked dim."""
+def leading_before_stacked(array: Any, axes: Sequence[str]) -> Any:
+    """Inverts `leading_after_stacked`: moves the leading dims in front of the stacked dim."""
     return jnp.moveaxis(array, range(1, len(axes) + 1), range(len(axes))) if axes else array
 
 

@@ -19,11 +19,17 @@ from spanax.plan.sharding.operands import OperandSharding
 from spanax.plan.sharding.resolve import Constraint
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.run.step.attention import kernels  # noqa: F401  (registers the lowering of kernels for platforms)
-from spanax.run.step.attention.ring import attended_part
+from spanax.run.step.attention.ring import per_device_attention
 from spanax.run.step.platform import platform_of
 from spanax.run.step.replay.cpu_matmuls import single_contraction
-from spanax.run.step.replay.partial_sums import behind, in_front, in_parts, lifted, together
-from spanax.run.step.replay.sharded_lookup import look_up, match_sharded_lookup
+from spanax.run.step.replay.partial_sums import (
+    evaluate_partial_sums,
+    leading_after_stacked,
+    leading_before_stacked,
+    lifted,
+    merged_leading,
+)
+from spanax.run.step.replay.sharded_lookup import match_sharded_lookup, sharded_lookup
 from spanax.trace.jaxpr.graph import Body, Graph, Op, scan_counts
 from spanax.trace.jaxpr.interpret import Values, as_traced, read, run, with_bodies
 
@@ -107,7 +113,7 @@ class Replay:
             else None
         )
         if lookup is not None:
-            return look_up(self.graph, op, lookup, ins, self.mesh, self.manual)
+            return sharded_lookup(self.graph, op, lookup, ins, self.mesh, self.manual)
         if use is not None:
             for targets in filter(None, (use.first, use.inputs)):
                 ins = [self.constrained(array, target) for array, target in zip(ins, targets, strict=True)]
@@ -116,10 +122,10 @@ class Replay:
         if op.name in DROPPED:
             outs = list(ins[:1])
         elif deferred:
-            outs = in_parts(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
+            outs = evaluate_partial_sums(self.graph, op, ins, self.unreduced, self.mesh, self.manual)
         elif use is not None and use.is_local and self.mesh.size > 1:
             around = None if op.params.get("kernel") else use.attention
-            part = None if around is None else attended_part(op, around, self.mesh, self.manual)
+            part = None if around is None else per_device_attention(op, around, self.mesh, self.manual)
             outs = _shard_by_shard(op, use, self.mesh, ins, self.manual, part)
         else:
             outs = self._product(op, ins, use) or op.bind(ins)
@@ -169,7 +175,7 @@ class Replay:
             lifted(array, deferred(value), deferred(inner), axis_sizes)
             for value, inner, array in zip(op.inputs, body.inputs, ins, strict=True)
         ]
-        operands[num_fixed:] = map(behind, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))
+        operands[num_fixed:] = map(leading_after_stacked, operands[num_fixed:], map(deferred, body.inputs[num_fixed:]))
         pending = [*map(deferred, body.inputs[num_consts:num_fixed]), *map(deferred, body.outputs[num_carried:])]
 
         def iteration(body: Body, args: Sequence[Any]) -> list[Any]:
@@ -177,7 +183,7 @@ class Replay:
             return [lifted(out, deferred(value), axes, axis_sizes) for value, out, axes in outs]
 
         outs = [*with_bodies(op, operands, iteration, self._leading)]
-        outs[num_carried:] = map(in_front, outs[num_carried:], pending[num_carried:])
+        outs[num_carried:] = map(leading_before_stacked, outs[num_carried:], pending[num_carried:])
         pairs = zip(op.outputs, outs, pending, strict=True)
         return [self.reduced(out, self.constraints[value], axes, deferred(value)) for value, out, axes in pairs]
 
@@ -189,7 +195,7 @@ class Replay:
         if constraint is not None:  # reduce-scatter: the result is sharded over the same axes
             spec = tuple(tuple(axis for axis in by if axis not in summed) for by in constraint.spec)
             constraint = replace(constraint, spec=spec)
-        array = self.constrained(together(array, axes, left), constraint, (summed, *left))
+        array = self.constrained(merged_leading(array, axes, left), constraint, (summed, *left))
         return lax.reduce(array, np.zeros((), array.dtype), lax.add, [0])
 
     def _leading(self, value: int) -> list[int]:

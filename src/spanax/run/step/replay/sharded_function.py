@@ -35,7 +35,7 @@ def sharded_function(
     Args:
       program: the program that the plan was made for.
       plan: the plan.
-      mesh: its devices.
+      mesh: the devices.
       rows: the row order of stacked arrays, if it differs from the order of the layers.
       traced: the step or the evaluation.
       padded: the step around a pipeline with padded rows.

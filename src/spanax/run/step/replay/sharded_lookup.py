@@ -70,7 +70,7 @@ def match_sharded_lookup(
     return ShardedLookup(sharded_dims[0], axes, tuple(spec), indices, row_spec)
 
 
-def look_up(
+def sharded_lookup(
     graph: Graph, op: Op, lookup: ShardedLookup, ins: Sequence[Any], mesh: Mesh, manual: frozenset[str]
 ) -> list[Any]:
     """Computes a lookup in a sharded table."""
@@ -108,7 +108,7 @@ def look_up(
         result = lax.psum(jnp.where(_over_rows(is_local, result.ndim, numbers.offset_dims), result, 0), lookup.axes)
         if op.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
             return result
-        outside = jnp.full((), _fill(op, result.dtype), result.dtype)
+        outside = jnp.full((), op.params["fill_value"], result.dtype)
         return jnp.where(_over_rows(in_bounds, result.ndim, numbers.offset_dims), result, outside)
 
     specs = (table, indices, rows) if is_adding else (table, indices)
@@ -129,13 +129,3 @@ def _spec(graph: Graph, value: int, constraints: Sequence[Constraint | None], ma
 def _over_rows(flags: Any, rank: int, columns: Sequence[int]) -> Any:
     """Broadcasts flags of the lookups to the shape of the rows."""
     return jnp.expand_dims(flags, tuple(columns)) if len(columns) + flags.ndim == rank else flags
-
-
-def _fill(op: Op, dtype: Any) -> Any:
-    """Returns the fill value for an index that is out of bounds."""
-    fill_value = op.params.get("fill_value")
-    if fill_value is not None:
-        return fill_value
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.nan
-    return jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
-
-from spanax.errors import SpanaxError
 
 if TYPE_CHECKING:
     from spanax.trace.program import Program
@@ -28,9 +26,9 @@ class BatchSizes:
     batch: int | None = None
     seq: int | None = None
 
-    def load(self, load: Load) -> Any:
-        """Returns the workload at the requested sizes."""
-        return load(**self._arguments())
+    def load(self, load: Load, **more: Any) -> Any:
+        """Returns the workload at the requested sizes; `more` are further arguments of `load`."""
+        return load(**self._arguments(), **more)
 
     def _arguments(self) -> dict[str, int]:
         sizes = {"batch_size": self.batch, "seq_len": self.seq}
@@ -59,16 +57,16 @@ class Precision:
     """Dtypes of computation and optimizer state.
 
     Attributes:
-      dtype: compute dtype: float32, bfloat16 or float16. Default: bfloat16 on accelerators, unless the model sets its
-        own dtypes.
+      dtype: compute dtype: float32, bfloat16 or float16; parameters keep the dtype of the model. Default: bfloat16 on
+        accelerators, unless the model sets its own dtypes.
       optimizer_state: dtype of the optimizer's moments, float32 or bfloat16.
     """
 
     dtype: str | None = None
-    optimizer_state: Literal["float32", "bfloat16"] = "float32"
+    optimizer_state: str = "float32"
 
-    def check(self) -> None:
-        """Raises SpanaxError if the dtype is unknown."""
+    def check_dtype(self) -> None:
+        """Raises SpanaxError if the compute dtype is unknown."""
         from spanax.trace.rewrites.remat_policies import known_dtype
 
         known_dtype(self.dtype)
@@ -79,15 +77,19 @@ class LayoutRequest:
     """The requested layout; the planner chooses what is not requested.
 
     Attributes:
-      layout: name of the layout. Default: what the mesh axes imply; without both, the fastest that fits.
+      layout: data, zero1, zero2, fsdp, hsdp, tensor, data+tensor, fsdp+tensor, context, ring, expert, pipeline,
+        pipeline+tensor or 3d; `+seq` after a tensor layout also shards the sequence. Default: inferred from --mesh, or
+        the fastest layout that fits.
       mesh: sizes of the mesh axes, slowest first, such as fsdp=4,model=2.
-      remat: what the backward pass recomputes: none, dots, full, offload. Default: the fastest that fits; on CPUs,
-        with a layout or mesh, as written.
-      attention: plain, as written; flash, the platform's kernel; auto, the kernel where it applies.
+      remat: what the backward pass recomputes: none; dots, all but the results of matmuls; full, all but the inputs of
+        each layer; or offload, as dots, with the results in host memory. Default: the fastest that fits; on CPUs, with
+        a layout or mesh, as written in the model.
+      attention: plain, as written in the model; flash, the platform's kernel; auto, the kernel where it applies.
         Default: auto on accelerators, plain on CPUs.
-      loss_chunks: number of chunks of tokens in which logits are computed, or auto: where that saves much memory.
-        Default: auto on accelerators, 1 on CPUs.
-      accumulate: gradient of microbatches: exact, equal to that of the batch, or mean, the mean of theirs.
+      loss_chunks: number of chunks of tokens for the logits, or auto, where that saves much memory. Default: auto on
+        accelerators, 1 on CPUs.
+      accumulate: how the gradients of microbatches are combined: exact, to that of the batch, or mean, to the mean of
+        theirs.
     """
 
     layout: str | None = None
@@ -95,21 +97,35 @@ class LayoutRequest:
     remat: str | None = None
     attention: str | None = None
     loss_chunks: str | None = None
-    accumulate: Literal["exact", "mean"] | None = None
+    accumulate: str | None = None
 
-    def check(self) -> None:
-        """Raises SpanaxError if the remat policy, attention or number of loss chunks is unknown."""
-        from spanax.trace.rewrites.remat_policies import known_attention, known_chunks, known_policy
+    def check_layout(self) -> None:
+        """Raises SpanaxError if the remat policy, attention, number of loss chunks or accumulation is unknown."""
+        from spanax.trace.rewrites.remat_policies import (
+            known_accumulation,
+            known_attention,
+            known_chunks,
+            known_policy,
+        )
 
         known_policy(self.remat)
         known_attention(self.attention)
         known_chunks(self.loss_chunks or 1)
+        known_accumulation(self.accumulate or "exact")
 
-    def trace(self, workload: "Workload", precision: Precision, *, dtype: str | None) -> "Program":
+    def trace(
+        self,
+        workload: "Workload",
+        precision: Precision,
+        *,
+        dtype: str | None,
+        learning_rate: float = 1e-3,
+        num_steps: int = 100,
+    ) -> "Program":
         """Returns the training step of a workload, traced with the requested rematerialization and precision."""
         return workload.trace(
-            learning_rate=1e-3,
-            num_steps=100,
+            learning_rate=learning_rate,
+            num_steps=num_steps,
             compute_dtype=dtype,
             remat=self.remat,
             optimizer_state=precision.optimizer_state,
@@ -121,29 +137,3 @@ BatchSizeFlags = Annotated[BatchSizes, arg(name="")]
 SizeFlags = Annotated[Sizes, arg(name="")]
 PrecisionFlags = Annotated[Precision, arg(name="")]
 LayoutFlags = Annotated[LayoutRequest, arg(name="")]
-
-
-def flag(name: str) -> str:
-    """Returns the flag of a field.
-
-    Example:
-      >>> flag("target_mfu")
-      '--target-mfu'
-    """
-    return f"--{name.replace('_', '-')}"
-
-
-def require(command: str, workload: str, on: str, devices: str) -> None:
-    """Raises SpanaxError if the workload or the devices are missing; `devices` are those of the suggested command."""
-    if not workload:
-        raise SpanaxError(f"spanax {command} needs a workload.", fix=f"spanax {command} gpt2 --on {devices}")
-    if not on:
-        raise SpanaxError(f"spanax {command} needs the devices.", fix=f"spanax {command} {workload} --on {devices}")
-
-
-def check_positive(command: object, *names: str) -> None:
-    """Raises SpanaxError if a number of a command is not positive."""
-    for name in names:
-        value = getattr(command, name)
-        if value is not None and not value > 0:
-            raise SpanaxError(f"{flag(name)} is {value}; expects a number > 0.", fix=f"{flag(name)} 1")
