@@ -4,9 +4,10 @@ import os
 import re
 from pathlib import Path
 
-from spanax.plan.pipeline.bubble import bubble_over_ideal, num_hops, num_in_flight
+from spanax.plan.pipeline.bubble import bubble_over_ideal, num_in_flight, step_seconds
 from spanax.plan.pipeline.schedules import SCHEDULES, orders
-from spanax.plan.pipeline.timeline import StageSeconds, simulate
+from spanax.plan.pipeline.ticks import ticks
+from timeline import StageSeconds, simulate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pipeline-schedules.md"
 CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": 2}
@@ -20,7 +21,7 @@ FORMULAS = {
 
 def costs() -> str:
     rows = [
-        "| schedule | bubble over work | here | of the step | held, first to last device |",
+        "| schedule | bubble over work | here | of the step | activations, first to last device |",
         "|---|---|---|---|---|",
     ]
     for name, chunks in CHUNKS.items():
@@ -41,7 +42,8 @@ def hops() -> str:
         for m in sizes:
             made, times = orders(name, 4, m, chunks), StageSeconds.equal(4 * chunks)
             counted.append((simulate(made, times, 0.25).seconds - simulate(made, times).seconds) / 0.25)
-            assert counted[-1] == num_hops(name, 4, m, chunks)
+            hop = step_seconds(name, 4, m, chunks, hop_seconds=0.25) - step_seconds(name, 4, m, chunks)
+            assert counted[-1] == hop / 0.25
         rows.append(f"| `{name}` | {' | '.join(f'{count:g}' for count in counted)} |")
     return "\n".join(rows)
 
@@ -74,6 +76,6 @@ def test_the_page_says_what_the_code_says() -> None:
 
 
 def test_the_example_on_the_page_says_what_it_prints() -> None:
-    timeline = simulate(orders("1f1b", num_stages=4, num_microbatches=8), StageSeconds.equal(4))
-    printed = f"{timeline.seconds}, {timeline.bubble_over_ideal}, {timeline.peak_in_flight}"
+    table = ticks("1f1b", num_stages=4, num_microbatches=8)
+    printed = f"{table.num_ticks}, {table.num_in_flight}, {table.bubble_fraction:.3f}"
     assert f"# {printed}" in PAGE.read_text()

@@ -84,34 +84,34 @@ def test_fewer_microbatches_than_stages() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "an unknown schedule": (lambda: orders("1f1", 4, 8), "unknown schedule '1f1'.", "did you mean '1f1b'?"),
-    "no stages": (lambda: orders("1f1b", 0, 8), "num_stages is 0; it takes a whole number from 1.", ""),
+    "no stages": (lambda: orders("1f1b", 0, 8), "num_stages is 0; it must be an integer >= 1.", ""),
     "fewer than no microbatches": (lambda: orders("gpipe", 4, -8), "num_microbatches is -8;", ""),
     "half a microbatch": (lambda: orders("gpipe", 4, 2.5), "num_microbatches is 2.5;", ""),  # type: ignore[arg-type]
     "a truth value": (lambda: orders("gpipe", 4, True), "num_microbatches is True;", ""),
     "no chunks": (lambda: orders("interleaved", 4, 8, 0), "num_chunks is 0;", ""),
     "chunks without interleaving": (
         lambda: orders("1f1b", 4, 8, 2),
-        "schedule '1f1b' takes 1 chunk a device, and num_chunks is 2.",
+        "schedule '1f1b' needs 1 chunk per device, and num_chunks is 2.",
         "schedule 'interleaved'",
     ),
     "interleaving without chunks": (
         lambda: orders("interleaved", 4, 8),
-        "schedule 'interleaved' takes 2 or more chunks a device, and num_chunks is 1.",
+        "schedule 'interleaved' needs 2 or more chunks per device, and num_chunks is 1.",
         "num_chunks=2, or schedule '1f1b'",
     ),
     "uneven groups": (
         lambda: orders("interleaved", 4, 10, 2),
-        "10 microbatches are no multiple of 4 stages: 10 % 4 = 2.",
+        "10 microbatches are not a multiple of 4 stages: 10 % 4 = 2.",
         "8 or 12 microbatches, or schedule '1f1b'",
     ),
     "less than a group": (
         lambda: orders("interleaved", 4, 3, 2),
-        "3 microbatches are no multiple of 4 stages: 3 % 4 = 3.",
+        "3 microbatches are not a multiple of 4 stages: 3 % 4 = 3.",
         "4 microbatches",
     ),
     "one of many": (
         lambda: check_counts("interleaved", np.array([2, 4]), np.array([[4], [6]]), 2),
-        "6 microbatches are no multiple of 4 stages",
+        "6 microbatches are not a multiple of 4 stages",
         "4 or 8 microbatches",
     ),
 }

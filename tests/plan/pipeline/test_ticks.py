@@ -61,10 +61,10 @@ def test_a_slot_is_free_before_it_is_written_and_read_as_it_was_written(table: T
                 continue
             at = (task.microbatch, task.chunk * table.num_stages + stage)
             if task.kind == "F":
-                assert ("kept", stage, cells[column["kept"]]) not in slots
-                slots["kept", stage, cells[column["kept"]]] = at
+                assert ("residual", stage, cells[column["residual"]]) not in slots
+                slots["residual", stage, cells[column["residual"]]] = at
             else:
-                assert slots["kept", stage, cells[column["kept"]]] == at
+                assert slots["residual", stage, cells[column["residual"]]] == at
             if task.kind in "FB" and cells[column["received"]] != NONE:
                 assert slots.pop((task.kind, stage, cells[column["received"]])) == at
             if cells[column["split"]] != NONE and task.kind == "B":
@@ -72,7 +72,7 @@ def test_a_slot_is_free_before_it_is_written_and_read_as_it_was_written(table: T
             if task.kind == "W":
                 assert slots.pop(("split", stage, cells[column["split"]])) == at
             if task.kind == ("W" if table.is_split else "B"):
-                del slots["kept", stage, cells[column["kept"]]]
+                del slots["residual", stage, cells[column["residual"]]]
         for stage, cells in enumerate(row):
             for kind, name, step in (("F", "arrives_forward", -1), ("B", "arrives_backward", 1), ("B", "seeds", 0)):
                 slot = cells[column[name]]

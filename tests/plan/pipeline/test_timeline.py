@@ -10,7 +10,7 @@ import pytest
 
 from spanax.errors import SpanaxError
 from spanax.plan.pipeline.schedules import Orders, Task, orders
-from spanax.plan.pipeline.timeline import StageSeconds, Timeline, simulate
+from timeline import StageSeconds, Timeline, simulate
 
 CASES = [
     ("gpipe", 4, 6, 1),
@@ -170,7 +170,7 @@ F0, F1, B0, B1 = Task("F", 0), Task("F", 1), Task("B", 0), Task("B", 1)
 REFUSED: dict[str, tuple[Callable[[], Timeline | StageSeconds], str]] = {
     "a backward before its forward": (
         lambda: simulate(((B0, F0), (F0, B0)), StageSeconds.equal(2)),
-        "the orders block each other: 2 of 2 devices wait for ever.\n"
+        "the orders block each other: 2 of 2 devices wait forever.\n"
         "  where: device 0 at B of microbatch 0, chunk 0 waits for B of microbatch 0, chunk 0 of device 1; "
         "device 1 at F of microbatch 0, chunk 0 waits for F of microbatch 0, chunk 0 of device 0\n"
         "  fix: put each awaited task before the one that waits for it",
@@ -195,7 +195,7 @@ REFUSED: dict[str, tuple[Callable[[], Timeline | StageSeconds], str]] = {
         lambda: simulate(((Task("X", 0),),), StageSeconds.equal(1)),  # type: ignore[arg-type]
         "device 0 has X of microbatch 0, chunk 0, which is not a task.",
     ),
-    "no device": (lambda: simulate((), StageSeconds.equal(1)), "there is no device to run anything."),
+    "no device": (lambda: simulate((), StageSeconds.equal(1)), "the orders are empty."),
     "too few times": (
         lambda: simulate(orders("interleaved", 2, 2, 2), StageSeconds.equal(2)),
         "there are times for 2 parts, and the orders have 4.\n  where: 2 devices x 2 chunks",
@@ -206,11 +206,11 @@ REFUSED: dict[str, tuple[Callable[[], Timeline | StageSeconds], str]] = {
     ),
     "a negative hop": (
         lambda: simulate(orders("1f1b", 2, 2), StageSeconds.equal(2), -1.0),
-        "hop_seconds[0] is -1.0; it takes seconds from 0.",
+        "hop_seconds[0] is -1.0; it must be finite and >= 0.",
     ),
     "a negative time": (
         lambda: StageSeconds((1.0, -2.0), (1.0, 1.0), (1.0, 1.0)),
-        "forward_seconds[1] is -2.0; it takes seconds from 0.",
+        "forward_seconds[1] is -2.0; it must be finite and >= 0.",
     ),
     "a time that is no number": (
         lambda: StageSeconds((1.0,), (float("nan"),), (1.0,)),

@@ -1,7 +1,7 @@
 """Closed-form pipeline bubbles with equal stages, vectorized over candidates.
 
-Counts and times may be NumPy arrays; they broadcast. Tests compare each formula with
-`spanax.plan.pipeline.timeline.simulate`. Where a source does not cover a case, the docstring names the case.
+Counts and times may be NumPy arrays; they broadcast. Tests compare each formula with a simulation. Where a source does
+not cover a case, the docstring names the case.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ def step_seconds(
     than the forward or the input gradient; otherwise a lower bound. For unequal parts, the times of the slowest part
     give an upper bound wherever the formula is exact.
 
-    Source: `bubble_seconds` and `num_hops`, plus the compute of `num_microbatches * num_chunks` parts per device.
+    Source: `bubble_seconds` and `_num_hops`, plus the compute of `num_microbatches * num_chunks` parts per device.
 
     Raises:
       SpanaxError: an unknown schedule, or unsupported counts.
@@ -92,20 +92,10 @@ def bubble_seconds(
     return (p - 1) * (forward + backward + weight_seconds)
 
 
-def bubble_over_ideal(
-    schedule: str,
-    num_stages: Any,
-    num_microbatches: Any,
-    num_chunks: Any = 1,
-    *,
-    forward_seconds: Any = 1.0,
-    backward_seconds: Any = 1.0,
-    weight_seconds: Any = 1.0,
-) -> Any:
-    """Returns bubble over compute time, with equal parts and no hops; for a ratio x, x / (1 + x) of the step is idle.
+def bubble_over_ideal(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> Any:
+    """Returns bubble over compute time where F = B = W, without hops; for a ratio x, x / (1 + x) of the step is idle.
 
-    `gpipe` and `1f1b`: (p - 1) / m. `interleaved`: (p - 1) / (v m). `zero-bubble`, with F = B = W and m >= p: a
-    third of 1F1B's.
+    `gpipe` and `1f1b`: (p - 1) / m. `interleaved`: (p - 1) / (v m). `zero-bubble`, for m >= p: a third of 1F1B's.
 
     Source: as `bubble_seconds`, over m v (F + B + W).
 
@@ -119,37 +109,8 @@ def bubble_over_ideal(
       0.1875
     """
     check_counts(schedule, num_stages, num_microbatches, num_chunks)
-    times = (forward_seconds, backward_seconds, weight_seconds)
-    bubble = bubble_seconds(
-        schedule,
-        num_stages,
-        num_microbatches,
-        forward_seconds=forward_seconds,
-        backward_seconds=backward_seconds,
-        weight_seconds=weight_seconds,
-    )
-    return bubble / (np.asarray(num_microbatches, float) * num_chunks * sum(np.asarray(t, float) for t in times))
-
-
-def num_hops(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> Any:
-    """Returns the number of exposed hops in a step of equal parts, for short hops (bounds: `step_seconds`).
-
-    `gpipe`: 2 (p - 1), one round trip. `interleaved`: 2 (p v - 1), the same with p v parts. `1f1b`: another round
-    trip for each microbatch except one in p, since its stages hold only the microbatches of a round trip without
-    hops: 2 (p - 1 + (m - 1) - ceil((m - 1) / p)). `zero-bubble`: as `1f1b`, up to 4 (p - 1), beyond which weight
-    gradients fill the idle time.
-
-    Source: the longest path through the orders of `spanax.plan.pipeline.schedules`; tests compare it with `simulate`.
-
-    Raises:
-      SpanaxError: an unknown schedule, or unsupported counts.
-
-    Example:
-      >>> [int(num_hops(name, 4, 32)) for name in ("gpipe", "1f1b", "zero-bubble")]
-      [6, 52, 12]
-    """
-    check_counts(schedule, num_stages, num_microbatches, num_chunks)
-    return _num_hops(schedule, *(np.asarray(count, float) for count in (num_stages, num_microbatches, num_chunks)))
+    compute = 3 * np.asarray(num_microbatches, float) * num_chunks
+    return bubble_seconds(schedule, num_stages, num_microbatches) / compute
 
 
 def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1, stage: Any = 0) -> Any:
@@ -189,7 +150,15 @@ def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chu
 
 
 def _num_hops(schedule: str, p: Any, m: Any, v: Any) -> Any:
-    """Returns `num_hops` of validated counts, as floats."""
+    """Returns the number of exposed hops in a step of p stages, m microbatches and v chunks, for short hops.
+
+    `gpipe`: 2 (p - 1), one round trip. `interleaved`: 2 (p v - 1), the same with p v parts. `1f1b`: another round
+    trip for each microbatch except one in p, since its stages hold only the microbatches of a round trip without
+    hops: 2 (p - 1 + (m - 1) - ceil((m - 1) / p)). `zero-bubble`: as `1f1b`, up to 4 (p - 1), beyond which weight
+    gradients fill the idle time.
+
+    Source: the longest path through the orders of `schedules`; tests compare it with a simulation.
+    """
     single_trip = 2 * (p * v - 1) * (p > 1)
     if schedule in ("gpipe", "interleaved"):
         return single_trip + 0 * m
