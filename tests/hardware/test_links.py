@@ -63,7 +63,7 @@ def test_latencies_across_nodes() -> None:
     inside, between = made.chip.inside.latency_seconds, made.chip.between.latency_seconds
     link = axis_link(made, MeshShape.of("data=32"), "data")
     assert 32 * link.latency_seconds == pytest.approx(28 * inside + 4 * between)
-    assert link.way_seconds == pytest.approx(3 * inside + 2 * between)
+    assert link.tree_latency_seconds == pytest.approx(3 * inside + 2 * between)
 
 
 def test_all_to_all_across_nodes_is_held_up_by_the_network() -> None:
@@ -110,9 +110,9 @@ def test_tori(name: str, mesh: str, axes: str | tuple[str, ...], lines: int, ove
 def test_hops_in_a_torus() -> None:
     made = cluster("v5p:8x8x8")
     ring = axis_link(made, MeshShape.of("data=64,model=8"), "model")
-    assert ring.way_seconds == pytest.approx(4e-6) and 7 * ring.latency_seconds == pytest.approx(4e-6)
+    assert ring.tree_latency_seconds == pytest.approx(4e-6) and 7 * ring.latency_seconds == pytest.approx(4e-6)
     row = axis_link(cluster("v6e:8x8"), MeshShape.of("data=8,model=8"), "model")
-    assert row.way_seconds == pytest.approx(7e-6)
+    assert row.tree_latency_seconds == pytest.approx(7e-6)
 
 
 def test_two_halves_of_a_ring_share_its_lines() -> None:
@@ -149,8 +149,8 @@ def test_slices_are_joined_by_the_network() -> None:
     [
         (cluster("h100:8"), "data=8", "model", "the mesh has no axis 'model'"),
         (cluster("v5p:4x4x4"), "data=32", "data", "mesh axes of 32 do not fill 64 devices"),
-        (Cluster(Chip("Quantum 9"), 8), "data=8", "data", "nothing is known of what joins 'Quantum 9' between devices"),
-        (cluster("cpu:2x4"), "data=8", "data", "nothing is known of what joins 'cpu' between nodes"),
+        (Cluster(Chip("Quantum 9"), 8), "data=8", "data", "the link of 'Quantum 9' between devices is unknown"),
+        (cluster("cpu:2x4"), "data=8", "data", "the link of 'cpu' between nodes is unknown"),
     ],
 )
 def test_refused(made: Cluster, mesh: str, axes: str, message: str) -> None:

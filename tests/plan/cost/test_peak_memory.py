@@ -12,7 +12,7 @@ from flax import nnx
 import spanax
 import zoo
 from programs import array, small_gpt, zoo_program
-from spanax.plan.cost.peak_memory import GROUPS, by_name, memory_use, state_of, walk
+from spanax.plan.cost.peak_memory import GROUPS, MemoryUse, memory_use, state_of, walk
 from spanax.plan.plan import Plan
 from spanax.plan.sharding.place import resolver_of
 from spanax.plan.spmd.sharded_program import ShardedProgram
@@ -36,6 +36,10 @@ VARIED = ["gpt-unrolled", "cnn", "dropout", "moe", "lora", "ssm", "multitask", "
 """Stacked or not, running means, random state, other optimizers (Adafactor, Adagrad), other dtypes, scalars."""
 
 
+def by_group(memory: MemoryUse, index: int) -> dict[str, int]:
+    return {name: int(values[index]) for name, values in memory.groups.items()}
+
+
 def planned(program: Program, layout: str, mesh: str) -> Plan:
     return spanax.plan(program, spanax.cluster("cpu", spanax.MeshShape.of(mesh).size), layout=layout, mesh=mesh)
 
@@ -52,7 +56,7 @@ def groups(
         state_of(resolver), walk(ShardedProgram(resolver, program.step), is_tpu=is_tpu), sizes, **arrays, **given
     )
     assert found.peak_bytes[0] == pytest.approx(sum(values[0] for values in found.groups.values()))
-    return by_name(found.groups, 0)
+    return by_group(found, 0)
 
 
 def on_top(found: dict[str, int]) -> int:
@@ -238,5 +242,5 @@ def test_one_walk_serves_many_meshes() -> None:
     )  # fmt: skip
     for at, (fsdp, model) in enumerate(sizes.T.tolist()):
         if model > 1 and fsdp > 1:
-            assert by_name(together.groups, at) == groups(program, "fsdp+tensor", f"fsdp={fsdp},model={model}")
+            assert by_group(together, at) == groups(program, "fsdp+tensor", f"fsdp={fsdp},model={model}")
     assert together.peak_bytes[4] > together.peak_bytes[3]

@@ -96,17 +96,17 @@ def test_local_flops_are_the_steps_over_the_devices() -> None:
     assert cost(program, "data", "data=4", stages=1, microbatches=4, scale=0.25).flops[0] == pytest.approx(total / 4)
 
 
-def one_matmul(m: int, n: int, k: int, *, splits: tuple[int, ...] = (0, 0, 0, 0), dtype: str = "bf16") -> Matmuls:
+def one_matmul(m: int, n: int, k: int, *, size_axes: tuple[int, ...] = (0, 0, 0, 0), dtype: str = "bf16") -> Matmuls:
     """A matmul of bf16 numbers of its own, for a cost by hand."""
     row = np.asarray
     return Matmuls(
         flops=row([2.0 * m * n * k]),
         work=row([0]),
         sizes=row([[m, n, k, 1.0]]),
-        splits=row([splits]),
+        size_axes=row([size_axes]),
         batched=row([-1]),
         num_bytes=row([[2.0 * m * k, 2.0 * k * n, 2.0 * m * n]]),
-        bytes_splits=row([[0, 0, 0]]),
+        bytes_axes=row([[0, 0, 0]]),
         bytes_batched=row([[False, False, False]]),
         dtypes=(dtype,),
         runs=row([1.0]),
@@ -148,7 +148,7 @@ def test_more_work_takes_longer_and_half_of_it_no_less_than_half(chip: str) -> N
         assert whole <= seconds(chip, one_matmul(2 * m, n, k, dtype=dtype))
         assert whole < seconds(chip, one_matmul(256 * m, n, k, dtype=dtype))
         assert whole < seconds(chip, one_matmul(m, n, 2 * k, dtype=dtype))
-        split = seconds(chip, one_matmul(m, n, k, splits=(1, 0, 0, 0), dtype=dtype), ways=2)
+        split = seconds(chip, one_matmul(m, n, k, size_axes=(1, 0, 0, 0), dtype=dtype), ways=2)
         assert whole / 2 <= split <= whole
 
 
