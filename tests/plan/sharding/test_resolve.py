@@ -85,3 +85,42 @@ def test_an_annotation_names_mesh_axes_or_nothing() -> None:
     odd = Leaf("kernel", (6, 1), "float32", "param", (None, None), ("fsdp", None))
     with pytest.raises(SpanaxError, match="annotated to be sharded over fsdp along dim 0, and 6 % 4 = 2"):
         annotated(odd, mesh)
+
+
+def test_a_mesh_axis_shards_the_first_dim_of_its_ranks_that_divides() -> None:
+    program = small_gpt()
+    made = resolver(program, "data+tensor", "data=2,model=2")
+    (batch,) = made.assignment.ranks["data"]
+    first, second = sorted(made.assignment.ranks["model"], key=made.assignment.ranks["model"].__getitem__)[:2]
+
+    def computed(*shape: int, replicated: frozenset[int] = frozenset()) -> Spec:
+        return made.computed((batch, second, first), shape, replicated, is_routed=False)
+
+    assert computed(8, 8, 8) == (("data",), (), ("model",))
+    assert computed(8, 8, 7) == (("data",), ("model",), ()), "the next rank"
+    assert computed(7, 8, 8) == ((), (), ("model",)), "7 % 2 = 1"
+    assert computed(8, 8, 8, replicated=frozenset({2})) == (("data",), ("model",), ())
+    assert made.computed((None, None, None), (8, 8, 8), is_routed=False) == ((), (), ())
+
+
+def test_storage_shards_the_largest_replicated_dim() -> None:
+    made = resolver(small_gpt(), "fsdp", "fsdp=4")
+    none = ((), ())
+    assert made.stored(none, (None, None), (8, 16), "param") == ((), ("fsdp",))
+    assert made.stored(none, (None, None), (16, 8), "param") == (("fsdp",), ())
+    assert made.stored(none, (None, None), (8, 18), "param") == (("fsdp",), ()), "18 % 4 = 2"
+    assert made.stored(none, (None, None), (3, 5), "param") == none
+    assert made.stored((("fsdp",), ()), (None, None), (8, 16), "param") == (("fsdp",), ()), "already sharded over fsdp"
+    assert made.stored(none, (None, None), (8, 16), "batch") == none
+
+
+def test_activations_are_computed_and_weights_stored() -> None:
+    program = small_gpt()
+    made = resolver(program, "fsdp", "fsdp=4")
+    constraints, keys = made.constraints(program.step), program.step.sharding_keys
+    for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
+        constraint = constraints[value]
+        if leaf.kind == "param" and len(leaf.shape) > 1:
+            assert constraint is not None and axes_of(constraint.spec) == ["fsdp"] and not axes_of(constraint.computed)
+    by_batch = [constraints[value] for value, key in enumerate(keys) if program.step.batch_labels & {*key.labels}]
+    assert any(each is not None and each.spec[0] == ("fsdp",) and each.used is None for each in by_batch)
