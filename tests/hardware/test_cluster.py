@@ -65,28 +65,28 @@ def test_simulated_devices_share_what_the_host_has() -> None:
 
 
 REFUSED = [
-    ("cpu", "cluster 'cpu' has no number of devices", "cpu:8"),
-    ("cpu:0", "cluster 'cpu:0' has no number of devices", "cpu:8"),
-    ("cpu:eight", "cluster 'cpu:eight' has no number of devices", "cpu:8"),
+    ("cpu", "cluster 'cpu' has no valid number of devices", "cpu:8"),
+    ("cpu:0", "cluster 'cpu:0' has no valid number of devices", "cpu:8"),
+    ("cpu:eight", "cluster 'cpu:eight' has no valid number of devices", "cpu:8"),
     ("cqu:8", "unknown chip 'cqu'", "'cpu'"),
     ("h1000:8", "unknown chip 'h1000'", "'h100'"),
     ("", "unknown chip ''", "known: v100"),
-    ("h100:-8", "cluster 'h100:-8' has no number of devices", "h100:8"),
-    ("h100:8x0", "cluster 'h100:8x0' has no number of devices", "h100:8"),
-    ("h100:8x", "cluster 'h100:8x' has no number of devices", "h100:8"),
-    ("h100:12", "12 devices of h100 do not fill nodes of 8", "h100:8, h100:16, or nodes x devices of one: h100:2x4"),
+    ("h100:-8", "cluster 'h100:-8' has no valid number of devices", "h100:8"),
+    ("h100:8x0", "cluster 'h100:8x0' has no valid number of devices", "h100:8"),
+    ("h100:8x", "cluster 'h100:8x' has no valid number of devices", "h100:8"),
+    ("h100:12", "12 devices of h100 do not fill nodes of 8", "h100:8, h100:16, or nodes x devices per node: h100:2x4"),
     ("h100:2x16", "a node of h100 has at most 8 devices", "h100:4x8"),
     ("h100:2x8:2", "cluster 'h100:2x8:2': h100 comes in nodes", "h100:4x8"),
-    ("v5p", "cluster 'v5p' has no number of devices", "v5p:4x4x4"),
-    ("v5p:0x4x4", "cluster 'v5p:0x4x4' has no number of devices", "v5p:4x4x4"),
-    ("v5p:4x4x4:0", "cluster 'v5p:4x4x4:0' has no number of devices", "v5p:4x4x4"),
+    ("v5p", "cluster 'v5p' has no valid number of devices", "v5p:4x4x4"),
+    ("v5p:0x4x4", "cluster 'v5p:0x4x4' has no valid number of devices", "v5p:4x4x4"),
+    ("v5p:4x4x4:0", "cluster 'v5p:4x4x4:0' has no valid number of devices", "v5p:4x4x4"),
     ("v5p:8x8", "a slice of v5p has 3 dims, and 8x8 has 2", "v5p:8x8x1"),
     ("v5e:4x4x4", "a slice of v5e has 2 dims, and 4x4x4 has 3", "v5e:4x4"),
     ("v6e:16x32", "a slice of v6e has at most 16x16 chips, and 16x32 is larger", "v6e:16x16"),
     ("v5p:32x4x4", "a slice of v5p has at most 16x20x28 chips", "v5p:16x20x28"),
     ("v5p:3x2x1", "the 6 chips of 3x2x1 do not fill hosts of 4", "v5p:4x2x1"),
-    ("v5p:7", "7 chips of v5p make no slice", "v5p:4 or v5p:8"),
-    ("v5e:512", "512 chips of v5e make no slice", "2 slices: v5e:16x16:2"),
+    ("v5p:7", "v5p has no slice of 7 chips", "v5p:4 or v5p:8"),
+    ("v5e:512", "v5e has no slice of 512 chips", "2 slices: v5e:16x16:2"),
     ("v7:3", "3 devices of v7 do not fill chips of 2", "v7:4"),
 ]
 
@@ -107,7 +107,7 @@ def test_from_a_file(tmp_path: Path) -> None:
     assert str(made) == f"{path}:4x8" and cluster(str(made)) == made
     assert cluster(f"{path}:16").shape == (2, 8) and cluster(str(path), 16).shape == (2, 8)
     path.write_text('like = "h100"\n')
-    with pytest.raises(SpanaxError, match="has no number of devices"):
+    with pytest.raises(SpanaxError, match="has no valid number of devices"):
         cluster(str(path))
 
 

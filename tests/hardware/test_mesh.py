@@ -47,7 +47,7 @@ def test_counts() -> None:
         ({"data": "4"}, "mesh axis 'data' has size '4'"),
         ({"data": True}, "mesh axis 'data' has size True"),
         ("data=-8", "mesh axis 'data' has size -8"),
-        ("data=4,data=2", "mesh axis 'data' is given twice"),
+        ("data=4,data=2", "mesh axis 'data' is repeated"),
         ("data", "cannot read 'data' as a mesh axis"),
         ("data=4;model=2", "cannot read 'data=4;model=2' as a mesh axis"),
     ],
@@ -79,6 +79,6 @@ def test_a_mesh_of_one_device(devices: list[jax.Device]) -> None:
 
 
 def test_too_few_devices(devices: list[jax.Device]) -> None:
-    with pytest.raises(SpanaxError, match="the mesh takes 16 devices and there are 8") as caught:
+    with pytest.raises(SpanaxError, match="the mesh needs 16 devices, and there are 8") as caught:
         MeshShape.of("data=16").build(devices[:8])
     assert "--devices 16" in str(caught.value)

@@ -40,10 +40,10 @@ def test_on_the_devices_present(devices: list[jax.Device], tmp_path: Path) -> No
     assert "# matmul fp32, one device, by size: 128: " in text
 
 
-def test_on_shared_cores_a_start_is_that_beside_work(
+def test_on_shared_cores_the_start_is_measured_after_a_matmul(
     devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(probing, "start_beside_work_seconds", lambda devices, seconds: 0.25)
+    monkeypatch.setattr(probing, "start_after_matmul_seconds", lambda devices, seconds: 0.25)
     text = probe(devices, seconds=0.1)
     made = read(text, tmp_path)
     assert made.chip.inside and made.chip.inside.start_seconds == 0.25 and "# start alone: " in text
@@ -125,7 +125,7 @@ def test_of_an_unknown_chip_all_that_is_known_was_measured(machine: Any, tmp_pat
     assert (made.chip.name, made.memory_bytes) == ("Quantum 9", 2**30)
     assert set(made.chip.peak_flops) == {"bf16", "fp16", "fp32"} and made.chip.flops_per_second("fp16") == 50e12
     assert made.chip.inside and made.chip.inside.bytes_per_second == pytest.approx(300e9 * 0.76, rel=0.05)
-    with pytest.raises(SpanaxError, match="does not say what memory it has"):
+    with pytest.raises(SpanaxError, match="its memory is unknown"):
         probe([Device("Quantum 9", limit=None)], seconds=1)
 
 

@@ -59,12 +59,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a mesh that is larger than the cluster": (
         lambda: plan(program(), layout="fsdp", mesh="fsdp=16"),
-        "mesh fsdp=16 takes 16 devices, and the cluster has 8.",
+        "mesh fsdp=16 needs 16 devices, and the cluster has 8.",
         "mesh fsdp=8, or --devices 16",
     ),
     "a mesh that is smaller than the cluster": (
         lambda: plan(program(), layout="data+tensor", mesh="data=2,model=2"),
-        "mesh data=2,model=2 takes 4 devices, and the cluster has 8.",
+        "mesh data=2,model=2 needs 4 devices, and the cluster has 8.",
         "mesh data=4,model=2, or --devices 4",
     ),
     "a mesh axis with no meaning": (

@@ -12,7 +12,7 @@ from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.attention_kernel import with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
-from spanax.plan.defaults import computed_in, default_attention, default_chunks, default_dtype, defaults
+from spanax.plan.defaults import computed_in, default_chunks, default_dtype, defaults
 from spanax.plan.layout import Layout
 from spanax.plan.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.pipeline.stages import AXIS
@@ -20,7 +20,7 @@ from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import REMAT, check_request, search
-from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.place import placed
 from spanax.plan.space import AXES, is_standard
 from spanax.trace.program import Program
@@ -161,9 +161,8 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
 
 def in_attention(program: Program, cluster: Cluster, request: Request) -> Program:
     """Returns the program with the attention of a request; the layout handles ring attention."""
-    return (
-        program if request.is_ring else with_attention(program, cluster, default_attention(cluster, request.attention))
-    )
+    attention = request.attention or defaults(cluster).attention
+    return program if request.is_ring else with_attention(program, cluster, attention)
 
 
 def searched(
@@ -265,7 +264,7 @@ def _is_searchable(cluster: Cluster, request: Request) -> bool:
         return False
     if request.mesh is not None and not is_standard(MeshShape.of(request.mesh)):
         return False
-    pinned = {axis for to in request.pins.values() for axis in ((to,) if isinstance(to, str) else to or ())}
+    pinned = {axis for pin in request.pins.values() for axis in pinned_to(pin)}
     named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
     return {*named, *pinned} <= {*AXES}
 
@@ -294,7 +293,7 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     if num_devices != cluster.num_devices:
         near = layout.name if not isinstance(request.layout, Layout) else "fsdp"
         raise SpanaxError(
-            f"mesh {shape} takes {num_devices} devices, and the cluster has {cluster.num_devices}.",
+            f"mesh {shape} needs {num_devices} devices, and the cluster has {cluster.num_devices}.",
             where=" x ".join(f"{name} {size}" for name, size in shape.axes) + f" = {shape.size}",
             fix=f"mesh {_near_mesh(near, cluster.num_devices)}, or --devices {num_devices}",
         )
