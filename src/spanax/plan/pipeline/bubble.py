@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from spanax.errors import SpanaxError
 from spanax.plan.pipeline.schedules import check_counts
 
 
@@ -113,39 +112,25 @@ def bubble_over_ideal(schedule: str, num_stages: Any, num_microbatches: Any, num
     return bubble_seconds(schedule, num_stages, num_microbatches) / compute
 
 
-def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1, stage: Any = 0) -> Any:
-    """Returns the peak number of chunks whose activations a stage holds; `stage` starts at 0, which holds the most.
+def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> Any:
+    """Returns the peak number of chunks whose activations the first stage stores; no stage stores more.
 
-    `gpipe`: m. `1f1b`: min(m, p - stage). `interleaved`: min(m v, (v + 1) p - 1 - 2 stage), each a chunk of 1/v
-    of the stage's layers, which at stage 0 is 1 + (p - 1) / (p v) times the activations of 1F1B. `zero-bubble`:
-    min(m, p) on every stage, counted up to the weight gradient.
+    `gpipe`: m. `1f1b`: min(m, p). `interleaved`: min(m v, (v + 1) p - 1), each a chunk of 1/v of the stage's layers,
+    1 + (p - 1) / (p v) times the activations of 1F1B. `zero-bubble`: min(m, p), counted up to the weight gradient.
 
     Source: Narayanan et al., arXiv 2104.04473, section 2.2; Korthikanti et al., arXiv 2205.05198, section 4.2.3 (the
     interleaved factor); Qi et al., arXiv 2401.10241, section 2.1.
 
     Raises:
-      SpanaxError: an unknown schedule, unsupported counts, or a stage that does not exist.
+      SpanaxError: an unknown schedule, or unsupported counts.
 
     Example:
-      >>> num_in_flight("1f1b", num_stages=4, num_microbatches=8, stage=np.arange(4))
-      array([4, 3, 2, 1])
-      >>> int(num_in_flight("interleaved", 4, 8, num_chunks=2))
-      11
+      >>> int(num_in_flight("1f1b", 4, 8)), int(num_in_flight("interleaved", 4, 8, num_chunks=2))
+      (4, 11)
     """
     check_counts(schedule, num_stages, num_microbatches, num_chunks)
-    p, m, v, stage = (np.asarray(count) for count in (num_stages, num_microbatches, num_chunks, stage))
-    stages, stage_index = np.broadcast_arrays(p, stage)
-    if (outside := (stage_index < 0) | (stage_index >= stages)).any():
-        raise SpanaxError(
-            f"there is no stage {stage_index[outside].flat[0]} in a pipeline of {stages[outside].flat[0]}.",
-            fix=f"a stage from 0 to {stages[outside].flat[0] - 1}",
-        )
-    most = {
-        "gpipe": m + 0 * (p + stage),
-        "1f1b": p - stage,
-        "interleaved": (v + 1) * p - 1 - 2 * stage,
-        "zero-bubble": p + 0 * stage,
-    }
+    p, m, v = (np.asarray(count) for count in (num_stages, num_microbatches, num_chunks))
+    most = {"gpipe": m + 0 * p, "1f1b": p, "interleaved": (v + 1) * p - 1, "zero-bubble": p}
     return np.minimum(m * v, most[schedule])
 
 
