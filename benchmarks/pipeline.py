@@ -50,7 +50,7 @@ def measure(schedule: str, stages: int, count: int, rounds: int) -> dict[str, An
 
     import spanax
     from spanax.models import gpt
-    from spanax.plan.pipeline.bubble import bubble_over_ideal
+    from spanax.plan.pipeline.bubble import bubble_seconds
     from spanax.plan.pipeline.ticks import ticks_of
     from spanax.plan.plan import Schedule
 
@@ -79,7 +79,8 @@ def measure(schedule: str, stages: int, count: int, rounds: int) -> dict[str, An
             taken[name].append(time.perf_counter() - began)
     table = ticks_of(plans["pipelined"].schedule)
     ratio = statistics.median(a / b for a, b in zip(taken["unpipelined"][1:], taken["pipelined"][1:], strict=True))
-    over = bubble_over_ideal(schedule, stages, count, chunks, weight_seconds=1.0 if table.is_split else 0.0)
+    weights = 1.0 if table.is_split else 0.0
+    over = bubble_seconds(schedule, stages, count, weight_seconds=weights) / (count * chunks * (2 + weights))
     idle = table.num_ticks - chunks * count * (3 if table.is_split else 2)
     return {
         "schedule": schedule,

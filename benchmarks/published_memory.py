@@ -16,7 +16,7 @@ from published_models import padded, program_of, shape_of
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
 from spanax.models import gpt, llama
-from spanax.plan.cost.peak_memory import by_name, memory_use, state_of, walk
+from spanax.plan.cost.peak_memory import memory_use, state_of, walk
 from spanax.plan.presets import layout_for
 from spanax.plan.sharding.resolve import resolve
 from spanax.plan.space import layout_on, mesh_of
@@ -125,9 +125,5 @@ def _held(program: spanax.Program, mesh: MeshShape) -> dict[str, int]:
     one = np.ones(1)
     ways = np.asarray([[mesh.size]], float)
     level = walk(ShardedProgram(resolver, program.step), is_tpu=True)
-    return by_name(
-        memory_use(
-            state_of(resolver), level, ways, num_stages=one, num_microbatches=one, in_flight=one, scale=one
-        ).groups,
-        0,
-    )
+    memory = memory_use(state_of(resolver), level, ways, num_stages=one, num_microbatches=one, in_flight=one, scale=one)
+    return {name: int(values[0]) for name, values in memory.groups.items()}

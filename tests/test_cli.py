@@ -92,7 +92,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "unknown file": (["train", "nowhere.py:x"], 2, "'nowhere.py' does not exist"),
     "unknown layout": (["train", "--layout", "fdsp"], 2, "did you mean 'fsdp'"),
     "unknown axis": (["train", "--mesh", "dta=8"], 2, "mesh axis 'dta' has no default meaning"),
-    "mesh of another size": (["train", "--mesh", "data=4"], 2, "takes 4 devices, and the cluster has 8"),
+    "mesh of another size": (["train", "--mesh", "data=4"], 2, "needs 4 devices, and the cluster has 8"),
     "mesh that is no mesh": (["train", "--mesh", "4x2"], 2, "cannot read '4x2'"),
     "mesh of nothing": (["train", "--mesh", "data=0"], 2, "whole number from 1"),
     "batch that does not divide": (

@@ -118,7 +118,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "errors: a name nobody knows": misspelt,
     "mesh: a size of zero": lambda: MeshShape.of({"data": 0}),
     "mesh: a negative size in text": lambda: MeshShape.of("data=-2"),
-    "mesh: a size that is no whole number": lambda: MeshShape.of({"data": 2.5}),  # type: ignore[dict-item]
+    "mesh: a size that is not an integer": lambda: MeshShape.of({"data": 2.5}),  # type: ignore[dict-item]
     "mesh: a size that is a truth value": lambda: MeshShape.of({"data": True}),
     "mesh: an axis twice": lambda: MeshShape.of("data=4,data=2"),
     "mesh: no equals sign": lambda: MeshShape.of("data4"),

@@ -71,7 +71,7 @@ LAYERS = {
     ],
     "plan": [
         {"layout", "reason", "setting", "defaults", "presets", "cost.prediction", "spmd.partition"},
-        {"pipeline.layer_partition", "pipeline.schedules", "pipeline.bubble", "pipeline.timeline"},
+        {"pipeline.layer_partition", "pipeline.schedules", "pipeline.bubble"},
         {"sharding"}, {"plan"}, {"pipeline"}, {"sharding.place"}, {"cost.terms", "cost.ring_attention"}, {"spmd"},
         {"cost"}, {""},
     ],

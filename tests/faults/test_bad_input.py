@@ -51,7 +51,7 @@ BAD: dict[str, tuple[int, str]] = {
     "train --profile 0:3": (2, "--profile is '0:3'"),
     "train --profile x:y": (2, "--profile is 'x:y'"),
     "train --mesh": (2, "--mesh"),
-    "train --mesh data=8,data=1": (2, "'data' is given twice"),
+    "train --mesh data=8,data=1": (2, "'data' is repeated"),
     "train --mesh data=99999999999": (2, "takes 99999999999 devices"),
     "train --mesh =8": (2, "cannot read '=8'"),
     "train --mesh data=8.0": (2, "data=8.0"),

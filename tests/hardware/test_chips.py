@@ -14,17 +14,17 @@ SMALLEST: dict[str, Any] = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "16 GiB",
 
 
 def test_the_chips() -> None:
-    wanted = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 l4 mi300x v3 v4 v5e v5p v6e v7 cpu"
-    assert set(catalogue()) == set(wanted.split())
+    expected = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 l4 mi300x v3 v4 v5e v5p v6e v7 cpu"
+    assert set(catalogue()) == set(expected.split())
     aliases = {"v100": "v100-32gb", "a100": "a100-80gb", "h100-80gb": "h100", "tpu7x": "v7", "ironwood": "v7"}
     for alias, name in (aliases | {"tpu-v5p": "v5p", "Trillium": "v6e", "A100": "a100-80gb"}).items():
         assert chip_named(alias).name == name
 
 
 def test_no_name_means_two_chips() -> None:
-    said = [name for chip in catalogue().values() for name in (chip.name, *chip.aliases)]
+    text = [name for chip in catalogue().values() for name in (chip.name, *chip.aliases)]
     kinds = [kind for chip in catalogue().values() for kind in chip.device_kinds]
-    assert len(said) == len(set(said)) == len(chip_names())
+    assert len(text) == len(set(text)) == len(chip_names())
     assert len(kinds) == len(set(kinds))
 
 
@@ -143,16 +143,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"memory": "16 PiB"}, "memory = '16 PiB' is not plausible: 1 MiB to 10 TiB"),
     ({"usable_memory": "17 GiB"}, "usable_memory = '17 GiB' is more than memory = '16 GiB'"),
     ({"memroy": "16 GiB"}, "unknown key 'memroy'"),
-    ({"peak": "100 TFLOP/s"}, "peak = '100 TFLOP/s' is no table"),
+    ({"peak": "100 TFLOP/s"}, "peak = '100 TFLOP/s' is not a table"),
     ({"peak": {"bfloat16": "1 TFLOP/s"}}, "unknown key 'peak.bfloat16'"),
     ({"inside": {"kind": "ring", "rate": "1 GB/s"}}, "inside.kind = 'ring' is unknown"),
     ({"inside": {"kind": "switch"}}, "'inside.rate' is missing"),
     ({"inside": {"kind": "torus", "rate": "1 GB/s"}}, "'inside.shape' is missing"),
-    ({"inside": {"rate": "1 GB/s", "devices": 0}}, "inside.devices = 0 is no whole number"),
-    ({"inside": {"kind": "torus", "rate": "1 GB/s", "shape": [4, 0]}}, "inside.shape = [4, 0] is no shape"),
+    ({"inside": {"rate": "1 GB/s", "devices": 0}}, "inside.devices = 0 is not an integer >= 1"),
+    ({"inside": {"kind": "torus", "rate": "1 GB/s", "shape": [4, 0]}}, "inside.shape = [4, 0] is not a shape"),
     ({"inside": {"rate": "1 GB/s", "speed": "1 GB/s"}}, "unknown key 'inside.speed'"),
     ({"source": {"speed": "x"}}, "unknown key 'source.speed'"),
-    ({"shared": "yes"}, "shared = 'yes' is no flag"),
+    ({"shared": "yes"}, "shared = 'yes' is not a flag"),
     ({"like": "h1000"}, "like = 'h1000': there is no such chip"),
 ]
 
@@ -178,5 +178,5 @@ def test_no_file_and_no_toml(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not TOML"):
         read_file(tmp_path / "bad.toml")
     (tmp_path / "shape.toml").write_text('like = "h100"\nshape = [8, 8]\n')
-    with pytest.raises(SpanaxError, match="shape = .8, 8. is no text"):
+    with pytest.raises(SpanaxError, match="shape = .8, 8. is not a string"):
         read_file(tmp_path / "shape.toml")

@@ -45,10 +45,10 @@ NAMED = [
 
 @pytest.mark.parametrize(("name", "text", "devices", "shape", "slices"), NAMED, ids=lambda x: str(x))
 def test_notation(name: str, text: str, devices: int, shape: tuple[int, ...], slices: int) -> None:
-    made = cluster(name)
-    assert (str(made), made.num_devices, made.shape, made.num_slices) == (text, devices, shape, slices)
-    assert cluster(str(made)) == made and made.memory_bytes == made.chip.usable_bytes
-    assert made.devices_per_node * math.prod(shape[:1] if not made.is_torus else (slices,)) == devices
+    actual = cluster(name)
+    assert (str(actual), actual.num_devices, actual.shape, actual.num_slices) == (text, devices, shape, slices)
+    assert cluster(str(actual)) == actual and actual.memory_bytes == actual.chip.usable_bytes
+    assert actual.devices_per_node * math.prod(shape[:1] if not actual.is_torus else (slices,)) == devices
 
 
 def test_by_name_and_number() -> None:
@@ -57,36 +57,36 @@ def test_by_name_and_number() -> None:
 
 
 def test_simulated_devices_share_what_the_host_has() -> None:
-    one, eight, nodes = cluster("cpu:1"), cluster("cpu:8"), cluster("cpu:2x4")
-    assert one.memory_bytes is not None and eight.memory_bytes == one.memory_bytes // 8
-    assert nodes.memory_bytes == one.memory_bytes // 4
-    assert eight.chip.peak_flops["fp32"] == one.chip.peak_flops["fp32"] / 8
+    each, eight, nodes = cluster("cpu:1"), cluster("cpu:8"), cluster("cpu:2x4")
+    assert each.memory_bytes is not None and eight.memory_bytes == each.memory_bytes // 8
+    assert nodes.memory_bytes == each.memory_bytes // 4
+    assert eight.chip.peak_flops["fp32"] == each.chip.peak_flops["fp32"] / 8
     assert cluster("h100:8").chip.peak_flops == cluster("h100:1").chip.peak_flops
 
 
 REFUSED = [
-    ("cpu", "cluster 'cpu' has no number of devices", "cpu:8"),
-    ("cpu:0", "cluster 'cpu:0' has no number of devices", "cpu:8"),
-    ("cpu:eight", "cluster 'cpu:eight' has no number of devices", "cpu:8"),
+    ("cpu", "cluster 'cpu' has no valid number of devices", "cpu:8"),
+    ("cpu:0", "cluster 'cpu:0' has no valid number of devices", "cpu:8"),
+    ("cpu:eight", "cluster 'cpu:eight' has no valid number of devices", "cpu:8"),
     ("cqu:8", "unknown chip 'cqu'", "'cpu'"),
     ("h1000:8", "unknown chip 'h1000'", "'h100'"),
     ("", "unknown chip ''", "known: v100"),
-    ("h100:-8", "cluster 'h100:-8' has no number of devices", "h100:8"),
-    ("h100:8x0", "cluster 'h100:8x0' has no number of devices", "h100:8"),
-    ("h100:8x", "cluster 'h100:8x' has no number of devices", "h100:8"),
-    ("h100:12", "12 devices of h100 do not fill nodes of 8", "h100:8, h100:16, or nodes x devices of one: h100:2x4"),
+    ("h100:-8", "cluster 'h100:-8' has no valid number of devices", "h100:8"),
+    ("h100:8x0", "cluster 'h100:8x0' has no valid number of devices", "h100:8"),
+    ("h100:8x", "cluster 'h100:8x' has no valid number of devices", "h100:8"),
+    ("h100:12", "12 devices of h100 do not fill nodes of 8", "h100:8, h100:16, or nodes x devices per node: h100:2x4"),
     ("h100:2x16", "a node of h100 has at most 8 devices", "h100:4x8"),
     ("h100:2x8:2", "cluster 'h100:2x8:2': h100 comes in nodes", "h100:4x8"),
-    ("v5p", "cluster 'v5p' has no number of devices", "v5p:4x4x4"),
-    ("v5p:0x4x4", "cluster 'v5p:0x4x4' has no number of devices", "v5p:4x4x4"),
-    ("v5p:4x4x4:0", "cluster 'v5p:4x4x4:0' has no number of devices", "v5p:4x4x4"),
+    ("v5p", "cluster 'v5p' has no valid number of devices", "v5p:4x4x4"),
+    ("v5p:0x4x4", "cluster 'v5p:0x4x4' has no valid number of devices", "v5p:4x4x4"),
+    ("v5p:4x4x4:0", "cluster 'v5p:4x4x4:0' has no valid number of devices", "v5p:4x4x4"),
     ("v5p:8x8", "a slice of v5p has 3 dims, and 8x8 has 2", "v5p:8x8x1"),
     ("v5e:4x4x4", "a slice of v5e has 2 dims, and 4x4x4 has 3", "v5e:4x4"),
     ("v6e:16x32", "a slice of v6e has at most 16x16 chips, and 16x32 is larger", "v6e:16x16"),
     ("v5p:32x4x4", "a slice of v5p has at most 16x20x28 chips", "v5p:16x20x28"),
     ("v5p:3x2x1", "the 6 chips of 3x2x1 do not fill hosts of 4", "v5p:4x2x1"),
-    ("v5p:7", "7 chips of v5p make no slice", "v5p:4 or v5p:8"),
-    ("v5e:512", "512 chips of v5e make no slice", "2 slices: v5e:16x16:2"),
+    ("v5p:7", "v5p has no slice of 7 chips", "v5p:4 or v5p:8"),
+    ("v5e:512", "v5e has no slice of 512 chips", "2 slices: v5e:16x16:2"),
     ("v7:3", "3 devices of v7 do not fill chips of 2", "v7:4"),
 ]
 
@@ -102,12 +102,12 @@ def test_refused(name: str, message: str, fix: str) -> None:
 def test_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('like = "h100"\nname = "ours"\nshape = "4x8"\nmemory = "96 GiB"\nusable_memory = "94 GiB"\n')
-    made = cluster(str(path))
-    assert (made.chip.name, made.num_devices, made.memory_bytes) == ("ours", 32, 94 * 2**30)
-    assert str(made) == f"{path}:4x8" and cluster(str(made)) == made
+    actual = cluster(str(path))
+    assert (actual.chip.name, actual.num_devices, actual.memory_bytes) == ("ours", 32, 94 * 2**30)
+    assert str(actual) == f"{path}:4x8" and cluster(str(actual)) == actual
     assert cluster(f"{path}:16").shape == (2, 8) and cluster(str(path), 16).shape == (2, 8)
     path.write_text('like = "h100"\n')
-    with pytest.raises(SpanaxError, match="has no number of devices"):
+    with pytest.raises(SpanaxError, match="has no valid number of devices"):
         cluster(str(path))
 
 
@@ -123,8 +123,8 @@ def test_local(devices: list[jax.Device]) -> None:
 
 
 def test_local_gpus_in_nodes() -> None:
-    made = local([Device("NVIDIA H100 80GB HBM3", process_index=i // 8) for i in range(16)])
-    assert (str(made), made.memory_bytes, made.chip.name) == ("h100:2x8", 2**30, "h100")
+    actual = local([Device("NVIDIA H100 80GB HBM3", process_index=i // 8) for i in range(16)])
+    assert (str(actual), actual.memory_bytes, actual.chip.name) == ("h100:2x8", 2**30, "h100")
     one_each = local([Device("NVIDIA H100 80GB HBM3", process_index=i, slice_index=i // 8) for i in range(16)])
     assert str(one_each) == "h100:2x8"
     assert local([Device("NVIDIA H100 80GB HBM3", limit=None)]).memory_bytes == chip_named("h100").usable_bytes
@@ -132,8 +132,8 @@ def test_local_gpus_in_nodes() -> None:
 
 def test_local_tpus_in_their_torus() -> None:
     coords = [(x, y, z) for z in range(4) for y in range(2) for x in range(2)]
-    made = local([Device("TPU v5p", coords=c, slice_index=0) for c in coords])
-    assert (made.shape, made.num_devices, made.num_slices) == ((2, 2, 4), 16, 1)
+    actual = local([Device("TPU v5p", coords=c, slice_index=0) for c in coords])
+    assert (actual.shape, actual.num_devices, actual.num_slices) == ((2, 2, 4), 16, 1)
     two = local(
         [Device("TPU v5 lite", coords=(x, y, 0), slice_index=s) for s in (0, 1) for x in (0, 1) for y in (0, 1)]
     )
@@ -143,6 +143,6 @@ def test_local_tpus_in_their_torus() -> None:
 
 
 def test_local_of_an_unknown_kind_knows_its_memory_alone() -> None:
-    made = local([Device("Quantum 9") for _ in range(4)])
-    assert (made.chip.name, made.num_devices, made.memory_bytes) == ("Quantum 9", 4, 2**30)
-    assert made.chip.inside is None and not made.chip.peak_flops
+    actual = local([Device("Quantum 9") for _ in range(4)])
+    assert (actual.chip.name, actual.num_devices, actual.memory_bytes) == ("Quantum 9", 4, 2**30)
+    assert actual.chip.inside is None and not actual.chip.peak_flops

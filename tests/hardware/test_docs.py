@@ -55,13 +55,13 @@ def table() -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
-def test_the_table_is_the_catalogue() -> None:
+def test_the_table_is_the_catalog() -> None:
     before, rest = PAGE.read_text().split(BEGIN)
-    found, after = rest.split(END)
+    result, after = rest.split(END)
     if os.environ.get("SPANAX_GOLDEN") == "update":
         PAGE.write_text(before + BEGIN + table() + END + after)
-        found = table()
-    assert found == table(), "chips.toml changed: make golden"
+        result = table()
+    assert result == table(), "chips.toml changed: make golden"
 
 
 def test_the_examples_run() -> None:
@@ -70,9 +70,7 @@ def test_the_examples_run() -> None:
 
 
 def test_the_names_are_read() -> None:
-    names = re.findall(
-        r"^\| ((?:`[^`]+`(?:, )?)+) \| ", PAGE.read_text().partition("## The catalogue")[0], re.MULTILINE
-    )
+    names = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \| ", PAGE.read_text().partition("## The catalog")[0], re.MULTILINE)
     read = [name for cell in names for name in re.findall(r"`([^`]+)`", cell) if ".toml" not in name]
     assert len(read) >= 10
     for name in read:
@@ -83,13 +81,13 @@ def test_the_cluster_file_is_read(tmp_path: Path) -> None:
     block = re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert block
     (tmp_path / "mine.toml").write_text(block[1])
-    made = cluster(str(tmp_path / "mine.toml"))
-    assert (made.num_devices, made.memory_bytes) == (128, 76 * 2**30)
-    assert made.chip.between and made.chip.between.name == "efa"
-    assert made.chip.sources["between.latency_seconds"] == "nccl-tests, May"
+    actual = cluster(str(tmp_path / "mine.toml"))
+    assert (actual.num_devices, actual.memory_bytes) == (128, 76 * 2**30)
+    assert actual.chip.between and actual.chip.between.name == "efa"
+    assert actual.chip.sources["between.latency_seconds"] == "nccl-tests, May"
 
 
-def test_every_key_is_told() -> None:
-    page = PAGE.read_text().partition("## A cluster file")[2].partition("## What a mesh axis")[0]
+def test_every_key_is_documented() -> None:
+    page = PAGE.read_text().partition("## A cluster file")[2].partition("## The link of a mesh axis")[0]
     for key in (*CHIP_KEYS, *DTYPE_KEYS, "inside", "between", *(f".{key}" for key in LINK_KEYS)):
         assert f"`{key}`" in page, key

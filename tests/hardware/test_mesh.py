@@ -10,7 +10,7 @@ from spanax.plan.presets import PRESETS
 
 
 @pytest.mark.parametrize(
-    ("given", "axes"),
+    ("arguments", "axes"),
     [
         ({"data": 4, "model": 2}, (("data", 4), ("model", 2))),
         ("data=4,model=2", (("data", 4), ("model", 2))),
@@ -22,8 +22,8 @@ from spanax.plan.presets import PRESETS
         (MeshShape((("x", 3),)), (("x", 3),)),
     ],
 )
-def test_of(given, axes) -> None:
-    assert MeshShape.of(given).axes == axes
+def test_of(arguments, axes) -> None:
+    assert MeshShape.of(arguments).axes == axes
 
 
 @pytest.mark.parametrize("text", ["data=4,model=2", "fsdp=8", "a=1,b=2,c=3"])
@@ -41,20 +41,20 @@ def test_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({"data": 0}, "mesh axis 'data' has size 0"),
         ({"data": "4"}, "mesh axis 'data' has size '4'"),
         ({"data": True}, "mesh axis 'data' has size True"),
         ("data=-8", "mesh axis 'data' has size -8"),
-        ("data=4,data=2", "mesh axis 'data' is given twice"),
+        ("data=4,data=2", "mesh axis 'data' is repeated"),
         ("data", "cannot read 'data' as a mesh axis"),
         ("data=4;model=2", "cannot read 'data=4;model=2' as a mesh axis"),
     ],
 )
-def test_refused(given, message: str) -> None:
+def test_refused(arguments, message: str) -> None:
     with pytest.raises(SpanaxError) as caught:
-        MeshShape.of(given)
+        MeshShape.of(arguments)
     assert str(caught.value).startswith(message)
 
 
@@ -79,6 +79,6 @@ def test_a_mesh_of_one_device(devices: list[jax.Device]) -> None:
 
 
 def test_too_few_devices(devices: list[jax.Device]) -> None:
-    with pytest.raises(SpanaxError, match="the mesh takes 16 devices and there are 8") as caught:
+    with pytest.raises(SpanaxError, match="the mesh needs 16 devices, and there are 8") as caught:
         MeshShape.of("data=16").build(devices[:8])
     assert "--devices 16" in str(caught.value)

@@ -36,8 +36,8 @@ def odd() -> Program:
     )
 
 
-def plan(made: Program, devices: int = 8, **options: Any) -> Plan:
-    return spanax.plan(made, spanax.cluster("cpu", devices), **options)
+def plan(actual: Program, devices: int = 8, **options: Any) -> Plan:
+    return spanax.plan(actual, spanax.cluster("cpu", devices), **options)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
@@ -59,12 +59,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "a mesh that is larger than the cluster": (
         lambda: plan(program(), layout="fsdp", mesh="fsdp=16"),
-        "mesh fsdp=16 takes 16 devices, and the cluster has 8.",
+        "mesh fsdp=16 needs 16 devices, and the cluster has 8.",
         "mesh fsdp=8, or --devices 16",
     ),
     "a mesh that is smaller than the cluster": (
         lambda: plan(program(), layout="data+tensor", mesh="data=2,model=2"),
-        "mesh data=2,model=2 takes 4 devices, and the cluster has 8.",
+        "mesh data=2,model=2 needs 4 devices, and the cluster has 8.",
         "mesh data=4,model=2, or --devices 4",
     ),
     "a mesh axis with no meaning": (
@@ -209,18 +209,18 @@ def test_bad_files_are_bad_data(name: str) -> None:
     assert caught.value.exit_code == (2 if "another" in name else 65)
 
 
-def retried(made: Program, devices: int, layout: str, mesh: str) -> None:
+def retried(actual: Program, devices: int, layout: str, mesh: str) -> None:
     """Follow the fix that the error names until it works, or stays the same."""
     for _ in range(2):
         try:
-            plan(made, devices, layout=layout, mesh=mesh)
+            plan(actual, devices, layout=layout, mesh=mesh)
             return
         except spanax.SpanaxError as error:
-            found = re.search(r"fix: (?:mesh )?([a-z]+=\d+)", str(error))
-            assert found, error
-            mesh = found.group(1)
+            result = re.search(r"fix: (?:mesh )?([a-z]+=\d+)", str(error))
+            assert result, error
+            mesh = result.group(1)
             devices = spanax.MeshShape.of(mesh).size
-    plan(made, devices, layout=layout, mesh=mesh)
+    plan(actual, devices, layout=layout, mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,10 @@ import os
 import re
 from pathlib import Path
 
-from spanax.plan.pipeline.bubble import bubble_over_ideal, num_hops, num_in_flight
+from spanax.plan.pipeline.bubble import bubble_over_ideal, num_in_flight, step_seconds
 from spanax.plan.pipeline.schedules import SCHEDULES, orders
-from spanax.plan.pipeline.timeline import StageSeconds, simulate
+from spanax.plan.pipeline.ticks import ticks
+from timeline import StageSeconds, simulate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pipeline-schedules.md"
 CHUNKS = dict.fromkeys(SCHEDULES, 1) | {"interleaved": 2}
@@ -20,13 +21,13 @@ FORMULAS = {
 
 def costs() -> str:
     rows = [
-        "| schedule | bubble over work | here | of the step | held, first to last device |",
+        "| schedule | bubble over work | here | of the step | activations, first to last device |",
         "|---|---|---|---|---|",
     ]
     for name, chunks in CHUNKS.items():
         timeline = simulate(orders(name, 4, 8, chunks), StageSeconds.equal(4 * chunks))
         assert abs(timeline.bubble_over_ideal - bubble_over_ideal(name, 4, 8, chunks)) < 1e-12
-        assert timeline.peak_in_flight == tuple(num_in_flight(name, 4, 8, chunks, stage=[0, 1, 2, 3]))
+        assert timeline.peak_in_flight[0] == num_in_flight(name, 4, 8, chunks)
         held = ", ".join(f"{count / chunks:g}" for count in timeline.peak_in_flight)
         here = f"{timeline.bubble_over_ideal:.3f} | {timeline.bubble_fraction:.1%}"
         rows.append(f"| `{name}` | {FORMULAS[name]} | {here} | {held} |")
@@ -39,9 +40,10 @@ def hops() -> str:
     for name, chunks in CHUNKS.items():
         counted = []
         for m in sizes:
-            made, times = orders(name, 4, m, chunks), StageSeconds.equal(4 * chunks)
-            counted.append((simulate(made, times, 0.25).seconds - simulate(made, times).seconds) / 0.25)
-            assert counted[-1] == num_hops(name, 4, m, chunks)
+            actual, times = orders(name, 4, m, chunks), StageSeconds.equal(4 * chunks)
+            counted.append((simulate(actual, times, 0.25).seconds - simulate(actual, times).seconds) / 0.25)
+            hop = step_seconds(name, 4, m, chunks, hop_seconds=0.25) - step_seconds(name, 4, m, chunks)
+            assert counted[-1] == hop / 0.25
         rows.append(f"| `{name}` | {' | '.join(f'{count:g}' for count in counted)} |")
     return "\n".join(rows)
 
@@ -64,16 +66,16 @@ def picture(schedule: str) -> str:
 
 def test_the_page_says_what_the_code_says() -> None:
     page = PAGE.read_text()
-    for name, made in {"costs": costs(), "hops": hops(), "pictures": pictures()}.items():
+    for name, actual in {"costs": costs(), "hops": hops(), "pictures": pictures()}.items():
         block = re.compile(rf"<!-- {name} -->\n.*?<!-- end -->|<!-- {name} -->", re.DOTALL)
         assert block.search(page), f"the page has no place for {name}"
-        page = block.sub(f"<!-- {name} -->\n\n{made}\n\n<!-- end -->", page)
+        page = block.sub(f"<!-- {name} -->\n\n{actual}\n\n<!-- end -->", page)
     if os.environ.get("SPANAX_GOLDEN") == "update":
         PAGE.write_text(page, newline="")
     assert page == PAGE.read_text(), "a number changed: `make golden`, then read the diff"
 
 
 def test_the_example_on_the_page_says_what_it_prints() -> None:
-    timeline = simulate(orders("1f1b", num_stages=4, num_microbatches=8), StageSeconds.equal(4))
-    printed = f"{timeline.seconds}, {timeline.bubble_over_ideal}, {timeline.peak_in_flight}"
+    table = ticks("1f1b", num_stages=4, num_microbatches=8)
+    printed = f"{table.num_ticks}, {table.num_in_flight}, {table.bubble_fraction:.3f}"
     assert f"# {printed}" in PAGE.read_text()

@@ -45,10 +45,10 @@ def planned(program: Program, candidate: Candidate, cluster: str) -> Plan:
 def stored_bytes(plan: Plan, num_stages: int) -> dict[str, int]:
     """Bytes of the plan's placements by the groups of a candidate, stacked layers divided among the stages."""
     groups = {"param": "parameters", "optimizer": "optimizer", "other": "other state", "batch": "batch"}
-    found = dict.fromkeys(groups.values(), 0)
+    result = dict.fromkeys(groups.values(), 0)
     for leaf in plan.leaves + plan.batch:
-        found[groups[leaf.kind]] += leaf.local_bytes // (num_stages if "layers" in leaf.axes else 1)
-    return found
+        result[groups[leaf.kind]] += leaf.local_bytes // (num_stages if "layers" in leaf.axes else 1)
+    return result
 
 
 # Every candidate
@@ -56,42 +56,42 @@ def stored_bytes(plan: Plan, num_stages: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_candidate_can_be_planned_and_stores_what_it_says(place: tuple[str, str]) -> None:
-    program, found = workload(place[0]), searched(*place)
+    program, result = workload(place[0]), searched(*place)
     known: dict[Any, dict[str, int]] = {}
-    assert len(found.candidates) == found.layouts_priced > 1000
-    for one in found.candidates:
-        key = (one.storing, one.sequence, one.mesh, one.num_stages)
+    assert len(result.candidates) == result.layouts_priced > 1000
+    for each in result.candidates:
+        key = (each.storing, each.sequence, each.mesh, each.num_stages)
         if key not in known:
-            known[key] = stored_bytes(planned(program, one, place[1]), one.num_stages)
-        assert {group: one.memory[group] for group in known[key]} == known[key], one
+            known[key] = stored_bytes(planned(program, each, place[1]), each.num_stages)
+        assert {group: each.memory[group] for group in known[key]} == known[key], each
     assert len(known) > 80
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_candidate_is_sound(place: tuple[str, str]) -> None:
-    found = searched(*place)
-    for one in found.candidates:
-        assert one.mesh.size * one.num_stages == found.cluster.num_devices
-        assert found.batch_size % (one.microbatches * one.mesh.ways(("data", "fsdp", "expert"))) == 0
-        assert one.schedule in SCHEDULES and one.num_chunks == (2 if one.schedule == "interleaved" else 1)
-        assert one.microbatches >= one.num_stages
-        assert one.num_stages > 1 or one.schedule == "1f1b"
-        assert math.isfinite(one.step_seconds) and one.step_seconds > 0
-        assert sum(one.seconds.values()) == pytest.approx(one.step_seconds, rel=1e-9)
-        assert min(one.seconds.values()) >= 0 and min(one.memory.values()) >= 0
-        assert one.peak_bytes == sum(one.memory.values())
-        assert one.bottleneck.split(" goes to ")[1] == max(one.seconds, key=lambda name: one.seconds[name])
+    result = searched(*place)
+    for each in result.candidates:
+        assert each.mesh.size * each.num_stages == result.cluster.num_devices
+        assert result.batch_size % (each.microbatches * each.mesh.ways(("data", "fsdp", "expert"))) == 0
+        assert each.schedule in SCHEDULES and each.num_chunks == (2 if each.schedule == "interleaved" else 1)
+        assert each.microbatches >= each.num_stages
+        assert each.num_stages > 1 or each.schedule == "1f1b"
+        assert math.isfinite(each.step_seconds) and each.step_seconds > 0
+        assert sum(each.seconds.values()) == pytest.approx(each.step_seconds, rel=1e-9)
+        assert min(each.seconds.values()) >= 0 and min(each.memory.values()) >= 0
+        assert each.peak_bytes == sum(each.memory.values())
+        assert each.bottleneck.split(" goes to ")[1] == max(each.seconds, key=lambda name: each.seconds[name])
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_name_that_is_a_presets_means_that_preset(place: tuple[str, str]) -> None:
     names = set()
-    for one in searched(*place).candidates:
-        if one.layout.removesuffix("+seq") in PRESETS and one.layout not in names:
-            names.add(one.layout)
-            chips = spanax.cluster(place[1].split(":")[0], one.mesh.size)
-            named = spanax.plan(workload(place[0]), chips, layout=one.layout, mesh=one.mesh)
-            priced = planned(workload(place[0]), one, place[1])
+    for each in searched(*place).candidates:
+        if each.layout.removesuffix("+seq") in PRESETS and each.layout not in names:
+            names.add(each.layout)
+            chips = spanax.cluster(place[1].split(":")[0], each.mesh.size)
+            named = spanax.plan(workload(place[0]), chips, layout=each.layout, mesh=each.mesh)
+            priced = planned(workload(place[0]), each, place[1])
             assert (named.layout, named.mesh, named.leaves) == (priced.layout, priced.mesh, priced.leaves)
     assert names >= {
         "data",
@@ -108,18 +108,18 @@ def test_a_name_that_is_a_presets_means_that_preset(place: tuple[str, str]) -> N
 
 @pytest.mark.parametrize("place", PLACES)
 def test_candidates_come_by_time_and_no_two_are_the_same(place: tuple[str, str]) -> None:
-    found = searched(*place)
-    seconds = [round(one.step_seconds, 9) for one in found.candidates]
-    assert seconds == sorted(seconds) and found.best is found.candidates[0] and not found.nearest
+    result = searched(*place)
+    seconds = [round(each.step_seconds, 9) for each in result.candidates]
+    assert seconds == sorted(seconds) and result.best is result.candidates[0] and not result.nearest
     keys = {
-        (c.storing, c.sequence, c.mesh, c.num_stages, c.schedule, c.remat, c.microbatches) for c in found.candidates
+        (c.storing, c.sequence, c.mesh, c.num_stages, c.schedule, c.remat, c.microbatches) for c in result.candidates
     }
-    assert len(keys) == len(found.candidates)
+    assert len(keys) == len(result.candidates)
 
 
 def test_two_searches_are_equal() -> None:
     programs = workload("gpt-nano"), workload("gpt-nano"), workload.__wrapped__("gpt-nano")
-    once, *others = (search(one, spanax.cluster("cpu:8"), remat=(), top=EVERYTHING) for one in programs)
+    once, *others = (search(each, spanax.cluster("cpu:8"), remat=(), top=EVERYTHING) for each in programs)
     for other in others:
         assert other.candidates == once.candidates and other.rejected == once.rejected
 
@@ -128,22 +128,22 @@ def test_two_searches_are_equal() -> None:
 
 
 def test_every_remat_is_priced_and_does_what_it_is_for() -> None:
-    found = searched("gpt-nano", "cpu:8")
+    result = searched("gpt-nano", "cpu:8")
     by_policy = {
-        one.remat: one
-        for one in found.candidates
-        if (one.layout, str(one.mesh), one.num_stages, one.microbatches) == ("fsdp", "fsdp=8", 1, 1)
+        each.remat: each
+        for each in result.candidates
+        if (each.layout, str(each.mesh), each.num_stages, each.microbatches) == ("fsdp", "fsdp=8", 1, 1)
     }
     full, dots, none = (by_policy[name] for name in ("full", "dots", "none"))
     assert full.memory["activations"] < dots.memory["activations"] < none.memory["activations"]
     assert full.flops > dots.flops > none.flops
     assert full.seconds["matmuls"] > none.seconds["matmuls"]
-    assert none.flops * 8 == pytest.approx(found.model_flops)
+    assert none.flops * 8 == pytest.approx(result.model_flops)
 
 
 def test_only_the_remat_asked_for() -> None:
-    found = search(workload("gpt-nano"), spanax.cluster("cpu:8"), remat=("full",), top=EVERYTHING)
-    assert {one.remat for one in found.candidates} == {"full"} and set(found.programs) == {"full"}
+    result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), remat=("full",), top=EVERYTHING)
+    assert {each.remat for each in result.candidates} == {"full"} and set(result.programs) == {"full"}
 
 
 def test_memory_decides_the_remat() -> None:
@@ -155,18 +155,18 @@ def test_memory_decides_the_remat() -> None:
 
 
 def test_a_batch_of_another_size() -> None:
-    found = search(workload("gpt-nano"), spanax.cluster("cpu:8"), batch_size=64, top=EVERYTHING)
-    assert found.batch_size == 64 and found.model_flops == 2 * searched("gpt-nano", "cpu:8").model_flops
+    result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), batch_size=64, top=EVERYTHING)
+    assert result.batch_size == 64 and result.model_flops == 2 * searched("gpt-nano", "cpu:8").model_flops
     small = {
         (c.layout, c.mesh, c.num_stages, c.schedule, c.remat, c.microbatches): c
         for c in searched("gpt-nano", "cpu:8").candidates
     }
-    for one in found.candidates:
-        other = small.get((one.layout, one.mesh, one.num_stages, one.schedule, one.remat, one.microbatches))
+    for each in result.candidates:
+        other = small.get((each.layout, each.mesh, each.num_stages, each.schedule, each.remat, each.microbatches))
         if other is not None:
-            assert one.flops == pytest.approx(2 * other.flops)
-            assert one.memory["parameters"] == other.memory["parameters"]
-            assert one.memory["activations"] > other.memory["activations"]
+            assert each.flops == pytest.approx(2 * other.flops)
+            assert each.memory["parameters"] == other.memory["parameters"]
+            assert each.memory["activations"] > other.memory["activations"]
 
 
 @pytest.mark.parametrize("batch_size", [0, -8])
@@ -176,60 +176,62 @@ def test_a_batch_of_nothing_is_refused(batch_size: int) -> None:
 
 
 def test_without_a_pipeline() -> None:
-    found = search(workload("gpt-nano"), spanax.cluster("cpu:8"), pipeline=False, top=EVERYTHING)
-    alone = [one for one in searched("gpt-nano", "cpu:8").candidates if one.num_stages == 1]
-    assert found.candidates == tuple(alone)
+    result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), pipeline=False, top=EVERYTHING)
+    alone = [each for each in searched("gpt-nano", "cpu:8").candidates if each.num_stages == 1]
+    assert result.candidates == tuple(alone)
 
 
 def test_stages_divide_the_layers() -> None:
     """Four layers: two stages of two, or of two chunks of one; four stages of one."""
-    kinds = {(one.num_stages, one.schedule) for one in searched("gpt-nano", "cpu:8").candidates}
+    kinds = {(each.num_stages, each.schedule) for each in searched("gpt-nano", "cpu:8").candidates}
     assert kinds == {(1, "1f1b"), (2, "1f1b"), (4, "1f1b"), (2, "interleaved")}
     unrolled = search(small_gpt(scan_layers=False), spanax.cluster("cpu:8"), remat=(), top=EVERYTHING)
-    assert {one.num_stages for one in unrolled.candidates} == {1}
+    assert {each.num_stages for each in unrolled.candidates} == {1}
 
 
 # What does not fit, or divide
 
 
-def test_where_nothing_fits_the_nearest_are_told() -> None:
-    found = search(workload("gpt-nano"), with_memory("cpu:8", 2**20))
-    assert found.candidates == () and found.best is None
-    assert 1 <= len(found.nearest) <= 3
-    leanest = min(one.peak_bytes for one in searched("gpt-nano", "cpu:8").candidates)
-    assert found.nearest[0].peak_bytes == pytest.approx(leanest, abs=8)
-    assert [one.peak_bytes for one in found.nearest] == sorted(one.peak_bytes for one in found.nearest)
-    assert found.rejected[Reason(Code.TOO_LARGE)] == found.layouts_priced
-    assert "the layout with the lowest peak needs" in shortfall(found) and "a device has 1 MiB" in shortfall(found)
+def test_the_nearest_layouts_are_returned_where_nothing_fits() -> None:
+    result = search(workload("gpt-nano"), with_memory("cpu:8", 2**20))
+    assert result.candidates == () and result.best is None
+    assert 1 <= len(result.nearest) <= 3
+    leanest = min(each.peak_bytes for each in searched("gpt-nano", "cpu:8").candidates)
+    assert result.nearest[0].peak_bytes == pytest.approx(leanest, abs=8)
+    assert [each.peak_bytes for each in result.nearest] == sorted(each.peak_bytes for each in result.nearest)
+    assert result.rejected[Reason(Code.TOO_LARGE)] == result.layouts_priced
+    assert "the layout with the lowest peak needs" in shortfall(result) and "a device has 1 MiB" in shortfall(result)
 
 
 def test_what_does_not_fit_is_counted() -> None:
     everything = searched("gpt-nano", "cpu:8")
-    peaks = sorted(one.peak_bytes for one in everything.candidates)
+    peaks = sorted(each.peak_bytes for each in everything.candidates)
     limit = int(peaks[len(peaks) // 2] / (1 - RESERVE))
-    found = search(workload("gpt-nano"), with_memory("cpu:8", limit), top=EVERYTHING)
-    assert 0 < found.rejected[Reason(Code.TOO_LARGE)] == everything.layouts_priced - len(found.candidates)
-    assert list(found.candidates) == [one for one in everything.candidates if one.peak_bytes <= limit * (1 - RESERVE)]
+    result = search(workload("gpt-nano"), with_memory("cpu:8", limit), top=EVERYTHING)
+    assert 0 < result.rejected[Reason(Code.TOO_LARGE)] == everything.layouts_priced - len(result.candidates)
+    assert list(result.candidates) == [
+        each for each in everything.candidates if each.peak_bytes <= limit * (1 - RESERVE)
+    ]
 
 
 def test_a_chip_of_which_no_memory_is_known_holds_everything() -> None:
-    found = search(workload("gpt-nano"), with_memory("cpu:8", None), top=EVERYTHING)
-    assert found.rejected == {}
-    assert found.candidates == searched("gpt-nano", "cpu:8").candidates
+    result = search(workload("gpt-nano"), with_memory("cpu:8", None), top=EVERYTHING)
+    assert result.rejected == {}
+    assert result.candidates == searched("gpt-nano", "cpu:8").candidates
 
 
 def test_an_odd_batch_leaves_what_does_not_split_it() -> None:
     program = spanax.trace(build=zoo.MLP, optimizer=optax.adam(1e-3), batch=zoo.VECTORS(7), loss=zoo.squared_error)
-    found = search(program, spanax.cluster("cpu:8"), top=EVERYTHING)
-    assert found.candidates and found.rejected[Reason(Code.BATCH_NOT_DIVISIBLE)] > 0
-    assert {one.mesh.ways(("data", "fsdp", "expert")) for one in found.candidates} == {1}
+    result = search(program, spanax.cluster("cpu:8"), top=EVERYTHING)
+    assert result.candidates and result.rejected[Reason(Code.BATCH_NOT_DIVISIBLE)] > 0
+    assert {each.mesh.ways(("data", "fsdp", "expert")) for each in result.candidates} == {1}
 
 
 def squared(model: Any, x: jax.Array) -> jax.Array:
     return (model(x) ** 2).mean()
 
 
-def test_where_nothing_divides_that_is_said_with_a_batch_that_does() -> None:
+def test_an_indivisible_batch_raises_with_a_divisible_one() -> None:
     program = spanax.trace(
         build=lambda rngs: nnx.Linear(5, 3, rngs=rngs), optimizer=optax.adam(1e-3), batch=array(7, 5), loss=squared
     )
@@ -239,9 +241,11 @@ def test_where_nothing_divides_that_is_said_with_a_batch_that_does() -> None:
 
 
 def test_one_device() -> None:
-    found = search(workload("gpt-nano"), spanax.cluster("cpu:1"), top=EVERYTHING)
-    assert {(one.layout, str(one.mesh), one.num_stages) for one in found.candidates} == {("data", "data=1", 1)}
-    assert all(one.seconds["gradient sync"] == one.seconds["weights between devices"] == 0 for one in found.candidates)
+    result = search(workload("gpt-nano"), spanax.cluster("cpu:1"), top=EVERYTHING)
+    assert {(each.layout, str(each.mesh), each.num_stages) for each in result.candidates} == {("data", "data=1", 1)}
+    assert all(
+        each.seconds["gradient sync"] == each.seconds["weights between devices"] == 0 for each in result.candidates
+    )
 
 
 def test_a_program_without_a_matmul() -> None:
@@ -256,8 +260,8 @@ def test_a_program_without_a_matmul() -> None:
 
 
 def test_where_no_mesh_takes_the_microbatches_nothing_is_priced() -> None:
-    found = search(workload("gpt-nano"), spanax.cluster("cpu:8"), microbatches=3)
-    assert found.best is None and found.layouts_priced == 0
+    result = search(workload("gpt-nano"), spanax.cluster("cpu:8"), microbatches=3)
+    assert result.best is None and result.layouts_priced == 0
 
 
 def test_a_step_of_the_users_own() -> None:
@@ -267,11 +271,11 @@ def test_a_step_of_the_users_own() -> None:
         return {"loss": loss}
 
     program = spanax.trace(build=zoo.MLP, optimizer=optax.adam(1e-3), batch=zoo.VECTORS(16), train_step=train_step)
-    found = search(program, spanax.cluster("cpu:8"), top=EVERYTHING)
-    assert {one.remat for one in found.candidates} == {"as written"} and found.programs == {"as written": program}
+    result = search(program, spanax.cluster("cpu:8"), top=EVERYTHING)
+    assert {each.remat for each in result.candidates} == {"as written"} and result.programs == {"as written": program}
     ours = spanax.trace(build=zoo.MLP, optimizer=optax.adam(1e-3), batch=zoo.VECTORS(16), loss=zoo.squared_error)
     same = search(ours, spanax.cluster("cpu:8"), remat=(), top=EVERYTHING, microbatches=1, pipeline=False)
-    priced = [sorted((str(c.mesh), c.layout, c.microbatches, c.flops) for c in s.candidates) for s in (found, same)]
+    priced = [sorted((str(c.mesh), c.layout, c.microbatches, c.flops) for c in s.candidates) for s in (result, same)]
     assert priced[0] == priced[1]
 
 

@@ -334,7 +334,7 @@ def test_a_plan_of_another_program() -> None:
 
 
 def test_too_few_devices() -> None:
-    refused("the mesh takes 8 devices and there are 2", lambda: start(devices=jax.devices()[:2]))
+    refused("the mesh needs 8 devices, and there are 2", lambda: start(devices=jax.devices()[:2]))
 
 
 def test_batches_that_were_not_traced() -> None:

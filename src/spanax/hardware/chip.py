@@ -62,11 +62,10 @@ class Chip:
     `peak_flops` is in FLOP/s by dtype: `bf16`, `fp16`, `fp8`, `int8`, and `fp32` for a float32 matmul at JAX's default
     precision (TF32 on GPUs since Ampere, bf16 passes on TPUs). `matmul_shares` is the fraction of it that the fastest
     measured matmul achieves, and `sustained_share` the fraction of that under sustained load. The tiles of a matmul are
-    distributed over `num_cores`; None means a single core. `usable_bytes` of `memory_bytes` are available to a program;
-    JAX preallocates `preallocated_share` of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. Programs
-    achieve the fraction `memory_share` of `memory_bytes_per_second`. `host_bytes_per_second` is unidirectional. If
-    `shared`, all devices are simulated on one host and divide its resources. `inside` is the link between the devices
-    of a node or slice, `between` the link between nodes or slices. `sources` has the origin of each number.
+    distributed over `num_cores`; None means a single core. `usable_bytes` of `memory_bytes` are available to a program,
+    which achieves the fraction `memory_share` of `memory_bytes_per_second`. If `shared`, all devices
+    are simulated on one host and divide its resources. `inside` is the link between the devices of a node or slice,
+    `between` the link between nodes or slices. `sources` has the origin of each number.
 
     Example:
       >>> from spanax.hardware.chips import chip_named
@@ -80,13 +79,11 @@ class Chip:
     matmul_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     memory_bytes: int | None = None
     usable_bytes: int | None = None
-    preallocated_share: float | None = None
     memory_bytes_per_second: float | None = None
     memory_share: float = 1.0
     kernel_start_seconds: float = 0.0
     num_cores: int | None = None
     sustained_share: float = 1.0
-    host_bytes_per_second: float | None = None
     devices_per_chip: int = 1
     devices_per_host: int | None = None
     shared: bool = False

@@ -24,13 +24,11 @@ MAX_CHIPS = 1 << 20
 CHIP_KEYS = {
     "memory": ("memory_bytes", "bytes"),
     "usable_memory": ("usable_bytes", "bytes"),
-    "preallocated": ("preallocated_share", "share"),
     "memory_rate": ("memory_bytes_per_second", "bytes per second"),
     "memory_share": ("memory_share", "share"),
     "sustained": ("sustained_share", "share"),
     "cores": ("num_cores", "count"),
     "kernel_start": ("kernel_start_seconds", "seconds"),
-    "host_rate": ("host_bytes_per_second", "bytes per second"),
     "devices_per_chip": ("devices_per_chip", "count"),
     "devices_per_host": ("devices_per_host", "count"),
     "shared": ("shared", "flag"),
@@ -70,8 +68,12 @@ def catalogue() -> Mapping[str, Chip]:
     return {name: read_chip(name, table, "chips.toml", _tables()) for name, table in _tables().items()}
 
 
-def chip_named(name: str) -> Chip:
+def chip_named(name: str, where: str = "") -> Chip:
     """Returns a chip of the catalog by its name or an alias, ignoring case.
+
+    Args:
+      name: the name or alias.
+      where: the `where` of the error.
 
     Raises:
       SpanaxError: no chip has that name.
@@ -82,7 +84,7 @@ def chip_named(name: str) -> Chip:
     """
     names = chip_names()
     if name.lower() not in names:
-        raise SpanaxError(f"unknown chip '{name}'.", fix=nearest(name.lower(), [*catalogue(), *names]))
+        raise SpanaxError(f"unknown chip '{name}'.", where=where, fix=nearest(name.lower(), [*catalogue(), *names]))
     return catalogue()[names[name.lower()]]
 
 
@@ -148,7 +150,7 @@ def read_file(path: str | Path) -> tuple[Chip, str | None]:
     entries = {key: value for key, value in table.items() if key not in ("name", "shape")}
     shape = table.get("shape")
     if shape is not None and not isinstance(shape, str):
-        raise SpanaxError(f"shape = {shape!r} is no text.", where=str(path), fix='shape = "8x8"')
+        raise SpanaxError(f"shape = {shape!r} is not a string.", where=str(path), fix='shape = "8x8"')
     chip = read_chip(str(table.get("name", Path(path).stem)), entries, str(path), _tables())
     return replace(chip, aliases=()), shape
 
@@ -230,12 +232,12 @@ def _link(table: Table, group: str, where: str) -> Link:
 def _value(value: Any, kind: str, key: str, where: str) -> Any:
     if kind == "count":
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SpanaxError(f"{key} = {value!r} is no whole number from 1.", where=where, fix=f"{key} = 8")
+            raise SpanaxError(f"{key} = {value!r} is not an integer >= 1.", where=where, fix=f"{key} = 8")
         return value
     if kind == "shape":
         is_list = isinstance(value, list) and 0 < len(value) <= 8
         if not is_list or any(type(size) is not int or not 1 <= size <= MAX_CHIPS for size in value):
-            raise SpanaxError(f"{key} = {value!r} is no shape.", where=where, fix=f"{key} = [16, 16]")
+            raise SpanaxError(f"{key} = {value!r} is not a shape.", where=where, fix=f"{key} = [16, 16]")
         if math.prod(value) > MAX_CHIPS:
             raise SpanaxError(f"{key} = {value!r} are more than {MAX_CHIPS:,} chips.", where=where)
         return tuple(value)
@@ -244,13 +246,13 @@ def _value(value: Any, kind: str, key: str, where: str) -> Any:
     if kind == "texts" and isinstance(value, list):
         return tuple(str(item) for item in value)
     if kind in NUMBERLESS:
-        raise SpanaxError(f"{key} = {value!r} is no {kind}.", where=where)
+        raise SpanaxError(f"{key} = {value!r} is not a {kind}.", where=where)
     return quantity(value, kind, key=key, where=where)
 
 
 def _is_table(value: Any, key: str, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise SpanaxError(f"{key} = {value!r} is no table.", where=where, fix=_example(key))
+        raise SpanaxError(f"{key} = {value!r} is not a table.", where=where, fix=_example(key))
     return value
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.displays import display
-from spanax.errors import SpanaxError, nearest
+from spanax.errors import SpanaxError
 from spanax.hardware.chip import Chip
-from spanax.hardware.chips import catalogue, chip_names, chip_of_kind, read_file
+from spanax.hardware.chips import chip_named, chip_of_kind, read_file
 from spanax.hardware.slices import check_shape, default_shape, shape_text
 from spanax.run.distributed.processes import join_group
 
@@ -102,12 +102,7 @@ def cluster(name: str, num_devices: int | None = None) -> Cluster:
         size = size or written or ""
     else:
         file, (head, _, size) = "", name.partition(":")
-        names = chip_names()
-        if head.lower() not in names:
-            raise SpanaxError(
-                f"unknown chip '{head}'.", where=f"cluster '{name}'", fix=nearest(head.lower(), [*catalogue(), *names])
-            )
-        chip = catalogue()[names[head.lower()]]
+        chip = chip_named(head, where=f"cluster '{name}'")
     if num_devices is not None:
         size = str(num_devices)
     return _sized(chip, size, name, file)
@@ -147,13 +142,13 @@ def _sized(chip: Chip, size: str, name: str, file: str) -> Cluster:
         raise SpanaxError(f"cluster '{name}' has more than {MAX_DEVICES:,} devices.", fix=f"{file or chip.name}:8")
     if not shape or math.prod(shape) < 1 or slices < 1:
         example = "4x4x4"[: 2 * len(chip.inside.max_shape) - 1] if chip.inside and torus else "8"
-        raise SpanaxError(f"cluster '{name}' has no number of devices.", fix=f"{file or chip.name}:{example}")
+        raise SpanaxError(f"cluster '{name}' has no valid number of devices.", fix=f"{file or chip.name}:{example}")
     if torus:
         return _slices(chip, shape, slices, name, file)
     if slices > 1 or len(shape) > 2:
         raise SpanaxError(
             f"cluster '{name}': {chip.name} comes in nodes, not in slices.",
-            fix=f"{file or chip.name}:{slices * math.prod(shape[:-1])}x{shape[-1]} (nodes x devices of one)",
+            fix=f"{file or chip.name}:{slices * math.prod(shape[:-1])}x{shape[-1]} (nodes x devices per node)",
         )
     return _nodes(chip, shape, name, file)
 
@@ -169,13 +164,13 @@ def _nodes(chip: Chip, shape: tuple[int, ...], name: str, file: str = "") -> Clu
             raise SpanaxError(
                 f"{count} devices of {chip.name} do not fill nodes of {per_node}.",
                 where=f"cluster '{name}'",
-                fix=f"{head}:{lower}, {head}:{upper}, or nodes x devices of one: {head}:2x{per_node // 2}",
+                fix=f"{head}:{lower}, {head}:{upper}, or nodes x devices per node: {head}:2x{per_node // 2}",
             )
         shape = (count // per_node, per_node)
     if limit is not None and shape[1] > limit:
         raise SpanaxError(
-            f"a node of {chip.name} has at most {limit} devices, and {shape_text(shape)} asks for {shape[1]}.",
-            where=f"cluster '{name}', nodes x devices of one",
+            f"a node of {chip.name} has at most {limit} devices, and {shape_text(shape)} requests {shape[1]}.",
+            where=f"cluster '{name}', nodes x devices per node",
             fix=f"{head}:{-(-math.prod(shape) // limit)}x{limit}",
         )
     return _filled(chip, math.prod(shape), shape, 1, file)

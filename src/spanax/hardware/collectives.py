@@ -17,11 +17,11 @@ Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all",
 def all_gather_seconds(
     num_bytes: Any, num_devices: Any, bytes_per_second: Any, latency_seconds: Any = 0.0, start_seconds: Any = 0.0
 ) -> Any:
-    """Computes the seconds of a ring all-gather: start + (n - 1) (bytes / n / rate + latency).
+    """Computes the seconds of a ring all-gather or reduce-scatter: start + (n - 1) (bytes / n / rate + latency).
 
     Every device forwards n - 1 shards around a ring, with `latency_seconds` per step.
 
-    Source: the second half of the ring in Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    Source: the halves of the ring in Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations" (2009), as in NCCL and XLA.
 
     Example:
@@ -30,20 +30,6 @@ def all_gather_seconds(
     """
     sent = (num_devices - 1) / num_devices * num_bytes / bytes_per_second
     return _of_several(num_devices, start_seconds + sent + (num_devices - 1) * latency_seconds)
-
-
-def reduce_scatter_seconds(
-    num_bytes: Any, num_devices: Any, bytes_per_second: Any, latency_seconds: Any = 0.0, start_seconds: Any = 0.0
-) -> Any:
-    """Computes the seconds of a ring reduce-scatter, equal to those of an all-gather: start + (n - 1) (...).
-
-    Source: as for `all_gather_seconds`; the first half of the ring.
-
-    Example:
-      >>> reduce_scatter_seconds(8e9, 8, 100e9)
-      0.07
-    """
-    return all_gather_seconds(num_bytes, num_devices, bytes_per_second, latency_seconds, start_seconds)
 
 
 def all_reduce_seconds(
@@ -122,9 +108,9 @@ def collective_seconds(kind: Collective, num_bytes: Any, link: AxisLink) -> Any:
         return all_gather_seconds(num_bytes, n, link.bytes_per_second, link.latency_seconds, start)
     if kind == "all_reduce":
         rate = link.all_reduce_bytes_per_second
-        return all_reduce_seconds(num_bytes, n, rate, link.latency_seconds, start, link.way_seconds)
+        return all_reduce_seconds(num_bytes, n, rate, link.latency_seconds, start, link.tree_latency_seconds)
     if kind == "all_to_all":
-        return all_to_all_seconds(num_bytes, n, link.all_to_all_bytes_per_second, link.way_seconds, start)
+        return all_to_all_seconds(num_bytes, n, link.all_to_all_bytes_per_second, link.tree_latency_seconds, start)
     return permute_seconds(num_bytes, n, link.permute_bytes_per_second, link.latency_seconds, start)
 
 

@@ -142,13 +142,13 @@ def checked(flag: str) -> str:
         example = "--xla-flags none, default, or xla_gpu_triton_gemm_any=true"
         raise SpanaxError(
             f"cannot set the option '{name[:100]}' for XLA: it is not among those that change the program alone.",
-            where="listed in spanax/hardware/options.py; XLA_FLAGS in the environment takes every option",
+            where="listed in spanax/hardware/options.py; XLA_FLAGS in the environment accepts any option",
             fix=f"did you mean '{close[0]}'?" if close else example,
         )
     if not VALUES[kind].fullmatch(value):
         raise SpanaxError(
             f"cannot set the option '{name}' for XLA to '{value[:100]}'.",
-            fix=f"{name}={'true or false' if kind is bool else 'a whole number'}",
+            fix=f"{name}={'true or false' if kind is bool else 'an integer'}",
         )
     return f"{name.lower()}={value.capitalize()}"
 

@@ -23,25 +23,26 @@ class AxisLink:
     """The link between the `size` devices of a group along mesh axes; bandwidths are unidirectional, per device.
 
     `bytes_per_second` is for all_gather and reduce_scatter; the other collectives have their own fields.
-    `latency_seconds` is per step of a ring with size - 1 steps, `way_seconds` the latency from the leaves of a tree to
-    its root, and `start_seconds` the overhead per collective. `over` names the links.
+    `latency_seconds` is per step of a ring with size - 1 steps, `tree_latency_seconds` the latency from the leaves of
+    a tree to its root, and `start_seconds` the overhead per collective. `over` names the links. All numbers may be
+    arrays over meshes.
 
     Example:
       >>> from spanax.hardware.cluster import cluster
       >>> link = axis_link(cluster("v5e:16x16"), MeshShape.of("data=16,model=16"), "model")
-      >>> link.over, round(link.bytes_per_second / 1e9), round(link.way_seconds * 1e6)
+      >>> link.over, round(link.bytes_per_second / 1e9), round(link.tree_latency_seconds * 1e6)
       ('ici 1 axis, wrapped', 90, 8)
     """
 
-    size: int
-    bytes_per_second: float
-    all_reduce_bytes_per_second: float
-    all_to_all_bytes_per_second: float
-    permute_bytes_per_second: float
-    latency_seconds: float
-    way_seconds: float
-    start_seconds: float
-    over: str
+    size: Any
+    bytes_per_second: Any
+    all_reduce_bytes_per_second: Any
+    all_to_all_bytes_per_second: Any
+    permute_bytes_per_second: Any
+    latency_seconds: Any
+    tree_latency_seconds: Any
+    start_seconds: Any
+    over: str = ""
 
 
 ALONE = AxisLink(1, math.inf, math.inf, math.inf, math.inf, 0.0, 0.0, 0.0, "one device")
@@ -149,7 +150,7 @@ def _mixed(inside: AxisLink, between: Link, size: int) -> AxisLink:
         all_to_all_bytes_per_second=(size - 1) / size / slowest,
         permute_bytes_per_second=min(inside.permute_bytes_per_second, line),
         latency_seconds=(inside.latency_seconds * (members - 1) + between.latency_seconds) / members,
-        way_seconds=inside.way_seconds + math.ceil(math.log2(nodes)) * between.latency_seconds,
+        tree_latency_seconds=inside.tree_latency_seconds + math.ceil(math.log2(nodes)) * between.latency_seconds,
         start_seconds=max(inside.start_seconds, between.start_seconds),
         over=f"{inside.over}+{between.name}",
     )
@@ -176,7 +177,7 @@ def _torus(chip: Chip, link: Link, size: int, parts: list[Part]) -> AxisLink:
         all_to_all_bytes_per_second=(size - 1) / size / max(crossing),
         permute_bytes_per_second=min([line / part.stride for part in dims] or [on_chip]),
         latency_seconds=hops * link.latency_seconds / (size - 1),
-        way_seconds=hops * link.latency_seconds,
+        tree_latency_seconds=hops * link.latency_seconds,
         start_seconds=link.start_seconds,
         over=f"{link.name} {len(dims)} {'axis' if len(dims) == 1 else 'axes'}, {wrapping}" if dims else "on chip",
     )
@@ -197,7 +198,7 @@ def _placed(cluster: Cluster, within: tuple[int, ...]) -> tuple[tuple[Part, ...]
 def _known(chip: Chip, link: Link | None, what: str) -> Link:
     if link is None:
         raise SpanaxError(
-            f"nothing is known of what joins '{chip.name}' {what}.",
-            fix="a cluster file that says it ([inside], [between]), such as the probe writes",
+            f"the link of '{chip.name}' {what} is unknown.",
+            fix="a cluster file with [inside] and [between]: `spanax probe` writes one",
         )
     return link

@@ -84,7 +84,7 @@ def collected(groups: Sequence[Sequence[Any]], limit_bytes: int, seconds: float)
                 break
 
 
-def start_beside_work_seconds(devices: Sequence[Any], seconds: float) -> float:
+def start_after_matmul_seconds(devices: Sequence[Any], seconds: float) -> float:
     """Measures the seconds that a small all_reduce adds to a preceding matmul, with all devices active.
 
     Devices that share cores finish the matmul one after another, and the first waits for the last. A program of only

@@ -44,13 +44,13 @@ class MeshShape:
         for name, size in pairs:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise SpanaxError(
-                    f"mesh axis '{name}' has size {size!r}; it takes a whole number from 1.",
+                    f"mesh axis '{name}' has size {size!r}; it must be an integer >= 1.",
                     fix=f"{name}=1, or leave '{name}' out",
                 )
         names = [name for name, _ in pairs]
         for name in names:
             if names.count(name) > 1:
-                raise SpanaxError(f"mesh axis '{name}' is given twice.", where=f"mesh {names}")
+                raise SpanaxError(f"mesh axis '{name}' is repeated.", where=f"mesh {names}")
         return MeshShape(tuple(pairs))
 
     @property
@@ -84,7 +84,7 @@ class MeshShape:
         devices = list(jax.devices() if devices is None else devices)
         if len(devices) < self.size:
             raise SpanaxError(
-                f"the mesh takes {self.size} devices and there are {len(devices)}.",
+                f"the mesh needs {self.size} devices, and there are {len(devices)}.",
                 where=f"mesh {self}",
                 fix=f"a mesh whose product is {len(devices)}, or --devices {self.size} to simulate them on a CPU",
             )

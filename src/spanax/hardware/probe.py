@@ -18,7 +18,7 @@ from spanax.hardware.measure import (
     kernel_start_seconds,
     matmul_rates,
     memory_rate,
-    start_beside_work_seconds,
+    start_after_matmul_seconds,
 )
 from spanax.hardware.mesh import MeshShape
 from spanax.run.distributed.processes import join_group
@@ -77,7 +77,7 @@ def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str
     known = bool(here.chip.peak_flops)
     if not known and here.memory_bytes is None:
         raise SpanaxError(
-            f"'{here.chip.name}' is in no catalogue, and does not say what memory it has.",
+            f"'{here.chip.name}' is not in the catalog, and its memory is unknown.",
             fix="write a cluster file by hand: docs/hardware.md",
         )
     source = f"probe of {len(devices)} x {here.chip.name}, jax {jax.__version__}, {datetime.date.today()}"
@@ -94,8 +94,8 @@ def probe(devices: Sequence[Any] | None = None, *, seconds: float = 30.0) -> str
             for part in grouped
             for point in collected(part, _limit(here), seconds * 0.45 / len(groups) / len(grouped))
         ]
-        start_beside_work = start_beside_work_seconds(devices, seconds * 0.1) if here.chip.shared else 0.0
-        lines += ["", f"[{name}]", *_link(here, name, parts, node, start_beside_work)]
+        start_after_matmul = start_after_matmul_seconds(devices, seconds * 0.1) if here.chip.shared else 0.0
+        lines += ["", f"[{name}]", *_link(here, name, parts, node, start_after_matmul)]
     return "\n".join([*lines, "", "[source]", *_sources(lines, source)]) + "\n"
 
 
@@ -131,7 +131,7 @@ def _head(here: Cluster, known: bool) -> list[str]:
 
 
 def _compute(devices: Sequence[Any], chip: Chip, node: int, seconds: float) -> Iterator[str]:
-    """The best rate of each dtype: as a share of the chip's peak, or as a peak where none is on a data sheet."""
+    """Yields the best rate of each dtype: as a share of the chip's peak, or as a peak where no data sheet has one."""
     dtypes = [dtype for dtype in JAX_DTYPES if dtype in chip.peak_flops or not chip.peak_flops]
     best = {}
     for dtype in dtypes:
@@ -139,7 +139,7 @@ def _compute(devices: Sequence[Any], chip: Chip, node: int, seconds: float) -> I
         best[dtype] = max(rates.values())
         by_size = ", ".join(f"{size}: {_rate(rate)}" for size, rate in rates.items())
         yield f"# matmul {dtype}, one device, by size: {by_size}"
-    peaks = {dtype: rate for dtype, rate in best.items() if _by_itself(chip, rate, chip.peak_flops.get(dtype))}
+    peaks = {dtype: rate for dtype, rate in best.items() if _is_absolute(chip, rate, chip.peak_flops.get(dtype))}
     times = node if chip.shared else 1
     if peaks:
         yield _dtypes("peak", {dtype: _rate(rate * times) for dtype, rate in peaks.items()})
@@ -150,13 +150,13 @@ def _compute(devices: Sequence[Any], chip: Chip, node: int, seconds: float) -> I
 def _memory(devices: Sequence[Any], here: Cluster, node: int, seconds: float) -> Iterator[str]:
     rate = memory_rate(devices, min(PROBED_BYTES, _limit(here)) // 4 * 4, seconds)
     sheet = here.chip.memory_bytes_per_second
-    if _by_itself(here.chip, rate, sheet):
+    if _is_absolute(here.chip, rate, sheet):
         yield f'memory_rate = "{quantity_text(rate * (node if here.chip.shared else 1), "bytes per second")}"'
         rate = sheet = 1.0
     yield f'memory_share = "{quantity_text(rate / (sheet or 1.0), "share")}"'
 
 
-def _link(here: Cluster, name: str, points: Sequence[Collected], node: int, start_beside_work: float) -> Iterator[str]:
+def _link(here: Cluster, name: str, points: Sequence[Collected], node: int, start_after_matmul: float) -> Iterator[str]:
     for kind in dict.fromkeys(point.kind for point in points):
         for size in dict.fromkeys(point.size for point in points):
             matching = [point for point in points if (point.kind, point.size) == (kind, size)]
@@ -177,9 +177,9 @@ def _link(here: Cluster, name: str, points: Sequence[Collected], node: int, star
     if known is not None and known.in_switch_share:
         reduction_rate = _largest_rate(points, fit, known.in_switch_devices or 2)
         yield f'in_switch_share = "{quantity_text(min(reduction_rate / fit.bytes_per_second, 1.99), "share")}"'
-    if start_beside_work:
-        yield f"# start alone: {quantity_text(max(fit.start_seconds, 1e-9), 'seconds')}; beside work:"
-    for key, value in {"latency": fit.latency_seconds, "start": max(fit.start_seconds, start_beside_work)}.items():
+    if start_after_matmul:
+        yield f"# start alone: {quantity_text(max(fit.start_seconds, 1e-9), 'seconds')}; after a matmul:"
+    for key, value in {"latency": fit.latency_seconds, "start": max(fit.start_seconds, start_after_matmul)}.items():
         yield f'{key} = "{quantity_text(min(max(value, 1e-9), 1.0), "seconds")}"'
 
 
@@ -212,7 +212,7 @@ def _limit(here: Cluster) -> int:
     return (here.memory_bytes or 16 * PROBED_BYTES) // 16
 
 
-def _by_itself(chip: Chip, rate: float, sheet: float | None) -> bool:
+def _is_absolute(chip: Chip, rate: float, sheet: float | None) -> bool:
     """Whether to write a rate instead of a share: that of a host, above the data sheet, or without one."""
     return chip.shared or sheet is None or rate > sheet
 

@@ -40,7 +40,7 @@ def default_shape(chip: Chip, num_chips: int, name: str) -> tuple[int, ...]:
                 f", or {several} slices: {chip.name}:{shape_text(_shapes(chip, num_chips // several) or ())}:{several}"
             )
         raise SpanaxError(
-            f"{num_chips} chips of {chip.name} make no slice.",
+            f"{chip.name} has no slice of {num_chips} chips.",
             where=f"cluster '{name}'; a slice has at most {shape_text(_largest(chip))} chips",
             fix=devices,
         )
@@ -80,8 +80,8 @@ def check_shape(chip: Chip, shape: tuple[int, ...], name: str) -> None:
 
 def _shapes(chip: Chip, num_chips: int) -> tuple[int, ...] | None:
     shapes = [shape for shape in _factors(num_chips, sorted(_largest(chip))) if _possible(chip, shape)]
-    prefers_wrapped = bool(chip.inside and chip.inside.wrap_multiple)
-    return min(shapes, key=lambda shape: (prefers_wrapped and not all(_wraps(chip, shape)), sum(shape)), default=None)
+    link = chip.inside if chip.inside and chip.inside.wrap_multiple else None
+    return min(shapes, key=lambda shape: (link is not None and not all(link.wraps(shape)), sum(shape)), default=None)
 
 
 def _factors(number: int, limits: list[int]) -> Iterator[tuple[int, ...]]:
@@ -98,10 +98,6 @@ def _possible(chip: Chip, shape: tuple[int, ...]) -> bool:
     if num_chips < in_host:
         return in_host % num_chips == 0 and all(size <= in_host // 2 for size in shape)
     return num_chips % min(in_host, 4) == 0 and sum(size % 2 == 0 for size in shape) >= 2
-
-
-def _wraps(chip: Chip, shape: tuple[int, ...]) -> tuple[bool, ...]:
-    return chip.inside.wraps(shape) if chip.inside else ()
 
 
 def _largest(chip: Chip) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ def place(
             placed.append(())
             continue
         available = [(dim, length[dim] // used[dim]) for dim in used if used[dim] < length[dim]]
-        full_dims = [option for option in _whole(size, available) if all(used[dim] == 1 for dim in option)]
+        full_dims = [option for option in _full_dims(size, available) if all(used[dim] == 1 for dim in option)]
         options = (_parts(option, used, length, wraps) for option in full_dims or _options(size, available))
         parts = min(options, key=lambda parts: _rank(parts, length))
         for part in parts:
@@ -74,7 +74,7 @@ def joined(parts: list[Part], shape: tuple[int, ...], wraps: tuple[bool, ...]) -
     return merged
 
 
-def _whole(size: int, available: list[tuple[int, int]]) -> list[dict[int, int]]:
+def _full_dims(size: int, available: list[tuple[int, int]]) -> list[dict[int, int]]:
     """Returns the subsets of dims whose remaining lengths multiply to `size`."""
     options: list[dict[int, int]] = [{}]
     for dim, length in available:

@@ -47,7 +47,7 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
         FusedAttention(None, f": there is no attention kernel for {cluster.chip.name}"),
     )
     if program.evaluation is None:
-        attention = (FusedAttention(None, ": the program has a train step of its own"),)
+        attention = (FusedAttention(None, ": the program has a custom train step"),)
     elif kernel is not None:
         fused = program.variant(replace(program.form, context=kernel))
         if any(each.kernel == kernel for each in fused.attention):
@@ -55,6 +55,6 @@ def with_attention(program: Program, cluster: Cluster, requested: str | None) ->
         attention = fused.attention
     if requested == "flash":
         raise SpanaxError(
-            "no attention of this program can be a kernel's.", where=str(attention[0]), fix="attention 'auto'"
+            "no attention of this program is supported by a kernel.", where=str(attention[0]), fix="attention 'auto'"
         )
     return replace(program, attention=attention)

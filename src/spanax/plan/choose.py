@@ -12,7 +12,7 @@ from spanax.plan.advice.remedies import remedies
 from spanax.plan.advice.rules_of_thumb import rule
 from spanax.plan.attention_kernel import with_attention
 from spanax.plan.candidate import Search, plan_of, shortfall
-from spanax.plan.defaults import computed_in, default_attention, default_chunks, default_dtype, defaults
+from spanax.plan.defaults import computed_in, default_chunks, default_dtype, defaults
 from spanax.plan.layout import Layout
 from spanax.plan.loss_chunks import in_chunks, search_in_chunks
 from spanax.plan.pipeline.stages import AXIS
@@ -20,7 +20,7 @@ from spanax.plan.plan import Plan, Schedule
 from spanax.plan.presets import PRESETS, check_ring, default_mesh, layout_for, layout_named
 from spanax.plan.reason import Code, Reason
 from spanax.plan.search import REMAT, check_request, search
-from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.place import placed
 from spanax.plan.space import AXES, is_standard
 from spanax.trace.program import Program
@@ -161,9 +161,8 @@ def decided(program: Program, cluster: Cluster, request: Request, priced: Search
 
 def in_attention(program: Program, cluster: Cluster, request: Request) -> Program:
     """Returns the program with the attention of a request; the layout handles ring attention."""
-    return (
-        program if request.is_ring else with_attention(program, cluster, default_attention(cluster, request.attention))
-    )
+    attention = request.attention or defaults(cluster).attention
+    return program if request.is_ring else with_attention(program, cluster, attention)
 
 
 def searched(
@@ -265,7 +264,7 @@ def _is_searchable(cluster: Cluster, request: Request) -> bool:
         return False
     if request.mesh is not None and not is_standard(MeshShape.of(request.mesh)):
         return False
-    pinned = {axis for to in request.pins.values() for axis in ((to,) if isinstance(to, str) else to or ())}
+    pinned = {axis for pin in request.pins.values() for axis in pinned_to(pin)}
     named = default_mesh(request.layout, cluster.num_devices).names if request.layout is not None else ()
     return {*named, *pinned} <= {*AXES}
 
@@ -288,15 +287,15 @@ def _named(cluster: Cluster, request: Request) -> tuple[Reason | None, str | Non
 def _placed(program: Program, cluster: Cluster, request: Request, count: int) -> Plan:
     """Returns the plan of a requested layout or mesh, or of the default layout on a chip of unknown speed."""
     schedule = request.schedule
-    why, layout, shape = _choose(program, cluster, request.layout, request.mesh, request.sequence_parallel)
+    why, layout, shape = _choose(program, cluster, request)
     num_stages = schedule.num_stages if schedule else 1
     num_devices = shape.size * (num_stages if shape.ways([AXIS]) == 1 else 1)
     if num_devices != cluster.num_devices:
-        near = layout.name if not isinstance(request.layout, Layout) else "fsdp"
+        near = layout.name if layout.name.removesuffix("+seq") in PRESETS and layout != request.layout else "fsdp"
         raise SpanaxError(
-            f"mesh {shape} takes {num_devices} devices, and the cluster has {cluster.num_devices}.",
+            f"mesh {shape} needs {num_devices} devices, and the cluster has {cluster.num_devices}.",
             where=" x ".join(f"{name} {size}" for name, size in shape.axes) + f" = {shape.size}",
-            fix=f"mesh {_near_mesh(near, cluster.num_devices)}, or --devices {num_devices}",
+            fix=f"mesh {default_mesh(near, cluster.num_devices)}, or --devices {num_devices}",
         )
     if schedule is None and shape.ways([AXIS]) > 1:
         schedule = Schedule(microbatches=0)
@@ -311,28 +310,21 @@ def _placed(program: Program, cluster: Cluster, request: Request, count: int) ->
     return plan
 
 
-def _choose(
-    program: Program,
-    cluster: Cluster,
-    layout: str | Layout | None,
-    mesh: Mapping[str, int] | str | MeshShape | None,
-    sequence_parallel: bool,
-) -> tuple[str, Layout, MeshShape]:
+def _choose(program: Program, cluster: Cluster, request: Request) -> tuple[str, Layout, MeshShape]:
+    """Returns the layout and the mesh of a request, and why."""
+    layout, mesh = request.layout, request.mesh
     if isinstance(layout, Layout):
         if mesh is None:
             raise SpanaxError("a custom Layout needs a mesh.", fix=f"mesh={{'data': {cluster.num_devices}}}")
         return str(Reason(Code.LAYOUT_REQUESTED)), layout, MeshShape.of(mesh)
     if layout is not None:
         shape = MeshShape.of(mesh) if mesh is not None else default_mesh(layout, cluster.num_devices)
-        return (
-            str(Reason(Code.LAYOUT_REQUESTED)),
-            layout_named(layout, shape, sequence_parallel=sequence_parallel),
-            shape,
-        )
+        named = layout_named(layout, shape, sequence_parallel=request.sequence_parallel)
+        return str(Reason(Code.LAYOUT_REQUESTED)), named, shape
     if mesh is not None:
         shape = MeshShape.of(mesh)
         named = layout_for(shape)
-        if sequence_parallel:
+        if request.sequence_parallel:
             named = layout_named(named.name, shape, sequence_parallel=True)
         return str(Reason(Code.MESH_NAMES)), named, shape
     state = sum(leaf.num_bytes for leaf in program.leaves)
@@ -344,7 +336,3 @@ def _choose(
     verdict = "fits" if fits else "does not fit"
     why = f"the state ({bytes_text(state)}) {verdict} on one device ({limit})"
     return why, layout_named(name, shape), shape
-
-
-def _near_mesh(name: str, num_devices: int) -> MeshShape:
-    return default_mesh(name if name.removesuffix("+seq") in PRESETS else "fsdp", num_devices)

@@ -71,14 +71,10 @@ def default_dtype(program: Program, cluster: Cluster) -> str | None:
 
     A requested dtype, the dtypes that a model sets for its layers and a custom `train_step` take precedence.
     """
-    if program.compute_dtype is not None or program.evaluation is None or not is_float32(program):
+    is_float32 = set(contraction_dtypes(program)) <= {"float32"}
+    if program.compute_dtype is not None or program.evaluation is None or not is_float32:
         return program.compute_dtype
     return defaults(cluster).compute_dtype
-
-
-def default_attention(cluster: Cluster, attention: str | None) -> str:
-    """Returns the attention option on a cluster, as `attention` of `spanax.plan`."""
-    return attention or defaults(cluster).attention
 
 
 def default_chunks(program: Program, cluster: Cluster, loss_chunks: int | str | None) -> int:
@@ -90,11 +86,6 @@ def default_chunks(program: Program, cluster: Cluster, loss_chunks: int | str | 
     if loss_chunks is not None:
         return known_chunks(loss_chunks)
     return program.loss_chunks if program.loss_chunks > 1 else defaults(cluster).loss_chunks
-
-
-def is_float32(program: Program) -> bool:
-    """Whether no matmul or convolution of a step takes floating operands other than float32."""
-    return set(contraction_dtypes(program)) <= {"float32"}
 
 
 def contraction_dtypes(program: Program) -> tuple[str, ...]:

@@ -60,21 +60,6 @@ def suiting_chunks(program: Program, plan: Plan, cluster: Cluster) -> tuple[int,
     """Returns the best number of chunks of tokens for the logits of a plan, and why.
 
     The number is the smallest power of two where doubling saves little memory or costs much time.
-
-    Example:
-      >>> import jax, optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(16, 4096, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch={"x": jax.ShapeDtypeStruct((4096, 16), "float32"), "y": jax.ShapeDtypeStruct((4096,), "int32")},
-      ...     loss=lambda model, batch: optax.softmax_cross_entropy_with_integer_labels(
-      ...         model(batch["x"]), batch["y"]
-      ...     ).mean(),
-      ... )
-      >>> machine = spanax.cluster("cpu:8")
-      >>> suiting_chunks(program, spanax.plan(program, machine, layout="data"), machine)[0]
-      2
     """
     peak_bytes = partial(_peak_bytes, plan=plan, cluster=cluster)
     divided = _divided(program, peak_bytes)

@@ -62,7 +62,7 @@ def layout_named(name: str, mesh: MeshShape, *, sequence_parallel: bool = False)
       ('data',)
     """
     base, plus, option = name.partition("+seq")
-    if base == RING and _is_canonical(mesh) and mesh.ways(["context"]) > 1:
+    if base == RING and MEANING.keys() >= set(mesh.names) and mesh.ways(["context"]) > 1:
         return replace(layout_for(mesh), name=as_ring(layout_for(mesh).name))
     if base not in PRESETS or option or (plus and "model" not in PRESETS[base]):
         raise SpanaxError(f"unknown layout '{name}'.", fix=nearest(name, PRESETS))
@@ -96,10 +96,6 @@ def check_ring(layout: Layout, mesh: MeshShape) -> None:
             where=f"mesh {mesh}, layout '{layout.name}'",
             fix=f"mesh {default_mesh(RING, mesh.size)}" if mesh.size > 1 else "several devices, or no ring",
         )
-
-
-def _is_canonical(mesh: MeshShape) -> bool:
-    return all(axis in MEANING for axis in mesh.names)
 
 
 def layout_for(mesh: MeshShape) -> Layout:

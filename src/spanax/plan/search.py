@@ -182,7 +182,7 @@ def check_request(cluster: Cluster, layout: str | None, mesh: MeshShape | None) 
         )
     if cluster.num_devices % mesh.size:
         raise SpanaxError(
-            f"mesh {mesh} takes {mesh.size} devices, and the cluster has {cluster.num_devices}.",
+            f"mesh {mesh} needs {mesh.size} devices, and the cluster has {cluster.num_devices}.",
             fix=f"a mesh whose product divides {cluster.num_devices}",
         )
 

@@ -14,7 +14,7 @@ from spanax.hardware.torus import divisors
 from spanax.plan.layout import LAST_RESORT_AXES, TENSOR_AXES, Layout
 from spanax.plan.presets import STORED, layout_of
 from spanax.plan.reason import Code, Reason
-from spanax.plan.sharding.assign import Pins
+from spanax.plan.sharding.assign import Pins, pinned_to
 from spanax.plan.sharding.resolve import Resolver, annotated, resolve
 from spanax.trace.program import Program
 
@@ -114,7 +114,7 @@ def _meshes(program: Program, num_devices: int, pins: Pins) -> Iterator[tuple[in
     names = {axis.name: axis.ways for axis in program.axes}
     uses = {*names, *program.step.axes.uses.values()}
     num_layers = program.step.layer_carry[1]
-    is_pinned = any("model" in ((to,) if isinstance(to, str) else to or ()) for to in pins.values())
+    is_pinned = any("model" in pinned_to(pin) for pin in pins.values())
     limits = {
         "expert": names.get("experts", 1),
         "context": math.gcd(*(axis.ways for axis in program.axes if axis.name == "seq")) if "seq" in names else 1,
@@ -150,9 +150,7 @@ class _Options:
 def _key(options: _Options, sizes: Sequence[int]) -> Key | Reason:
     """Returns the classes that each mesh axis shards, or the reason for a rejection."""
     mesh = mesh_of(sizes)
-    if any(
-        axis not in mesh.names for to in options.pins.values() for axis in ((to,) if isinstance(to, str) else to or ())
-    ):
+    if any(not set(pinned_to(pin)).issubset(mesh.names) for pin in options.pins.values()):
         return Reason(Code.PIN_NOT_IN_MESH)
     try:
         assignment = resolve(options.program, layout_on("fsdp", options.sequence, mesh), mesh, options.pins).assignment

@@ -165,7 +165,8 @@ class Run:
             return named
         leaves = validate_batch(self.program, self._batch_shardings, batch)
         if "evaluation" not in self._compiled:
-            self._compiled["evaluation"] = self._jitted(evaluation, is_step=False)
+            jitted = self._jitted(evaluation, is_step=False)
+            self._compiled["evaluation"] = compiled_with_barrier(jitted, self._arguments()[:2], platform_of(self.mesh))
         self._settle(metrics := self._compiled["evaluation"](self.state, leaves))
         return jax.tree.unflatten(evaluation.result, metrics)
 

@@ -20,8 +20,8 @@ SIZES = [
 def text(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[str]:
     """Each device's order in one line; the chunk as a letter, counting microbatches from 0."""
     letters = "abcd" if num_chunks > 1 else [""]
-    made = orders(schedule, num_stages, num_microbatches, num_chunks)
-    return [" ".join(f"{task.kind}{task.microbatch}{letters[task.chunk]}" for task in order) for order in made]
+    actual = orders(schedule, num_stages, num_microbatches, num_chunks)
+    return [" ".join(f"{task.kind}{task.microbatch}{letters[task.chunk]}" for task in order) for order in actual]
 
 
 @pytest.mark.parametrize("schedule, p, m, v", SIZES)
@@ -35,7 +35,7 @@ def test_every_device_does_all_of_its_work_once(schedule: str, p: int, m: int, v
 @pytest.mark.parametrize("schedule, p, m, v", SIZES)
 def test_a_gradient_comes_after_what_it_is_the_gradient_of(schedule: str, p: int, m: int, v: int) -> None:
     for order in orders(schedule, p, m, v):
-        when = {task: at for at, task in enumerate(order)}
+        when = {task: index for index, task in enumerate(order)}
         for kind, microbatch, chunk in order:
             before = {"B": "F", "W": "B"}.get(kind)
             assert before is None or when[Task(before, microbatch, chunk)] < when[Task(kind, microbatch, chunk)]
@@ -84,34 +84,34 @@ def test_fewer_microbatches_than_stages() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "an unknown schedule": (lambda: orders("1f1", 4, 8), "unknown schedule '1f1'.", "did you mean '1f1b'?"),
-    "no stages": (lambda: orders("1f1b", 0, 8), "num_stages is 0; it takes a whole number from 1.", ""),
+    "no stages": (lambda: orders("1f1b", 0, 8), "num_stages is 0; it must be an integer >= 1.", ""),
     "fewer than no microbatches": (lambda: orders("gpipe", 4, -8), "num_microbatches is -8;", ""),
     "half a microbatch": (lambda: orders("gpipe", 4, 2.5), "num_microbatches is 2.5;", ""),  # type: ignore[arg-type]
     "a truth value": (lambda: orders("gpipe", 4, True), "num_microbatches is True;", ""),
     "no chunks": (lambda: orders("interleaved", 4, 8, 0), "num_chunks is 0;", ""),
     "chunks without interleaving": (
         lambda: orders("1f1b", 4, 8, 2),
-        "schedule '1f1b' takes 1 chunk a device, and num_chunks is 2.",
+        "schedule '1f1b' needs 1 chunk per device, and num_chunks is 2.",
         "schedule 'interleaved'",
     ),
     "interleaving without chunks": (
         lambda: orders("interleaved", 4, 8),
-        "schedule 'interleaved' takes 2 or more chunks a device, and num_chunks is 1.",
+        "schedule 'interleaved' needs 2 or more chunks per device, and num_chunks is 1.",
         "num_chunks=2, or schedule '1f1b'",
     ),
     "uneven groups": (
         lambda: orders("interleaved", 4, 10, 2),
-        "10 microbatches are no multiple of 4 stages: 10 % 4 = 2.",
+        "10 microbatches are not a multiple of 4 stages: 10 % 4 = 2.",
         "8 or 12 microbatches, or schedule '1f1b'",
     ),
     "less than a group": (
         lambda: orders("interleaved", 4, 3, 2),
-        "3 microbatches are no multiple of 4 stages: 3 % 4 = 3.",
+        "3 microbatches are not a multiple of 4 stages: 3 % 4 = 3.",
         "4 microbatches",
     ),
     "one of many": (
         lambda: check_counts("interleaved", np.array([2, 4]), np.array([[4], [6]]), 2),
-        "6 microbatches are no multiple of 4 stages",
+        "6 microbatches are not a multiple of 4 stages",
         "4 or 8 microbatches",
     ),
 }

@@ -45,13 +45,11 @@ def test_ticks_and_idle_ticks_are_those_of_the_formula(table: Ticks) -> None:
 
 def test_as_many_activations_as_the_schedule_promises(table: Ticks) -> None:
     counts = (table.num_stages, table.num_microbatches, table.num_chunks)
-    assert table.num_in_flight == max(
-        num_in_flight(table.schedule, *counts, stage) for stage in range(table.num_stages)
-    )
+    assert table.num_in_flight == num_in_flight(table.schedule, *counts)
 
 
 def test_a_slot_is_free_before_it_is_written_and_read_as_it_was_written(table: Ticks) -> None:
-    column = {name: at for at, name in enumerate(COLUMNS)}
+    column = {name: index for index, name in enumerate(COLUMNS)}
     slots: dict[tuple[str, int, int], tuple[int, int]] = {}
     for tick, row in enumerate(table.table):
         for stage, cells in enumerate(row):
@@ -59,20 +57,20 @@ def test_a_slot_is_free_before_it_is_written_and_read_as_it_was_written(table: T
             if task is None:
                 assert cells[column["kind"]] == NONE
                 continue
-            at = (task.microbatch, task.chunk * table.num_stages + stage)
+            index = (task.microbatch, task.chunk * table.num_stages + stage)
             if task.kind == "F":
-                assert ("kept", stage, cells[column["kept"]]) not in slots
-                slots["kept", stage, cells[column["kept"]]] = at
+                assert ("residual", stage, cells[column["residual"]]) not in slots
+                slots["residual", stage, cells[column["residual"]]] = index
             else:
-                assert slots["kept", stage, cells[column["kept"]]] == at
+                assert slots["residual", stage, cells[column["residual"]]] == index
             if task.kind in "FB" and cells[column["received"]] != NONE:
-                assert slots.pop((task.kind, stage, cells[column["received"]])) == at
+                assert slots.pop((task.kind, stage, cells[column["received"]])) == index
             if cells[column["split"]] != NONE and task.kind == "B":
-                assert slots.setdefault(("split", stage, cells[column["split"]]), at) == at
+                assert slots.setdefault(("split", stage, cells[column["split"]]), index) == index
             if task.kind == "W":
-                assert slots.pop(("split", stage, cells[column["split"]])) == at
+                assert slots.pop(("split", stage, cells[column["split"]])) == index
             if task.kind == ("W" if table.is_split else "B"):
-                del slots["kept", stage, cells[column["kept"]]]
+                del slots["residual", stage, cells[column["residual"]]]
         for stage, cells in enumerate(row):
             for kind, name, step in (("F", "arrives_forward", -1), ("B", "arrives_backward", 1), ("B", "seeds", 0)):
                 slot = cells[column[name]]

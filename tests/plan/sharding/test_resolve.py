@@ -23,12 +23,12 @@ def axes_of(spec: Spec) -> list[str]:
 
 def test_fsdp_stores_sharded_what_it_computes_replicated() -> None:
     program = small_gpt()
-    made = resolver(program, "fsdp", "fsdp=4")
+    actual = resolver(program, "fsdp", "fsdp=4")
     for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
         labels = program.step.axes.classes[value]
-        spec, reasons = made.placed(leaf, labels)
+        spec, reasons = actual.placed(leaf, labels)
         if leaf.kind == "param":
-            assert not axes_of(made.used(labels, leaf.shape)) and axes_of(spec) == ["fsdp"], leaf.path
+            assert not axes_of(actual.used(labels, leaf.shape)) and axes_of(spec) == ["fsdp"], leaf.path
             assert [reason.code for reason in reasons] == [Code.STORED]
             (dim,) = (dim for dim, axes in enumerate(spec) if axes)
             assert leaf.shape[dim] % 4 == 0
@@ -36,11 +36,11 @@ def test_fsdp_stores_sharded_what_it_computes_replicated() -> None:
 
 def test_no_mesh_axis_shards_two_dims_of_a_value() -> None:
     program = small_gpt()
-    made = resolver(program, "fsdp+tensor", "fsdp=2,model=2")
-    for constraint, aval in zip(made.constraints(program.step), program.step.graph.avals, strict=True):
+    actual = resolver(program, "fsdp+tensor", "fsdp=2,model=2")
+    for constraint, aval in zip(actual.constraints(program.step), program.step.graph.avals, strict=True):
         for spec in () if constraint is None else (constraint.spec, constraint.computed):
             assert len(set(axes_of(spec))) == len(axes_of(spec)) and len(spec) == len(aval.shape)
-            assert all(size % made.mesh.ways(axes) == 0 for size, axes in zip(aval.shape, spec, strict=True))
+            assert all(size % actual.mesh.ways(axes) == 0 for size, axes in zip(aval.shape, spec, strict=True))
 
 
 def test_a_gradient_is_sharded_as_its_parameter_under_fsdp_only() -> None:
@@ -49,10 +49,10 @@ def test_a_gradient_is_sharded_as_its_parameter_under_fsdp_only() -> None:
                  if leaf.kind == "param" and len(leaf.shape) > 1)  # fmt: skip
     labels, shape = program.step.axes.classes[value], program.step.graph.shape(value)
     for layout, is_sharded in (("fsdp", True), ("zero2", True), ("zero1", False)):
-        made = resolver(program, layout, "fsdp=4")
-        used = made.used(labels, shape)
-        assert (made.stored(used, labels, shape, "gradient") != used) == is_sharded, layout
-        assert made.stored(used, labels, shape, "optimizer") != used, layout
+        actual = resolver(program, layout, "fsdp=4")
+        used = actual.used(labels, shape)
+        assert (actual.stored(used, labels, shape, "gradient") != used) == is_sharded, layout
+        assert actual.stored(used, labels, shape, "optimizer") != used, layout
 
 
 def test_equal_keys_have_equal_constraints() -> None:
@@ -70,12 +70,12 @@ def test_equal_keys_have_equal_constraints() -> None:
 
 def test_a_leaf_without_a_divisible_dim_is_replicated_with_the_reason() -> None:
     program = small_gpt()
-    made = resolver(program, "fsdp", "fsdp=16")
+    actual = resolver(program, "fsdp", "fsdp=16")
     leaf = Leaf("odd", (3, 5), "float32", "param", (None, None), None)
-    spec, (reason,) = made.placed(leaf, (None, None))
+    spec, (reason,) = actual.placed(leaf, (None, None))
     assert spec == ((), ()) and reason.code is Code.REPLICATED
     assert str(reason) == "stored replicated: no dim of 3x5 is divisible by fsdp=16"
-    assert made.not_sharded(leaf, (None, None)) == []
+    assert actual.not_sharded(leaf, (None, None)) == []
 
 
 def test_an_annotation_names_mesh_axes_or_nothing() -> None:
@@ -85,3 +85,44 @@ def test_an_annotation_names_mesh_axes_or_nothing() -> None:
     odd = Leaf("kernel", (6, 1), "float32", "param", (None, None), ("fsdp", None))
     with pytest.raises(SpanaxError, match="annotated to be sharded over fsdp along dim 0, and 6 % 4 = 2"):
         annotated(odd, mesh)
+
+
+def test_a_mesh_axis_shards_the_first_dim_of_its_ranks_that_divides() -> None:
+    program = small_gpt()
+    actual = resolver(program, "data+tensor", "data=2,model=2")
+    (batch,) = actual.assignment.ranks["data"]
+    first, second = sorted(actual.assignment.ranks["model"], key=actual.assignment.ranks["model"].__getitem__)[:2]
+
+    def computed(*shape: int, replicated: frozenset[int] = frozenset()) -> Spec:
+        return actual.computed((batch, second, first), shape, replicated, is_routed=False)
+
+    assert computed(8, 8, 8) == (("data",), (), ("model",))
+    assert computed(8, 8, 7) == (("data",), ("model",), ()), "the next rank"
+    assert computed(7, 8, 8) == ((), (), ("model",)), "7 % 2 = 1"
+    assert computed(8, 8, 8, replicated=frozenset({2})) == (("data",), ("model",), ())
+    assert actual.computed((None, None, None), (8, 8, 8), is_routed=False) == ((), (), ())
+
+
+def test_storage_shards_the_largest_replicated_dim() -> None:
+    actual = resolver(small_gpt(), "fsdp", "fsdp=4")
+    none = ((), ())
+    assert actual.stored(none, (None, None), (8, 16), "param") == ((), ("fsdp",))
+    assert actual.stored(none, (None, None), (16, 8), "param") == (("fsdp",), ())
+    assert actual.stored(none, (None, None), (8, 18), "param") == (("fsdp",), ()), "18 % 4 = 2"
+    assert actual.stored(none, (None, None), (3, 5), "param") == none
+    assert actual.stored((("fsdp",), ()), (None, None), (8, 16), "param") == (("fsdp",), ()), (
+        "already sharded over fsdp"
+    )
+    assert actual.stored(none, (None, None), (8, 16), "batch") == none
+
+
+def test_activations_are_computed_and_weights_stored() -> None:
+    program = small_gpt()
+    actual = resolver(program, "fsdp", "fsdp=4")
+    constraints, keys = actual.constraints(program.step), program.step.sharding_keys
+    for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
+        constraint = constraints[value]
+        if leaf.kind == "param" and len(leaf.shape) > 1:
+            assert constraint is not None and axes_of(constraint.spec) == ["fsdp"] and not axes_of(constraint.computed)
+    by_batch = [constraints[value] for value, key in enumerate(keys) if program.step.batch_labels & {*key.labels}]
+    assert any(each is not None and each.spec[0] == ("fsdp",) and each.used is None for each in by_batch)

@@ -27,8 +27,8 @@ def divided(
     op = graph.body.ops[-1]
     names = dict(zip((*op.inputs, *op.outputs), ["x", "w", "u"][: len(op.inputs)] + ["out"], strict=True))
     classes: list[tuple[int | None, ...]] = [(None,) * len(graph.shape(value)) for value in range(len(graph.avals))]
-    for value, given in zip((*op.inputs, *op.outputs), labels, strict=bool(labels)):
-        classes[value] = given
+    for value, arguments in zip((*op.inputs, *op.outputs), labels, strict=bool(labels)):
+        classes[value] = arguments
     split = spmd_partition(graph, classes, op, ins, [out])
     assert all(shift.is_operand == (names[shift.value] != "out") for shift in split.shifts)
     return [(shift.kind, names[shift.value], shift.over, shift.unchanged) for shift in split.shifts], split
@@ -114,7 +114,7 @@ def test_what_is_split_otherwise_takes_its_part_of_a_batch_dim(spec: str, out: M
     assert split.operands == ((DATA, 0, 0), (0, DATA, 0)) and split.work == DATA
 
 
-def test_an_operand_whole_along_a_batch_dim_takes_its_part_for_nothing() -> None:
+def test_an_operand_replicated_along_a_batch_dim_is_sliced() -> None:
     moves, split = einsum("bij,bjk->bik", (DATA, 0, 0), (0, 0, 0), (DATA, 0, 0))
     assert moves == [] and split.work == DATA
 
@@ -141,12 +141,12 @@ def test_an_axis_that_splits_a_sum_here_and_a_free_dim_there_gathers_one_of_them
     assert split.operands[1] == (MODEL, 0)
 
 
-def test_a_result_wanted_split_along_a_dim_nobody_splits_is_computed_so() -> None:
+def test_a_result_sharded_along_a_replicated_dim_is_computed_sharded() -> None:
     moves, split = einsum("bd,df->bf", (0, 0), (0, 0), (0, MODEL))
     assert moves == [] and split.work == MODEL and split.result == (0, MODEL)
 
 
-def test_a_result_wanted_whole_costs_the_gather_of_the_smaller() -> None:
+def test_a_replicated_result_gathers_the_smaller_value() -> None:
     # The operand (8 x 8) is smaller than the result (8 x 64), and the other way round.
     assert einsum("bd,df->bf", (0, 0), (0, MODEL), (0, 0), sizes="b")[0] == [("all-gather", "w", MODEL, 0)]
     assert einsum("bd,df->bf", (0, 0), (0, MODEL), (0, 0), sizes="d")[0] == [("all-gather", "out", MODEL, 0)]
@@ -270,8 +270,8 @@ def test_a_scatter_of_batch_rows(table: Masks, updates: Masks, out: Masks, expec
     ],
 )
 def test_transitions(before: Masks, after: Masks, expected: list[tuple[str, int, int]]) -> None:
-    found = transition(7, before, after, is_operand=True)
-    assert found == [Reshard(kind, 7, over, kept, True) for kind, over, kept in expected]
+    result = transition(7, before, after, is_operand=True)
+    assert result == [Reshard(kind, 7, over, unchanged, True) for kind, over, unchanged in expected]
 
 
 def test_masks_of_a_spec() -> None:

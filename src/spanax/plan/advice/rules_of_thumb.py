@@ -51,7 +51,7 @@ def warnings(search: Search, candidate: Candidate) -> list[str]:
         more = 100 * (candidate.step_seconds / best.step_seconds - 1)
         lines.append(
             f"{candidate.layout} on {candidate.mesh} takes {more:.0f} % longer than {best.layout} on {best.mesh} "
-            f"({candidate.step_seconds:.3g} s against {best.step_seconds:.3g} s a step)"
+            f"({candidate.step_seconds:.3g} s against {best.step_seconds:.3g} s per step)"
         )
     model = dict(candidate.mesh.axes).get("model", 1)
     if model > search.cluster.devices_per_node:

@@ -9,10 +9,14 @@ from spanax.hardware.links import AxisLink, axis_link, within
 from spanax.hardware.mesh import MeshShape
 
 FIELDS = [name for name in AxisLink.__dataclass_fields__ if name != "over"]
+"""The numbers of a link."""
+
+STAGES = -1
+"""The set of axes of the groups of pipeline stages."""
 
 
 class Links:
-    """The links of every set of mesh axes on many meshes, as arrays; computed once per set.
+    """The links of every set of mesh axes on many meshes; computed once per set.
 
     Args:
       cluster: the devices.
@@ -22,7 +26,7 @@ class Links:
     Example:
       >>> from spanax.hardware.cluster import cluster
       >>> links = Links(cluster("a100:2x8"), ("data", "model"), np.asarray([[1, 1], [2, 4], [8, 4]]))
-      >>> links.arrays(0b10)["size"], (links.arrays(0b01)["bytes_per_second"] / 1e9).round()
+      >>> links.over(0b10).size, (links.over(0b01).bytes_per_second / 1e9).round()
       (array([8., 4.]), array([23., 46.]))
     """
 
@@ -30,19 +34,21 @@ class Links:
         self._cluster, self._names, self._meshes = cluster, ("pipe", *axes), meshes
         sharing = np.stack(within(list(meshes), cluster.devices_per_node))
         self._within = np.unique(sharing, axis=1, return_inverse=True)[1].reshape(-1)
-        self._known: dict[int, dict[str, np.ndarray]] = {}
+        self._known: dict[int, AxisLink] = {}
 
-    def arrays(self, over: int) -> dict[str, np.ndarray]:
-        """Returns the links of groups over a set of axes, as a mask; over the pipeline's stages if it is negative."""
-        if over not in self._known:
-            chosen = [0] if over < 0 else [index for index in range(1, len(self._names)) if over >> (index - 1) & 1]
+    def over(self, axes: int) -> AxisLink:
+        """Returns the links of groups over a set of axes, a mask or `STAGES`, as arrays."""
+        if axes not in self._known:
+            chosen = (
+                [0] if axes == STAGES else [index for index in range(1, len(self._names)) if axes >> (index - 1) & 1]
+            )
             sizes = self._meshes[chosen].prod(0)
             kinds = self._within * (sizes.max() + 1) + sizes
             _, first, where = np.unique(kinds, return_index=True, return_inverse=True)
             links = [self._link(self._meshes[:, index].tolist(), chosen) for index in first]
             rows = np.asarray([[getattr(link, name) for name in FIELDS] for link in links], float).T
-            self._known[over] = dict(zip(FIELDS, rows[:, where], strict=True))
-        return self._known[over]
+            self._known[axes] = AxisLink(**dict(zip(FIELDS, rows[:, where], strict=True)))
+        return self._known[axes]
 
     def _link(self, sizes: Sequence[int], chosen: Sequence[int]) -> AxisLink:
         mesh = MeshShape(tuple(zip(self._names, sizes, strict=True)))

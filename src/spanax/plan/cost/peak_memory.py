@@ -8,14 +8,13 @@ walk serves all meshes on which a layout resolves equally.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from spanax.plan.cost.ring_attention import temporary_bytes
 from spanax.plan.cost.step_time import Grid, shard_counts
 from spanax.plan.pipeline.bubble import num_in_flight
-from spanax.plan.sharding.resolve import Constraint, Resolver
+from spanax.plan.sharding.resolve import Constraint, Resolver, axes_of
 from spanax.plan.spmd.partition import as_masks, union
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.analysis.liveness import Liveness
@@ -54,7 +53,7 @@ class State:
 
     kind: tuple[str, ...]
     num_bytes: Array
-    split: Array
+    axes: Array
     stacked: Array
 
 
@@ -69,18 +68,18 @@ class MemoryUse:
 def state_of(resolver: Resolver) -> State:
     """Returns the leaves of the state and of the batch, sharded as in the plan's placements."""
     program, bits = resolver.program, {axis: 1 << index for index, axis in enumerate(resolver.mesh.names)}
-    axes = program.step.axes
+    classes = program.step.axes.classes
     rows: dict[tuple[str, int, bool], int] = defaultdict(int)
     for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
-        labels = axes.classes[value]
+        labels = classes[value]
         spec, _ = resolver.placed(leaf, labels)
         is_stacked = not program.step.layer_labels.isdisjoint(labels)
         rows[leaf.kind, union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
         if leaf.kind == "param":
             spec = resolver.stored(resolver.used(labels, leaf.shape), labels, leaf.shape, "gradient")
             rows["gradient", union(as_masks(spec, bits)), is_stacked] += leaf.num_bytes
-    kinds, splits, stacked = zip(*rows, strict=True)
-    return State(kinds, np.asarray([*rows.values()], float), np.asarray(splits, int), np.asarray(stacked, bool))
+    kinds, axes, stacked = zip(*rows, strict=True)
+    return State(kinds, np.asarray([*rows.values()], float), np.asarray(axes, int), np.asarray(stacked, bool))
 
 
 def walk(sharded: ShardedProgram, *, is_tpu: bool = False) -> Level:
@@ -113,7 +112,7 @@ def memory_use(
       fused_attention: whether attention scores stay on the chip.
     """
     num_shards = shard_counts(sizes)
-    local = state.num_bytes[:, None] / num_shards[state.split] / np.where(state.stacked[:, None], num_stages, 1)
+    local = state.num_bytes[:, None] / num_shards[state.axes] / np.where(state.stacked[:, None], num_stages, 1)
     by_kind = {
         kind: local[np.asarray([leaf_kind == kind for leaf_kind in state.kind], bool)].sum(0)
         for kind in (*STATE_GROUPS, "gradient")
@@ -179,8 +178,8 @@ class _Columns:
     def share(self, column: Column) -> Array:
         """Returns one number per candidate."""
         if column not in self._known:
-            split, is_batched, is_stacked, is_score, _ = column
-            share = 1.0 / self._num_shards[split]
+            axes, is_batched, is_stacked, is_score, _ = column
+            share = 1.0 / self._num_shards[axes]
             if is_batched:
                 share = share * self._scale * (self._in_flight if is_stacked else 1.0)
             if is_stacked:
@@ -239,8 +238,8 @@ def _gathered(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
             if constraint is not None:
                 spans.setdefault((value, constraint), [index, index])[1] = index
     for (value, constraint), (first, last) in spans.items():
-        split = union(sharded.masks_of(value, constraint))
-        yield Span(first, last, (split, *_column(sharded, value)[1:-1], WEIGHTS), sharded.num_bytes(value))
+        axes = union(sharded.masks_of(value, constraint))
+        yield Span(first, last, (axes, *_column(sharded, value)[1:-1], WEIGHTS), sharded.num_bytes(value))
 
 
 def _summed(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
@@ -265,7 +264,7 @@ def _worked(sharded: ShardedProgram, ops: Sequence[Op]) -> Iterator[Span]:
         if use is None or use.attention is None:
             continue
         for spec, num_bytes in temporary_bytes(sharded.traced.graph, op, use.attention, sharded.resolver.mesh):
-            mask = sharded.mask([axis for by in spec for axis in by])
+            mask = sharded.mask([*axes_of(spec)])
             yield Span(index, index, (mask, *_column(sharded, op.inputs[0])[1:]), num_bytes)
 
 
@@ -285,8 +284,3 @@ def _fullest(live_bytes: Array, rows: Array) -> list[int]:
         result.append(int(rows[0]))
         rows = rows[~(live_bytes[rows] <= live_bytes[rows[0]]).all(1)]
     return result
-
-
-def by_name(groups: Mapping[str, Any], index: int) -> dict[str, int]:
-    """Returns one candidate's bytes by group."""
-    return {name: int(values[index]) for name, values in groups.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 from spanax.hardware.mesh import MeshShape
 from spanax.plan.sharding.attention import AttentionSharding
-from spanax.plan.sharding.resolve import Spec
+from spanax.plan.sharding.resolve import Spec, axes_of
 from spanax.plan.spmd.partition import PartitionedOp, Reshard, as_masks, union
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.blockwise import BLOCK
@@ -67,14 +67,14 @@ def _moving(graph: Graph, op: Op, sharding: AttentionSharding) -> Iterator[tuple
     for value, spec in zip(op.inputs, sharding.operands(op), strict=True):
         if value in keys:
             continue
-        if set(sharding.ring) & {axis for by in spec for axis in by}:
+        if not axes_of(spec).isdisjoint(sharding.ring):
             yield value, spec, 0, 1
     for value in keys:
         yield value, sharding.keys, 1, 1
     for index, (value, spec) in enumerate(zip(op.outputs, sharding.results(op), strict=True)):
         width = _words(graph, value) if is_back else 1
         is_key = is_back and index in (1, 2)
-        if set(sharding.ring) & {axis for by in spec for axis in by}:
+        if not axes_of(spec).isdisjoint(sharding.ring):
             yield value, spec, int(is_key), width
 
 
@@ -125,13 +125,13 @@ def matmul_rows(
     matmuls: list[tuple[Any, ...]] = []
     is_kernel, keys = op.params["kernel"] is not None, products(graph, op, sharding, mesh)[0][1][1]
     for flops, (m, n, k, count) in products(graph, op, sharding, mesh):
-        splits = [rows if dim == queries else 0 for dim in (m, n, k)]
+        size_axes = [rows if dim == queries else 0 for dim in (m, n, k)]
         num_bytes = [count * elements * size for elements in (m * k, k * n, m * n)]
         if is_kernel:  # its scores are not materialized
             num_bytes[2 if n == keys else 0] = 0.0
         shardings = [separate | rows] * 3  # keys too: each device has one shard of them per step
         matmuls.append((
-            flops, separate | rows, [m, n, k, count], [*splits, separate],
+            flops, separate | rows, [m, n, k, count], [*size_axes, separate],
             3 if is_batched else -1, num_bytes, shardings, [is_batched] * 3, dtype, [False] * 3, is_kernel,
         ))  # fmt: skip
     return matmuls

@@ -4,7 +4,7 @@ import math
 
 from spanax.plan.pipeline.schedules import Kind
 from spanax.plan.pipeline.ticks import Ticks
-from spanax.plan.sharding.resolve import Resolver
+from spanax.plan.sharding.resolve import Resolver, axes_of
 from spanax.trace.pipeline.partition import PipelinePartition
 
 
@@ -25,7 +25,7 @@ def stage_transfer_bytes(resolver: Resolver, cut: PipelinePartition, ticks: Tick
 
     def size(value: int) -> int:
         constraint = constraints[value]
-        ways = 1 if constraint is None else resolver.mesh.ways([axis for by in constraint.spec for axis in by])
+        ways = 1 if constraint is None else resolver.mesh.ways([*axes_of(constraint.spec)])
         return graph.num_bytes(value) // ways
 
     sent: dict[Kind, tuple[int, ...]] = {"F": cut.payload_forward, "B": cut.payload_backward}

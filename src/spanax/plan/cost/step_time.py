@@ -13,10 +13,12 @@ import numpy as np
 
 from spanax.hardware.chip import Chip
 from spanax.hardware.cluster import Cluster
-from spanax.hardware.collectives import all_gather_seconds, all_reduce_seconds, all_to_all_seconds, permute_seconds
+from spanax.hardware.collectives import Collective, collective_seconds, permute_seconds
+from spanax.hardware.links import AxisLink
 from spanax.plan.cost.calibration import Assumptions
-from spanax.plan.cost.links import Links
-from spanax.plan.cost.terms import Collectives, Matmuls, MemoryTraffic, Terms
+from spanax.plan.cost.links import FIELDS, STAGES, Links
+from spanax.plan.cost.ring_attention import HOP, ROUND
+from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, Terms
 from spanax.plan.pipeline.bubble import step_seconds
 from spanax.plan.pipeline.layer_partition import shares
 from spanax.trace.analysis.op_groups import Phase
@@ -32,6 +34,14 @@ NARROWEST = 8
 
 CAST = 1.5
 """Bytes of a cast of operands to eight bits, over their 16-bit bytes: two bytes read, one written."""
+
+COLLECTIVES: dict[str, Collective] = {
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+}
+"""The collectives of `KINDS` as `collective_seconds` names them."""
 
 SHARPNESS = 5.5
 """The exponent of the soft maximum of host and device time. Source: as `Assumptions`."""
@@ -125,14 +135,14 @@ def matmul_seconds(matmuls: Matmuls, num_shards: Array, scale: Array, chip: Chip
 
     Source: roofline, Williams et al. (2009); tiles and rounds, NVIDIA "Matrix multiplication background user's guide".
     """
-    sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.splits]
+    sizes = matmuls.sizes[:, :, None] / num_shards[matmuls.size_axes]
     grows = np.arange(4)[None, :, None] == matmuls.batched[:, None, None]
     m, n, k, count = np.moveaxis(np.where(grows, sizes * scale, sizes), 1, 0)
     of_scores = matmuls.scores.any(1).reshape(-1, 1)
     in_kernel = matmuls.fused.reshape(-1, 1)
     is_fused = (of_scores & assumptions.fused_attention) | in_kernel
     in_memory = np.where(matmuls.scores & assumptions.fused_attention, 0.0, 1.0).reshape(-1, 3, 1)
-    operand_bytes = matmuls.num_bytes[:, :, None] / num_shards[matmuls.bytes_splits]
+    operand_bytes = matmuls.num_bytes[:, :, None] / num_shards[matmuls.bytes_axes]
     operand_bytes = np.where(matmuls.bytes_batched[:, :, None], operand_bytes * scale, operand_bytes)
     is_cast = np.asarray([dtype == "fp8" for dtype in matmuls.dtypes])[:, None]
     num_bytes = (in_memory * operand_bytes).sum(1)
@@ -175,7 +185,7 @@ def traffic_seconds(
 
     Source: a kernel that only copies is as fast as the memory (roofline).
     """
-    num_bytes = traffic.num_bytes[:, None] * np.where(traffic.batched[:, None], scale, 1.0) / num_shards[traffic.split]
+    num_bytes = traffic.num_bytes[:, None] * np.where(traffic.batched[:, None], scale, 1.0) / num_shards[traffic.axes]
     repeats = np.where(traffic.in_layers | (traffic.phase == Phase.UPDATE), 1.0, assumptions.touched_around)
     factor = np.where(traffic.scores & assumptions.fused_attention, 0.0, assumptions.touched * repeats).reshape(-1, 1)
     return factor * num_bytes / _memory_rate(chip)
@@ -255,7 +265,7 @@ def _moved(
         runs = terms.num_layers if is_per_layer else collectives.runs[rows].max()
         total = (num_bytes[rows] * collectives.runs[rows][:, None]).sum(0) / runs
         seconds = runs * table.seconds(kind, over, total, assumptions)
-        is_sum = kind == 1
+        is_sum = KINDS[kind] == "all-reduce"
         if of_weights and is_sum and phase != Phase.FORWARD:
             once = once + seconds / (grid.shares if inside else 1)
         else:  # sums in the forward pass are the loss, or a mean over the batch
@@ -337,35 +347,30 @@ class GridTable:
 
     table: Table
     where: Array
-    known: dict[int, dict[str, Array]]
+    known: dict[int, AxisLink]
 
     def matmul_seconds(self, matmuls: Matmuls) -> Array:
         """Returns seconds of one run of each matmul; one row per matmul, one column per candidate."""
         rows = [seconds[self.where] for seconds in self.table.matmul_seconds(matmuls)]
         return np.stack(rows) if rows else np.zeros((0, self.where.size))
 
-    def arrays(self, over: int) -> dict[str, Array]:
+    def link(self, over: int) -> AxisLink:
         """Returns the links of groups over a set of axes, per candidate."""
         if over not in self.known:
-            self.known[over] = {name: values[self.where] for name, values in self.table.links.arrays(over).items()}
+            links = self.table.links.over(over)
+            self.known[over] = AxisLink(**{name: getattr(links, name)[self.where] for name in FIELDS})
         return self.known[over]
 
     def seconds(self, kind: int, over: int, num_bytes: Array, assumptions: Assumptions) -> Array:
         """Returns seconds of one collective over a set of axes; `num_bytes` are those of one group's full array."""
-        link = self.arrays(over)
-        size, start = link["size"], link["start_seconds"] * assumptions.start
-        if kind == 1:
-            rate = link["all_reduce_bytes_per_second"]
-            return all_reduce_seconds(num_bytes, size, rate, link["latency_seconds"], start, link["way_seconds"])
-        if kind >= 4:  # one hop, or one per device
-            rate, latency = link["permute_bytes_per_second"], link["latency_seconds"]
-            return permute_seconds(num_bytes / size, size, rate, latency) * (1 if kind == 4 else size)
-        if kind == 3:
-            rate = link["all_to_all_bytes_per_second"]
-            return all_to_all_seconds(num_bytes / size, size, rate, link["way_seconds"], start)
-        return all_gather_seconds(num_bytes, size, link["bytes_per_second"], link["latency_seconds"], start)
+        link, name = self.link(over), KINDS[kind]
+        if name in (HOP, ROUND):
+            return self.hop_seconds(num_bytes / link.size, over) * (link.size if name == ROUND else 1)
+        link = replace(link, start_seconds=link.start_seconds * assumptions.start)
+        num_bytes = num_bytes / link.size if name == "all-to-all" else num_bytes
+        return collective_seconds(COLLECTIVES[name], num_bytes, link)
 
-    def hop_seconds(self, num_bytes: Array) -> Array:
-        """Returns seconds of one send from a stage to the next."""
-        link = self.arrays(-1)
-        return np.where(link["size"] > 1, num_bytes / link["permute_bytes_per_second"] + link["latency_seconds"], 0.0)
+    def hop_seconds(self, num_bytes: Array, over: int = STAGES) -> Array:
+        """Returns seconds of one send to a neighbor along a set of axes, by default to the next stage."""
+        link = self.link(over)
+        return permute_seconds(num_bytes, link.size, link.permute_bytes_per_second, link.latency_seconds)

@@ -6,8 +6,8 @@ terms of a layout; all meshes on which the layout resolves equally are priced fr
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,8 +18,28 @@ from spanax.trace.analysis.op_groups import Phase
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", HOP, ROUND)
 """The collectives, in the order of the indices in `Collectives.kind`."""
 
-AS_WHOLE = ("all-gather", "all-reduce", ROUND)
-"""Collectives whose result on each device is the full value."""
+REPLICATED = ("all-gather", "all-reduce", ROUND)
+"""Collectives with a replicated result."""
+
+
+T = TypeVar("T")
+
+
+def column(dtype: type, width: int = 0) -> Any:
+    """Returns a field of a table: an array with one entry, or one row of `width` entries, per row of the table."""
+    return field(metadata={"dtype": dtype, "width": width})
+
+
+def table(kind: type[T], rows: Sequence[Sequence[Any]], **others: np.ndarray) -> T:
+    """Returns a table of rows, which are in the order of its columns; `others` are its other fields."""
+    columns = [each for each in fields(kind) if each.metadata]  # type: ignore[arg-type]
+    arrays: list[Any] = []
+    for index, each in enumerate(columns):
+        dtype, width = each.metadata["dtype"], each.metadata["width"]
+        entries = [row[index] for row in rows]
+        array = np.asarray(entries, dtype)
+        arrays.append(tuple(entries) if dtype is str else array.reshape(-1, width) if width else array)
+    return kind(*arrays, **others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,33 +47,31 @@ class Matmuls:
     """The matmuls and convolutions. Every field is an array with one entry per group of operations.
 
     `flops / ways(work)` are the FLOPs of one run on one device; `sizes` are the global m, n, k and number of separate
-    products, each divided by the axes in `splits`. `batched` is the index of the one that grows with the batch, -1 for
-    none. `num_bytes` and `bytes_splits`: both operands and the result. `scores`: which of these are attention scores;
+    products, each divided by the axes in `size_axes`. `batched` is the index of the one that grows with the batch, -1
+    for none. `num_bytes` and `bytes_axes`: both operands and the result. `scores`: which of these are attention scores;
     `fused`: whether it is part of an attention kernel.
     """
 
-    flops: np.ndarray
-    work: np.ndarray
-    sizes: np.ndarray
-    splits: np.ndarray
-    batched: np.ndarray
-    num_bytes: np.ndarray
-    bytes_splits: np.ndarray
-    bytes_batched: np.ndarray
-    dtypes: tuple[str, ...]
-    runs: np.ndarray
-    phase: np.ndarray
-    in_layers: np.ndarray
-    scores: np.ndarray
-    fused: np.ndarray
+    flops: np.ndarray = column(float)
+    work: np.ndarray = column(int)
+    sizes: np.ndarray = column(float, 4)
+    size_axes: np.ndarray = column(int, 4)
+    batched: np.ndarray = column(int)
+    num_bytes: np.ndarray = column(float, 3)
+    bytes_axes: np.ndarray = column(int, 3)
+    bytes_batched: np.ndarray = column(bool, 3)
+    dtypes: tuple[str, ...] = column(str)
+    runs: np.ndarray = column(float)
+    phase: np.ndarray = column(int)
+    in_layers: np.ndarray = column(bool)
+    scores: np.ndarray = column(bool, 3)
+    fused: np.ndarray = column(bool)
 
     @property
     def keys(self) -> list[tuple[Any, ...]]:
         """Each row without its phase and number of runs: equal rows take equal time."""
-        sizes = (self.flops, self.work, self.sizes, self.splits, self.batched)
-        table = np.column_stack(
-            [*sizes, self.num_bytes, self.bytes_splits, self.bytes_batched, self.scores, self.fused]
-        )
+        sizes = (self.flops, self.work, self.sizes, self.size_axes, self.batched)
+        table = np.column_stack([*sizes, self.num_bytes, self.bytes_axes, self.bytes_batched, self.scores, self.fused])
         return list(zip(self.dtypes, map(tuple, table.tolist()), strict=True))
 
     def some(self, rows: Sequence[int]) -> "Matmuls":
@@ -66,13 +84,13 @@ class Matmuls:
 class MemoryTraffic:
     """The bytes that fused kernels read and write, by phase; `kernels` is the number of kernels."""
 
-    num_bytes: np.ndarray
-    split: np.ndarray
-    batched: np.ndarray
-    phase: np.ndarray
-    in_layers: np.ndarray
-    scores: np.ndarray
-    kernels: np.ndarray
+    num_bytes: np.ndarray = column(float)
+    axes: np.ndarray = column(int)
+    batched: np.ndarray = column(bool)
+    phase: np.ndarray = column(int)
+    in_layers: np.ndarray = column(bool)
+    scores: np.ndarray = column(bool)
+    kernels: np.ndarray = field(kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,15 +101,15 @@ class Collectives:
     from those of activations, which the next operation waits for.
     """
 
-    kind: np.ndarray
-    num_bytes: np.ndarray
-    over: np.ndarray
-    unchanged: np.ndarray
-    batched: np.ndarray
-    runs: np.ndarray
-    phase: np.ndarray
-    in_layers: np.ndarray
-    of_weights: np.ndarray
+    kind: np.ndarray = column(int)
+    num_bytes: np.ndarray = column(float)
+    over: np.ndarray = column(int)
+    unchanged: np.ndarray = column(int)
+    batched: np.ndarray = column(bool)
+    runs: np.ndarray = column(float)
+    phase: np.ndarray = column(int)
+    in_layers: np.ndarray = column(bool)
+    of_weights: np.ndarray = column(bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +152,8 @@ class Terms:
                 [axis for bit, axis in enumerate(self.axes) if mask >> bit & 1 and mesh.ways([axis]) > 1]
                 for mask in (int(moves.over[row]), int(moves.unchanged[row]))
             )
-            split = common if KINDS[kind] in AS_WHOLE else [*common, *over]
+            shards = common if KINDS[kind] in REPLICATED else [*common, *over]
             if over:
                 name = HOP if KINDS[kind] == ROUND else KINDS[kind]
-                result[name, "+".join(over)] += float(num_bytes[row] / mesh.ways(split))
+                result[name, "+".join(over)] += float(num_bytes[row] / mesh.ways(shards))
         return dict(result)

@@ -1,14 +1,13 @@
 """Closed-form pipeline bubbles with equal stages, vectorized over candidates.
 
-Counts and times may be NumPy arrays; they broadcast. Tests compare each formula with
-`spanax.plan.pipeline.timeline.simulate`. Where a source does not cover a case, the docstring names the case.
+Counts and times may be NumPy arrays; they broadcast. Tests compare each formula with a simulation. Where a source does
+not cover a case, the docstring names the case.
 """
 
 from typing import Any
 
 import numpy as np
 
-from spanax.errors import SpanaxError
 from spanax.plan.pipeline.schedules import check_counts
 
 
@@ -31,7 +30,7 @@ def step_seconds(
     than the forward or the input gradient; otherwise a lower bound. For unequal parts, the times of the slowest part
     give an upper bound wherever the formula is exact.
 
-    Source: `bubble_seconds` and `num_hops`, plus the compute of `num_microbatches * num_chunks` parts per device.
+    Source: `bubble_seconds` and `_num_hops`, plus the compute of `num_microbatches * num_chunks` parts per device.
 
     Raises:
       SpanaxError: an unknown schedule, or unsupported counts.
@@ -92,20 +91,10 @@ def bubble_seconds(
     return (p - 1) * (forward + backward + weight_seconds)
 
 
-def bubble_over_ideal(
-    schedule: str,
-    num_stages: Any,
-    num_microbatches: Any,
-    num_chunks: Any = 1,
-    *,
-    forward_seconds: Any = 1.0,
-    backward_seconds: Any = 1.0,
-    weight_seconds: Any = 1.0,
-) -> Any:
-    """Returns bubble over compute time, with equal parts and no hops; for a ratio x, x / (1 + x) of the step is idle.
+def bubble_over_ideal(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> Any:
+    """Returns bubble over compute time where F = B = W, without hops; for a ratio x, x / (1 + x) of the step is idle.
 
-    `gpipe` and `1f1b`: (p - 1) / m. `interleaved`: (p - 1) / (v m). `zero-bubble`, with F = B = W and m >= p: a
-    third of 1F1B's.
+    `gpipe` and `1f1b`: (p - 1) / m. `interleaved`: (p - 1) / (v m). `zero-bubble`, for m >= p: a third of 1F1B's.
 
     Source: as `bubble_seconds`, over m v (F + B + W).
 
@@ -119,77 +108,42 @@ def bubble_over_ideal(
       0.1875
     """
     check_counts(schedule, num_stages, num_microbatches, num_chunks)
-    times = (forward_seconds, backward_seconds, weight_seconds)
-    bubble = bubble_seconds(
-        schedule,
-        num_stages,
-        num_microbatches,
-        forward_seconds=forward_seconds,
-        backward_seconds=backward_seconds,
-        weight_seconds=weight_seconds,
-    )
-    return bubble / (np.asarray(num_microbatches, float) * num_chunks * sum(np.asarray(t, float) for t in times))
+    compute = 3 * np.asarray(num_microbatches, float) * num_chunks
+    return bubble_seconds(schedule, num_stages, num_microbatches) / compute
 
 
-def num_hops(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> Any:
-    """Returns the number of exposed hops in a step of equal parts, for short hops (bounds: `step_seconds`).
+def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> Any:
+    """Returns the peak number of chunks whose activations the first stage stores; no stage stores more.
+
+    `gpipe`: m. `1f1b`: min(m, p). `interleaved`: min(m v, (v + 1) p - 1), each a chunk of 1/v of the stage's layers,
+    1 + (p - 1) / (p v) times the activations of 1F1B. `zero-bubble`: min(m, p), counted up to the weight gradient.
+
+    Source: Narayanan et al., arXiv 2104.04473, section 2.2; Korthikanti et al., arXiv 2205.05198, section 4.2.3 (the
+    interleaved factor); Qi et al., arXiv 2401.10241, section 2.1.
+
+    Raises:
+      SpanaxError: an unknown schedule, or unsupported counts.
+
+    Example:
+      >>> int(num_in_flight("1f1b", 4, 8)), int(num_in_flight("interleaved", 4, 8, num_chunks=2))
+      (4, 11)
+    """
+    check_counts(schedule, num_stages, num_microbatches, num_chunks)
+    p, m, v = (np.asarray(count) for count in (num_stages, num_microbatches, num_chunks))
+    most = {"gpipe": m + 0 * p, "1f1b": p, "interleaved": (v + 1) * p - 1, "zero-bubble": p}
+    return np.minimum(m * v, most[schedule])
+
+
+def _num_hops(schedule: str, p: Any, m: Any, v: Any) -> Any:
+    """Returns the number of exposed hops in a step of p stages, m microbatches and v chunks, for short hops.
 
     `gpipe`: 2 (p - 1), one round trip. `interleaved`: 2 (p v - 1), the same with p v parts. `1f1b`: another round
     trip for each microbatch except one in p, since its stages hold only the microbatches of a round trip without
     hops: 2 (p - 1 + (m - 1) - ceil((m - 1) / p)). `zero-bubble`: as `1f1b`, up to 4 (p - 1), beyond which weight
     gradients fill the idle time.
 
-    Source: the longest path through the orders of `spanax.plan.pipeline.schedules`; tests compare it with `simulate`.
-
-    Raises:
-      SpanaxError: an unknown schedule, or unsupported counts.
-
-    Example:
-      >>> [int(num_hops(name, 4, 32)) for name in ("gpipe", "1f1b", "zero-bubble")]
-      [6, 52, 12]
+    Source: the longest path through the orders of `schedules`; tests compare it with a simulation.
     """
-    check_counts(schedule, num_stages, num_microbatches, num_chunks)
-    return _num_hops(schedule, *(np.asarray(count, float) for count in (num_stages, num_microbatches, num_chunks)))
-
-
-def num_in_flight(schedule: str, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1, stage: Any = 0) -> Any:
-    """Returns the peak number of chunks whose activations a stage holds; `stage` starts at 0, which holds the most.
-
-    `gpipe`: m. `1f1b`: min(m, p - stage). `interleaved`: min(m v, (v + 1) p - 1 - 2 stage), each a chunk of 1/v
-    of the stage's layers, which at stage 0 is 1 + (p - 1) / (p v) times the activations of 1F1B. `zero-bubble`:
-    min(m, p) on every stage, counted up to the weight gradient.
-
-    Source: Narayanan et al., arXiv 2104.04473, section 2.2; Korthikanti et al., arXiv 2205.05198, section 4.2.3 (the
-    interleaved factor); Qi et al., arXiv 2401.10241, section 2.1.
-
-    Raises:
-      SpanaxError: an unknown schedule, unsupported counts, or a stage that does not exist.
-
-    Example:
-      >>> num_in_flight("1f1b", num_stages=4, num_microbatches=8, stage=np.arange(4))
-      array([4, 3, 2, 1])
-      >>> int(num_in_flight("interleaved", 4, 8, num_chunks=2))
-      11
-    """
-    check_counts(schedule, num_stages, num_microbatches, num_chunks)
-    p, m, v, stage = (np.asarray(count) for count in (num_stages, num_microbatches, num_chunks, stage))
-    stages, stage_index = np.broadcast_arrays(p, stage)
-    if (outside := (stage_index < 0) | (stage_index >= stages)).any():
-        raise SpanaxError(
-            f"there is no stage {stage_index[outside].flat[0]} in a pipeline of {stages[outside].flat[0]}.",
-            fix=f"a stage from 0 to {stages[outside].flat[0] - 1}",
-        )
-    most = {
-        "gpipe": m + 0 * (p + stage),
-        "1f1b": p - stage,
-        "interleaved": (v + 1) * p - 1 - 2 * stage,
-        "zero-bubble": p + 0 * stage,
-    }
-    return np.minimum(m * v, most[schedule])
-
-
-def _num_hops(schedule: str, p: Any, m: Any, v: Any) -> Any:
-    """Returns `num_hops` of validated counts, as floats."""
     single_trip = 2 * (p * v - 1) * (p > 1)
     if schedule in ("gpipe", "interleaved"):
         return single_trip + 0 * m

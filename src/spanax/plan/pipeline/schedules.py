@@ -147,7 +147,7 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
     """Checks that a schedule supports counts, which may be arrays; the error names the first invalid count.
 
     Raises:
-      SpanaxError: an unknown schedule, a count that is not an integer from 1, chunks that the schedule does not
+      SpanaxError: an unknown schedule, a count that is not an integer >= 1, chunks that the schedule does not
         support, or microbatches that are not a multiple of the stages where required.
 
     Example:
@@ -161,14 +161,14 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
         is_integer = np.issubdtype(array.dtype, np.integer)
         if not is_integer or (array < 1).any():
             bad = array[array < 1].flat[0] if is_integer else count
-            raise SpanaxError(f"{name} is {bad}; it takes a whole number from 1.", where=f"schedule '{schedule}'")
+            raise SpanaxError(f"{name} is {bad}; it must be an integer >= 1.", where=f"schedule '{schedule}'")
     stages, microbatches, chunks = (a.ravel() for a in np.broadcast_arrays(*counts.values()))
     bad_chunks = chunks < 2 if schedule == "interleaved" else chunks > 1
     if bad_chunks.any():
         first = int(bad_chunks.argmax())
         needs = "2 or more chunks" if schedule == "interleaved" else "1 chunk"
         raise SpanaxError(
-            f"schedule '{schedule}' takes {needs} a device, and num_chunks is {chunks[first]}.",
+            f"schedule '{schedule}' needs {needs} per device, and num_chunks is {chunks[first]}.",
             fix="num_chunks=2, or schedule '1f1b'" if schedule == "interleaved" else "schedule 'interleaved'",
         )
     uneven = microbatches % stages != 0
@@ -177,8 +177,9 @@ def check_counts(schedule: str, num_stages: Any, num_microbatches: Any, num_chun
         size, num_groups = int(microbatches[first]), int(stages[first])
         lower, upper = size // num_groups * num_groups, -(-size // num_groups) * num_groups
         raise SpanaxError(
-            f"{size} microbatches are no multiple of {num_groups} stages: {size} % {num_groups} = {size % num_groups}.",
-            where="schedule 'interleaved' sends them through each chunk in groups of one a stage",
+            f"{size} microbatches are not a multiple of {num_groups} stages: "
+            f"{size} % {num_groups} = {size % num_groups}.",
+            where="schedule 'interleaved' sends them through each chunk in groups of one per stage",
             fix=f"{lower} or {upper} microbatches, or schedule '1f1b'" if lower else f"{upper} microbatches",
         )
 

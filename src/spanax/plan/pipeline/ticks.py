@@ -4,15 +4,14 @@ The table is the single source for execution, the bubble and diagrams.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from spanax.displays import display
-from spanax.plan.pipeline.schedules import KINDS, Kind, Task, orders
-from spanax.plan.pipeline.timeline import StageSeconds, simulate
+from spanax.plan.pipeline.schedules import KINDS, Kind, Orders, Task, orders
 from spanax.plan.plan import Schedule
 
 NONE = -1
@@ -22,7 +21,7 @@ COLUMNS = (
     "kind",
     "microbatch",
     "chunk",
-    "kept",
+    "residual",
     "received",
     "split",
     "seeds",
@@ -35,9 +34,9 @@ COLUMNS = (
 _SHARE = re.compile(r"(\d+)_of_(\d+)_ticks/cond$")
 
 
-def share_name(num_own: int, num_ticks: int) -> str:
+def share_name(num_active: int, num_ticks: int) -> str:
     """Returns the name scope of a conditional task, which records the number of ticks in which it runs."""
-    return f"{num_own}_of_{num_ticks}_ticks"
+    return f"{num_active}_of_{num_ticks}_ticks"
 
 
 def share_of(op_name: str) -> tuple[int, int]:
@@ -103,7 +102,7 @@ class Ticks:
     @cached_property
     def num_in_flight(self) -> int:
         """The peak number of microbatches (of one chunk each) whose activations a stage holds."""
-        return self._slots["kept"][1]
+        return self._slots["residual"][1]
 
     @cached_property
     def num_received(self) -> tuple[int, int]:
@@ -125,8 +124,8 @@ class Ticks:
         """The ticks as int32 [ticks, stages, COLUMNS], NONE for empty entries."""
         table = np.full((self.num_ticks, self.num_stages, len(COLUMNS)), NONE, np.int32)
         column = {label: index for index, label in enumerate(COLUMNS)}
-        activations, forward, backward, split = (
-            self._slots[label][0] for label in ("kept", "forward", "backward", "split")
+        residuals, forward, backward, split = (
+            self._slots[label][0] for label in ("residual", "forward", "backward", "split")
         )
         for tick, row in enumerate(self.tasks):
             for stage, task in enumerate(row):
@@ -139,7 +138,7 @@ class Ticks:
                     "kind": KINDS.index(task.kind),
                     "microbatch": task.microbatch,
                     "chunk": task.chunk,
-                    "kept": activations[key],
+                    "residual": residuals[key],
                     "received": arrived.get(key, NONE),
                     "split": split.get(key, NONE),
                 }
@@ -175,7 +174,7 @@ class Ticks:
             for m, part in pairs:
                 forward, backward = when["F", m, part], when["B", m, part]
                 weights = when.get(("W", m, part), backward)
-                if name == "kept":
+                if name == "residual":
                     yield (m, part), forward, weights
                 elif name == "split" and weights > backward:
                     yield (m, part), backward, weights
@@ -186,7 +185,7 @@ class Ticks:
 
         return {
             name: _slots(spans(name), self.num_stages, is_reused=name in ("forward", "backward"))
-            for name in ("kept", "forward", "backward", "split")
+            for name in ("residual", "forward", "backward", "split")
         }
 
     def _repr_html_(self) -> str | None:
@@ -212,21 +211,42 @@ def ticks(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int
       stage 1: .  F0 B0 W0 F1 B1 W1 .  .
     """
     device_orders = orders(schedule, num_stages, num_microbatches, num_chunks)
-    is_split = schedule != "gpipe"
-    weight_ticks = 1.0 if is_split else 0.0
-    timeline = simulate(device_orders, StageSeconds.equal(num_stages * num_chunks, 1.0, 1.0, weight_ticks))
-    placed: list[dict[int, Task]] = []
-    for order, starts in zip(device_orders, timeline.start_seconds, strict=True):
-        separate = {(task.microbatch, task.chunk) for task in order if task.kind == "W"}
-        cells: dict[int, Task] = {}
-        for task, start in zip(order, starts, strict=True):
-            cells[round(start)] = task
-            if is_split and task.kind == "B" and (task.microbatch, task.chunk) not in separate:
-                cells[round(start) + 1] = Task("W", task.microbatch, task.chunk)
-        placed.append(cells)
-    num_ticks = 1 + max(max(cells) for cells in placed)
-    rows = tuple(tuple(cells.get(tick) for cells in placed) for tick in range(num_ticks))
+    is_paired = schedule in ("1f1b", "interleaved")
+    if is_paired:
+        device_orders = tuple(
+            tuple(each for task in order for each in ((task, task._replace(kind="W")) if task.kind == "B" else (task,)))
+            for order in device_orders
+        )
+    rows = tuple(_in_lockstep(device_orders, num_stages * num_chunks, "W" if is_paired else "B"))
     return Ticks(schedule, num_stages, num_microbatches, num_chunks, rows)
+
+
+def _in_lockstep(device_orders: Orders, num_parts: int, sends: Kind) -> Iterator[tuple[Task | None, ...]]:
+    """Yields the task of each device at each tick: the next in its order once its operands have arrived.
+
+    Args:
+      device_orders: the order of every device.
+      num_parts: the number of parts of the model.
+      sends: the kind of task after which a gradient is sent to the previous part.
+    """
+    finished, num_devices = set[tuple[Kind, int, int] | None]([None]), len(device_orders)
+    remaining = [list(reversed(order)) for order in device_orders]
+    while any(remaining):
+        row = tuple(
+            tasks.pop() if tasks and _needed(tasks[-1], device, num_devices, num_parts, sends) in finished else None
+            for device, tasks in enumerate(remaining)
+        )
+        finished |= {(task.kind, task.microbatch, task.chunk * num_devices + device)
+                     for device, task in enumerate(row) if task is not None}  # fmt: skip
+        yield row
+
+
+def _needed(task: Task, device: int, num_devices: int, num_parts: int, sends: Kind) -> tuple[Kind, int, int] | None:
+    """Returns the (kind, microbatch, part) that a task needs from another device; None: nothing."""
+    part = task.chunk * num_devices + device
+    if task.kind == "F" and part > 0:
+        return "F", task.microbatch, part - 1
+    return (sends, task.microbatch, part + 1) if task.kind == "B" and part + 1 < num_parts else None
 
 
 def ticks_of(schedule: Schedule) -> Ticks:

@@ -12,7 +12,7 @@ from spanax.plan.reason import Code, Reason
 from spanax.trace.program import Program
 
 Pins = Mapping[str, str | Sequence[str] | None]
-
+"""The mesh axes that shard single axes; None replicates an axis."""
 
 SMALL = 16
 """A value of the batch that does not divide is gathered if the largest value has `SMALL` times its elements or more."""
@@ -53,13 +53,18 @@ def pinned(layout: Layout, pins: Pins, program: Program, mesh: MeshShape) -> Lay
         computed = {
             axis: tuple(other_name for other_name in names if other_name != name) for axis, names in computed.items()
         }
-        for axis in (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes or ():
+        for axis in pinned_to(mesh_axes):
             if axis not in mesh.names:
                 raise SpanaxError(
                     f"cannot pin '{name}' to mesh axis '{axis}'.", where=f"mesh {mesh}", fix=nearest(axis, mesh.names)
                 )
             computed[axis] = (name, *computed.get(axis, ()))
     return replace(layout, computed=tuple(computed.items()))
+
+
+def pinned_to(pin: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the mesh axes of one pin."""
+    return (pin,) if isinstance(pin, str) else tuple(pin or ())
 
 
 def check_pinned(program: Program, names: Iterable[str]) -> None:

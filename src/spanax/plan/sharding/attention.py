@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from spanax.plan.sharding.resolve import Constraint, Spec
+from spanax.plan.sharding.resolve import Constraint, Spec, axes_of
 from spanax.trace.jaxpr.graph import Graph, Op
 from spanax.trace.rewrites.attention.operation import BACKWARD, RING
 from spanax.trace.rewrites.attention.scores import NONE, Form
@@ -29,7 +29,7 @@ class AttentionSharding:
     @property
     def used(self) -> frozenset[str]:
         """All mesh axes that shard a dim."""
-        return frozenset(axis for by in self.axes for axis in by)
+        return frozenset(axes_of(self.axes))
 
     def rows(self, *, wide: bool) -> Spec:
         """Returns the spec of values with the rows of the queries: with a width if `wide`, else one number per row."""

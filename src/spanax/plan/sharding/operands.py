@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spanax.plan.sharding.attention import AttentionSharding, attention_sharding
-from spanax.plan.sharding.resolve import Constraint, Resolver, Spec
+from spanax.plan.sharding.resolve import Constraint, Resolver, Spec, axes_of
 from spanax.plan.sharding.xla_workarounds import SCATTERS, padded, resized, writes_shards
 from spanax.plan.spmd.partition import PartitionedOp, as_masks, spmd_partition, union
 from spanax.trace.analysis.step_analysis import StepAnalysis
@@ -135,8 +135,8 @@ def _reshaped(
 
 def _shared(specs: Sequence[Spec], dims: Sequence[int]) -> tuple[str, ...]:
     """Returns the axes that shard a dim of every spec; a dim of -1 is skipped."""
-    split = [spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim >= 0]
-    return tuple(axis for axis in split[0] if all(axis in by for by in split))
+    by_array = [spec[dim] for spec, dim in zip(specs, dims, strict=True) if dim >= 0]
+    return tuple(axis for axis in by_array[0] if all(axis in by for by in by_array))
 
 
 def _group_dims(op: Op) -> tuple[list[int], list[int], int] | None:
@@ -165,7 +165,7 @@ def _contracted(
     known = [c or constraints[value] for c, value in zip((*use.inputs[:2], use.outputs[0]), values, strict=True)]
     specs = [c.spec if c else ((),) * len(traced.graph.shape(value)) for c, value in zip(known, values, strict=True)]
     inputs, outputs, first = list(use.inputs), list(use.outputs), list[Constraint | None]([None] * len(op.inputs))
-    if _axes(specs[0]) & _axes(specs[1]) or any(len(by) > 1 for by in specs[2]):
+    if axes_of(specs[0]) & axes_of(specs[1]) or any(len(by) > 1 for by in specs[2]):
         bits = {axis: 1 << bit for bit, axis in enumerate(resolver.mesh.names)}
         masks = [as_masks(spec, bits) for spec in specs]
         parts = spmd_partition(traced.graph, traced.axes.classes, op, masks[:2], masks[2:])
@@ -314,7 +314,7 @@ def _lookup(
         return None
     candidates = _lookup_strategies(resolver, traced, lookup, sharding, result, summed)
     table_spec, rows_spec, _ = min(candidates, key=lambda candidate: candidate[2])
-    if sharding.used is None and table_spec == used and not summed & _axes(result.spec):
+    if sharding.used is None and table_spec == used and not summed & axes_of(result.spec):
         return None
     index_dims = [by for dim, by in enumerate(rows_spec) if dim not in lookup.columns]
     rank = len(traced.graph.shape(lookup.indices))
@@ -334,27 +334,27 @@ def _lookup_strategies(
     row_size, table_size = math.prod(shape(lookup.rows)), math.prod(shape(lookup.table))
     is_summed = ways([*summed]) > 1
     computed = _without(result.spec, summed)
-    sums = is_summed * (1 + (computed != result.spec)) * row_size / ways([*_axes(computed)])
-    tables = 2 * table_size / ways([*_axes(used)]) if sharding.used is not None else 0
+    sums = is_summed * (1 + (computed != result.spec)) * row_size / ways([*axes_of(computed)])
+    tables = 2 * table_size / ways([*axes_of(used)]) if sharding.used is not None else 0
     candidates: list[tuple[Spec, Spec, float]] = [(used, computed, tables + sums)]
     if not step.batch_labels.intersection(classes[lookup.table]):
         candidates.append((((),) * len(used), result.spec, 2 * table_size))
     else:  # a table per example: resharded as its rows are, or gathered
-        free_spec = _without(used, _axes(result.spec) | summed)
+        free_spec = _without(used, axes_of(result.spec) | summed)
         row_axes = dict(zip(classes[lookup.rows], result.spec, strict=True))
         local_spec = tuple(
             () if dim in lookup.looked_up else row_axes[label] if label in step.batch_labels & row_axes.keys() else by
             for dim, (label, by) in enumerate(zip(classes[lookup.table], free_spec, strict=True))
         )
-        candidates.append((local_spec, result.spec, table_size / ways([*_axes(local_spec)])))
+        candidates.append((local_spec, result.spec, table_size / ways([*axes_of(local_spec)])))
     by_label = dict(zip(classes[lookup.table], sharding.spec, strict=True))
     columns = {dim: by_label.get(classes[lookup.rows][dim], ()) for dim in lookup.columns}
-    parts = {axis for by in columns.values() for axis in by}
+    parts = axes_of([*columns.values()])
     if sharding.used is not None and ways([*parts]) > 1:
         # Axes that shard the batch and no column stay: only devices with the same shard of the batch communicate.
         batch_spec = _without(result.spec, parts | summed)
         stored = tuple(columns.get(dim, by) for dim, by in enumerate(batch_spec))
-        batch = _axes(batch_spec) - parts
+        batch = axes_of(batch_spec) - parts
         moved = (2 + is_summed) * row_size / ways([*parts, *batch])
         candidates.append((sharding.spec, stored, moved + (ways([*batch]) > 1) * table_size / ways([*parts])))
     return candidates
@@ -371,10 +371,6 @@ def _taken(spec: Spec, masks: Sequence[int], bits: Mapping[str, int]) -> Spec:
 
 def _named(mask: int, bits: Mapping[str, int]) -> set[str]:
     return {axis for axis, bit in bits.items() if bit & mask}
-
-
-def _axes(spec: Spec) -> set[str]:
-    return {axis for by in spec for axis in by}
 
 
 def _without(spec: Spec, axes: Collection[str]) -> Spec:

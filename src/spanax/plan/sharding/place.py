@@ -1,5 +1,6 @@
 """Resolves a layout on a mesh into a Plan: the sharding of every array of a program, with reasons."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,8 +11,8 @@ from spanax.plan.layout import Layout
 from spanax.plan.pipeline.stages import in_stages
 from spanax.plan.plan import Placement, Plan, Schedule
 from spanax.plan.presets import as_ring
-from spanax.plan.sharding.assign import Pins
-from spanax.plan.sharding.resolve import Resolver, resolve
+from spanax.plan.sharding.assign import Pins, pinned_to
+from spanax.plan.sharding.resolve import Resolver, axes_of, resolve
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat_policies import GATHERED, KERNELS, RING
 from spanax.trace.variables import Leaf, itemsize
@@ -49,7 +50,7 @@ def placed(
         fingerprint=program.fingerprint,
         mesh=mesh,
         layout=layout,
-        pins=tuple((name, (to,) if isinstance(to, str) else tuple(to or ())) for name, to in pins.items()),
+        pins=tuple((name, pinned_to(pin)) for name, pin in pins.items()),
         leaves=tuple(placements[: len(program.leaves)]),
         batch=tuple(placements[len(program.leaves) :]),
         why=why + _padding(resolver) + "".join(f"; attention {note}" for note in program.attention),
@@ -114,9 +115,7 @@ def _place(resolver: Resolver, leaf: Leaf, value: int) -> Placement:
     spec, reasons = resolver.placed(leaf, labels)
     padded = resolver.padded_shape(labels, leaf.shape)
     local = tuple(size // resolver.mesh.ways(by) for size, by in zip(padded, spec, strict=True))
-    num_bytes = itemsize(leaf.dtype)
-    for size in local:
-        num_bytes *= size
+    num_bytes = itemsize(leaf.dtype) * math.prod(local)
     text = "; ".join(map(str, reasons))
     return Placement(leaf.path, leaf.shape, str(leaf.dtype), leaf.kind, leaf.axes, spec, local, num_bytes, text)
 
@@ -135,7 +134,7 @@ def _check_stored(resolver: Resolver, placements: Sequence[Placement]) -> None:
         return
     kinds = ("param", "optimizer") if layout.stored_params else ("optimizer",)
     arrays = [place for place in placements if place.kind in kinds and place.shape]
-    if any(set(axes) & {axis for by in place.spec for axis in by} for place in arrays):
+    if any(set(axes) & axes_of(place.spec) for place in arrays):
         return
     if not arrays:
         raise SpanaxError(

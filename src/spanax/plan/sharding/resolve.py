@@ -25,6 +25,11 @@ Spec = tuple[tuple[str, ...], ...]
 Labels = tuple[int | None, ...]
 
 
+def axes_of(spec: Sequence[Sequence[str]]) -> set[str]:
+    """Returns the mesh axes that shard any dim."""
+    return {axis for by in spec for axis in by}
+
+
 @dataclass(frozen=True)
 class Constraint:
     """The sharding of one value during the step.
@@ -105,7 +110,7 @@ class Resolver:
 
     def _stored_axes(self, used: Spec, kind: str) -> tuple[str, ...]:
         """Returns the mesh axes that shard an array in storage, in addition to those of its computed spec."""
-        taken = {axis for by in used for axis in by}
+        taken = axes_of(used)
         return tuple(a for a in self.layout.stored(kind) if self.mesh.ways([a]) > 1 and a not in taken)
 
     def reluctance(self, label: int | None) -> tuple[bool, bool]:
@@ -138,7 +143,7 @@ class Resolver:
 
     def _annotated(self, leaf: Leaf, written: Spec, labels: Labels, used: Spec, kind: str) -> tuple[Spec, list[Reason]]:
         """Returns the spec of an annotated leaf; the layout decides for names not of this mesh, and for storage."""
-        taken = {axis for by in written for axis in by}
+        taken = axes_of(written)
         is_open = [isinstance(entry, str) and entry not in self.mesh.names for entry in leaf.annotation or ()]
         merged = tuple(
             tuple(axis for axis in by if axis not in taken) if is_free else annotation

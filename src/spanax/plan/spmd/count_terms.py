@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from spanax.plan.cost.ring_attention import matmul_rows
-from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, Terms
+from spanax.plan.cost.terms import KINDS, Collectives, Matmuls, MemoryTraffic, Terms, table
 from spanax.plan.spmd.deferred_reductions import DeferredReductions
 from spanax.plan.spmd.partition import PartitionedOp, Reshard, transition, union
 from spanax.plan.spmd.sharded_program import ShardedProgram, scattered
@@ -47,8 +47,9 @@ def count_terms(
         counter.join(gradient_sum)
     carry, num_layers = traced.layer_carry
     num_bytes = 0 if carry is None else sharded.num_bytes(carry)
-    rows = counter.matmuls(), _memory_traffic(sharded), counter.collectives()
-    return Terms(sharded.resolver.mesh.names, *rows, num_bytes, num_layers)
+    matmuls = table(Matmuls, counter.matmul_rows)
+    tables = matmuls, _memory_traffic(sharded), counter.collectives()
+    return Terms(sharded.resolver.mesh.names, *tables, num_bytes, num_layers)
 
 
 class _TermCounter:
@@ -56,7 +57,7 @@ class _TermCounter:
 
     def __init__(self, sharded: ShardedProgram, only: frozenset[int] | None, late: DeferredReductions):
         self.sharded, self.traced, self._only, self._late = sharded, sharded.traced, only, late
-        self._works: list[tuple[Any, ...]] = []
+        self.matmul_rows: list[tuple[Any, ...]] = []
         self._moves: dict[tuple[Any, ...], int] = defaultdict(int)
         self._gathered = set[tuple[int, str, int, int]]()
 
@@ -74,12 +75,17 @@ class _TermCounter:
             of_q = op.inputs[0]
             properties = sharded.is_batched(of_q), _dtype_name(self.traced.graph.avals[of_q].dtype)
             rows = matmul_rows(self.traced.graph, op, division.operands.attention, sharded.resolver.mesh, *properties)
-            self._works += [(*row, group.runs, int(group.phase), group.in_layers) for row in rows]
+            for row in rows:
+                self._add_matmul(row, group)
         if op.name in CONTRACTIONS and division.partition:
             known = sharded.cache.matmuls
             if division not in known:
                 known[division] = _matmul(sharded, op, division.partition)
-            self._works.append((*known[division], group.runs, int(group.phase), group.in_layers))
+            self._add_matmul(known[division], group)
+
+    def _add_matmul(self, row: Sequence[Any], group: OpGroup) -> None:
+        *first, scores, is_fused = row
+        self.matmul_rows.append((*first, group.runs, int(group.phase), group.in_layers, scores, is_fused))
 
     def _add_wires(self, group: OpGroup) -> None:
         """Counts reshards between the outside and the inside of a loop, and between its iterations."""
@@ -181,42 +187,10 @@ class _TermCounter:
             )
             self._moves[key] += runs * shift.times
 
-    def matmuls(self) -> Matmuls:
-        """Returns the contractions, as arrays."""
-        flops, work, sizes, splits, batched, num_bytes, bytes_splits, grows, *rest = _columns(self._works, 14)
-        dtypes, scores, fused, runs, phase, inside = rest
-        return Matmuls(
-            flops=np.asarray(flops, float),
-            work=np.asarray(work, int),
-            sizes=np.asarray(sizes, float).reshape(-1, 4),
-            splits=np.asarray(splits, int).reshape(-1, 4),
-            batched=np.asarray(batched, int),
-            num_bytes=np.asarray(num_bytes, float).reshape(-1, 3),
-            bytes_splits=np.asarray(bytes_splits, int).reshape(-1, 3),
-            bytes_batched=np.asarray(grows, bool).reshape(-1, 3),
-            dtypes=tuple(dtypes),
-            runs=np.asarray(runs, float),
-            phase=np.asarray(phase, int),
-            in_layers=np.asarray(inside, bool),
-            scores=np.asarray(scores, bool).reshape(-1, 3),
-            fused=np.asarray(fused, bool),
-        )
-
     def collectives(self) -> Collectives:
-        """Returns the collectives, as arrays."""
-        rows = [(*key, runs) for key, runs in self._moves.items() if runs]
-        kind, num_bytes, over, common, batched, phase, in_layers, of_weights, runs = _columns(rows, 9)
-        return Collectives(
-            kind=np.asarray(kind, int),
-            num_bytes=np.asarray(num_bytes, float),
-            over=np.asarray(over, int),
-            unchanged=np.asarray(common, int),
-            batched=np.asarray(batched, bool),
-            runs=np.asarray(runs, float),
-            phase=np.asarray(phase, int),
-            in_layers=np.asarray(in_layers, bool),
-            of_weights=np.asarray(of_weights, bool),
-        )
+        """Returns the collectives, with the number of runs of equal ones."""
+        rows = [(*key[:5], runs, *key[5:]) for key, runs in self._moves.items() if runs]
+        return table(Collectives, rows)
 
 
 def _matmul(sharded: ShardedProgram, op: Op, partitioned: PartitionedOp) -> tuple[Any, ...]:
@@ -278,20 +252,8 @@ def _memory_traffic(sharded: ShardedProgram) -> MemoryTraffic:
         is_score = traced.sharding_keys[value].labels in traced.score_labels
         key = (union(sharded.masks(value)), sharded.is_batched(value), phase, in_layers, is_score)
         rows[key] += times * sharded.num_bytes(value)
-    masks, batched, phases, in_layer, scores, num_bytes = _columns([(*key, size) for key, size in rows.items()], 6)
-    return MemoryTraffic(
-        num_bytes=np.asarray(num_bytes, float),
-        split=np.asarray(masks, int),
-        batched=np.asarray(batched, bool),
-        phase=np.asarray(phases, int),
-        in_layers=np.asarray(in_layer, bool),
-        scores=np.asarray(scores, bool),
-        kernels=np.asarray(traced.memory_traffic.kernels, float),
-    )
-
-
-def _columns(rows: Sequence[tuple[Any, ...]], count: int) -> list[list[Any]]:
-    return [[row[index] for row in rows] for index in range(count)]
+    kernels = np.asarray(traced.memory_traffic.kernels, float)
+    return table(MemoryTraffic, [(num_bytes, *key) for key, num_bytes in rows.items()], kernels=kernels)
 
 
 def _dtype_name(dtype: Any) -> str:

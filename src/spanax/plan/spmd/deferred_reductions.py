@@ -141,13 +141,13 @@ def _summed_over(sharded: ShardedProgram, op: Op) -> int:
     mask = union(
         [shift.over for shift in division.partition.shifts if shift.value in results and shift.kind == "all-reduce"]
     )
-    masks = [union([by for _, by in dims]) for dims in _split_sums(sharded, op) if dims is not None]
+    masks = [union([by for _, by in dims]) for dims in _sharded_sums(sharded, op) if dims is not None]
     for operand_mask in masks:  # every operand must be sharded
         mask &= operand_mask
     return mask
 
 
-def _split_sums(sharded: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | None]:
+def _sharded_sums(sharded: ShardedProgram, op: Op) -> list[list[tuple[int, int]] | None]:
     """Returns the contracted dims of every operand, each with the axes that shard it; None for an accumulator."""
     partitioned = sharded.division(op).partition
     assert partitioned is not None
@@ -164,7 +164,7 @@ def _split_sums(sharded: ShardedProgram, op: Op) -> list[list[tuple[int, int]] |
 
 def _dims(sharded: ShardedProgram, op: Op, mask: int) -> tuple[Dims | None, ...]:
     """Returns the dims to shard: dims contracted together are sharded equally, in the axis order of one of them."""
-    by_operand = _split_sums(sharded, op)
+    by_operand = _sharded_sums(sharded, op)
     use, names = sharded.division(op).operands, sharded.resolver.mesh.names
     known: list[list[tuple[str, ...]]] = []
     for index, value in enumerate(op.inputs):

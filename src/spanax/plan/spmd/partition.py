@@ -4,6 +4,9 @@ A model of XLA's SPMD partitioner: contracting a sharded dim leaves partial sums
 sharding than it is used with is resharded, everything else follows its operands. Sets of mesh axes are bit masks.
 """
 
+import functools
+import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,10 +59,7 @@ class PartitionedOp:
 
 def union(masks: Sequence[int]) -> int:
     """Returns the mesh axes of all dims of a value."""
-    result = 0
-    for mask in masks:
-        result |= mask
-    return result
+    return functools.reduce(operator.or_, masks, 0)
 
 
 def transition(value: int, before: Masks, after: Masks, *, is_operand: bool) -> list[Reshard]:
@@ -104,7 +104,7 @@ def spmd_partition(
 def _contraction(graph: Graph, op: Op, ins: Sequence[Masks], requested: Masks) -> PartitionedOp:
     summed, passed = op.dim_map.contraction
     operands = [list(masks) for masks in ins[:2]]
-    sizes = [_size(graph, value) for value in (*op.inputs[:2], op.outputs[0])]
+    sizes = [math.prod(graph.shape(value)) for value in (*op.inputs[:2], op.outputs[0])]
     out_dims: list[dict[int, int]] = [{lhs: out for lhs, _, out in passed if lhs >= 0}]
     out_dims.append({rhs: out for _, rhs, out in passed if rhs >= 0})
     pairs = [{lhs for lhs, _ in summed}, {rhs for _, rhs in summed}]
@@ -233,8 +233,7 @@ def _finished(
     """Reduces partial sums, by reduce-scatter where the result is sharded so; then reshards the result.
 
     The compiler reduces over one dim after another, the last first. A contraction's sum over some axes that is then
-    sharded
-    over others is `is_eager`: it is scattered before the rest is reduced.
+    sharded over others is `is_eager`: it is scattered before the rest is reduced.
     """
     shifts, done = [], list(result)
     for partial in reversed(partials):
@@ -265,13 +264,6 @@ def _merged(shifts: Sequence[Reshard]) -> list[Reshard]:
 
 def _bits(mask: int) -> list[int]:
     return [1 << index for index in range(mask.bit_length()) if mask >> index & 1]
-
-
-def _size(graph: Graph, value: int) -> int:
-    size = 1
-    for dim in graph.shape(value):
-        size *= dim
-    return size
 
 
 def as_masks(spec: Sequence[Sequence[str]], bits: Mapping[str, int]) -> Masks:

@@ -121,8 +121,8 @@ class ShardedProgram:
         return Division(use, replace(partitioned, shifts=tuple(shifts)))
 
 
-def scattered(shift: Reshard, split: int) -> Reshard:
+def scattered(shift: Reshard, axes: int) -> Reshard:
     """Returns a reduce-scatter for an all-reduce whose result is then sharded over its axes, as the compiler does."""
-    if shift.kind == "all-reduce" and not shift.over & ~split:
+    if shift.kind == "all-reduce" and not shift.over & ~axes:
         return replace(shift, kind="reduce-scatter")
     return shift

@@ -158,7 +158,7 @@ class Stage:
         residuals = [(layer_outputs | before)[value] for value in self.spec.residuals] + [*ridden.values()]
         buffers = buffers | {
             "by_layer": buffers["by_layer"] | by_layer,
-            "residuals": write_slots(buffers["residuals"], task["kept"], residuals, self._is_active(task)),
+            "residuals": write_slots(buffers["residuals"], task["residual"], residuals, self._is_active(task)),
             "sends_forward": [*carried, *payload[loop.num_carried : num_sent], *collected],
         }
 
@@ -309,7 +309,7 @@ class Stage:
 
     def _residuals(self, buffers: Buffers, task: Task) -> tuple[Values, Values]:
         """Returns the residuals of a microbatch: those of the layers, and the values sent with the activations."""
-        arrays, residuals = [read_slot(array, task["kept"]) for array in buffers["residuals"]], self.spec.residuals
+        arrays, residuals = [read_slot(array, task["residual"]) for array in buffers["residuals"]], self.spec.residuals
         return dict(zip(residuals, arrays, strict=False)), dict(
             zip(self.partition.ridden, arrays[len(residuals) :], strict=True)
         )

@@ -1,4 +1,4 @@
-"""Simulates the start and end of each task of a pipeline, and the idle time between tasks."""
+"""Simulates the start and end of each task of a pipeline: the reference of the closed forms and of the ticks."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -181,13 +181,13 @@ def _split(order: Order) -> set[tuple[int, int]]:
 def _check_times(name: str, values: Iterable[float]) -> None:
     for part, value in enumerate(values):
         if not (math.isfinite(value) and value >= 0):
-            raise SpanaxError(f"{name}[{part}] is {value}; it takes seconds from 0.")
+            raise SpanaxError(f"{name}[{part}] is {value}; it must be finite and >= 0.")
 
 
 def _check_tasks(orders: Orders) -> None:
     """Raises for orders without a device, invalid tasks and repeated tasks."""
     if not orders:
-        raise SpanaxError("there is no device to run anything.", fix="one order for each stage")
+        raise SpanaxError("the orders are empty.", fix="one order per stage")
     for device, order in enumerate(orders):
         if len(set(order)) < len(order):
             repeated = next(task for i, task in enumerate(order) if task in order[:i])
@@ -196,7 +196,7 @@ def _check_tasks(orders: Orders) -> None:
             if task.kind not in KINDS or task.microbatch < 0 or task.chunk < 0:
                 raise SpanaxError(
                     f"device {device} has {task}, which is not a task.",
-                    fix=f"a kind of {', '.join(KINDS)}, a microbatch and a chunk from 0",
+                    fix=f"a kind of {', '.join(KINDS)}, a microbatch >= 0 and a chunk >= 0",
                 )
 
 
@@ -213,7 +213,7 @@ def _hops(orders: Orders, stage_seconds: StageSeconds, hop_seconds: float | Sequ
     if seconds.ndim and seconds.shape != (num_parts - 1,):
         raise SpanaxError(
             f"there are {seconds.size} hop times for the {num_parts - 1} boundaries of {num_parts} parts.",
-            fix="one number for all, or one a boundary",
+            fix="one number, or one per boundary",
         )
     hops = np.broadcast_to(seconds, (num_parts - 1,)).tolist()
     _check_times("hop_seconds", hops)
@@ -274,7 +274,7 @@ def _blocked(orders: Orders, done: Sequence[int]) -> SpanaxError:
         dependencies.append(f"device {device} at {task} waits for {dependency} of device {device_index}{missing}")
     more = f"; and {len(stuck) - 3} more" if len(stuck) > 3 else ""
     return SpanaxError(
-        f"the orders block each other: {len(stuck)} of {len(orders)} devices wait for ever.",
+        f"the orders block each other: {len(stuck)} of {len(orders)} devices wait forever.",
         where="; ".join(dependencies) + more,
         fix="put each awaited task before the one that waits for it",
     )
