@@ -119,10 +119,8 @@ def _own_dims(op: Op, weight: int, labels: Labels) -> tuple[list[int | None], li
 
     Counted by dim: experts that map an axis to itself (a residual stream) have its class twice and are not scores.
     """
-    contracted, triples = op.dim_map.contraction
-    side = 0 if op.inputs[0] == weight else 1
-    free = [dims[side] for dims in triples if dims[1 - side] < 0]
-    return [labels[dim] for dim in free], [labels[dims[side]] for dims in contracted]
+    side, (contracted, _) = op.inputs[:2].index(weight), op.dim_map.contraction
+    return [labels[dim] for dim in op.dim_map.free_dims[side]], [labels[dims[side]] for dims in contracted]
 
 
 def _key(labels: Labels, layers: Collection[int | None]) -> Key:

@@ -5,6 +5,7 @@ Two loops over layers, forward and backward, divide the operations of a microbat
 computes each term. Values that only the front computes and other stages need are sent along with the activations.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
@@ -139,13 +140,7 @@ def pipeline_partition(traced: StepAnalysis, num_microbatches: int) -> PipelineP
 
 
 def _weight(graph: Graph, loop: Loop) -> int:
-    def size(value: int) -> int:
-        count = 1
-        for dim in graph.shape(value):
-            count *= dim
-        return count
-
-    return sum(map(size, loop.scanned))
+    return sum(math.prod(graph.shape(value)) for value in loop.scanned)
 
 
 def _no_layers(traced: StepAnalysis, num_microbatches: int) -> SpanaxError:
@@ -277,13 +272,13 @@ class _Cutter:
 
     def _check_head_state(self, state: State) -> None:
         if self._of(state.after) & Needs.BACKWARD:
-            reason = "depends on the gradients of a microbatch, and the next one takes it"
+            reason = "depends on the gradients of a microbatch, and the next microbatch reads it"
         elif any(state.index in self.states_needed.get(value, ()) for value in self.forward.op.inputs):
             reason = "goes from the head of one microbatch to the front of the next"
         else:
             return
         raise SpanaxError(
-            f"what the step carries as value {state.index} {reason}: no pipeline can overlap the two.",
+            f"carried value {state.index} of the step {reason}: no pipeline can overlap the two.",
             fix="a mesh without 'pipe'",
         )
 
@@ -313,20 +308,8 @@ class _Cutter:
 
     def _slice(self, targets: Sequence[int], is_received: Handed) -> tuple[Op, ...]:
         """Returns the operations that compute the targets from the values that a piece receives."""
-        ancestors: set[Op] = set()
-        stack = list(targets)
-        seen = set[int]()
-        while stack:
-            value = stack.pop()
-            if value in seen or is_received(value):
-                continue
-            seen.add(value)
-            op = self.traced.graph.producers.get(value)
-            if op is None or op in (self.forward.op, self.backward.op):
-                continue
-            ancestors.add(op)
-            stack.extend(op.inputs)
-        return tuple(op for op in self.loop.body.ops if op in ancestors)
+        loops = {*self.forward.op.outputs, *self.backward.op.outputs}
+        return tuple(self.traced.graph.slice(targets, lambda value: is_received(value) or value in loops))
 
     def _prepares(self, value: int) -> bool:
         """Returns whether a value is computed before the loop, as are those that use the rows of all layers."""

@@ -192,6 +192,12 @@ class DimMap:
         return [tuple(by_dim[array, dim] for dim in range(rank)) for array, rank in enumerate(self.ranks)]
 
     @cached_property
+    def free_dims(self) -> tuple[dict[int, int], dict[int, int]]:
+        """For each operand of a matmul, its free dims, each with the corresponding dim of the result."""
+        _, triples = self.contraction
+        return {lhs: out for lhs, rhs, out in triples if rhs < 0}, {rhs: out for lhs, rhs, out in triples if lhs < 0}
+
+    @cached_property
     def contraction(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
         """The contracted pairs (lhs, rhs) and the result triples (lhs, rhs, out) of a matmul or convolution.
 
