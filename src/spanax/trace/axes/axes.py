@@ -66,11 +66,11 @@ class Axes:
         for old in names:
             if old in MEANT:
                 raise SpanaxError(
-                    f"'{old}' cannot be renamed: layouts go by it.",
+                    f"'{old}' cannot be renamed: layouts refer to it by name.",
                     fix=f"rename others; known: {', '.join(sorted(known))}",
                 )
             if old not in known:
-                raise SpanaxError(f"there is no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
+                raise SpanaxError(f"the program has no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
         renamed = {label: names.get(name, name) for label, name in self.names.items()}
         uses = {label: use for label, use in self.uses.items() if renamed[label] not in STRENGTH}
         return replace(self, names=renamed, uses=uses)
@@ -198,7 +198,7 @@ def warn_of_unknown(axes: Axes) -> None:
     if axes.unknown:
         listed = ", ".join(f"'{name}' ({count} times)" for name, count in sorted(axes.unknown.items()))
         warnings.warn(
-            f"no rule for the primitives {listed}: their dims stay unsplit, which is right and may be slow; "
-            "give them one with spanax.rule",
+            f"no rule for the primitives {listed}: their dims stay replicated, which is correct but may be slow; "
+            "add rules with spanax.rule",
             stacklevel=4,
         )

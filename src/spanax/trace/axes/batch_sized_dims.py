@@ -66,8 +66,8 @@ def batch_sized_dims(
     except ResizeError as error:
         reason = first_line(error.__cause__ or error)
         warnings.warn(
-            f"{len(dims)} dims of values that the step makes without the batch are replicated: it cannot be traced "
-            f"with {2 * size} examples instead of {size}, which would tell whether they grow with it: {reason}",
+            f"{len(dims)} dims of values that the step creates independently of the batch are replicated: it cannot be "
+            f"traced with {2 * size} examples instead of {size} to find whether they scale with it: {reason}",
             stacklevel=6,
         )
         return []

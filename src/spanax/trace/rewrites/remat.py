@@ -51,7 +51,7 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
         if policy != "none" and not _has_layers(graph.body):
             if policy == "full":
                 raise SpanaxError(
-                    "remat 'full' finds no layer to forget: the loss has no scan that contracts, and no remat.",
+                    "remat 'full' has no layer to rematerialize: the loss has no scan with a matmul, and no remat.",
                     fix="spanax.stack(model) where it has a list of blocks, nnx.remat around one, or remat='dots'",
                 )
             results = jax.checkpoint(results, policy=_saveable(policy))

@@ -220,7 +220,7 @@ def no_logits(params: Params, batch: Batch) -> Any:
     ("loss", "count", "told"),
     [
         (across_tokens, 2, "takes all of the logits, or tokens together"),
-        (no_logits, 2, "no logits to take in chunks"),
+        (no_logits, 2, "no logits to compute in chunks"),
         (library, 3, "3 chunks do not divide the 8 tokens of a row"),
     ],
 )

@@ -70,19 +70,19 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
       >>> kernel_of("splash", form, q, q, q)
       Kernel(name='splash', scale=1.0, is_causal=False)
       >>> kernel_of("cudnn", form, q, q, q).why
-      'float32, where cudnn takes float16 or bfloat16'
+      'float32, where cudnn supports float16 or bfloat16'
     """
     widths, lengths = (q.shape[-1], v.shape[-1]), (q.shape[-2], k.shape[-2])
     dtypes = {str(operand.dtype) for operand in (q, k, v)}
     if unsupported := sorted(dtypes - set(DTYPES[name])) or (sorted(dtypes) if len(dtypes) > 1 else []):
-        return Unfit(f"{' and '.join(unsupported)}, where {name} takes {' or '.join(DTYPES[name])}")
+        return Unfit(f"{' and '.join(unsupported)}, where {name} supports {' or '.join(DTYPES[name])}")
     if max(widths) > WIDEST_HEAD[name] or any(width % 8 for width in widths) or len({*widths}) > 1:
-        return Unfit(f"heads of {widths[0]} and {widths[1]} channels, where {name} takes equal multiples of 8 up to "
+        return Unfit(f"heads of {widths[0]} and {widths[1]} channels, where {name} supports equal multiples of 8 up to "
                      f"{WIDEST_HEAD[name]}")  # fmt: skip
     if name == SPLASH and any(length % LANES for length in lengths):
-        return Unfit(f"{lengths[0]} queries and {lengths[1]} keys, where {name} takes multiples of {LANES}")
+        return Unfit(f"{lengths[0]} queries and {lengths[1]} keys, where {name} supports multiples of {LANES}")
     if not set(_flat(form.precision)) <= SUMMED_ALIKE:
-        return Unfit(f"products of a precision that {name} does not have")
+        return Unfit(f"products of a precision that {name} does not support")
     plain = _plain(form)
     return plain if isinstance(plain, Unfit) else Kernel(name, *plain)
 
@@ -97,7 +97,7 @@ def _flat(precision: Any) -> list[Any]:
 def _plain(form: Form) -> tuple[float, bool] | Unfit:
     """Returns the scale of a form and whether it is causal, or what else it contains."""
     if form.extras:
-        return Unfit("a mask or bias that is not made of positions alone")
+        return Unfit("a mask or bias that is not computed from positions alone")
     if nonlinear := _bent(form):
         return Unfit(f"'{nonlinear}' between q.k and the softmax")
     origin = {label: (np.zeros(1), np.zeros(1)) for label in (form.queries, form.keys)}
