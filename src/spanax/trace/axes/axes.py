@@ -16,7 +16,7 @@ from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin, origins
 from spanax.trace.variables import Leaf
 
-MEANT = ("batch", "seq", "layers")
+RESERVED = ("batch", "seq", "layers")
 """Names that layouts depend on; they cannot be renamed."""
 
 
@@ -64,7 +64,7 @@ class Axes:
         """
         known = set(self.names.values())
         for old in names:
-            if old in MEANT:
+            if old in RESERVED:
                 raise SpanaxError(
                     f"'{old}' cannot be renamed: layouts refer to it by name.",
                     fix=f"rename others; known: {', '.join(sorted(known))}",

@@ -17,7 +17,7 @@ from spanax.trace.jaxpr.loops import Loop, layer_loops, loop_of
 
 ADDING = frozenset({"add", "add_any"})
 
-Handed = Callable[[int], bool]
+IsReceived = Callable[[int], bool]
 """Returns whether a piece of the step receives a value, and need not compute it."""
 
 
@@ -136,7 +136,7 @@ def pipeline_partition(traced: StepAnalysis, num_microbatches: int) -> PipelineP
     if not candidates:
         raise _no_layers(traced, num_microbatches)
     loop, (forward, backward) = max(candidates, key=lambda candidate: _weight(graph, candidate[1][0]))
-    return _Cutter(traced, loop, forward, backward).cut()
+    return _Partitioner(traced, loop, forward, backward).partition()
 
 
 def _weight(graph: Graph, loop: Loop) -> int:
@@ -157,7 +157,7 @@ def _no_layers(traced: StepAnalysis, num_microbatches: int) -> SpanaxError:
 
 
 @dataclass(eq=False)
-class _Cutter:
+class _Partitioner:
     """Computes a `PipelinePartition`: what each value depends on, and what each piece receives."""
 
     traced: StepAnalysis
@@ -173,7 +173,7 @@ class _Cutter:
     returned: dict[int, None] = field(default_factory=dict)
     prepared: dict[int, None] = field(default_factory=dict)
 
-    def cut(self) -> PipelinePartition:
+    def partition(self) -> PipelinePartition:
         body, loop = self.loop.body, self.loop
         carried = list(zip(body.inputs[loop.num_consts :], body.outputs[: loop.num_carried], strict=False))
         graph = self.traced.graph
@@ -211,13 +211,13 @@ class _Cutter:
             parts = [part.value for total in sums for part in total.parts.get(place, ())]
             return [*parts, *(value for value, result_place in results if result_place == place)]
 
-        end_ops = self._slice(piece_outputs("end"), self._handed_at_end)
-        operands = [*self.backward.consts, *(v for v in self.backward.scanned if self._is_whole(v))]
-        backward_ops = self._slice(operands, self._handed_at_end)
+        end_ops = self._slice(piece_outputs("end"), self._is_received_by_end)
+        operands = [*self.backward.consts, *(v for v in self.backward.scanned if self._is_recomputed(v))]
+        backward_ops = self._slice(operands, self._is_received_by_end)
         seeds = [*self.backward.carried, *self.returned, *(state.after for state in head)]
-        head_ops = self._slice([*seeds, *piece_outputs("head")], self._handed_to_head)
-        operands = [*self.forward.consts, *(v for v in self.forward.scanned if self._is_whole(v))]
-        forward_ops = self._slice(operands, self._handed_on)
+        head_ops = self._slice([*seeds, *piece_outputs("head")], self._is_received_by_head)
+        operands = [*self.forward.consts, *(v for v in self.forward.scanned if self._is_recomputed(v))]
+        forward_ops = self._slice(operands, self._is_sent_by_front)
         targets = [*self.forward.carried, *self.ridden, *(state.after for state in front), *piece_outputs("front")]
         front_ops = self._slice(targets, lambda value: self._prepares(value))
         return {
@@ -266,7 +266,7 @@ class _Cutter:
         is_known = value in self.traced.graph.constants
         return not is_known and not self._of(value)
 
-    def _is_whole(self, value: int) -> bool:
+    def _is_recomputed(self, value: int) -> bool:
         """Returns whether a stacked operand is computed for all layers at once, in every microbatch."""
         return not (value in self.rows or value in self.layer_state_values or value in self.forward.stacked)
 
@@ -306,7 +306,7 @@ class _Cutter:
         needs = self._of(value)
         return "end" if needs & Needs.BACKWARD else "head" if needs & Needs.FORWARD else "front"
 
-    def _slice(self, targets: Sequence[int], is_received: Handed) -> tuple[Op, ...]:
+    def _slice(self, targets: Sequence[int], is_received: IsReceived) -> tuple[Op, ...]:
         """Returns the operations that compute the targets from the values that a piece receives."""
         loops = {*self.forward.op.outputs, *self.backward.op.outputs}
         return tuple(self.traced.graph.slice(targets, lambda value: is_received(value) or value in loops))
@@ -318,7 +318,7 @@ class _Cutter:
             return True
         return value in self.rows
 
-    def _handed_on(self, value: int) -> bool:
+    def _is_sent_by_front(self, value: int) -> bool:
         """Returns whether the front sends a value: it sends states and expensive values; others are recomputed."""
         if self._prepares(value):
             return True
@@ -331,17 +331,17 @@ class _Cutter:
             return True
         return False
 
-    def _handed_to_head(self, value: int) -> bool:
+    def _is_received_by_head(self, value: int) -> bool:
         if value in self.forward.stacked:
             self.collected[value] = None
             return True
-        return self._handed_on(value)
+        return self._is_sent_by_front(value)
 
-    def _handed_at_end(self, value: int) -> bool:
+    def _is_received_by_end(self, value: int) -> bool:
         if self._of(value) & Needs.FORWARD and not self._of(value) & Needs.BACKWARD:
             self.returned[value] = None
             return True
-        return self._handed_on(value)
+        return self._is_sent_by_front(value)
 
 
 def _summands(before: int, after: int, graph: Graph, body: Body) -> list[Part] | None:

@@ -84,7 +84,7 @@ def _attention(graph: Graph, op: Op, side: int) -> AttentionMatch | Mismatch | N
         return None
     soft = _softmax(graph, weights, tags, keys)
     if soft is None:
-        weight_op = _softmax_behind(graph, weights)
+        weight_op = _op_after_softmax(graph, weights)
         why = "dropout on its weights" if weight_op and weight_op.name in ("mul", "select_n", "div") else None
         return Mismatch(f"{why} ('{weight_op.name}' between softmax and values)", op) if why and weight_op else None
     steps = _Steps(graph, keys, {tag for tag in tags if tag != NONE})
@@ -146,7 +146,7 @@ def _is_of_row(graph: Graph, value: int, tags: Labels, keys: int) -> bool:
     return True
 
 
-def _softmax_behind(graph: Graph, value: int) -> Op | None:
+def _op_after_softmax(graph: Graph, value: int) -> Op | None:
     """Returns the last `mul` or `select_n` between a softmax and a value computed elementwise from it, if any."""
     first: Op | None = None
     for op in _ancestors(graph, value):
@@ -190,14 +190,14 @@ class _Steps:
         """Returns the step that produces a value under some tags, after adding its operands; None if unsupported."""
         key = (value, tags)
         if key not in self._known:
-            step = self._made(value, tags)
+            step = self._new_step(value, tags)
             if step is None:
                 return None
             self._steps.append(step)
             self._known[key] = len(self._steps) - 1
         return self._known[key]
 
-    def _made(self, value: int, tags: Labels) -> Step | None:
+    def _new_step(self, value: int, tags: Labels) -> Step | None:
         graph = self._graph
         shape, dtype, op = graph.shape(value), np.dtype(graph.avals[value].dtype), graph.producers.get(value)
         rest = (tags, shape, dtype)
