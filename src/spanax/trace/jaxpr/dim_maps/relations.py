@@ -206,9 +206,7 @@ class DimMap:
         pairs = [dict(relation.dims) for relation in self.of_kind(Kind.CONTRACTED)]
         triples, out = [dict(relation.dims) for relation in self.of_kind(Kind.SAME, Kind.GROUPS)], self.num_inputs
         triples = [dims for dims in triples if out in dims and {0, 1} & {*dims}]
-        # A ragged product that contracts its ragged dim has a leading dim of groups, which prices do not count.
-        first = int(out == 3 and min(dims[out] for dims in triples) == 1)
         return (
             tuple((dims[0], dims[1]) for dims in pairs),
-            tuple((dims.get(0, -1), dims.get(1, -1), dims[out] - first) for dims in triples),
+            tuple((dims.get(0, -1), dims.get(1, -1), dims[out]) for dims in triples),
         )
