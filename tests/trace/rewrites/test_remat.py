@@ -18,6 +18,7 @@ import spanax
 import zoo
 from spanax.models import gpt
 from spanax.trace.jaxpr.graph import Body, Graph, from_jaxpr
+from spanax.trace.jaxpr.marks import LOSS_CHUNKS
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat import rematerialized
 from spanax.trace.rewrites.remat_policies import POLICIES
@@ -368,3 +369,15 @@ def test_complex_contractions_are_recomputed() -> None:
     x = jax.random.normal(key, (2, 4), "complex64")
     gradient = jax.jit(jax.grad(rematerialized(loss, "dots")))(weights, x)
     assert jnp.allclose(gradient, jax.grad(loss)(weights, x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["none", "dots", "full"])
+def test_chunks_of_a_loss_are_named_under_a_policy(policy: str) -> None:
+    """A loss that is not linear in its tokens recomputes its chunks; by name, weights are gathered once."""
+
+    def perplexity(model: nnx.Module, batch: Any) -> jax.Array:
+        return jnp.exp(gpt.loss(model, batch))
+
+    program = traced(functools.partial(gpt.GPT, zoo.GPT_SCAN), perplexity, zoo.GPT_TEXT(B), remat=policy)
+    loops = [op for op in program.with_loss_chunks(4).step.graph.ops() if op.name == "scan"]
+    assert sum(LOSS_CHUNKS in str(op.eqn.source_info.name_stack) for op in loops) == 2  # forward and backward
