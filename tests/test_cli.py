@@ -115,7 +115,7 @@ BAD: dict[str, tuple[list[str], int, str]] = {
     "no number of bad steps": (["train", "--patience", "-1"], 2, "--patience is -1"),
     "unknown remat policy": (["train", "--remat", "ful"], 2, "did you mean 'full'"),
     "unknown attention": (["train", "--attention", "fast"], 2, "known: plain, auto, flash"),
-    "loss chunks of no number": (["train", "--loss-chunks", "many"], 2, "it takes auto, or a number from 1"),
+    "loss chunks of no number": (["train", "--loss-chunks", "many"], 2, "expected auto, or an integer from 1 to 65536"),
     "a profile of no steps": (["train", "--profile", "20:10"], 2, "it must be the first and the last step"),
     "a profile beyond the end": (["train", "--steps", "5", "--profile", "3:9"], 2, "--profile 1:5"),
     "calls that skip spikes": (

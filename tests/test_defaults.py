@@ -128,11 +128,11 @@ def test_a_plan_file_and_a_switch_that_it_contains_conflict(flags: dict[str, Any
 
 
 def test_a_policy_that_a_program_cannot_have_is_an_error_or_counted() -> None:
-    with pytest.raises(SpanaxError, match="remat 'full' finds no layer"):
+    with pytest.raises(SpanaxError, match="remat 'full' has no layer"):
         spanax.search(linear(), "cpu:8", remat=("full",))
     rejected = spanax.search(linear(), "cpu:8").rejected
-    assert [reason for reason in rejected if str(reason).startswith("remat full: remat 'full' finds no layer")]
-    with pytest.raises(SpanaxError, match="remat 'full' finds no layer"):
+    assert [reason for reason in rejected if str(reason).startswith("remat full: remat 'full' has no layer")]
+    with pytest.raises(SpanaxError, match="remat 'full' has no layer"):
         plan_answer(with_flags(PlanCommand("resnet-nano", "cpu:8"), remat="full"))
 
 

@@ -42,7 +42,7 @@ def test_by_default_accelerators_use_a_kernel_and_cpus_compute_as_the_model_does
     [
         ("cpu:8", "bfloat16", "plain: there is no attention kernel for cpu"),
         ("mi300x:8", "bfloat16", "plain: there is no attention kernel for mi300x"),
-        ("h100:8", "float32", "float32, where cudnn takes float16 or bfloat16"),
+        ("h100:8", "float32", "float32, where cudnn supports float16 or bfloat16"),
     ],
 )
 def test_where_there_is_none_the_plan_says_why_and_flash_is_refused(cluster: str, dtype: str | None, why: str) -> None:

@@ -78,7 +78,7 @@ def test_what_of_each_optimizer_of_ours_lies_in_bfloat16(optimizer, in_bfloat16)
 def test_an_optimizer_of_the_users_own_is_as_it_is(optimizer) -> None:
     own = partial(traced, workload=spanax.Workload(build=zoo.MLP, batch=MLP.batch, loss=MLP.loss, optimizer=optimizer))
     assert own().fingerprint == own("float32").fingerprint
-    with pytest.raises(SpanaxError, match="optimizer cannot keep its state in bfloat16"):
+    with pytest.raises(SpanaxError, match="optimizer cannot store its state in bfloat16"):
         own("bfloat16")
     with pytest.raises(SpanaxError, match="unknown optimizer state 'int8'"):
         own("int8")

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -277,14 +278,14 @@ def test_an_intermediate_is_not_state() -> None:
 
 
 def test_neither_loss_nor_step() -> None:
-    assert "loss=" in refused("give either `loss` or `train_step`", loss=None)
+    assert "loss=" in refused("pass either `loss` or `train_step`", loss=None)
     refused("not both", loss=zoo.squared_error, train_step=my_step)
 
 
 @pytest.mark.parametrize("option", [{"microbatches": 2}, {"compute_dtype": jnp.bfloat16}, {"clip_norm": 1.0}])
 def test_options_of_a_loss_do_not_go_with_a_step(option: dict[str, Any]) -> None:
     name = next(iter(option))
-    assert "leave" in refused(f"`{name}` goes with `loss`", train_step=my_step, **option)
+    assert "leave" in refused(f"`{name}` requires `loss`", train_step=my_step, **option)
 
 
 def test_microbatches_that_do_not_divide() -> None:
@@ -330,6 +331,13 @@ def test_a_step_that_adds_a_variable() -> None:
     assert "__init__" in text
 
 
+def test_variables_in_another_order_are_named() -> None:
+    variables = trace().variables
+    moved = replace(variables, leaves=variables.leaves[1::-1] + variables.leaves[2:])
+    with pytest.raises(spanax.SpanaxError, match=f"variables: {variables.leaves[0].path}, {variables.leaves[1].path}"):
+        jax.eval_shape(lambda values: moved.split(*variables.merge(values)), variables.abstract())
+
+
 @pytest.mark.parametrize("change", [lambda v: v.astype(jnp.bfloat16), lambda v: v[:1]])
 def test_a_step_that_turns_a_variable_into_another(change: Callable[[Any], Any]) -> None:
     def turning(model: Any, optimizer: Any, batch: Any) -> None:
@@ -349,19 +357,19 @@ def test_a_loss_that_adds_a_variable() -> None:
 @pytest.mark.parametrize(
     ("said", "given"),
     [
-        ("`build` is a Linear that has been built", {"build": nnx.Linear.__new__(nnx.Linear)}),
-        ("`build` wants config; it is given an nnx.Rngs", {"build": lambda config, rngs: None}),
-        ("`build` wants fan_in, fan_out;", {"build": lambda fan_in, fan_out: None}),
+        ("`build` is a Linear instance", {"build": nnx.Linear.__new__(nnx.Linear)}),
+        ("`build` requires config, but receives only an nnx.Rngs", {"build": lambda config, rngs: None}),
+        ("`build` requires fan_in, fan_out,", {"build": lambda fan_in, fan_out: None}),
         ("`optimizer` is a float", {"optimizer": 0.1}),
         ("`optimizer` is optax.adam, which was not called", {"optimizer": optax.adam}),
-        ("`optimizer` is <lambda>, which wants nothing", {"optimizer": lambda: optax.adam(0.1)}),
-        ("`optimizer` is <lambda>, which wants model, rate", {"optimizer": lambda model, rate: optax.adam(rate)}),
+        ("`optimizer` is <lambda>, which requires no argument", {"optimizer": lambda: optax.adam(0.1)}),
+        ("`optimizer` is <lambda>, which requires model, rate", {"optimizer": lambda model, rate: optax.adam(rate)}),
         ("`optimizer` returned a float", {"optimizer": lambda model: 0.1}),
         (
             "`optimizer` is a Optimizer",
             {"optimizer": nnx.Optimizer.__new__(nnx.Optimizer)},
         ),
-        ("`loss` returned list beside", {"loss": lambda model, batch: (zoo.squared_error(model, batch), [1.0])}),
+        ("`loss` returned list next to", {"loss": lambda model, batch: (zoo.squared_error(model, batch), [1.0])}),
         ("a str as its metric 'by.name'", {"loss": lambda *args: (zoo.squared_error(*args), {"by": {"name": "a"}})}),
         ("`train_step` returned a MLP as its metric", {"train_step": lambda model, optimizer, batch: (1.0, model)}),
     ],

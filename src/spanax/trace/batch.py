@@ -19,7 +19,7 @@ def abstract_batch(batch: Any) -> tuple[Any, tuple[Leaf, ...], Any]:
         batch = jax.eval_shape(lambda tree: tree, batch)
     except TypeError:
         raise SpanaxError(
-            "the batch holds something that is not an array.",
+            "the batch contains something that is not an array.",
             where=", ".join(_no_arrays(batch)[:3]),
             fix="a dict of numpy arrays or jax.ShapeDtypeStructs, examples along dim 0",
         ) from None

@@ -195,7 +195,7 @@ class Definition:
         graph = from_jaxpr(jaxpr)
         if any(isinstance(value, jax.core.Tracer) for value in graph.constants.values()):
             raise SpanaxError(
-                "the train step uses an array that `build` made and NNX does not carry: one in a closure or a global.",
+                "the train step uses an array that `build` created and NNX does not track, in a closure or a global.",
                 fix="self.name = array in a module, or eager_build=True",
             )
         axes = discover(graph, leaves, self.batch_leaves)

@@ -87,7 +87,7 @@ class Initial:
         expected = [(aval.shape, aval.dtype) for aval in self.jaxpr.in_avals]
         if [(array.shape, array.dtype) for array in arrays] != expected:
             raise SpanaxError(
-                f"`build` made {len(expected)} arrays when it was traced, and other ones when it ran again.",
+                f"`build` created {len(expected)} arrays when it was traced, and different ones when it ran again.",
                 where=f"seed={seed}",
                 fix="a build that depends on the seed alone",
             )

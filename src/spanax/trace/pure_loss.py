@@ -54,7 +54,7 @@ def with_extra(returned: Any) -> tuple[Any, dict[str, Any]]:
         )
     if not isinstance(extra, Mapping):
         raise SpanaxError(
-            f"`loss` returned {type(extra).__name__} beside its value, not a dict of metrics.",
+            f"`loss` returned {type(extra).__name__} next to its value, not a dict of metrics.",
             fix="return loss, {'name': metric}",
         )
     return scalar, numbers_of("loss", extra)

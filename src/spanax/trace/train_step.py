@@ -46,14 +46,12 @@ def chosen_step(
     known_context(variant.context)
     if loss is not None and train_step is None:
         if variant.microbatches < 1:
-            raise SpanaxError(
-                f"microbatches={variant.microbatches}; it takes a whole number from 1.", fix="microbatches=1"
-            )
+            raise SpanaxError(f"microbatches={variant.microbatches}; expected an integer >= 1.", fix="microbatches=1")
         known_policy(variant.remat)
         return _step_around(loss, clip_norm, known_accumulation(accumulate), variant, attentions)
     if loss is not None or train_step is None:
         raise SpanaxError(
-            "give either `loss` or `train_step`" + (", not both." if loss is not None else "."),
+            "pass either `loss` or `train_step`" + (", not both." if loss is not None else "."),
             fix="loss=lambda model, batch: ..., and Spanax writes the step",
         )
     options = {
@@ -68,7 +66,7 @@ def chosen_step(
     for name, is_set in options.items():
         if is_set:
             raise SpanaxError(
-                f"`{name}` goes with `loss`: a `train_step` of your own decides that itself.",
+                f"`{name}` requires `loss`: a user-defined `train_step` decides that itself.",
                 fix=f"leave {name} out, or pass loss= instead of train_step=",
             )
     return train_step

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -97,7 +98,8 @@ class Variables:
         before = [leaf.path for leaf in self.leaves]
         after = [path for path, _, _ in _named_values(state)]
         if before != after:
-            odd = sorted(set(before) ^ set(after))
+            moved = [path for path, other in zip_longest(after, before) if path != other]
+            odd = sorted(set(before) ^ set(after)) or [path for path in moved if path is not None]
             raise changed_variables("the train step", odd, f"{len(before)} arrays before the step, {len(after)} after")
         values = jax.tree.leaves(state)
         for leaf, value in zip(self.leaves, values, strict=True):
@@ -126,7 +128,7 @@ def changed_variables(by: str, odd: Sequence[str], where: str = "") -> SpanaxErr
     return SpanaxError(
         f"{by} changed the model's variables: {', '.join(odd[:3])}.",
         where=where,
-        fix="create every variable in the model's __init__, or use nnx.Intermediate for what is thrown away",
+        fix="create every variable in the model's __init__, or use nnx.Intermediate for discarded values",
     )
 
 
@@ -138,8 +140,8 @@ def model_of(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
     """
     if isinstance(build, nnx.Module):
         raise SpanaxError(
-            f"`build` is a {type(build).__name__} that has been built.",
-            fix="what makes it: build=MyModel, or build=lambda rngs: MyModel(config, rngs=rngs)",
+            f"`build` is a {type(build).__name__} instance.",
+            fix="a function that returns it: build=MyModel, or build=lambda rngs: MyModel(config, rngs=rngs)",
         )
     with plain_variables(), traced_as_data():
         model = _built(build, seed)
@@ -217,7 +219,7 @@ def _no_optimizer(optimizer: Any) -> str | None:
     required = [p.name for p in parameters if p.default is p.empty and p.kind in NAMED]
     if parameters and len(required) <= 1:
         return None
-    return f"{name}, which wants {', '.join(required) or 'nothing'}, and is given the model"
+    return f"{name}, which requires {', '.join(required) or 'no argument'}, but receives the model"
 
 
 def _is_optax(optimizer: Any) -> bool:
@@ -233,7 +235,7 @@ def _built(build: Callable[..., nnx.Module], seed: Any) -> nnx.Module:
     takes_rngs = any(p.name == "rngs" for p in parameters)
     if len(required) > (not takes_rngs):
         raise SpanaxError(
-            f"`build` wants {', '.join(required)}; it is given an nnx.Rngs, and nothing else.",
+            f"`build` requires {', '.join(required)}, but receives only an nnx.Rngs.",
             where=f"build={getattr(build, '__name__', build)!r}",
             fix="build=lambda rngs: MyModel(config, rngs=rngs)",
         )

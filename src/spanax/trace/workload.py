@@ -129,7 +129,7 @@ class Workload:
             return {}
         if not callable(self.optimizer) or "state_dtype" not in inspect.signature(self.optimizer).parameters:
             raise SpanaxError(
-                f"this workload's optimizer cannot keep its state in {dtype}.",
+                f"this workload's optimizer cannot store its state in {dtype}.",
                 fix="optimizer=a function of (learning_rate, num_steps, state_dtype=None) in the spanax.Workload",
             )
         return {"state_dtype": dtype}

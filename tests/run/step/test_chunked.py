@@ -207,5 +207,5 @@ def test_a_step_of_ones_own_decides_itself() -> None:
         return {"loss": value}
 
     traced = spanax.trace(build=lambda rngs: Net(rngs), optimizer=optax.sgd(0.5), batch=BATCH, train_step=train_step)
-    with pytest.raises(SpanaxError, match="`loss_chunks` goes with `loss`"):
+    with pytest.raises(SpanaxError, match="`loss_chunks` requires `loss`"):
         spanax.plan(traced, spanax.cluster("cpu:4"), layout="data", loss_chunks=4)

@@ -173,5 +173,5 @@ def test_train_passes_the_policy_on(tmp_path: Any) -> None:
         return spanax.Workload(build=build, batch=rows[0], loss=zoo.squared_error, source=rows)
 
     config = TrainConfig("mine", remat="full", out=str(tmp_path / "out"), steps=1)
-    with pytest.raises(spanax.SpanaxError, match="remat 'full' finds no layer"):
+    with pytest.raises(spanax.SpanaxError, match="remat 'full' has no layer"):
         train(load, config, jax.devices()[:1], lambda event: None)

@@ -53,7 +53,7 @@ def test_a_sum_that_meets_what_is_none_stays() -> None:
         build=Residual, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((BATCH, WIDTH), "float32"),
         loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
-    assert any(len(values) == 2 for meeting in program.step.gradient_sums for values, _ in meeting.met)
+    assert any(len(values) == 2 for meeting in program.step.gradient_sums for values, _ in meeting.occurrences)
     for layout, mesh in (("tensor", "model=8"), ("data", "data=8")):
         assert moved(program, layout, mesh) == moved(program, layout, mesh, adds_first=True)
 

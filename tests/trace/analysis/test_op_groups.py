@@ -240,6 +240,19 @@ def test_flops_of_a_ragged_matmul_and_its_gradients() -> None:
     assert found == 3 * [2 * M * K * N]
 
 
+def test_dims_of_the_gradient_of_ragged_weights_follow_its_groups() -> None:
+    def loss(w: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.square(lax.ragged_dot(x, w, sizes)).sum()
+
+    graph = graph_of(jax.grad(loss), array(4, 5, 7), array(24, 5), array(4, dtype="int32"))
+    (op,) = (op for op in graph.ops() if op.name == "ragged_dot_general" and graph.shape(op.outputs[0]) == (4, 5, 7))
+    shapes = [graph.shape(value) for value in (*op.inputs[:2], op.outputs[0])]
+    summed, passed = op.dim_map.contraction
+    assert summed == ((0, 0),)
+    sizes = [[shape[dim] if dim >= 0 else None for shape, dim in zip(shapes, dims, strict=True)] for dims in passed]
+    assert sizes == [[5, None, 5], [None, 7, 7]]
+
+
 def test_an_moe_computes_its_slots_and_not_every_expert_for_every_token() -> None:
     program, config = zoo_program("mixtral"), zoo.MIXTRAL
     graph, E = program.step.graph, config.num_experts

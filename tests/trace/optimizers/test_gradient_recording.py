@@ -69,5 +69,5 @@ def test_an_optimizer_of_another_kind_is_told() -> None:
         batch=case.batch(16),
         loss=case.loss,
     )
-    with pytest.raises(SpanaxError, match="gradients that a Mine is given"):
+    with pytest.raises(SpanaxError, match="gradients that a Mine receives"):
         program.with_gradients()

@@ -18,6 +18,7 @@ import spanax
 import zoo
 from spanax.models import gpt
 from spanax.trace.jaxpr.graph import Body, Graph, from_jaxpr
+from spanax.trace.jaxpr.marks import LOSS_CHUNKS
 from spanax.trace.program import Program
 from spanax.trace.rewrites.remat import rematerialized
 from spanax.trace.rewrites.remat_policies import POLICIES
@@ -140,7 +141,7 @@ def test_dots_keeps_convolutions() -> None:
 def test_microbatches_are_no_layers() -> None:
     once, twice = (scanned(remat="full", microbatches=n) for n in (1, 2))
     assert count(twice.step.graph, "dot_general") == 2 * count(once.step.graph, "dot_general")
-    with pytest.raises(spanax.SpanaxError, match="no layer to forget"):
+    with pytest.raises(spanax.SpanaxError, match="no layer to rematerialize"):
         traced(zoo.MLP, remat="full", microbatches=2)
 
 
@@ -210,14 +211,14 @@ def test_a_loop_without_a_matmul_is_no_layer() -> None:
     def summed(w: Any, x: Any) -> Any:
         return (lax.scan(lambda c, y: (jnp.sin(c + y), None), x[0], x)[0] @ w[0]).sum()
 
-    with pytest.raises(spanax.SpanaxError, match="no layer to forget"):
+    with pytest.raises(spanax.SpanaxError, match="no layer to rematerialize"):
         jax.make_jaxpr(rematerialized(summed, "full"))(W, X)
     assert remats(from_jaxpr(jax.make_jaxpr(rematerialized(summed, "dots"))(W, X))) == 1  # around all of it
 
 
 def test_a_derivative_of_ones_own_survives() -> None:
     """The loop inside it is not on the way back, and so is no layer; around it there may be one."""
-    with pytest.raises(spanax.SpanaxError, match="no layer to forget"):
+    with pytest.raises(spanax.SpanaxError, match="no layer to rematerialize"):
         jax.make_jaxpr(rematerialized(tripled, "full"))(W, X)
 
     def layers(w: Any, x: Any) -> Any:
@@ -301,8 +302,8 @@ def test_the_evaluation_keeps_nothing_and_has_no_policy() -> None:
     [
         ({"remat": "ful"}, "unknown remat policy 'ful'"),
         ({"remat": "as written"}, "unknown remat policy 'as written'"),
-        ({"remat": "full"}, "remat 'full' finds no layer to forget"),
-        ({"remat": "dots", "loss": None, "train_step": lambda *_: {}}, "`remat` goes with `loss`"),
+        ({"remat": "full"}, "remat 'full' has no layer to rematerialize"),
+        ({"remat": "dots", "loss": None, "train_step": lambda *_: {}}, "`remat` requires `loss`"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str) -> None:
@@ -314,8 +315,8 @@ def test_refused(options: dict[str, Any], message: str) -> None:
 def test_refused_later() -> None:
     own = traced(zoo.MLP, loss=None, train_step=lambda model, optimizer, batch: {})
     for program, policy, message in (
-        (own, "dots", "`remat` goes with `loss`"),
-        (traced(zoo.MLP), "full", "no layer to forget"),
+        (own, "dots", "`remat` requires `loss`"),
+        (traced(zoo.MLP), "full", "no layer to rematerialize"),
         (traced(zoo.MLP), "ful", "did you mean 'full'"),
     ):
         with pytest.raises(spanax.SpanaxError, match=message):
@@ -368,3 +369,15 @@ def test_complex_contractions_are_recomputed() -> None:
     x = jax.random.normal(key, (2, 4), "complex64")
     gradient = jax.jit(jax.grad(rematerialized(loss, "dots")))(weights, x)
     assert jnp.allclose(gradient, jax.grad(loss)(weights, x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["none", "dots", "full"])
+def test_chunks_of_a_loss_are_named_under_a_policy(policy: str) -> None:
+    """A loss that is not linear in its tokens recomputes its chunks; by name, weights are gathered once."""
+
+    def perplexity(model: nnx.Module, batch: Any) -> jax.Array:
+        return jnp.exp(gpt.loss(model, batch))
+
+    program = traced(functools.partial(gpt.GPT, zoo.GPT_SCAN), perplexity, zoo.GPT_TEXT(B), remat=policy)
+    loops = [op for op in program.with_loss_chunks(4).step.graph.ops() if op.name == "scan"]
+    assert sum(LOSS_CHUNKS in str(op.eqn.source_info.name_stack) for op in loops) == 2  # forward and backward

@@ -142,7 +142,7 @@ class _TermCounter:
             is_equal = left and right and (left[2].over, left[2].unchanged) == (right[2].over, right[2].unchanged)
             needed.append(left if is_equal else None)
             if right and is_equal:
-                runs = sum(self._of(values[right[0]], runs) for values, runs in gradient_sum.met)
+                runs = sum(self._of(values[right[0]], runs) for values, runs in gradient_sum.occurrences)
                 self._move(-runs, right[1].phase, right[1].in_layers, [right[2]])
 
     def _summed(self, group: OpGroup, index: int) -> tuple[int, OpGroup, Reshard] | None:

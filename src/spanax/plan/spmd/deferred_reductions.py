@@ -17,24 +17,12 @@ from spanax.plan.spmd.partition import union
 from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.jaxpr.dim_maps.relations import Family, Kind
 from spanax.trace.jaxpr.graph import REMAT, Graph, Op, Wires
+from spanax.trace.jaxpr.linear import linear_operands
 from spanax.trace.pipeline.partition import pipeline_partition
 from spanax.trace.pipeline.split_backward import split_backward
 
-LINEAR = frozenset(
-    "add add_any sub neg transpose reshape squeeze expand_dims copy copy_p reduce_sum slice rev concatenate".split()
-)
-"""Operations that are linear in all their operands jointly, with results no larger than the operands."""
-
-LINEAR_IN = {
-    "mul": (0, 1),
-    "div": (0,),
-    "dynamic_slice": (0,),
-    "dynamic_update_slice": (0, 1),
-    "pad": (0, 1),
-    "convert_element_type": (0,),
-    "sharding_constraint": (0,),
-}
-"""Operations that are linear in some of their operands; `mul` in either one."""
+REDUCED_BEFORE = frozenset({"broadcast_in_dim", "cumsum", "dot_general", "select_n"})
+"""Linear operations whose operands are reduced before: their results may be larger, or sums of their own."""
 
 SUMS = frozenset({"dot_general", "conv_general_dilated", "reduce_sum", "scatter-add", "scatter_add"})
 """Operations whose reductions can be deferred."""
@@ -207,7 +195,7 @@ def _may_be(sharded: ShardedProgram, refused: Collection[int]) -> defaultdict[in
 def _allowed(graph: Graph, op: Op, may: Mapping[int, int]) -> Iterator[tuple[int, int]]:
     """Yields the mesh axes that an operation allows its operands to defer, and a loop the values inside it."""
     if not op.bodies:
-        linear_in = range(len(op.inputs)) if op.name in LINEAR else LINEAR_IN.get(op.name, ())
+        linear_in = () if op.name in REDUCED_BEFORE else linear_operands(op)
         is_sum = all(jnp.issubdtype(graph.avals[value].dtype, jnp.inexact) for value in op.outputs)
         for index, value in enumerate(op.inputs):
             yield value, may[op.outputs[0]] if index in linear_in and is_sum else 0

@@ -42,11 +42,11 @@ def accesses(graph: Graph, body: Body) -> tuple[list[Access], int]:
     reads: dict[int, set[int]] = defaultdict(set)
     for value in plan.written:
         for source in plan.sources(value):
-            is_same_kernel = source in plan.written and plan.made_at[source] == plan.made_at[value]
+            is_same_kernel = source in plan.written and plan.computed_at[source] == plan.computed_at[value]
             if not is_same_kernel:
-                reads[source].add(plan.made_at[value])
+                reads[source].add(plan.computed_at[value])
     values = sorted({*reads, *plan.written})
-    levels = {plan.made_at[value] for value in plan.written}
+    levels = {plan.computed_at[value] for value in plan.written}
     return [Access(value, int(value in plan.written), len(reads.get(value, ()))) for value in values], len(levels)
 
 
@@ -61,7 +61,7 @@ class Kept:
         self.graph, self._body = graph, body
         self.root: dict[int, int] = {}
         self.level: dict[int, int] = defaultdict(int)
-        self.made_at: dict[int, int] = defaultdict(int)
+        self.computed_at: dict[int, int] = defaultdict(int)
         self.kept: set[int] = set(body.inputs)
         self.written: set[int] = set()
         self._fused: set[int] = set()
@@ -78,7 +78,7 @@ class Kept:
                     readers[value].add(level)
                 ends_level = op.family is Family.REDUCTION and not _is_along_last(graph, op)
                 for value in op.outputs:
-                    self.level[value], self.made_at[value] = level + ends_level, level
+                    self.level[value], self.computed_at[value] = level + ends_level, level
                     self._fused.add(value)
                     if ends_level:
                         self._keep(value)

@@ -22,11 +22,11 @@ class GradientSum:
 
     Attributes:
       sums: the sum in postfix order: the group of each operand, and None for an addition of two preceding operands.
-      met: for each occurrence of the sum, its operands in this order, and the number of runs.
+      occurrences: for each occurrence of the sum, its operands in this order, and the number of runs.
     """
 
     sums: tuple[OpGroup | None, ...]
-    met: tuple[tuple[tuple[int, ...], int], ...]
+    occurrences: tuple[tuple[tuple[int, ...], int], ...]
 
 
 def gradient_sums(graph: Graph, bodies: Iterable[Body], op_groups: Iterable[OpGroup]) -> list[GradientSum]:

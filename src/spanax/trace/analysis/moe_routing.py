@@ -94,7 +94,7 @@ def _routing(
             if label not in keys[weight] or not is_weight:
                 continue
             # A score: the expert dim is the only free dim of the weight.
-            if [label] in _own_dims(op, weight, axes.classes[weight]):
+            if [label] in _free_and_contracted(op, weight, axes.classes[weight]):
                 scoring.add(keys[weight])
             else:
                 inside.update(key for key in (keys[activation], keys[op.outputs[0]]) if label in key)
@@ -114,15 +114,13 @@ def _routing(
     return Routing(has_experts, frozenset(scoring), frozenset(inside - scoring), *counts)
 
 
-def _own_dims(op: Op, weight: int, labels: Labels) -> tuple[list[int | None], list[int | None]]:
+def _free_and_contracted(op: Op, weight: int, labels: Labels) -> tuple[list[int | None], list[int | None]]:
     """Returns the classes of the free dims of a weight in a contraction, and of its contracted dims.
 
     Counted by dim: experts that map an axis to itself (a residual stream) have its class twice and are not scores.
     """
-    contracted, triples = op.dim_map.contraction
-    side = 0 if op.inputs[0] == weight else 1
-    free = [dims[side] for dims in triples if dims[1 - side] < 0]
-    return [labels[dim] for dim in free], [labels[dims[side]] for dims in contracted]
+    side, (contracted, _) = op.inputs[:2].index(weight), op.dim_map.contraction
+    return [labels[dim] for dim in op.dim_map.free_dims[side]], [labels[dims[side]] for dims in contracted]
 
 
 def _key(labels: Labels, layers: Collection[int | None]) -> Key:

@@ -58,7 +58,7 @@ def op_groups(traced: Traced, keys: Sequence[ShardingKey], layers: Collection[in
       layers: the classes of dims along which layers are stacked.
     """
     groups: dict[tuple[Any, ...], list[tuple[Op, int]]] = {}
-    forward = on_the_way(traced)
+    forward = ancestors_of_loss(traced)
     for op, runs, in_layers in _visit(traced, layers, traced.graph.body, 1, False):
         phase = phase_of(traced.axes, op, forward)
         groups.setdefault((_signature(traced.graph, keys, op), phase, in_layers), []).append((op, runs))
@@ -96,7 +96,7 @@ def traffic(
       batch: the classes of batch dims.
       layers: the classes of dims along which layers are stacked.
     """
-    graph, axes, forward = traced.graph, traced.axes, on_the_way(traced)
+    graph, axes, forward = traced.graph, traced.axes, ancestors_of_loss(traced)
     rows: dict[tuple[Any, ...], list[Any]] = {}
     kernels = [[0.0, 0.0] for _ in Phase]
 
@@ -125,7 +125,7 @@ def traffic(
     return Traffic([tuple(row) for row in rows.values()], kernels)
 
 
-def on_the_way(traced: Traced) -> list[bool]:
+def ancestors_of_loss(traced: Traced) -> list[bool]:
     """Returns, for every value by index, whether it is the loss or one of its ancestors."""
     graph = traced.graph
     targets = [False] * len(graph.avals)
@@ -136,12 +136,12 @@ def on_the_way(traced: Traced) -> list[bool]:
 
 def phase_of(axes: Axes, op: Op, forward: list[bool]) -> Phase:
     """Returns the phase in which an operation runs."""
-    return phase_of_values(axes, (*op.outputs, *op.inputs), forward, num_made=len(op.outputs))
+    return phase_of_values(axes, (*op.outputs, *op.inputs), forward, num_results=len(op.outputs))
 
 
-def phase_of_values(axes: Axes, values: Sequence[int], forward: list[bool], num_made: int | None = None) -> Phase:
-    """Returns the phase in which values are computed; the first `num_made` determine whether it is the forward pass."""
-    if any(forward[value] for value in values[:num_made]):
+def phase_of_values(axes: Axes, values: Sequence[int], forward: list[bool], num_results: int | None = None) -> Phase:
+    """Returns the phase in which values are computed; the first `num_results` determine if it is the forward pass."""
+    if any(forward[value] for value in values[:num_results]):
         return Phase.FORWARD
     origin = 0
     for value in values:

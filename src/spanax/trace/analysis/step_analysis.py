@@ -22,23 +22,7 @@ from spanax.trace.traced import Traced
 
 @dataclass(frozen=True, eq=False)
 class StepAnalysis:
-    """A traced function with its analyses.
-
-    Example:
-      >>> import jax, optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(16, 32, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 16), "float32"),
-      ...     loss=lambda model, x: (model(x) ** 2).mean(),
-      ... )
-      >>> [(group.op.name, group.runs, group.phase.name) for group in program.step.op_groups][0]
-      ('dot_general', 1, 'FORWARD')
-      >>> aliases = program.step.leaf_aliases([leaf.path for leaf in program.leaves].index("kernel"))
-      >>> sorted({program.step.graph.shape(value) for value in aliases})  # and its transpose
-      [(16, 32), (32, 16)]
-    """
+    """A traced function with its analyses."""
 
     traced: Traced
 

@@ -50,18 +50,6 @@ def flaws(step: StepAnalysis, leaves: Sequence[Leaf], *, has_loss: bool) -> list
       step: the train step.
       leaves: the leaves of its state.
       has_loss: whether its result `loss` is what it differentiates; a user-defined `train_step` may return none.
-
-    Example:
-      >>> import jax, optax, spanax
-      >>> from flax import nnx
-      >>> program = spanax.trace(
-      ...     build=lambda rngs: nnx.Linear(4, 2, rngs=rngs),
-      ...     optimizer=optax.sgd(0.1),
-      ...     batch=jax.ShapeDtypeStruct((8, 4), "float32"),
-      ...     loss=lambda model, x: (model(x) > 0).mean(),
-      ... )
-      >>> [problem.message for problem in flaws(program.step, program.leaves, has_loss=True)]
-      ['the gradient of the loss is zero for all 2 parameters: nothing is trained.']
     """
     sources, loss = _sources(step.graph, len(leaves)), _loss(step)
     learned = [loss] if loss is not None and has_loss else _updated(step.graph, leaves)

@@ -16,7 +16,7 @@ from spanax.trace.jaxpr.graph import CONTRACTIONS, Graph
 from spanax.trace.jaxpr.provenance import Origin, origins
 from spanax.trace.variables import Leaf
 
-MEANT = ("batch", "seq", "layers")
+RESERVED = ("batch", "seq", "layers")
 """Names that layouts depend on; they cannot be renamed."""
 
 
@@ -64,13 +64,13 @@ class Axes:
         """
         known = set(self.names.values())
         for old in names:
-            if old in MEANT:
+            if old in RESERVED:
                 raise SpanaxError(
-                    f"'{old}' cannot be renamed: layouts go by it.",
+                    f"'{old}' cannot be renamed: layouts refer to it by name.",
                     fix=f"rename others; known: {', '.join(sorted(known))}",
                 )
             if old not in known:
-                raise SpanaxError(f"there is no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
+                raise SpanaxError(f"the program has no axis '{old}' to rename.", fix=nearest(old, sorted(known)))
         renamed = {label: names.get(name, name) for label, name in self.names.items()}
         uses = {label: use for label, use in self.uses.items() if renamed[label] not in STRENGTH}
         return replace(self, names=renamed, uses=uses)
@@ -198,7 +198,7 @@ def warn_of_unknown(axes: Axes) -> None:
     if axes.unknown:
         listed = ", ".join(f"'{name}' ({count} times)" for name, count in sorted(axes.unknown.items()))
         warnings.warn(
-            f"no rule for the primitives {listed}: their dims stay unsplit, which is right and may be slow; "
-            "give them one with spanax.rule",
+            f"no rule for the primitives {listed}: their dims stay replicated, which is correct but may be slow; "
+            "add rules with spanax.rule",
             stacklevel=4,
         )

@@ -51,7 +51,7 @@ def batch_sized_dims(
     dims = [
         (value, dim)
         for op in graph.ops()
-        for value, dim in _made(op)
+        for value, dim in _new_dims(op)
         if axes.classes[value][dim] in unsharded and graph.shape(value)[dim] % size == 0
     ]
     if not dims:
@@ -66,15 +66,15 @@ def batch_sized_dims(
     except ResizeError as error:
         reason = first_line(error.__cause__ or error)
         warnings.warn(
-            f"{len(dims)} dims of values that the step makes without the batch are replicated: it cannot be traced "
-            f"with {2 * size} examples instead of {size}, which would tell whether they grow with it: {reason}",
+            f"{len(dims)} dims of values that the step creates independently of the batch are replicated: it cannot be "
+            f"traced with {2 * size} examples instead of {size} to find whether they scale with it: {reason}",
             stacklevel=6,
         )
         return []
     return [(value, dim) for value, dim in dims if longer.shape(value)[dim] == 2 * graph.shape(value)[dim]]
 
 
-def _made(op: Op) -> list[tuple[int, int]]:
+def _new_dims(op: Op) -> list[tuple[int, int]]:
     """Returns the dims of an operation's results that none of its operands has."""
     dims = op.dim_map.dims(Kind.NEW, Kind.REPEATED)
     return sorted((op.outputs[array - len(op.inputs)], dim) for array, dim in dims)

@@ -195,10 +195,8 @@ def _claim_attention(dims: Dims, origins: Sequence[int], claims: Claims) -> None
 
 def _free(op: Op, dims: Dims) -> Iterator[list[int | None]]:
     """Yields, per operand, the classes of its free dims, which are neither contracted nor batched."""
-    contracted, batched = op.params["dimension_numbers"]
-    for value, *used in zip(op.inputs, contracted, batched, strict=False):
-        used_dims = {dim for group in used for dim in group}
-        yield [label for dim, label in enumerate(dims.classes(value)) if dim not in used_dims]
+    for labels, free in zip(map(dims.classes, op.inputs), op.dim_map.free_dims, strict=True):
+        yield [labels[dim] for dim in free]
 
 
 def _top_k(op: Op, dims: Dims, origins: Sequence[int], claims: Claims, in_params: InParams) -> None:

@@ -142,12 +142,14 @@ class Graph:
         """Returns a body as a program of its own, with the same value numbers."""
         return self if body is self.body else replace(self, body=body)
 
-    def slice(self, values: Iterable[int], known: Container[int] = (), roots: Iterable[Op] = ()) -> list[Op]:
+    def slice(
+        self, values: Iterable[int], known: Container[int] | Callable[[int], bool] = (), roots: Iterable[Op] = ()
+    ) -> list[Op]:
         """Returns the operations of one body that compute values, in order.
 
         Args:
           values: the values to compute.
-          known: values whose producers are not included.
+          known: values whose producers are not included, or a function that returns whether a value is one.
           roots: operations to include with those that compute their operands.
 
         Example:
@@ -155,11 +157,12 @@ class Graph:
           >>> [[op.name for op in graph.slice([value])] for value in graph.body.outputs]
           [['sin', 'add'], ['cos']]
         """
+        is_known = known if callable(known) else known.__contains__
         needed = set(roots)
         stack = [*values, *(value for op in needed for value in op.inputs)]
         while stack:
             value = stack.pop()
-            op = None if value in known else self.producers.get(value)
+            op = None if is_known(value) else self.producers.get(value)
             if op is not None and op not in needed:
                 needed.add(op)
                 stack += op.inputs

@@ -15,9 +15,6 @@ Values = dict[int, Any]
 Override = Callable[[Op, Sequence[Any]], Sequence[Any] | None]
 """Computes the results of an operation from its operands; None leaves it to the operation's primitive."""
 
-Source = Callable[[Op], AbstractContextManager[None]]
-"""The context in which an operation is traced, with a source line and a name stack."""
-
 Function = Callable[..., Sequence[Any]]
 
 
@@ -26,8 +23,6 @@ def evaluate(
     args: Sequence[Any],
     override: Override | None = None,
     ops: Iterable[Op] | None = None,
-    *,
-    source: Source | None = None,
 ) -> list[Any]:
     """Returns the outputs of a graph.
 
@@ -36,7 +31,6 @@ def evaluate(
       args: its inputs.
       override: computes selected operations; runs those whose bodies it changes by `with_bodies`.
       ops: the operations to evaluate, by default all of them.
-      source: the context in which each operation is traced, by default `as_traced`.
 
     Example:
       >>> from spanax.trace.jaxpr.graph import from_jaxpr
@@ -45,18 +39,15 @@ def evaluate(
       [Array(5., dtype=float32, weak_type=True)]
     """
     values = dict(zip(graph.body.inputs, args, strict=True))
-    run(graph, graph.body.ops if ops is None else ops, values, override, source)
+    run(graph, graph.body.ops if ops is None else ops, values, override)
     return read(graph, values, graph.body.outputs)
 
 
-def run(
-    graph: Graph, ops: Iterable[Op], values: Values, override: Override | None = None, source: Source | None = None
-) -> None:
+def run(graph: Graph, ops: Iterable[Op], values: Values, override: Override | None = None) -> None:
     """Evaluates operations in order; reads operands from `values` and adds the results to it."""
-    source = source or as_traced
     for op in ops:
         ins = read(graph, values, op.inputs)
-        with source(op):
+        with as_traced(op):
             outs = None if override is None else override(op, ins)
             outs = op.bind(ins) if outs is None else outs
         values.update(zip(op.outputs, outs, strict=True))

@@ -1,9 +1,11 @@
 """Which inputs each value of a graph depends on, and which values contribute to given targets."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import reduce
+from operator import or_
 
-from spanax.trace.jaxpr.graph import Body, Graph
+from spanax.trace.jaxpr.graph import Body, Graph, Op
 
 
 class Origin(IntEnum):
@@ -27,21 +29,30 @@ def origins(graph: Graph, inputs: Mapping[int, Origin]) -> list[int]:
       >>> [result[value] == Origin.PARAM for value in graph.body.outputs]
       [True, False]
     """
+    return propagated(graph, inputs, lambda op, operands: reduce(or_, operands, 0))
+
+
+def propagated(graph: Graph, seeds: Mapping[int, int], transfer: Callable[[Op, list[int]], int]) -> list[int]:
+    """Returns the bits of every value, by its number, propagated from operands to results through loops and branches.
+
+    Args:
+      graph: the program.
+      seeds: the bits of inputs and constants; 0 for missing values.
+      transfer: the bits of an operation's results, given those of its operands, of which it is a monotonic function.
+    """
     result = [0] * len(graph.avals)
-    for value, origin in inputs.items():
-        result[value] = int(origin)
-    _follow(graph, graph.body, result)
+    for value, bits in seeds.items():
+        result[value] = int(bits)
+    _follow(graph, graph.body, result, transfer)
     return result
 
 
-def _follow(graph: Graph, body: Body, result: list[int]) -> None:
+def _follow(graph: Graph, body: Body, result: list[int], transfer: Callable[[Op, list[int]], int]) -> None:
     for op in body.ops:
         if not op.bodies:
-            combined = 0
-            for value in op.inputs:
-                combined |= result[value]
+            bits = transfer(op, [result[value] for value in op.inputs])
             for value in op.outputs:
-                result[value] |= combined
+                result[value] |= bits
             continue
         wires = graph.wires(op)
         for outer, inner in wires.inputs:
@@ -49,7 +60,7 @@ def _follow(graph: Graph, body: Body, result: list[int]) -> None:
         # Iterate to a fixed point: a carry may depend on more after each iteration.
         while True:
             for inner_body in op.bodies:
-                _follow(graph, inner_body, result)
+                _follow(graph, inner_body, result, transfer)
             pending = [(first, last) for first, last in wires.carried if result[last] & ~result[first]]
             if not pending:
                 break

@@ -51,7 +51,7 @@ def recording(optimizer: Any) -> Callable[[nnx.Module], nnx.Optimizer]:
         user_optimizer = optimizer(model)
         if type(user_optimizer) is not nnx.Optimizer:
             raise SpanaxError(
-                f"the gradients that a {type(user_optimizer).__name__} is given cannot be kept.",
+                f"the gradients that a {type(user_optimizer).__name__} receives cannot be recorded.",
                 fix="an optax transformation, or a function that returns an nnx.Optimizer",
             )
         return nnx.Optimizer(model, optax.chain(recorder, user_optimizer.tx), wrt=user_optimizer.wrt)

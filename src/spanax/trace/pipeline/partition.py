@@ -5,6 +5,7 @@ Two loops over layers, forward and backward, divide the operations of a microbat
 computes each term. Values that only the front computes and other stages need are sent along with the activations.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Flag, auto
@@ -16,7 +17,7 @@ from spanax.trace.jaxpr.loops import Loop, layer_loops, loop_of
 
 ADDING = frozenset({"add", "add_any"})
 
-Handed = Callable[[int], bool]
+IsReceived = Callable[[int], bool]
 """Returns whether a piece of the step receives a value, and need not compute it."""
 
 
@@ -135,17 +136,11 @@ def pipeline_partition(traced: StepAnalysis, num_microbatches: int) -> PipelineP
     if not candidates:
         raise _no_layers(traced, num_microbatches)
     loop, (forward, backward) = max(candidates, key=lambda candidate: _weight(graph, candidate[1][0]))
-    return _Cutter(traced, loop, forward, backward).cut()
+    return _Partitioner(traced, loop, forward, backward).partition()
 
 
 def _weight(graph: Graph, loop: Loop) -> int:
-    def size(value: int) -> int:
-        count = 1
-        for dim in graph.shape(value):
-            count *= dim
-        return count
-
-    return sum(map(size, loop.scanned))
+    return sum(math.prod(graph.shape(value)) for value in loop.scanned)
 
 
 def _no_layers(traced: StepAnalysis, num_microbatches: int) -> SpanaxError:
@@ -162,7 +157,7 @@ def _no_layers(traced: StepAnalysis, num_microbatches: int) -> SpanaxError:
 
 
 @dataclass(eq=False)
-class _Cutter:
+class _Partitioner:
     """Computes a `PipelinePartition`: what each value depends on, and what each piece receives."""
 
     traced: StepAnalysis
@@ -178,7 +173,7 @@ class _Cutter:
     returned: dict[int, None] = field(default_factory=dict)
     prepared: dict[int, None] = field(default_factory=dict)
 
-    def cut(self) -> PipelinePartition:
+    def partition(self) -> PipelinePartition:
         body, loop = self.loop.body, self.loop
         carried = list(zip(body.inputs[loop.num_consts :], body.outputs[: loop.num_carried], strict=False))
         graph = self.traced.graph
@@ -216,13 +211,13 @@ class _Cutter:
             parts = [part.value for total in sums for part in total.parts.get(place, ())]
             return [*parts, *(value for value, result_place in results if result_place == place)]
 
-        end_ops = self._slice(piece_outputs("end"), self._handed_at_end)
-        operands = [*self.backward.consts, *(v for v in self.backward.scanned if self._is_whole(v))]
-        backward_ops = self._slice(operands, self._handed_at_end)
+        end_ops = self._slice(piece_outputs("end"), self._is_received_by_end)
+        operands = [*self.backward.consts, *(v for v in self.backward.scanned if self._is_recomputed(v))]
+        backward_ops = self._slice(operands, self._is_received_by_end)
         seeds = [*self.backward.carried, *self.returned, *(state.after for state in head)]
-        head_ops = self._slice([*seeds, *piece_outputs("head")], self._handed_to_head)
-        operands = [*self.forward.consts, *(v for v in self.forward.scanned if self._is_whole(v))]
-        forward_ops = self._slice(operands, self._handed_on)
+        head_ops = self._slice([*seeds, *piece_outputs("head")], self._is_received_by_head)
+        operands = [*self.forward.consts, *(v for v in self.forward.scanned if self._is_recomputed(v))]
+        forward_ops = self._slice(operands, self._is_sent_by_front)
         targets = [*self.forward.carried, *self.ridden, *(state.after for state in front), *piece_outputs("front")]
         front_ops = self._slice(targets, lambda value: self._prepares(value))
         return {
@@ -271,19 +266,19 @@ class _Cutter:
         is_known = value in self.traced.graph.constants
         return not is_known and not self._of(value)
 
-    def _is_whole(self, value: int) -> bool:
+    def _is_recomputed(self, value: int) -> bool:
         """Returns whether a stacked operand is computed for all layers at once, in every microbatch."""
         return not (value in self.rows or value in self.layer_state_values or value in self.forward.stacked)
 
     def _check_head_state(self, state: State) -> None:
         if self._of(state.after) & Needs.BACKWARD:
-            reason = "depends on the gradients of a microbatch, and the next one takes it"
+            reason = "depends on the gradients of a microbatch, and the next microbatch reads it"
         elif any(state.index in self.states_needed.get(value, ()) for value in self.forward.op.inputs):
             reason = "goes from the head of one microbatch to the front of the next"
         else:
             return
         raise SpanaxError(
-            f"what the step carries as value {state.index} {reason}: no pipeline can overlap the two.",
+            f"carried value {state.index} of the step {reason}: no pipeline can overlap the two.",
             fix="a mesh without 'pipe'",
         )
 
@@ -311,22 +306,10 @@ class _Cutter:
         needs = self._of(value)
         return "end" if needs & Needs.BACKWARD else "head" if needs & Needs.FORWARD else "front"
 
-    def _slice(self, targets: Sequence[int], is_received: Handed) -> tuple[Op, ...]:
+    def _slice(self, targets: Sequence[int], is_received: IsReceived) -> tuple[Op, ...]:
         """Returns the operations that compute the targets from the values that a piece receives."""
-        ancestors: set[Op] = set()
-        stack = list(targets)
-        seen = set[int]()
-        while stack:
-            value = stack.pop()
-            if value in seen or is_received(value):
-                continue
-            seen.add(value)
-            op = self.traced.graph.producers.get(value)
-            if op is None or op in (self.forward.op, self.backward.op):
-                continue
-            ancestors.add(op)
-            stack.extend(op.inputs)
-        return tuple(op for op in self.loop.body.ops if op in ancestors)
+        loops = {*self.forward.op.outputs, *self.backward.op.outputs}
+        return tuple(self.traced.graph.slice(targets, lambda value: is_received(value) or value in loops))
 
     def _prepares(self, value: int) -> bool:
         """Returns whether a value is computed before the loop, as are those that use the rows of all layers."""
@@ -335,7 +318,7 @@ class _Cutter:
             return True
         return value in self.rows
 
-    def _handed_on(self, value: int) -> bool:
+    def _is_sent_by_front(self, value: int) -> bool:
         """Returns whether the front sends a value: it sends states and expensive values; others are recomputed."""
         if self._prepares(value):
             return True
@@ -348,17 +331,17 @@ class _Cutter:
             return True
         return False
 
-    def _handed_to_head(self, value: int) -> bool:
+    def _is_received_by_head(self, value: int) -> bool:
         if value in self.forward.stacked:
             self.collected[value] = None
             return True
-        return self._handed_on(value)
+        return self._is_sent_by_front(value)
 
-    def _handed_at_end(self, value: int) -> bool:
+    def _is_received_by_end(self, value: int) -> bool:
         if self._of(value) & Needs.FORWARD and not self._of(value) & Needs.BACKWARD:
             self.returned[value] = None
             return True
-        return self._handed_on(value)
+        return self._is_sent_by_front(value)
 
 
 def _summands(before: int, after: int, graph: Graph, body: Body) -> list[Part] | None:

@@ -1,6 +1,6 @@
-"""Retraces a step with another number of layers, and finds the dims that differ.
+"""Retraces a step with another number of layers or examples, and finds the dims that differ.
 
-The two graphs must match value by value. A dim that is longer in one of them is a layer dim, whatever its axis.
+The two graphs must match value by value. A dim that is longer in one of them scales with that number.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def retraced_graph(written: Graph, function: Callable[..., Any], state: list[Any], batch: Any) -> Graph:
-    """Returns the graph of a step whose state has more layers than in the original trace.
+    """Returns the graph of a step with more layers in its state, or more examples in its batch.
 
     Args:
       written: the graph of the original step.
@@ -37,7 +37,7 @@ def retraced_graph(written: Graph, function: Callable[..., Any], state: list[Any
     except Exception as error:
         raise _refused(f"{type(error).__name__}: {first_line(error)}"[:160], num_layers) from error
     if len(written.avals) != len(graph.avals) or written.constants.keys() != graph.constants.keys():
-        raise _refused("with more layers it comes out as other operations", num_layers)
+        raise _refused("it traces to other operations", num_layers)
     _check_same(written.body, graph.body, num_layers)
     return graph
 
@@ -51,7 +51,7 @@ def longer_dim(first: Graph, second: Graph, value: int) -> int | None:
     before, after = first.shape(value), second.shape(value)
     differ = [dim for dim, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]]
     if len(before) != len(after) or len(differ) > 1:
-        reason = f"with more layers an array of {list(before)} becomes one of {list(after)}"
+        reason = f"an array of {list(before)} becomes one of {list(after)}"
         raise _refused(reason, before[differ[0]] if differ else 0)
     return differ[0] if differ else None
 
@@ -67,16 +67,13 @@ def _check_same(first: Body, second: Body, num_layers: int) -> None:
     for old, new in zip(first.ops, second.ops, strict=False) if same else ():
         same = (old.name, old.inputs, old.outputs) == (new.name, new.inputs, new.outputs)
         if not same or len(old.bodies) != len(new.bodies):
-            raise _refused(f"with more layers its `{old.name}` becomes `{new.name}`", num_layers)
+            raise _refused(f"its `{old.name}` becomes `{new.name}`", num_layers)
         for first_body, second_body in zip(old.bodies, new.bodies, strict=True):
             _check_same(first_body, second_body, num_layers)
     if not same:
-        raise _refused("with more layers it comes out as other operations", num_layers)
+        raise _refused("it traces to other operations", num_layers)
 
 
 def _refused(why: str, num_layers: int) -> ResizeError:
-    return ResizeError(
-        "the step counts on how many layers there are, and cannot be divided unevenly.",
-        where=why,
-        fix=dividing(num_layers),
-    )
+    what = f"the step cannot be traced with arrays of other sizes: {why.rstrip('.')}."
+    return ResizeError(what, fix=dividing(num_layers))

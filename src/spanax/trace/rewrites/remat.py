@@ -5,7 +5,6 @@ The function is traced and its jaxpr is evaluated with every layer under the pol
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -51,7 +50,7 @@ def rematerialized(function: Callable[..., Any], policy: str | None) -> Callable
         if policy != "none" and not _has_layers(graph.body):
             if policy == "full":
                 raise SpanaxError(
-                    "remat 'full' finds no layer to forget: the loss has no scan that contracts, and no remat.",
+                    "remat 'full' has no layer to rematerialize: the loss has no scan with a matmul, and no remat.",
                     fix="spanax.stack(model) where it has a list of blocks, nnx.remat around one, or remat='dots'",
                 )
             results = jax.checkpoint(results, policy=_saveable(policy))
@@ -108,7 +107,7 @@ def _evaluate(graph: Graph, args: Sequence[Any], policy: str, *, in_layer: bool)
         is_remat = [_is_layer(body_op, True) for body_op in op.bodies[0].ops] == [True]
         return with_bodies(op, ins, partial(saving, prevent_cse=False) if is_layer and not is_remat else inner)
 
-    return evaluate(graph, args, override, source=lambda op: nullcontext())
+    return evaluate(graph, args, override)
 
 
 def _has_layers(body: Body, in_layer: bool = False) -> bool:

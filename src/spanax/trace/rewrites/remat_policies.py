@@ -1,5 +1,7 @@
 """Names of rematerialization policies. Imports no JAX, so that the command line can list them quickly."""
 
+from collections.abc import Sequence
+
 from spanax.errors import SpanaxError, nearest
 
 POLICIES = ("none", "dots", "full", "offload")
@@ -20,9 +22,7 @@ def known_policy(policy: str | None) -> str | None:
       >>> known_policy("dots"), known_policy(None)
       ('dots', None)
     """
-    if policy is not None and policy not in POLICIES:
-        raise SpanaxError(f"unknown remat policy '{policy}'.", fix=nearest(str(policy), POLICIES))
-    return policy
+    return policy if policy is None else _known("remat policy", policy, POLICIES)
 
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -38,12 +38,10 @@ def known_dtype(dtype: str | None) -> str | None:
       >>> known_dtype("bfloat16")
       'bfloat16'
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise SpanaxError(f"unknown dtype '{dtype}'.", fix=nearest(dtype, DTYPES))
-    return dtype
+    return dtype if dtype is None else _known("dtype", dtype, DTYPES)
 
 
-def known_chunks(asked: int | str) -> int:
+def known_chunks(requested: int | str) -> int:
     """Returns the requested number of logit chunks; 0 for `auto`.
 
     Raises:
@@ -53,9 +51,10 @@ def known_chunks(asked: int | str) -> int:
       >>> known_chunks("auto"), known_chunks("8"), known_chunks(1)
       (0, 8, 1)
     """
-    text = str(asked)
+    text = str(requested)
     if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_CHUNKS):
-        raise SpanaxError(f"loss chunks are '{text[:20]}'; it takes auto, or a number from 1.", fix="auto")
+        what = f"loss chunks are '{text[:20]}'; expected auto, or an integer from 1 to {MAX_CHUNKS}."
+        raise SpanaxError(what, fix="auto")
     return 0 if text == "auto" else int(text)
 
 
@@ -82,16 +81,14 @@ def known_context(form: str) -> str:
       >>> known_context("ring")
       'ring'
     """
-    if form not in CONTEXTS:
-        raise SpanaxError(f"unknown context form '{form}'.", fix=nearest(str(form), CONTEXTS))
-    return form
+    return _known("context form", form, CONTEXTS)
 
 
 ATTENTIONS = ("plain", "auto", "flash")
-"""`plain` keeps the model's own code; `flash` uses the platform's kernel; `auto` is `flash` where a kernel exists."""
+"""`plain` runs the model's code; `flash` uses the platform's kernel; `auto` is `flash` where a kernel exists."""
 
 
-def known_attention(asked: str | None) -> str:
+def known_attention(name: str | None) -> str:
     """Returns the attention implementation if it exists; None is `plain`.
 
     Raises:
@@ -101,9 +98,7 @@ def known_attention(asked: str | None) -> str:
       >>> known_attention(None)
       'plain'
     """
-    if asked is not None and asked not in ATTENTIONS:
-        raise SpanaxError(f"unknown attention '{asked}'.", fix=nearest(str(asked), ATTENTIONS))
-    return asked or "plain"
+    return _known("attention", name or "plain", ATTENTIONS)
 
 
 EXACT = "exact"
@@ -118,6 +113,10 @@ def known_accumulation(name: str) -> str:
     Raises:
       SpanaxError: the form is unknown.
     """
-    if name not in ACCUMULATIONS:
-        raise SpanaxError(f"unknown accumulation '{name}'.", fix=nearest(name, ACCUMULATIONS))
+    return _known("accumulation", name, ACCUMULATIONS)
+
+
+def _known(kind: str, name: str, names: Sequence[str]) -> str:
+    if name not in names:
+        raise SpanaxError(f"unknown {kind} '{name}'.", fix=nearest(str(name), names))
     return name

@@ -48,15 +48,15 @@ def exact(q: Any, k: Any, v: Any) -> Any:
     ("function", "kernel", "length", "width", "dtype", "why"),
     [
         (causal, "splash", 256, 64, "float32", None),
-        (causal, "splash", 200, 64, "bfloat16", "200 queries and 200 keys, where splash takes multiples of 128"),
+        (causal, "splash", 200, 64, "bfloat16", "200 queries and 200 keys, where splash supports multiples of 128"),
         (causal, "splash", 256, 512, "bfloat16", "heads of 512 and 512 channels"),
-        (causal, "splash", 256, 64, "float16", "float16, where splash takes float32 or bfloat16"),
+        (causal, "splash", 256, 64, "float16", "float16, where splash supports float32 or bfloat16"),
         (causal, "cudnn", 200, 64, "bfloat16", None),
-        (causal, "cudnn", 256, 64, "float32", "float32, where cudnn takes float16 or bfloat16"),
+        (causal, "cudnn", 256, 64, "float32", "float32, where cudnn supports float16 or bfloat16"),
         (causal, "cudnn", 256, 12, "bfloat16", "heads of 12 and 12 channels"),
         (shifted, "splash", 128, 64, "float32", "neither causal nor of all keys"),
-        (windowed, "splash", 128, 64, "float32", "not made of positions alone"),
-        (exact, "splash", 128, 64, "float32", "a precision that splash does not have"),
+        (windowed, "splash", 128, 64, "float32", "not computed from positions alone"),
+        (exact, "splash", 128, 64, "float32", "a precision that splash does not support"),
     ],
 )
 def test_limits_of_the_kernels(

@@ -219,8 +219,8 @@ def no_logits(params: Params, batch: Batch) -> Any:
 @pytest.mark.parametrize(
     ("loss", "count", "told"),
     [
-        (across_tokens, 2, "takes all of the logits, or tokens together"),
-        (no_logits, 2, "no logits to take in chunks"),
+        (across_tokens, 2, "uses all of the logits, or combines tokens"),
+        (no_logits, 2, "no logits to compute in chunks"),
         (library, 3, "3 chunks do not divide the 8 tokens of a row"),
     ],
 )

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from spanax.plan.spmd.deferred_reductions import LINEAR, LINEAR_IN, DeferredReductions, Dims
+from spanax.plan.spmd.deferred_reductions import DeferredReductions, Dims
 from spanax.trace.jaxpr.graph import Graph, Op
+from spanax.trace.jaxpr.linear import linear_operands
 
 Ways = Mapping[str, int]
 """The size of each mesh axis."""
@@ -125,4 +126,4 @@ def _joins(graph: Graph, op: Op, index: int) -> bool:
         return False
     value = op.inputs[index]
     is_zero = value in graph.constants and not np.any(graph.constants[value])
-    return not is_zero and (op.name in LINEAR or index in LINEAR_IN.get(op.name, ()))
+    return not is_zero and index in linear_operands(op)

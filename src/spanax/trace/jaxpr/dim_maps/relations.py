@@ -192,6 +192,12 @@ class DimMap:
         return [tuple(by_dim[array, dim] for dim in range(rank)) for array, rank in enumerate(self.ranks)]
 
     @cached_property
+    def free_dims(self) -> tuple[dict[int, int], dict[int, int]]:
+        """For each operand of a matmul, its free dims, each with the corresponding dim of the result."""
+        _, triples = self.contraction
+        return {lhs: out for lhs, rhs, out in triples if rhs < 0}, {rhs: out for lhs, rhs, out in triples if lhs < 0}
+
+    @cached_property
     def contraction(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int, int], ...]]:
         """The contracted pairs (lhs, rhs) and the result triples (lhs, rhs, out) of a matmul or convolution.
 
@@ -200,9 +206,7 @@ class DimMap:
         pairs = [dict(relation.dims) for relation in self.of_kind(Kind.CONTRACTED)]
         triples, out = [dict(relation.dims) for relation in self.of_kind(Kind.SAME, Kind.GROUPS)], self.num_inputs
         triples = [dims for dims in triples if out in dims and {0, 1} & {*dims}]
-        # A ragged product that contracts its ragged dim has a leading dim of groups, which prices do not count.
-        first = int(out == 3 and min(dims[out] for dims in triples) == 1)
         return (
             tuple((dims[0], dims[1]) for dims in pairs),
-            tuple((dims.get(0, -1), dims.get(1, -1), dims[out] - first) for dims in triples),
+            tuple((dims.get(0, -1), dims.get(1, -1), dims[out]) for dims in triples),
         )

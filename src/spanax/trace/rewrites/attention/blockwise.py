@@ -95,7 +95,7 @@ class Blocks:
 
         def body(state: Any, index: Any) -> tuple[Any, None]:
             total, largest, weight = state
-            k, v, extras, offsets = self._cut(part, keys, index, block)
+            k, v, extras, offsets = self._block(part, keys, index, block)
             scores = self._logits(self._score(part.q, k), part, extras, offsets, block).astype(jnp.float32)
             maximum = jnp.maximum(largest, scores.max(-1))
             finite = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
@@ -119,7 +119,7 @@ class Blocks:
 
         def body(state: Any, index: Any) -> tuple[Any, None]:
             of_q, of_extras, of_k, of_v = state
-            k, v, extras, offsets = self._cut(part, keys, index, block)
+            k, v, extras, offsets = self._block(part, keys, index, block)
             smooth = [extra for extra, is_smooth in zip(extras, self.grads, strict=True) if is_smooth]
 
             def score_logits(score: Any, smooth: Sequence[Any]) -> Any:
@@ -155,7 +155,7 @@ class Blocks:
             for total, term, dims in zip(totals, added, labels, strict=True)
         )
 
-    def _cut(self, part: Part, keys: Keys, index: Any, block: int) -> tuple[Any, Any, list[Any], dict[int, Any]]:
+    def _block(self, part: Part, keys: Keys, index: Any, block: int) -> tuple[Any, Any, list[Any], dict[int, Any]]:
         """Slices one block of keys and values and the matching extras; also returns the offset of each label."""
         form = self.form
         start = index * block

@@ -72,13 +72,13 @@ def _check(matches: Sequence[AttentionMatch | Mismatch]) -> None:
     mismatches = [match for match in matches if isinstance(match, Mismatch)]
     if mismatches:
         raise SpanaxError(
-            f"an attention cannot go around a ring: it has {mismatches[0].why}.",
+            f"an attention does not support a ring: it has {mismatches[0].why}.",
             where=mismatches[0].op.where,
             fix="no dropout on attention weights, or the gathered form: layout 'context'",
         )
     if not matches:
         raise SpanaxError(
-            "nothing can go around a ring: the loss has no softmax attention.",
+            "the ring form requires attention: the loss has no softmax attention.",
             where="two products with a softmax over one dim between them, in the loss or its layers",
             fix="the gathered form: layout 'context'",
         )

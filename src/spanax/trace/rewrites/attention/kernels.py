@@ -28,7 +28,7 @@ PASSING = frozenset(
 )
 """Steps that are linear in operands that depend on q.k."""
 
-SUMMED_ALIKE = frozenset(
+SUPPORTED_PRECISIONS = frozenset(
     {None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.BF16_BF16_F32, lax.DotAlgorithmPreset.F16_F16_F32}
 )
 """Precisions that the kernels implement: operands in their own dtype, accumulation in float32."""
@@ -70,19 +70,19 @@ def kernel_of(name: str, form: Form, q: Any, k: Any, v: Any) -> Kernel | Unfit:
       >>> kernel_of("splash", form, q, q, q)
       Kernel(name='splash', scale=1.0, is_causal=False)
       >>> kernel_of("cudnn", form, q, q, q).why
-      'float32, where cudnn takes float16 or bfloat16'
+      'float32, where cudnn supports float16 or bfloat16'
     """
     widths, lengths = (q.shape[-1], v.shape[-1]), (q.shape[-2], k.shape[-2])
     dtypes = {str(operand.dtype) for operand in (q, k, v)}
     if unsupported := sorted(dtypes - set(DTYPES[name])) or (sorted(dtypes) if len(dtypes) > 1 else []):
-        return Unfit(f"{' and '.join(unsupported)}, where {name} takes {' or '.join(DTYPES[name])}")
+        return Unfit(f"{' and '.join(unsupported)}, where {name} supports {' or '.join(DTYPES[name])}")
     if max(widths) > WIDEST_HEAD[name] or any(width % 8 for width in widths) or len({*widths}) > 1:
-        return Unfit(f"heads of {widths[0]} and {widths[1]} channels, where {name} takes equal multiples of 8 up to "
+        return Unfit(f"heads of {widths[0]} and {widths[1]} channels, where {name} supports equal multiples of 8 up to "
                      f"{WIDEST_HEAD[name]}")  # fmt: skip
     if name == SPLASH and any(length % LANES for length in lengths):
-        return Unfit(f"{lengths[0]} queries and {lengths[1]} keys, where {name} takes multiples of {LANES}")
-    if not set(_flat(form.precision)) <= SUMMED_ALIKE:
-        return Unfit(f"products of a precision that {name} does not have")
+        return Unfit(f"{lengths[0]} queries and {lengths[1]} keys, where {name} supports multiples of {LANES}")
+    if not set(_flat(form.precision)) <= SUPPORTED_PRECISIONS:
+        return Unfit(f"products of a precision that {name} does not support")
     plain = _plain(form)
     return plain if isinstance(plain, Unfit) else Kernel(name, *plain)
 
@@ -97,19 +97,19 @@ def _flat(precision: Any) -> list[Any]:
 def _plain(form: Form) -> tuple[float, bool] | Unfit:
     """Returns the scale of a form and whether it is causal, or what else it contains."""
     if form.extras:
-        return Unfit("a mask or bias that is not made of positions alone")
-    if nonlinear := _bent(form):
+        return Unfit("a mask or bias that is not computed from positions alone")
+    if nonlinear := _first_nonlinear(form):
         return Unfit(f"'{nonlinear}' between q.k and the softmax")
     origin = {label: (np.zeros(1), np.zeros(1)) for label in (form.queries, form.keys)}
     low, _ = bounds(form, origin, (1.0, 1.0), is_exact=True)
     scale = float(np.max(low))
     for is_causal in (True, False):
-        if _is_masked_so(form, scale, is_causal):
+        if _has_mask(form, scale, is_causal):
             return scale, is_causal
     return Unfit("a mask or bias that is neither causal nor of all keys")
 
 
-def _bent(form: Form) -> str | None:
+def _first_nonlinear(form: Form) -> str | None:
     """Returns the name of the first step that is not linear in q.k, if any."""
     depends: list[bool] = []
     for step in form.steps:
@@ -127,7 +127,7 @@ def _bent(form: Form) -> str | None:
     return None
 
 
-def _is_masked_so(form: Form, scale: float, is_causal: bool) -> bool:
+def _has_mask(form: Form, scale: float, is_causal: bool) -> bool:
     """Whether exactly the later keys (causal), or none, are masked, and all other logits equal `scale` times q.k."""
     queries, keys = form.sizes[form.queries], form.sizes[form.keys]
     if is_causal and queries != keys:

@@ -84,7 +84,7 @@ def _attention(graph: Graph, op: Op, side: int) -> AttentionMatch | Mismatch | N
         return None
     soft = _softmax(graph, weights, tags, keys)
     if soft is None:
-        weight_op = _softmax_behind(graph, weights)
+        weight_op = _op_after_softmax(graph, weights)
         why = "dropout on its weights" if weight_op and weight_op.name in ("mul", "select_n", "div") else None
         return Mismatch(f"{why} ('{weight_op.name}' between softmax and values)", op) if why and weight_op else None
     steps = _Steps(graph, keys, {tag for tag in tags if tag != NONE})
@@ -146,7 +146,7 @@ def _is_of_row(graph: Graph, value: int, tags: Labels, keys: int) -> bool:
     return True
 
 
-def _softmax_behind(graph: Graph, value: int) -> Op | None:
+def _op_after_softmax(graph: Graph, value: int) -> Op | None:
     """Returns the last `mul` or `select_n` between a softmax and a value computed elementwise from it, if any."""
     first: Op | None = None
     for op in _ancestors(graph, value):
@@ -190,14 +190,14 @@ class _Steps:
         """Returns the step that produces a value under some tags, after adding its operands; None if unsupported."""
         key = (value, tags)
         if key not in self._known:
-            step = self._made(value, tags)
+            step = self._new_step(value, tags)
             if step is None:
                 return None
             self._steps.append(step)
             self._known[key] = len(self._steps) - 1
         return self._known[key]
 
-    def _made(self, value: int, tags: Labels) -> Step | None:
+    def _new_step(self, value: int, tags: Labels) -> Step | None:
         graph = self._graph
         shape, dtype, op = graph.shape(value), np.dtype(graph.avals[value].dtype), graph.producers.get(value)
         rest = (tags, shape, dtype)
@@ -247,7 +247,7 @@ class _Steps:
         graph, first = self._graph, self.score
         assert first is not None
         contract, batched = first.params["dimension_numbers"]
-        free_dims = _sides(graph, first)
+        free_dims = first.dim_map.free_dims
         keys_at = self._score_tags.index(self._keys)
         q_side = next((operand for operand in (0, 1) if keys_at not in free_dims[operand].values()), None)
         num_batch = len(batched[0])
@@ -265,7 +265,7 @@ class _Steps:
         relabelled = lambda tags: tuple(label_of_tag[tag] for tag in tags)  # noqa: E731
         q_order = (*batched[q_side], *rows, queries, *contract[q_side])
         k_order = (*batched[1 - q_side], *free_dims[1 - q_side], *contract[1 - q_side])
-        v = self._values(second, side, values, batch, label_of_tag, num_batch)
+        v = self._values(second, side, batch, label_of_tag, num_batch)
         if v is None or len(contract[0]) != 1:
             return None
         form = Form(
@@ -282,14 +282,12 @@ class _Steps:
         return AttentionMatch(form, operands, tuple(value for value, _ in self._extras), out)
 
     def _values(
-        self, second: Op, side: int, values: int, batch: dict[int, int], label_of: dict[int, int], num_batch: int
+        self, second: Op, side: int, batch: dict[int, int], label_of: dict[int, int], num_batch: int
     ) -> Labels | None:
         """Returns the values' dims in the order (batch, keys, width); -1 for a missing dim of size 1."""
-        shape = self._graph.shape(values)
         tag = lambda dim: dim if self._graph.shape(second.inputs[side])[dim] > 1 else NONE  # noqa: E731
         labels = {label_of[tag(weight_dim)]: dim for dim, weight_dim in batch.items() if tag(weight_dim) != NONE}
-        (contract, batched) = second.params["dimension_numbers"]
-        free = [dim for dim in range(len(shape)) if dim not in (*contract[1 - side], *batched[1 - side])]
+        (contract, _), free = second.params["dimension_numbers"], list(second.dim_map.free_dims[1 - side])
         batch_labels = {label for label in label_of.values() if NONE < label < num_batch}
         if set(labels) != batch_labels or len(free) != 1:
             return None
@@ -298,10 +296,10 @@ class _Steps:
     def _result(self, second: Op, side: int, width: int, label_of: dict[int, int], width_label: int) -> Labels:
         """Returns the label of each dim of the second product's result."""
         graph = self._graph
-        contract, batched = second.params["dimension_numbers"]
+        _, batched = second.params["dimension_numbers"]
         weight_shape = graph.shape(second.inputs[side])
         label = lambda dim: label_of[dim] if weight_shape[dim] > 1 else NONE  # noqa: E731
-        free = [label(dim) for dim in range(len(weight_shape)) if dim not in (*contract[side], *batched[side])]
+        free = [label(dim) for dim in second.dim_map.free_dims[side]]
         dims = [free, [width_label]] if side == 0 else [[width_label], free]
         return tuple([label(dim) for dim in batched[side]] + dims[0] + dims[1])
 
@@ -314,18 +312,6 @@ def _is_followed(op: Op) -> bool:
 def _operand_labels(op: Op, labels: Labels) -> list[Labels] | None:
     """Returns the labels of an operation's operands, given those of its result; None if they cannot be propagated."""
     return op.dim_map.operand_labels(labels, NONE) if _is_followed(op) else None
-
-
-def _sides(graph: Graph, dot: Op) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns, for each operand, its free dims with the corresponding dims of the result."""
-    contract, batched = dot.params["dimension_numbers"]
-    start, result_dims = len(batched[0]), []
-    for side in (0, 1):
-        rank = len(graph.shape(dot.inputs[side]))
-        free = [dim for dim in range(rank) if dim not in (*contract[side], *batched[side])]
-        result_dims.append({dim: start + offset for offset, dim in enumerate(free)})
-        start += len(free)
-    return result_dims[0], result_dims[1]
 
 
 def _plain(value: Any) -> Any:

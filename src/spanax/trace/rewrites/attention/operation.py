@@ -70,46 +70,32 @@ def attention(
       >>> attention(form, "float32", q, k, v, ()).shape
       (2, 4, 8)
     """
-    if kernel is not None:
-        return _by_kernel(form, dtype, kernel, q, k, v)
 
     @jax.custom_vjp
     def attend(q: Any, k: Any, v: Any, extras: tuple[Any, ...]) -> Any:
-        return attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=None)[0]
+        return attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=kernel)[0]
 
     def forward(q: Any, k: Any, v: Any, extras: tuple[Any, ...]) -> tuple[Any, Any]:
-        out, largest, weight = attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=None)
-        return out, (q, k, v, extras, out, largest, weight)
+        out, *rows = attention_p.bind(q, k, v, *extras, form=form, dtype=dtype, kernel=kernel)
+        return out, (q, k, v, extras, out, rows)
 
     def backward(residuals: Any, of_out: Any) -> tuple[Any, ...]:
-        q, k, v, extras, out, largest, weight = residuals
-        delta = (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
+        q, k, v, extras, out, rows = residuals
+        operands = [out, *rows] if kernel else [*rows, _delta(out, of_out)]
         grads = tuple(jnp.issubdtype(extra.dtype, jnp.floating) for extra in extras)
         of_q, of_k, of_v, *of_floats = attention_grad_p.bind(
-            q, k, v, of_out, largest, weight, delta, *extras, form=form, grads=grads, kernel=None
+            q, k, v, of_out, *operands, *extras, form=form, grads=grads, kernel=kernel
         )
         remaining = iter(of_floats)
         return of_q, of_k, of_v, tuple(next(remaining) if is_smooth else None for is_smooth in grads)
 
     attend.defvjp(forward, backward)
-    return attend(q, k, v, tuple(extras))
+    return attend(q, k, v, () if kernel else tuple(extras))
 
 
-def _by_kernel(form: Form, dtype: Any, kernel: Kernel, q: Any, k: Any, v: Any) -> Any:
-    @jax.custom_vjp
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return attention_p.bind(q, k, v, form=form, dtype=dtype, kernel=kernel)[0]
-
-    def forward(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        out, log_sum = attention_p.bind(q, k, v, form=form, dtype=dtype, kernel=kernel)
-        return out, (q, k, v, out, log_sum)
-
-    def backward(residuals: Any, of_out: Any) -> tuple[Any, ...]:
-        q, k, v, out, log_sum = residuals
-        return tuple(attention_grad_p.bind(q, k, v, of_out, out, log_sum, form=form, grads=(), kernel=kernel))
-
-    attend.defvjp(forward, backward)
-    return attend(q, k, v)
+def _delta(out: Any, of_out: Any) -> Any:
+    """Returns, for each row, the product of the result and its gradient."""
+    return (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
 
 
 def attend_here(form: Form, dtype: Any, q: Any, k: Any, v: Any, extras: Sequence[Any], starts: Any = None) -> list[Any]:
@@ -209,8 +195,7 @@ def backward_here(*operands: Any, form: Form, grads: tuple[bool, ...], kernel: A
     arguments = operands
     if kernel:
         q, k, v, of_out, out, log_sum = operands
-        delta = (out.astype(jnp.float32) * of_out.astype(jnp.float32)).sum(-1)
-        arguments = (q, k, v, of_out, log_sum, jnp.ones_like(log_sum), delta)
+        arguments = (q, k, v, of_out, log_sum, jnp.ones_like(log_sum), _delta(out, of_out))
     gradients = turn_back_here(form, grads, arguments)
     return [
         gradient.astype(operand.dtype) for gradient, operand in zip(gradients, wanted_of(grads, operands), strict=True)

@@ -15,17 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, evaluate, read, run
+from spanax.trace.jaxpr.linear import PRODUCTS, linear_operands
 from spanax.trace.jaxpr.marks import LOSS_CHUNKS
 from spanax.trace.rewrites.chunked_loss.per_token import Mismatch, Region, across, dependents, narrowed, regions
 
-LINEAR = frozenset(
-    "add add_any sub neg transpose reshape squeeze expand_dims broadcast_in_dim reduce_sum convert_element_type copy "
-    "slice rev concatenate".split()
-)
-LINEAR_IN = {"mul": (0, 1), "div": (0,), "select_n": (1, 2), "dot_general": (0, 1), "pad": (0, 1), "cumsum": (0,)}
-"""Operations that are linear in some operands, by operand index; products are linear in each one separately."""
-
-PRODUCTS = frozenset({"mul", "dot_general"})
 IGNORED = frozenset({"sharding_constraint", "reshard"})
 """User constraints refer to another mesh and to unchunked shapes; the plan chooses shardings instead."""
 
@@ -83,13 +76,13 @@ def _candidates(closed: Any, args: Sequence[Any], num_batch: int) -> tuple[Graph
 def _checked(graph: Graph, candidates: list[Region] | Mismatch | None, count: int) -> list[Region]:
     if candidates is None:
         raise SpanaxError(
-            "the loss has no logits to take in chunks.",
-            where="a product of activations and a weight, and what is done of it token by token",
+            "the loss has no logits to compute in chunks.",
+            where="a product of activations and a weight, and the operations that follow it token by token",
             fix="loss_chunks=1",
         )
     if isinstance(candidates, Mismatch):
         raise SpanaxError(
-            f"the logits cannot be taken in chunks: {candidates.why}.",
+            f"the logits cannot be computed in chunks: {candidates.why}.",
             where=candidates.op.where,
             fix="a loss that reads them token by token, or loss_chunks=1",
         )
@@ -135,8 +128,7 @@ def is_linear(ops: Sequence[Op], after: set[int], loss: int) -> bool:
         if live.isdisjoint(op.outputs):
             continue
         dependent = [index for index, value in enumerate(op.inputs) if value in after]
-        linear_in = range(len(op.inputs)) if op.name in LINEAR else LINEAR_IN.get(op.name, ())
-        if not set(dependent) <= set(linear_in) or (op.name in PRODUCTS and len(dependent) > 1):
+        if not set(dependent) <= set(linear_operands(op)) or (op.name in PRODUCTS and len(dependent) > 1):
             return False
         live.update(op.inputs)
     return True
@@ -166,7 +158,7 @@ def _sloped(value: Any, slope: Any) -> Any:
 _sloped.defvjp(lambda value, slope: (value, None), lambda _, of_value: (of_value, of_value))
 
 
-def _some(graph: Graph, region: Region, count: int, fixed: Values, scanned: Values) -> list[Any]:
+def _evaluate_chunk(graph: Graph, region: Region, count: int, fixed: Values, scanned: Values) -> list[Any]:
     """Returns the outputs of a region for one chunk."""
 
     def override(op: Op, ins: Sequence[Any]) -> Sequence[Any]:
@@ -182,22 +174,24 @@ def _some(graph: Graph, region: Region, count: int, fixed: Values, scanned: Valu
 
 def _recomputed(graph: Graph, region: Region, values: Values, count: int) -> Values:
     """Returns the outputs of a region, scanned over chunks and recomputed in the backward pass."""
-    fixed, scanned = _taken(graph, region, values, count)
+    fixed, scanned = _inputs_in_chunks(graph, region, values, count)
 
     def body(_: None, part: Values) -> tuple[None, list[Any]]:
-        return None, jax.checkpoint(partial(_some, graph, region, count), prevent_cse=False)(fixed, part)
+        return None, jax.checkpoint(partial(_evaluate_chunk, graph, region, count), prevent_cse=False)(fixed, part)
 
-    return _joined(region, _loop(body, None, scanned)[1])
+    return _merged(region, _loop(body, None, scanned)[1])
 
 
 def _with_slope(
     graph: Graph, region: Region, values: Values, weights: Values, slope: Any, count: int
 ) -> tuple[Values, Any]:
     """Returns the outputs of a region, scanned over chunks, and a zero with the gradient of their weighted sum."""
-    taken = _taken(graph, region, values, count)
-    weighed = {value: apart(weights[value], region.dims[value], count) for value in region.outs if value in weights}
-    smooth, nondiff = zip(*map(_by_kind, taken), strict=True)
-    evaluate_chunk = partial(_some, graph, region, count)
+    inputs = _inputs_in_chunks(graph, region, values, count)
+    weighed = {
+        value: stack_chunks(weights[value], region.dims[value], count) for value in region.outs if value in weights
+    }
+    smooth, nondiff = zip(*map(_by_smoothness, inputs), strict=True)
+    evaluate_chunk = partial(_evaluate_chunk, graph, region, count)
 
     def primal(smooth: Any, nondiff: Any, weighed: Values) -> tuple[list[Any], Any]:
         fixed = smooth[0] | nondiff[0]
@@ -227,7 +221,7 @@ def _with_slope(
     call = jax.custom_vjp(primal)
     call.defvjp(forward, backward)
     outs, zero = call(smooth, nondiff, weighed)
-    return _joined(region, jax.lax.stop_gradient(outs)), zero
+    return _merged(region, jax.lax.stop_gradient(outs)), zero
 
 
 def _loop(body: Callable[..., Any], first: Any, parts: Any) -> Any:
@@ -235,31 +229,32 @@ def _loop(body: Callable[..., Any], first: Any, parts: Any) -> Any:
         return jax.lax.scan(body, first, parts)
 
 
-def _taken(graph: Graph, region: Region, values: Values, count: int) -> tuple[Values, Values]:
+def _inputs_in_chunks(graph: Graph, region: Region, values: Values, count: int) -> tuple[Values, Values]:
     # A copy is free and can be all-gathered once: the weight itself would be gathered in every iteration.
     fixed = {value: jnp.copy(values[value]) for value in region.fixed}
     scanned = zip(region.scanned, read(graph, values, region.scanned), strict=True)
-    return fixed, {value: apart(array, region.dims[value], count) for value, array in scanned}
+    return fixed, {value: stack_chunks(array, region.dims[value], count) for value, array in scanned}
 
 
-def _by_kind(values: Values) -> tuple[Values, Values]:
+def _by_smoothness(values: Values) -> tuple[Values, Values]:
     """Partitions values into floating-point ones, which have gradients, and the rest."""
     floating = {value: array for value, array in values.items() if jnp.issubdtype(jnp.result_type(array), jnp.floating)}
     return floating, {value: array for value, array in values.items() if value not in floating}
 
 
-def _joined(region: Region, outs: Sequence[Any]) -> Values:
+def _merged(region: Region, outs: Sequence[Any]) -> Values:
     pairs = zip(region.outs, outs, strict=True)
-    return {value: together(array, region.dims[value]) for value, array in pairs}
+    return {value: merge_chunks(array, region.dims[value]) for value, array in pairs}
 
 
-def apart(array: Any, dim: int, count: int) -> Any:
+def stack_chunks(array: Any, dim: int, count: int) -> Any:
     """Stacks chunks along a new first dim; chunks are strided by `count`, so that rows stay on their device."""
     shape = jnp.shape(array)
     parts = jnp.reshape(array, (*shape[:dim], shape[dim] // count, count, *shape[dim + 1 :]))
     return jnp.moveaxis(parts, dim + 1, 0)
 
 
-def together(parts: Any, dim: int) -> Any:
+def merge_chunks(parts: Any, dim: int) -> Any:
+    """Inverts `stack_chunks`."""
     count, *shape = parts.shape
     return jnp.moveaxis(parts, 0, dim + 1).reshape((*shape[:dim], count * shape[dim], *shape[dim + 1 :]))

@@ -163,7 +163,7 @@ class _Growing:
                 continue
             after.update(op.outputs)
             if any(map(self._is_large, region_inputs)):
-                return Mismatch(f"'{op.name}' takes all of the logits, or tokens together", op)
+                return Mismatch(f"'{op.name}' uses all of the logits, or combines tokens", op)
         if any(map(self._is_large, self._outs())):
             return Mismatch("its logits are among the results", self.first)
         return None

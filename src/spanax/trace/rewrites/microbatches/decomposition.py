@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from spanax.errors import SpanaxError
 from spanax.trace.jaxpr.graph import CALLS, Graph, Op, from_jaxpr
 from spanax.trace.jaxpr.interpret import Values, read, run
-from spanax.trace.rewrites.chunked_loss.chunked import apart, is_linear
+from spanax.trace.rewrites.chunked_loss.chunked import is_linear, stack_chunks
 from spanax.trace.rewrites.microbatches.dependence import SAME, Dependence, Kind, mixed, rows
 from spanax.trace.rewrites.microbatches.flow import Flow, Misaligned, check_aligned
 from spanax.trace.rewrites.microbatches.microbatch import Microbatch
@@ -104,7 +104,7 @@ class Decomposition:
             for value, parts in terms.items()
         }
 
-    def together(self, value: int, parts: Any) -> Any:
+    def merge_rows(self, value: int, parts: Any) -> Any:
         """Interleaves the stacked rows of all microbatches into the rows of the full batch."""
         each = self.flow.dependence[value]
         inner, shape = each.inner or 1, jnp.shape(parts)[1:]
@@ -165,7 +165,7 @@ def _traced(
     params, rest, batch = args
     leaves, treedef = jax.tree.flatten(batch)
     # Under an Explicit mesh the examples of a microbatch are sharded as those of the batch.
-    part = lambda leaf: jax.eval_shape(lambda array: apart(array, 0, count)[0], leaf)  # noqa: E731
+    part = lambda leaf: jax.eval_shape(lambda array: stack_chunks(array, 0, count)[0], leaf)  # noqa: E731
     small = [part(leaf) if has_rows else leaf for leaf, has_rows in zip(leaves, is_example, strict=True)]
     try:
         closed, shapes = jax.make_jaxpr(value, return_shape=True)(params, rest, jax.tree.unflatten(treedef, small))
@@ -178,7 +178,7 @@ def _traced(
 
 def _of_another_size(batch_size: int, count: int) -> SpanaxError:
     return SpanaxError(
-        f"the loss is another program for {batch_size // count} examples than for the batch of {batch_size}.",
+        f"the loss traces to another program for {batch_size // count} examples than for the batch of {batch_size}.",
         where=f"{count} microbatches",
         fix="sizes from the shapes of the batch, fewer microbatches, or microbatches=1",
     )
@@ -218,7 +218,7 @@ def _check_exact(outs: Sequence[Dependence]) -> None:
     if any(out.kind is Kind.MIXED for out in outs):
         name, where = ("a constant", "") if cause is None else (f"`{cause.name}`", cause.where)
         raise SpanaxError(
-            f"microbatches would change the loss: {name} combines the examples of the whole batch.",
+            f"microbatches would change the loss: {name} combines examples of the full batch.",
             where=where,
             fix='microbatches=1 and no pipeline, or accumulate="mean" for the mean over microbatches',
         )

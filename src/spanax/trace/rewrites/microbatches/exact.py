@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from spanax.trace.jaxpr.interpret import Values
-from spanax.trace.rewrites.chunked_loss.chunked import apart
+from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import Decomposition, decomposed
 from spanax.trace.rewrites.microbatches.dependence import Kind
+from spanax.trace.rewrites.microbatches.support import partition_examples
 
 Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Rewrites a loss before differentiation: remat, chunked logits, fused attention."""
@@ -61,7 +62,7 @@ def accumulated(
     first = jax.tree.map(jnp.zeros_like, args[0]), before
     (grads, repeated), (terms, rows) = loop(jax.grad(term, has_aux=True), first, weights(zeros))
     totals = parts.totals(terms)
-    stacked = {number: parts.together(number, array) for number, array in rows.items()}
+    stacked = {number: parts.merge_rows(number, array) for number, array in rows.items()}
     outs = parts.evaluated(parts.full.body.outputs, inputs | totals | stacked | repeated)
     if parts.is_direct:
         grads = jax.tree.map(jnp.add, grads, jax.grad(partial(_loss, parts, inputs, totals))(args[0]))
@@ -112,23 +113,18 @@ def _loop(
 ) -> tuple[Any, Any]:  # fmt: skip
     """Returns a function's first results summed over microbatches, and its second results stacked."""
     params, rest, batch = args
-    leaves, treedef = jax.tree.flatten(batch)
     dims = {number: parts.flow.dependence[number] for number in parts.ahead}
     replicated = {number: inputs[number] for number, each in dims.items() if each.kind is Kind.SAME}
     ahead = {
-        number: apart(inputs[number], dims[number].dim, parts.count)
+        number: stack_chunks(inputs[number], dims[number].dim, parts.count)
         for number in parts.ahead
         if number not in replicated
     }
-    examples = [apart(leaf, 0, parts.count) for leaf, has_rows in zip(leaves, is_example, strict=True) if has_rows]
+    examples, merged = partition_examples(batch, is_example, parts.count)
 
     def body(carry: Any, row: tuple[Any, Values, list[Any]]) -> tuple[Any, Any]:
         (total, _), (index, ahead_rows, arrays) = carry, row
-        remaining = iter(arrays)
-        merged = [next(remaining) if has_rows else leaf for leaf, has_rows in zip(leaves, is_example, strict=True)]
-        new, (repeated, results) = function(
-            params, rest, weights, replicated, index, (ahead_rows, jax.tree.unflatten(treedef, merged))
-        )
+        new, (repeated, results) = function(params, rest, weights, replicated, index, (ahead_rows, merged(arrays)))
         return (jax.tree.map(jnp.add, total, new), repeated), results
 
     return jax.lax.scan(body, first, (jnp.arange(parts.count), ahead, examples))

@@ -113,7 +113,7 @@ class Flow:
         num_consts, num_carried = scan_counts(self.full, op)
         before, stacked = equation.operands[: num_consts + num_carried], equation.operands[num_consts + num_carried :]
         if op.params["length"] != small.params["length"]:
-            return self._examples_in_turn(equation, num_carried)
+            return self._scanned_examples(equation, num_carried)
         if any(each.kind is Kind.ROWS and each.dim == 0 for each in stacked):
             return [mixed(op)] * len(op.outputs)
         slices = [replace(each, dim=each.dim - 1) if each.kind is Kind.ROWS else each for each in stacked]
@@ -122,7 +122,7 @@ class Flow:
         stacked_outs = [replace(out, dim=out.dim + 1) if out.kind is Kind.ROWS else out for out in outs[num_carried:]]
         return [*carry, *stacked_outs]
 
-    def _examples_in_turn(self, equation: Equation, num_carried: int) -> list[Dependence]:
+    def _scanned_examples(self, equation: Equation, num_carried: int) -> list[Dependence]:
         """A scan over the examples without a carry is independent per example."""
         op, sized = equation.op, [each for each in equation.operands if each.kind is Kind.ROWS]
         is_mapped = num_carried == 0 and sized and all(each.dim == 0 and each.inner in (1, None) for each in sized)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from spanax.trace.pure_loss import check_unmoved
-from spanax.trace.rewrites.chunked_loss.chunked import apart
+from spanax.trace.rewrites.microbatches.support import partition_examples
 
 
 def mean_of_microbatches(
@@ -24,16 +24,14 @@ def mean_of_microbatches(
     Raises:
       SpanaxError: the loss writes to a trained parameter.
     """
-    leaves, treedef = jax.tree.flatten(batch)
+    examples, merged = partition_examples(batch, is_example, count)
 
-    def body(carry: Any, examples: Any) -> tuple[Any, Any]:
-        (rest, total), rows = carry, iter(examples)
-        merged = [next(rows) if has_rows else leaf for leaf, has_rows in zip(leaves, is_example, strict=True)]
-        (loss, (metrics, rest, moved)), grads = gradient(params, rest, jax.tree.unflatten(treedef, merged))
+    def body(carry: Any, rows: list[Any]) -> tuple[Any, Any]:
+        rest, total = carry
+        (loss, (metrics, rest, moved)), grads = gradient(params, rest, merged(rows))
         check_unmoved(params, moved, count)
         return (rest, jax.tree.map(jnp.add, total, grads)), (loss, metrics)
 
-    examples = [apart(leaf, 0, count) for leaf, has_rows in zip(leaves, is_example, strict=True) if has_rows]
     (rest, grads), (losses, metrics) = jax.lax.scan(body, (rest, jax.tree.map(jnp.zeros_like, params)), examples)
     mean = lambda tree: jax.tree.map(lambda leaf: leaf.mean(0), tree)  # noqa: E731
     return losses.mean(), mean(metrics), rest, jax.tree.map(lambda leaf: leaf / count, grads)

@@ -11,7 +11,7 @@ from spanax.trace.jaxpr.dim_maps.relations import Family, Relation
 from spanax.trace.jaxpr.dim_maps.relations import Kind as DimKind
 from spanax.trace.jaxpr.dim_maps.table import names
 from spanax.trace.jaxpr.graph import Graph, Op
-from spanax.trace.rewrites.chunked_loss.chunked import LINEAR, LINEAR_IN, PRODUCTS
+from spanax.trace.jaxpr.linear import PRODUCTS, linear_operands
 from spanax.trace.rewrites.microbatches.dependence import (
     SAME,
     SUMMARIES,
@@ -122,9 +122,7 @@ def _is_linear(equation: Equation) -> bool:
         return jnp.issubdtype(after, jnp.inexact) or not jnp.issubdtype(before, jnp.inexact)
     if name in PRODUCTS:
         return sum(operand.kind is Kind.PARTIAL for operand in operands) == 1
-    if name in LINEAR:
-        return all(is_term)
-    linear_in = LINEAR_IN.get(name, ())
+    linear_in = linear_operands(equation.op)
     return bool(linear_in) and all(
         term if position in linear_in else operand.kind is Kind.SAME
         for position, (term, operand) in enumerate(zip(is_term, operands, strict=True))

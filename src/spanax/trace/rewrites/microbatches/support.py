@@ -1,6 +1,6 @@
 """Checks whether a loss supports exact gradient accumulation over microbatches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from flax import nnx
 from spanax.errors import SpanaxError, first_line
 from spanax.trace.axes.naming import with_examples
 from spanax.trace.pure_loss import check_unmoved, pure_loss
+from spanax.trace.rewrites.chunked_loss.chunked import stack_chunks
 from spanax.trace.rewrites.microbatches.decomposition import decomposed
 from spanax.trace.rewrites.remat_policies import MEAN
 
@@ -40,7 +41,7 @@ def microbatches_of(
       trace: evaluates a train step abstractly.
     """
     if loss is None:
-        error = SpanaxError("a `train_step` of your own is not run in microbatches.", fix="loss= and no train_step=")
+        error = SpanaxError("a user-defined `train_step` does not run in microbatches.", fix="loss= and no train_step=")
         return Microbatches(error=error)
     if accumulate == MEAN:
         return Microbatches()
@@ -78,6 +79,20 @@ def examples(batch: Any, count: int) -> tuple[bool, ...]:
     size = leaves[sized[0]].shape[0] if sized else 1
     check_divides(size, count)
     return tuple(number in sized for number in range(len(leaves)))
+
+
+def partition_examples(
+    batch: Any, is_example: Sequence[bool], count: int
+) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Returns the arrays of a batch that have examples, stacked in chunks, and a function from one chunk to a batch."""
+    leaves, treedef = jax.tree.flatten(batch)
+    pairs = list(zip(leaves, is_example, strict=True))
+
+    def merged(chunk: Sequence[Any]) -> Any:
+        rows = iter(chunk)
+        return jax.tree.unflatten(treedef, [next(rows) if has_rows else leaf for leaf, has_rows in pairs])
+
+    return [stack_chunks(leaf, 0, count) for leaf, has_rows in pairs if has_rows], merged
 
 
 def check_divides(size: int, count: int) -> None:
