@@ -16,6 +16,7 @@ from spanax.plan.layout import Layout
 from spanax.plan.presets import layout_named
 from spanax.plan.reason import Code
 from spanax.plan.sharding.assign import Assignment, assign, pinned
+from spanax.plan.sharding.resolve import resolve
 from spanax.trace.program import Program
 
 
@@ -90,3 +91,26 @@ def test_uneven_stages_are_padded() -> None:
     ((label, parts),) = assignment.parts.items()
     assert (parts.num_layers, parts.num_parts, assignment.padded_size(label, 3)) == (3, 2, 4)
     assert assignment.padded_size(label, 5) == 5 and assignment.padded_size(None, 3) == 3
+
+
+class Grouped(nnx.Module):
+    """The mean of each group of four examples, combined with all examples."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(8, 256, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.linear(x)
+        means = x[:, 0].reshape(-1, 4).mean(1)
+        return jnp.tanh(means[:, None, None] * x)
+
+
+def test_a_value_with_two_dims_of_the_batch_is_sharded_along_the_one_that_divides() -> None:
+    program = spanax.trace(
+        build=Grouped, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((16, 8), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    mesh = MeshShape.of("data=8")
+    constraints = resolve(program, layout_named("data", mesh), mesh, {}).constraints(program.step)
+    large = [constraints[value] for value in range(len(constraints)) if program.step.graph.shape(value) == (4, 16, 256)]
+    assert large and all(each is not None and each.spec == ((), ("data",), ()) for each in large)

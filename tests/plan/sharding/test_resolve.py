@@ -1,7 +1,12 @@
 """Resolve: the computed and the stored sharding of values, with the reasons."""
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
+import spanax
 from programs import small_gpt
 from spanax.errors import SpanaxError
 from spanax.hardware.mesh import MeshShape
@@ -126,3 +131,39 @@ def test_activations_are_computed_and_weights_stored() -> None:
             assert constraint is not None and axes_of(constraint.spec) == ["fsdp"] and not axes_of(constraint.computed)
     by_batch = [constraints[value] for value, key in enumerate(keys) if program.step.batch_labels & {*key.labels}]
     assert any(each is not None and each.spec[0] == ("fsdp",) and each.used is None for each in by_batch)
+
+
+class Named(nnx.Module):
+    """Two layers of equal use, of which the author named the hidden dim of the first."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        wide = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "wide"))
+        self.up, self.down = nnx.Linear(16, 64, kernel_init=wide, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+        self.second_up, self.second_down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.down(jnp.tanh(self.up(x)))
+        return x + self.second_down(jnp.tanh(self.second_up(x)))
+
+
+def test_another_trace_of_a_program_has_the_pins() -> None:
+    program = spanax.trace(
+        build=Named, optimizer=optax.sgd(0.1), batch=jax.ShapeDtypeStruct((16, 16), "float32"),
+        loss=lambda model, x: (model(x) ** 2).mean(),
+    )  # fmt: skip
+    mesh = MeshShape.of("model=2")
+    pinned = resolve(program, layout_named("tensor", mesh), mesh, {"wide": None})
+    specs = []
+    for traced in (program, program.with_microbatches(2)):
+        values = dict(zip((leaf.path for leaf in traced.leaves), traced.step.graph.body.inputs, strict=False))
+        leaf = next(leaf for leaf in traced.leaves if leaf.path == "up.kernel")
+        specs.append(pinned.of(traced).placed(leaf, traced.step.axes.classes[values[leaf.path]])[0])
+    assert specs == [((), ()), ((), ())]
+
+
+def test_another_trace_of_a_program_has_the_chunks_of_its_stages() -> None:
+    program, mesh = small_gpt(num_layers=6), MeshShape.of("pipe=2")
+    layout = layout_named("pipeline", mesh)
+    chunked = resolve(program, layout, mesh, {}, num_chunks=2)
+    parts = [[*chunked.of(each).assignment.parts.values()] for each in (program, program.with_microbatches(2))]
+    assert [each.num_chunks for part in parts for each in part] == [2, 2]

@@ -278,3 +278,12 @@ def test_masks_of_a_spec() -> None:
     bits = {"data": DATA, "model": MODEL}
     assert as_masks((("data", "model"), (), ("model",)), bits) == (DATA | MODEL, 0, MODEL)
     assert union((DATA, 0, MODEL)) == DATA | MODEL
+
+
+def test_a_transpose_within_a_class_exchanges_its_result_only_where_the_sharded_dim_stays() -> None:
+    def moved(out: Masks) -> Moves:
+        return divided(lambda x: x.T, [(8, 8)], [(MODEL, 0)], out, [(D, D), (D, D)])[0]
+
+    assert moved((0, MODEL)) == [], "each device has its part of the result"
+    assert moved((MODEL, 0)) == [("all-to-all", "out", MODEL, 0)]
+    assert moved((0, 0)) == [("all-gather", "out", MODEL, 0)]

@@ -149,14 +149,17 @@ def _is_uneven(program: Program, name: str, label: int, num_shards: int) -> bool
     if name != "batch":
         return True
     sized = [
-        (math.prod(step.graph.shape(value)), step.graph.shape(value)[labels.index(label)])
+        (
+            math.prod(step.graph.shape(value)),
+            [size for size, other in zip(step.graph.shape(value), labels, strict=True) if other == label],
+        )
         for value, labels in enumerate(step.axes.classes)
         if label in labels
     ]
     inputs = [leaf.shape[leaf.axes.index(name)] for leaf in program.batch if name in leaf.axes]
     largest = max(size for size, _ in sized)
     return any(size % num_shards for size in inputs) or any(
-        length % num_shards and size * SMALL > largest for size, length in sized
+        all(length % num_shards for length in lengths) and size * SMALL > largest for size, lengths in sized
     )
 
 

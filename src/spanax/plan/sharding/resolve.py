@@ -50,18 +50,21 @@ class Constraint:
 
 @dataclass(frozen=True, eq=False)
 class Resolver:
-    """A layout applied to one program on one mesh."""
+    """A layout applied to one program on one mesh; `layout` has the pins."""
 
     program: Program
     layout: Layout
     mesh: MeshShape
+    pins: Pins
+    num_chunks: int
     assignment: Assignment
 
     def of(self, program: Program) -> "Resolver":
         """Returns the resolver of the same layout for another trace of the program, whose classes are assigned anew."""
         if program is self.program:
             return self
-        return replace(self, program=program, assignment=assign(program, self.layout, self.mesh, {}))
+        assignment = assign(program, self.layout, self.mesh, self.pins, self.num_chunks)
+        return replace(self, program=program, assignment=assignment)
 
     def computed(
         self, labels: Labels, shape: Sequence[int], replicated: frozenset[int] = frozenset(), *, is_routed: bool
@@ -262,4 +265,4 @@ def resolve(program: Program, layout: Layout, mesh: MeshShape, pins: Pins, num_c
       SpanaxError: the layout does not apply to this program on this mesh.
     """
     layout = pinned(layout, pins, program, mesh)
-    return Resolver(program, layout, mesh, assign(program, layout, mesh, pins, num_chunks))
+    return Resolver(program, layout, mesh, pins, num_chunks, assign(program, layout, mesh, pins, num_chunks))

@@ -197,8 +197,9 @@ def _other(
                 partials[operand_dim] |= mask if is_summed else 0
                 gathered |= 0 if is_summed else mask
             else:
-                # Sharded on another dim of the result: gather the operand.
-                moved = mask & union(requested) & ~requested[dim]
+                # Sharded on another dim of the result: gather the operand. A transpose exchanges its result instead.
+                is_exchanged = op.name == "transpose" and labels.count(label) > 1
+                moved = 0 if is_exchanged else mask & union(requested) & ~requested[dim]
                 gathered |= moved
                 result[dim] |= mask & ~moved
         if gathered:
@@ -208,7 +209,8 @@ def _other(
         result = [mask & ~union([*partials.values()]) for mask in result]
     summed = [partials[operand_dim] & ~union(result) for operand_dim in sorted(partials)]
     partial = union(summed)
-    result = [mask | (target & ~partial) for mask, target in zip(result, requested, strict=True)]
+    used = partial | union(result)
+    result = [mask | (target & ~used) for mask, target in zip(result, requested, strict=True)]
     shifts += _finished(op.outputs[0], summed, tuple(result), requested)
     return PartitionedOp(union(result) | partial, tuple(ins), tuple(result), tuple(shifts))
 
@@ -218,10 +220,9 @@ def _same_dim(
 ) -> int | None:
     """Returns the dim of the result that an operand's dim maps to; of several of its class, the one sharded equally."""
     dims = [dim for dim, result_label in enumerate(labels) if result_label == label]
-    if any(op.dim_map.of_kind(Kind.REPEATED)):
+    if op.name == "transpose" or any(op.dim_map.of_kind(Kind.REPEATED)):
         related = op.dim_map.result_dims(operand, operand_dim).get(len(op.inputs))
         return related if related in dims else None
-    # Of a transpose between two dims of one class, the position: prices count an exchange for it.
     if operand_dim in dims and len(labels) == len(op.eqn.invars[0].aval.shape):
         return operand_dim
     return next((dim for dim in dims if requested[dim] & mask), dims[-1] if dims else None)
