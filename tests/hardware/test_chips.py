@@ -14,17 +14,17 @@ SMALLEST: dict[str, Any] = {"peak": {"bf16": "100 TFLOP/s"}, "memory": "16 GiB",
 
 
 def test_the_chips() -> None:
-    wanted = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 l4 mi300x v3 v4 v5e v5p v6e v7 cpu"
-    assert set(catalogue()) == set(wanted.split())
+    expected = "v100-32gb v100-16gb a100-80gb a100-40gb h100 h200 b200 gb200 l4 mi300x v3 v4 v5e v5p v6e v7 cpu"
+    assert set(catalogue()) == set(expected.split())
     aliases = {"v100": "v100-32gb", "a100": "a100-80gb", "h100-80gb": "h100", "tpu7x": "v7", "ironwood": "v7"}
     for alias, name in (aliases | {"tpu-v5p": "v5p", "Trillium": "v6e", "A100": "a100-80gb"}).items():
         assert chip_named(alias).name == name
 
 
 def test_no_name_means_two_chips() -> None:
-    said = [name for chip in catalogue().values() for name in (chip.name, *chip.aliases)]
+    output = [name for chip in catalogue().values() for name in (chip.name, *chip.aliases)]
     kinds = [kind for chip in catalogue().values() for kind in chip.device_kinds]
-    assert len(said) == len(set(said)) == len(chip_names())
+    assert len(output) == len(set(output)) == len(chip_names())
     assert len(kinds) == len(set(kinds))
 
 

@@ -45,10 +45,10 @@ NAMED = [
 
 @pytest.mark.parametrize(("name", "text", "devices", "shape", "slices"), NAMED, ids=lambda x: str(x))
 def test_notation(name: str, text: str, devices: int, shape: tuple[int, ...], slices: int) -> None:
-    made = cluster(name)
-    assert (str(made), made.num_devices, made.shape, made.num_slices) == (text, devices, shape, slices)
-    assert cluster(str(made)) == made and made.memory_bytes == made.chip.usable_bytes
-    assert made.devices_per_node * math.prod(shape[:1] if not made.is_torus else (slices,)) == devices
+    machine = cluster(name)
+    assert (str(machine), machine.num_devices, machine.shape, machine.num_slices) == (text, devices, shape, slices)
+    assert cluster(str(machine)) == machine and machine.memory_bytes == machine.chip.usable_bytes
+    assert machine.devices_per_node * math.prod(shape[:1] if not machine.is_torus else (slices,)) == devices
 
 
 def test_by_name_and_number() -> None:
@@ -57,10 +57,10 @@ def test_by_name_and_number() -> None:
 
 
 def test_simulated_devices_share_what_the_host_has() -> None:
-    one, eight, nodes = cluster("cpu:1"), cluster("cpu:8"), cluster("cpu:2x4")
-    assert one.memory_bytes is not None and eight.memory_bytes == one.memory_bytes // 8
-    assert nodes.memory_bytes == one.memory_bytes // 4
-    assert eight.chip.peak_flops["fp32"] == one.chip.peak_flops["fp32"] / 8
+    item, eight, nodes = cluster("cpu:1"), cluster("cpu:8"), cluster("cpu:2x4")
+    assert item.memory_bytes is not None and eight.memory_bytes == item.memory_bytes // 8
+    assert nodes.memory_bytes == item.memory_bytes // 4
+    assert eight.chip.peak_flops["fp32"] == item.chip.peak_flops["fp32"] / 8
     assert cluster("h100:8").chip.peak_flops == cluster("h100:1").chip.peak_flops
 
 
@@ -102,9 +102,9 @@ def test_refused(name: str, message: str, fix: str) -> None:
 def test_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('like = "h100"\nname = "ours"\nshape = "4x8"\nmemory = "96 GiB"\nusable_memory = "94 GiB"\n')
-    made = cluster(str(path))
-    assert (made.chip.name, made.num_devices, made.memory_bytes) == ("ours", 32, 94 * 2**30)
-    assert str(made) == f"{path}:4x8" and cluster(str(made)) == made
+    machine = cluster(str(path))
+    assert (machine.chip.name, machine.num_devices, machine.memory_bytes) == ("ours", 32, 94 * 2**30)
+    assert str(machine) == f"{path}:4x8" and cluster(str(machine)) == machine
     assert cluster(f"{path}:16").shape == (2, 8) and cluster(str(path), 16).shape == (2, 8)
     path.write_text('like = "h100"\n')
     with pytest.raises(SpanaxError, match="has no number of devices"):
@@ -123,8 +123,8 @@ def test_local(devices: list[jax.Device]) -> None:
 
 
 def test_local_gpus_in_nodes() -> None:
-    made = local([Device("NVIDIA H100 80GB HBM3", process_index=i // 8) for i in range(16)])
-    assert (str(made), made.memory_bytes, made.chip.name) == ("h100:2x8", 2**30, "h100")
+    machine = local([Device("NVIDIA H100 80GB HBM3", process_index=i // 8) for i in range(16)])
+    assert (str(machine), machine.memory_bytes, machine.chip.name) == ("h100:2x8", 2**30, "h100")
     one_each = local([Device("NVIDIA H100 80GB HBM3", process_index=i, slice_index=i // 8) for i in range(16)])
     assert str(one_each) == "h100:2x8"
     assert local([Device("NVIDIA H100 80GB HBM3", limit=None)]).memory_bytes == chip_named("h100").usable_bytes
@@ -132,8 +132,8 @@ def test_local_gpus_in_nodes() -> None:
 
 def test_local_tpus_in_their_torus() -> None:
     coords = [(x, y, z) for z in range(4) for y in range(2) for x in range(2)]
-    made = local([Device("TPU v5p", coords=c, slice_index=0) for c in coords])
-    assert (made.shape, made.num_devices, made.num_slices) == ((2, 2, 4), 16, 1)
+    machine = local([Device("TPU v5p", coords=c, slice_index=0) for c in coords])
+    assert (machine.shape, machine.num_devices, machine.num_slices) == ((2, 2, 4), 16, 1)
     two = local(
         [Device("TPU v5 lite", coords=(x, y, 0), slice_index=s) for s in (0, 1) for x in (0, 1) for y in (0, 1)]
     )
@@ -143,6 +143,6 @@ def test_local_tpus_in_their_torus() -> None:
 
 
 def test_local_of_an_unknown_kind_knows_its_memory_alone() -> None:
-    made = local([Device("Quantum 9") for _ in range(4)])
-    assert (made.chip.name, made.num_devices, made.memory_bytes) == ("Quantum 9", 4, 2**30)
-    assert made.chip.inside is None and not made.chip.peak_flops
+    machine = local([Device("Quantum 9") for _ in range(4)])
+    assert (machine.chip.name, machine.num_devices, machine.memory_bytes) == ("Quantum 9", 4, 2**30)
+    assert machine.chip.inside is None and not machine.chip.peak_flops

@@ -24,8 +24,8 @@ MEASURED = list(csv.DictReader((Path(__file__).parent.parent / "data" / "collect
 MIB = 2**20
 
 
-def over_all(made: Cluster) -> AxisLink:
-    return axis_link(made, MeshShape.of({"data": made.num_devices}), "data")
+def over_all(machine: Cluster) -> AxisLink:
+    return axis_link(machine, MeshShape.of({"data": machine.num_devices}), "data")
 
 
 def errors(device: str, link: AxisLink, from_bytes: int = 0) -> np.ndarray:
@@ -63,11 +63,11 @@ def test_the_page_tells_these_errors() -> None:
 def test_all_reduce_over_nodes() -> None:
     """Four nodes over EFA: the rate is the catalogue's, the latency of one step EFA's own (85 us, against 14)."""
     device = "B200 32x (4 nodes p6-b200, 8x400Gb EFAv4 each)"
-    made = cluster("b200:32")
-    assert made.chip.between
-    efa = replace(made.chip, between=replace(made.chip.between, latency_seconds=85e-6))
-    assert np.abs(errors(device, over_all(made), 1024 * MIB)).mean() <= 0.02
-    assert np.abs(errors(device, over_all(replace(made, chip=efa)), MIB // 8)).mean() <= 0.10
+    machine = cluster("b200:32")
+    assert machine.chip.between
+    efa = replace(machine.chip, between=replace(machine.chip.between, latency_seconds=85e-6))
+    assert np.abs(errors(device, over_all(machine), 1024 * MIB)).mean() <= 0.02
+    assert np.abs(errors(device, over_all(replace(machine, chip=efa)), MIB // 8)).mean() <= 0.10
 
 
 # What one collective reached of large arrays: cluster, kind, GB/s of "bus bandwidth", bound on the error.
@@ -146,11 +146,11 @@ def test_small_arrays_go_by_trees_and_large_ones_by_rings() -> None:
 )
 def test_arrays_and_numbers_alike(seconds) -> None:
     num_bytes, sizes = np.array([[1e3], [1e6], [1e9]]), np.array([1, 2, 8, 64])
-    found = seconds(num_bytes, sizes, 100e9, 2e-6, 5e-6)
-    assert found.shape == (3, 4) and (found[:, 0] == 0).all() and (np.diff(found[:, 1:], axis=0) > 0).all()
+    result = seconds(num_bytes, sizes, 100e9, 2e-6, 5e-6)
+    assert result.shape == (3, 4) and (result[:, 0] == 0).all() and (np.diff(result[:, 1:], axis=0) > 0).all()
     for i, j in np.ndindex(3, 4):
-        one = seconds(float(num_bytes[i, 0]), int(sizes[j]), 100e9, 2e-6, 5e-6)
-        assert isinstance(one, float) and one == pytest.approx(found[i, j], rel=1e-12)
+        item = seconds(float(num_bytes[i, 0]), int(sizes[j]), 100e9, 2e-6, 5e-6)
+        assert isinstance(item, float) and item == pytest.approx(result[i, j], rel=1e-12)
 
 
 def test_one_device_alone_waits_for_nobody() -> None:

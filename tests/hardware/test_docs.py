@@ -57,11 +57,11 @@ def table() -> str:
 
 def test_the_table_is_the_catalogue() -> None:
     before, rest = PAGE.read_text().split(BEGIN)
-    found, after = rest.split(END)
+    rows, after = rest.split(END)
     if os.environ.get("SPANAX_GOLDEN") == "update":
         PAGE.write_text(before + BEGIN + table() + END + after)
-        found = table()
-    assert found == table(), "chips.toml changed: make golden"
+        rows = table()
+    assert rows == table(), "chips.toml changed: make golden"
 
 
 def test_the_examples_run() -> None:
@@ -83,10 +83,10 @@ def test_the_cluster_file_is_read(tmp_path: Path) -> None:
     block = re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert block
     (tmp_path / "mine.toml").write_text(block[1])
-    made = cluster(str(tmp_path / "mine.toml"))
-    assert (made.num_devices, made.memory_bytes) == (128, 76 * 2**30)
-    assert made.chip.between and made.chip.between.name == "efa"
-    assert made.chip.sources["between.latency_seconds"] == "nccl-tests, May"
+    machine = cluster(str(tmp_path / "mine.toml"))
+    assert (machine.num_devices, machine.memory_bytes) == (128, 76 * 2**30)
+    assert machine.chip.between and machine.chip.between.name == "efa"
+    assert machine.chip.sources["between.latency_seconds"] == "nccl-tests, May"
 
 
 def test_every_key_is_told() -> None:

@@ -50,18 +50,18 @@ def test_nodes_may_be_smaller_than_usual() -> None:
 
 
 def test_adding_in_the_switch_takes_enough_devices() -> None:
-    made = cluster("h100:8")
-    few = axis_link(made, MeshShape.of("data=2,model=4"), "model")
-    all_of_them = axis_link(made, MeshShape.of("model=8"), "model")
+    machine = cluster("h100:8")
+    few = axis_link(machine, MeshShape.of("data=2,model=4"), "model")
+    all_of_them = axis_link(machine, MeshShape.of("model=8"), "model")
     assert few.all_reduce_bytes_per_second == few.bytes_per_second == pytest.approx(NVLINK)
     assert all_of_them.all_reduce_bytes_per_second == pytest.approx(450e9 * 1.04)
 
 
 def test_latencies_across_nodes() -> None:
-    made = cluster("h100:4x8")
-    assert made.chip.inside and made.chip.between
-    inside, between = made.chip.inside.latency_seconds, made.chip.between.latency_seconds
-    link = axis_link(made, MeshShape.of("data=32"), "data")
+    machine = cluster("h100:4x8")
+    assert machine.chip.inside and machine.chip.between
+    inside, between = machine.chip.inside.latency_seconds, machine.chip.between.latency_seconds
+    link = axis_link(machine, MeshShape.of("data=32"), "data")
     assert 32 * link.latency_seconds == pytest.approx(28 * inside + 4 * between)
     assert link.way_seconds == pytest.approx(3 * inside + 2 * between)
 
@@ -73,10 +73,10 @@ def test_all_to_all_across_nodes_is_held_up_by_the_network() -> None:
 
 
 def test_direct_lines_lead_to_one_device_each() -> None:
-    made = cluster("mi300x:8")
-    two = axis_link(made, MeshShape.of("data=4,model=2"), "model")
+    machine = cluster("mi300x:8")
+    two = axis_link(machine, MeshShape.of("data=4,model=2"), "model")
     assert two.bytes_per_second == two.permute_bytes_per_second == pytest.approx(64e9 * 0.7)
-    all_of_them = axis_link(made, MeshShape.of("model=8"), "model")
+    all_of_them = axis_link(machine, MeshShape.of("model=8"), "model")
     assert all_of_them.bytes_per_second == pytest.approx(448e9 * 0.7)
     assert all_of_them.permute_bytes_per_second == pytest.approx(64e9 * 0.7)
 
@@ -108,44 +108,44 @@ def test_tori(name: str, mesh: str, axes: str | tuple[str, ...], lines: int, ove
 
 
 def test_hops_in_a_torus() -> None:
-    made = cluster("v5p:8x8x8")
-    ring = axis_link(made, MeshShape.of("data=64,model=8"), "model")
+    machine = cluster("v5p:8x8x8")
+    ring = axis_link(machine, MeshShape.of("data=64,model=8"), "model")
     assert ring.way_seconds == pytest.approx(4e-6) and 7 * ring.latency_seconds == pytest.approx(4e-6)
     row = axis_link(cluster("v6e:8x8"), MeshShape.of("data=8,model=8"), "model")
     assert row.way_seconds == pytest.approx(7e-6)
 
 
 def test_two_halves_of_a_ring_share_its_lines() -> None:
-    made, mesh = cluster("v6e:16x16"), MeshShape.of("a=16,b=8,c=2")
-    outer, inner = axis_link(made, mesh, "b"), axis_link(made, mesh, "c")
+    built, mesh = cluster("v6e:16x16"), MeshShape.of("a=16,b=8,c=2")
+    outer, inner = axis_link(built, mesh, "b"), axis_link(built, mesh, "c")
     assert (outer.bytes_per_second / LINE, inner.bytes_per_second / LINE) == (pytest.approx(1), pytest.approx(1))
-    assert axis_link(made, mesh, ("b", "c")).bytes_per_second / LINE == pytest.approx(2)
+    assert axis_link(built, mesh, ("b", "c")).bytes_per_second / LINE == pytest.approx(2)
 
 
 def test_the_two_devices_of_a_v7_chip() -> None:
-    made, line = cluster("v7:4x4x4"), 50e9 * 0.9
-    on_chip = axis_link(made, MeshShape.of("data=64,model=2"), "model")
+    built, line = cluster("v7:4x4x4"), 50e9 * 0.9
+    on_chip = axis_link(built, MeshShape.of("data=64,model=2"), "model")
     assert (on_chip.over, on_chip.bytes_per_second) == ("on chip", 600e9)
-    cubes = axis_link(made, MeshShape.of("data=64,model=2"), "data")
+    cubes = axis_link(built, MeshShape.of("data=64,model=2"), "data")
     assert cubes.bytes_per_second == pytest.approx(6 * line)
-    everything = axis_link(made, MeshShape.of("data=128"), "data")
+    everything = axis_link(built, MeshShape.of("data=128"), "data")
     assert everything.bytes_per_second == pytest.approx(2 * 6 * line)
 
 
 def test_slices_are_joined_by_the_network() -> None:
-    made, dcn = cluster("v6e:16x16:4"), 12.5e9 * 0.91
-    outer = axis_link(made, MeshShape.of("data=4,fsdp=256"), "data")
+    built, dcn = cluster("v6e:16x16:4"), 12.5e9 * 0.91
+    outer = axis_link(built, MeshShape.of("data=4,fsdp=256"), "data")
     assert (outer.over, outer.bytes_per_second) == ("dcn", pytest.approx(dcn))
-    inner = axis_link(made, MeshShape.of("data=4,fsdp=256"), "fsdp")
+    inner = axis_link(built, MeshShape.of("data=4,fsdp=256"), "fsdp")
     assert (inner.over, inner.bytes_per_second) == ("ici 2 axes, wrapped", pytest.approx(4 * LINE))
-    across = axis_link(made, MeshShape.of("data=64,model=16"), "data")
+    across = axis_link(built, MeshShape.of("data=64,model=16"), "data")
     assert across.over == "ici 1 axis, wrapped+dcn" and across.bytes_per_second == pytest.approx(
         min(2 * LINE, 16 * dcn)
     )
 
 
 @pytest.mark.parametrize(
-    ("made", "mesh", "axes", "message"),
+    ("machine", "mesh", "axes", "message"),
     [
         (cluster("h100:8"), "data=8", "model", "the mesh has no axis 'model'"),
         (cluster("v5p:4x4x4"), "data=32", "data", "mesh axes of 32 do not fill 64 devices"),
@@ -153,20 +153,20 @@ def test_slices_are_joined_by_the_network() -> None:
         (cluster("cpu:2x4"), "data=8", "data", "nothing is known of what joins 'cpu' between nodes"),
     ],
 )
-def test_refused(made: Cluster, mesh: str, axes: str, message: str) -> None:
+def test_refused(machine: Cluster, mesh: str, axes: str, message: str) -> None:
     with pytest.raises(SpanaxError) as caught:
-        axis_link(made, MeshShape.of(mesh), axes)
+        axis_link(machine, MeshShape.of(mesh), axes)
     assert str(caught.value).startswith(message)
 
 
 def test_every_chip_has_a_link_for_every_mesh() -> None:
     sizes = [(a, b, c) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) for c in (1, 2, 4, 8) if a * b * c == 64]
     for name in ("a100", "b200", "l4", "mi300x", "v3", "v4", "v5e", "v5p", "v7"):
-        made = cluster(f"{name}:64")
+        machine = cluster(f"{name}:64")
         for shape in sizes:
             mesh = MeshShape.of(dict(zip("abc", shape, strict=True)))
-            links = [axis_link(made, mesh, axis) for axis in "abc"]
-            together = axis_link(made, mesh, ("a", "b", "c"))
+            links = [axis_link(machine, mesh, axis) for axis in "abc"]
+            together = axis_link(machine, mesh, ("a", "b", "c"))
             assert math.prod(link.size for link in links) == together.size == 64
             for link in (*links, together):
                 rates = (link.bytes_per_second, link.all_to_all_bytes_per_second, link.permute_bytes_per_second)
@@ -204,8 +204,8 @@ def test_parts_that_continue_each_other_are_one() -> None:
 
 
 def test_a_faster_chip_changes_its_links() -> None:
-    made, mesh = cluster("h100:8"), MeshShape.of("model=4,data=2")
-    assert made.chip.inside
-    faster = replace(made, chip=replace(made.chip, inside=replace(made.chip.inside, bytes_per_second=900e9)))
-    rates = [axis_link(c, mesh, "model").bytes_per_second for c in (made, faster)]
+    built, mesh = cluster("h100:8"), MeshShape.of("model=4,data=2")
+    assert built.chip.inside
+    faster = replace(built, chip=replace(built.chip, inside=replace(built.chip.inside, bytes_per_second=900e9)))
+    rates = [axis_link(c, mesh, "model").bytes_per_second for c in (built, faster)]
     assert rates[1] == 2 * rates[0]

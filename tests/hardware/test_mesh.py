@@ -10,7 +10,7 @@ from spanax.plan.presets import PRESETS
 
 
 @pytest.mark.parametrize(
-    ("given", "axes"),
+    ("inputs", "axes"),
     [
         ({"data": 4, "model": 2}, (("data", 4), ("model", 2))),
         ("data=4,model=2", (("data", 4), ("model", 2))),
@@ -22,8 +22,8 @@ from spanax.plan.presets import PRESETS
         (MeshShape((("x", 3),)), (("x", 3),)),
     ],
 )
-def test_of(given, axes) -> None:
-    assert MeshShape.of(given).axes == axes
+def test_of(inputs, axes) -> None:
+    assert MeshShape.of(inputs).axes == axes
 
 
 @pytest.mark.parametrize("text", ["data=4,model=2", "fsdp=8", "a=1,b=2,c=3"])
@@ -41,7 +41,7 @@ def test_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("inputs", "message"),
     [
         ({"data": 0}, "mesh axis 'data' has size 0"),
         ({"data": "4"}, "mesh axis 'data' has size '4'"),
@@ -52,9 +52,9 @@ def test_counts() -> None:
         ("data=4;model=2", "cannot read 'data=4;model=2' as a mesh axis"),
     ],
 )
-def test_refused(given, message: str) -> None:
+def test_refused(inputs, message: str) -> None:
     with pytest.raises(SpanaxError) as caught:
-        MeshShape.of(given)
+        MeshShape.of(inputs)
     assert str(caught.value).startswith(message)
 
 

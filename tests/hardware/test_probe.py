@@ -28,13 +28,13 @@ def read(text: str, tmp_path: Path) -> Cluster:
 
 def test_on_the_devices_present(devices: list[jax.Device], tmp_path: Path) -> None:
     text = probe(devices, seconds=1.5)
-    made = read(text, tmp_path)
-    assert made.num_devices == len(devices) and made.chip.shared and made.memory_bytes == cluster("cpu:8").memory_bytes
-    assert made.chip.peak_flops["fp32"] > 0 and made.chip.memory_bytes_per_second and made.chip.kernel_start_seconds
-    assert made.chip.inside and made.chip.inside.name == "memory"
-    said = tomllib.loads(text)
-    assert all(value.startswith("probe of 8 x cpu, jax ") for value in said["source"].values())
-    assert made.chip.sources["inside.bytes_per_second"] == said["source"]["inside.rate"]
+    page = read(text, tmp_path)
+    assert page.num_devices == len(devices) and page.chip.shared and page.memory_bytes == cluster("cpu:8").memory_bytes
+    assert page.chip.peak_flops["fp32"] > 0 and page.chip.memory_bytes_per_second and page.chip.kernel_start_seconds
+    assert page.chip.inside and page.chip.inside.name == "memory"
+    data = tomllib.loads(text)
+    assert all(value.startswith("probe of 8 x cpu, jax ") for value in data["source"].values())
+    assert page.chip.sources["inside.bytes_per_second"] == data["source"]["inside.rate"]
     for kind in COLLECTIVES:
         assert f"# {kind} over 8: 4 KiB: " in text and f"# {kind} over 2: 4 KiB: " in text
     assert "# matmul fp32, one device, by size: 128: " in text
@@ -45,8 +45,8 @@ def test_on_shared_cores_a_start_is_that_beside_work(
 ) -> None:
     monkeypatch.setattr(probing, "start_beside_work_seconds", lambda devices, seconds: 0.25)
     text = probe(devices, seconds=0.1)
-    made = read(text, tmp_path)
-    assert made.chip.inside and made.chip.inside.start_seconds == 0.25 and "# start alone: " in text
+    page = read(text, tmp_path)
+    assert page.chip.inside and page.chip.inside.start_seconds == 0.25 and "# start alone: " in text
 
 
 def test_two_devices_have_no_pairs_to_compare(devices: list[jax.Device]) -> None:
@@ -86,17 +86,17 @@ def test_a_known_chip_keeps_its_data_sheet(machine: Any, tmp_path: Path) -> None
     truth, sheet = cluster("h100:2x8"), chip_named("h100")
     machine(truth, 600e12, 3e12)
     devices = [Device("NVIDIA H100 80GB HBM3", process_index=i // 8, limit=60 * 2**30) for i in range(16)]
-    made = read(probe(devices, seconds=1), tmp_path)
-    assert (made.shape, made.memory_bytes, made.chip.memory_bytes) == ((2, 8), 60 * 2**30, sheet.memory_bytes)
-    assert made.chip.peak_flops == {**sheet.peak_flops, "fp32": 600e12}, "more than on the data sheet"
-    assert made.chip.flops_per_second("bf16") == pytest.approx(600e12, rel=1e-3)
-    assert made.chip.memory_share == pytest.approx(3 / 3.35, rel=1e-3) and made.chip.kernel_start_seconds == 4e-6
+    page = read(probe(devices, seconds=1), tmp_path)
+    assert (page.shape, page.memory_bytes, page.chip.memory_bytes) == ((2, 8), 60 * 2**30, sheet.memory_bytes)
+    assert page.chip.peak_flops == {**sheet.peak_flops, "fp32": 600e12}, "more than on the data sheet"
+    assert page.chip.flops_per_second("bf16") == pytest.approx(600e12, rel=1e-3)
+    assert page.chip.memory_share == pytest.approx(3 / 3.35, rel=1e-3) and page.chip.kernel_start_seconds == 4e-6
     mesh = MeshShape.of("data=2,model=8")
     for axis in mesh.names:
-        found, true = axis_link(made, mesh, axis), axis_link(truth, mesh, axis)
+        result, true = axis_link(page, mesh, axis), axis_link(truth, mesh, axis)
         for kind in ("all_gather", "all_reduce"):
             for num_bytes in (2**20, 2**30):
-                seconds = collective_seconds(kind, num_bytes, found)  # type: ignore[arg-type]
+                seconds = collective_seconds(kind, num_bytes, result)  # type: ignore[arg-type]
                 # The fit knows no trees: from the largest size measured on it is the true time.
                 bound = 0.02 if num_bytes == 2**30 else 0.3
                 assert seconds == pytest.approx(collective_seconds(kind, num_bytes, true), rel=bound)  # type: ignore[arg-type]
@@ -104,27 +104,27 @@ def test_a_known_chip_keeps_its_data_sheet(machine: Any, tmp_path: Path) -> None
 
 def test_a_rate_above_the_data_sheet_is_written_as_it_is(machine: Any, tmp_path: Path) -> None:
     machine(cluster("h100:8"), 1200e12, 4e12)
-    made = read(probe([Device("NVIDIA H100 80GB HBM3") for _ in range(8)], seconds=1), tmp_path)
-    assert made.chip.peak_flops["bf16"] == 1200e12 and made.chip.flops_per_second("bf16") == 1200e12
-    assert made.chip.memory_bytes_per_second == 4e12 and made.chip.memory_share == 1
+    page = read(probe([Device("NVIDIA H100 80GB HBM3") for _ in range(8)], seconds=1), tmp_path)
+    assert page.chip.peak_flops["bf16"] == 1200e12 and page.chip.flops_per_second("bf16") == 1200e12
+    assert page.chip.memory_bytes_per_second == 4e12 and page.chip.memory_share == 1
 
 
 def test_a_torus_keeps_its_lines(machine: Any, tmp_path: Path) -> None:
     truth = cluster("v5e:4x4")
     machine(truth, 150e12, 0.7e12)
     devices = [Device("TPU v5 lite", coords=(x, y, 0), slice_index=0) for x in range(4) for y in range(4)]
-    made = read(probe(devices, seconds=1), tmp_path)
-    assert made.shape == (4, 4) and made.chip.inside and made.chip.inside.kind == "torus"
-    assert made.chip.inside.share == pytest.approx(0.9, rel=1e-2)
-    assert made.chip.inside.bytes_per_second == chip_named("v5e").inside.bytes_per_second  # type: ignore[union-attr]
+    page = read(probe(devices, seconds=1), tmp_path)
+    assert page.shape == (4, 4) and page.chip.inside and page.chip.inside.kind == "torus"
+    assert page.chip.inside.share == pytest.approx(0.9, rel=1e-2)
+    assert page.chip.inside.bytes_per_second == chip_named("v5e").inside.bytes_per_second  # type: ignore[union-attr]
 
 
 def test_of_an_unknown_chip_all_that_is_known_was_measured(machine: Any, tmp_path: Path) -> None:
     machine(cluster("a100:8"), 50e12, 1e12)
-    made = read(probe([Device("Quantum 9") for _ in range(8)], seconds=1), tmp_path)
-    assert (made.chip.name, made.memory_bytes) == ("Quantum 9", 2**30)
-    assert set(made.chip.peak_flops) == {"bf16", "fp16", "fp32"} and made.chip.flops_per_second("fp16") == 50e12
-    assert made.chip.inside and made.chip.inside.bytes_per_second == pytest.approx(300e9 * 0.76, rel=0.05)
+    page = read(probe([Device("Quantum 9") for _ in range(8)], seconds=1), tmp_path)
+    assert (page.chip.name, page.memory_bytes) == ("Quantum 9", 2**30)
+    assert set(page.chip.peak_flops) == {"bf16", "fp16", "fp32"} and page.chip.flops_per_second("fp16") == 50e12
+    assert page.chip.inside and page.chip.inside.bytes_per_second == pytest.approx(300e9 * 0.76, rel=0.05)
     with pytest.raises(SpanaxError, match="does not say what memory it has"):
         probe([Device("Quantum 9", limit=None)], seconds=1)
 
@@ -154,13 +154,18 @@ def points(fit: Fit, sizes: Sequence[int]) -> list[Collected]:
 @pytest.mark.parametrize("sizes", [(2, 8), (8,), (4,)])
 @pytest.mark.parametrize("fit", [Fit(1e9, 2e-6, 30e-6, 0), Fit(300e9, 0, 5e-6, 0), Fit(20e9, 5e-6, 0, 0)])
 def test_a_fit_finds_what_the_points_were_made_of(fit: Fit, sizes: Sequence[int]) -> None:
-    found = fitted(points(fit, sizes))
-    assert found.error < 1e-6 and found.bytes_per_second == pytest.approx(fit.bytes_per_second, rel=1e-5)
-    assert found.latency_seconds == pytest.approx(fit.latency_seconds, abs=1e-12)
-    assert found.start_seconds == pytest.approx(fit.start_seconds, abs=1e-12)
+    result = fitted(points(fit, sizes))
+    assert result.error < 1e-6 and result.bytes_per_second == pytest.approx(fit.bytes_per_second, rel=1e-5)
+    assert result.latency_seconds == pytest.approx(fit.latency_seconds, abs=1e-12)
+    assert result.start_seconds == pytest.approx(fit.start_seconds, abs=1e-12)
 
 
 def test_a_fit_has_nothing_below_zero() -> None:
-    made = [Collected("all_gather", n, b, b / 1e9 * (1 + b / 2**20)) for n in (2, 8) for b in (2**16, 2**18, 2**20)]
-    found = fitted(made)
-    assert found.latency_seconds >= 0 and found.start_seconds >= 0 and found.bytes_per_second > 0 and found.error > 0.05
+    built = [Collected("all_gather", n, b, b / 1e9 * (1 + b / 2**20)) for n in (2, 8) for b in (2**16, 2**18, 2**20)]
+    result = fitted(built)
+    assert (
+        result.latency_seconds >= 0
+        and result.start_seconds >= 0
+        and result.bytes_per_second > 0
+        and result.error > 0.05
+    )

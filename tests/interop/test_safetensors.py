@@ -128,10 +128,10 @@ PLACES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", PLACES)
 def test_a_place_that_holds_no_weights_is_refused(name: str, tmp_path: Path) -> None:
-    made, says = PLACES[name]
+    built, says = PLACES[name]
     folder = tmp_path / "folder"
     folder.mkdir()
-    made(folder)
+    built(folder)
     with pytest.raises(DataError, match=says):
         import_weights(folder, "gpt2", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -160,24 +160,24 @@ def test_the_cache_of_the_hub_is_read(tmp_path: Path) -> None:
 
 def test_a_file_that_becomes_shorter_is_told(tmp_path: Path) -> None:
     (tmp_path / SINGLE).write_bytes(two({}))
-    found = tensors(tmp_path)
+    result = tensors(tmp_path)
     os.truncate(tmp_path / SINGLE, (tmp_path / SINGLE).stat().st_size - 4)
-    assert found["a"].read().tolist() == [0, 0]
+    assert result["a"].read().tolist() == [0, 0]
     with pytest.raises(DataError, match="has become shorter"):
-        found["b"].read()
+        result["b"].read()
 
 
 @pytest.mark.parametrize(
     "dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "uint8", "bool"]
 )
 def test_every_dtype_comes_back(dtype: str, tmp_path: Path) -> None:
-    wanted = np.arange(6).reshape(3, 2).astype(dtype)
-    with Writer(tmp_path / SINGLE, {"a": wanted, "none": wanted[:0], "one": wanted[0, 1]}) as file:
-        for name, array in (("one", wanted[0, 1]), ("none", wanted[:0]), ("a", wanted)):
+    expected = np.arange(6).reshape(3, 2).astype(dtype)
+    with Writer(tmp_path / SINGLE, {"a": expected, "none": expected[:0], "one": expected[0, 1]}) as file:
+        for name, array in (("one", expected[0, 1]), ("none", expected[:0]), ("a", expected)):
             file.put(name, np.asarray(array))
-    found = {name: one.read() for name, one in tensors(tmp_path).items()}
-    assert found["a"].dtype == wanted.dtype and found["a"].tobytes() == wanted.tobytes()
-    assert found["none"].shape == (0, 2) and found["one"].shape == ()
+    result = {name: tensor.read() for name, tensor in tensors(tmp_path).items()}
+    assert result["a"].dtype == expected.dtype and result["a"].tobytes() == expected.tobytes()
+    assert result["none"].shape == (0, 2) and result["one"].shape == ()
 
 
 def test_files_are_those_of_the_safetensors_package(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ def program(dtype: str | None = "bfloat16", seq_len: int = 512) -> Program:
 
 
 def test_a_plan_names_the_kernel_and_keeps_it() -> None:
-    made = spanax.plan(program(), spanax.cluster("h100:8"), layout="fsdp", attention="flash")
-    assert made.schedule.context == "cudnn" and made.why.endswith("; attention cudnn for 512 x 512 causal")
-    assert Plan.from_json(made.to_json()) == made
+    plan = spanax.plan(program(), spanax.cluster("h100:8"), layout="fsdp", attention="flash")
+    assert plan.schedule.context == "cudnn" and plan.why.endswith("; attention cudnn for 512 x 512 causal")
+    assert Plan.from_json(plan.to_json()) == plan
     assert spanax.plan(program(), spanax.cluster("v5p:2x2x2"), layout="fsdp", attention="auto").schedule.context == (
         "splash"
     )
@@ -33,8 +33,8 @@ def test_a_plan_names_the_kernel_and_keeps_it() -> None:
 
 def test_by_default_accelerators_use_a_kernel_and_cpus_compute_as_the_model_does() -> None:
     for asked, on, context in ((None, "h100:8", "cudnn"), ("plain", "h100:8", "gathered"), (None, "cpu:8", "gathered")):
-        made = spanax.plan(program(), spanax.cluster(on), layout="fsdp", attention=asked)
-        assert made.schedule.context == context and ("attention" in made.why) == (context == "cudnn")
+        plan = spanax.plan(program(), spanax.cluster(on), layout="fsdp", attention=asked)
+        assert plan.schedule.context == context and ("attention" in plan.why) == (context == "cudnn")
 
 
 @pytest.mark.parametrize(
@@ -46,53 +46,53 @@ def test_by_default_accelerators_use_a_kernel_and_cpus_compute_as_the_model_does
     ],
 )
 def test_where_there_is_none_the_plan_says_why_and_flash_is_refused(cluster: str, dtype: str | None, why: str) -> None:
-    made = spanax.plan(program(dtype), spanax.cluster(cluster), layout="fsdp", attention="auto")
-    assert made.schedule.context == "gathered" and why in made.why
-    with pytest.raises(SpanaxError, match="no attention of this program can be a kernel's") as told:
+    plan = spanax.plan(program(dtype), spanax.cluster(cluster), layout="fsdp", attention="auto")
+    assert plan.schedule.context == "gathered" and why in plan.why
+    with pytest.raises(SpanaxError, match="no attention of this program can be a kernel's") as reported:
         spanax.plan(program(dtype), spanax.cluster(cluster), layout="fsdp", attention="flash")
-    assert why in str(told.value)
+    assert why in str(reported.value)
 
 
 @pytest.mark.parametrize("chunks", [4, "auto"])
 @pytest.mark.parametrize(("cluster", "context"), [("cpu:8", "gathered"), ("h100:8", "cudnn")])
 def test_the_plan_says_so_of_logits_in_chunks_too(cluster: str, context: str, chunks: int | str) -> None:
-    made = spanax.plan(program(), cluster, layout="fsdp", attention="auto", loss_chunks=chunks)
-    told = "attention plain: there is no" if context == "gathered" else "attention cudnn for 512 x 512 causal"
-    assert made.schedule.context == context and told in made.why
-    assert made.schedule.loss_chunks == 4 or "logits" in made.why
+    plan = spanax.plan(program(), cluster, layout="fsdp", attention="auto", loss_chunks=chunks)
+    reported = "attention plain: there is no" if context == "gathered" else "attention cudnn for 512 x 512 causal"
+    assert plan.schedule.context == context and reported in plan.why
+    assert plan.schedule.loss_chunks == 4 or "logits" in plan.why
 
 
 def test_a_train_step_of_ones_own_stays_as_it_is() -> None:
-    made = spanax.trace(
+    program = spanax.trace(
         build=lambda rngs: nnx.Linear(8, 8, rngs=rngs),
         optimizer=optax.sgd(0.1),
         batch=jax.ShapeDtypeStruct((8, 8), "float32"),
         train_step=lambda model, optimizer, x: {"loss": model(x).mean()},
     )
-    told = spanax.plan(made, spanax.cluster("h100:8"), layout="data", attention="auto").why
-    assert told.startswith("as requested; ") and told.endswith(
+    reported = spanax.plan(program, spanax.cluster("h100:8"), layout="data", attention="auto").why
+    assert reported.startswith("as requested; ") and reported.endswith(
         "; attention plain: the program has a train step of its own"
     )
 
 
 def test_a_kernel_holds_no_scores_and_counts_what_it_computes() -> None:
-    one, two = (
+    single, two = (
         spanax.search(program(seq_len=2048), spanax.cluster("v5p:2x2x2"), layout="fsdp", remat=("none",),
                       microbatches=1, attention=asked)
         for asked in ("plain", "flash")
     )  # fmt: skip
-    plain, flash = one.best, two.best
+    plain, flash = single.best, two.best
     assert plain is not None and flash is not None
     scores = 4 * 2048**2  # of one example and head, in 32 bits
     assert plain.memory["activations"] - flash.memory["activations"] > scores
-    assert flash.step_seconds < plain.step_seconds and one.model_flops == two.model_flops
+    assert flash.step_seconds < plain.step_seconds and single.model_flops == two.model_flops
     # Behind a causal mask 10 of 16 blocks are met; on the way back the scores are made once more.
     heads, width = 8 * 8, 16
     assert plain.flops - flash.flops == pytest.approx((6 - 7 * 10 / 16) * 2 * 2048**2 * width * heads / 8, rel=1e-6)
 
 
 def test_a_search_says_it_in_a_line() -> None:
-    found = spanax.search(program(), spanax.cluster("h100:8"), layout="fsdp", attention="auto")
-    summary = summarize(found)
+    search_result = spanax.search(program(), spanax.cluster("h100:8"), layout="fsdp", attention="auto")
+    summary = summarize(search_result)
     assert search_json(summary, 1)["attention"] == ["cudnn for 512 x 512 causal"]
     assert "  attention cudnn for 512 x 512 causal" in search_text(summary, 1)

@@ -73,5 +73,5 @@ def test_an_axis_that_shards_only_scores_is_refused_and_never_chosen(mix: str) -
 
 
 def test_experts_in_one_product_are_sharded() -> None:
-    made = spanax.plan(program(partial(Routed, "masked", is_looped=False)), "cpu:4", layout="expert")
-    assert made["up"].spec == (("expert",), (), ())
+    plan = spanax.plan(program(partial(Routed, "masked", is_looped=False)), "cpu:4", layout="expert")
+    assert plan["up"].spec == (("expert",), (), ())

@@ -80,10 +80,10 @@ def specs(plan: Plan) -> dict[str, str]:
 
 
 def test_specs_are_the_golden_ones() -> None:
-    found = {name: specs(planned(*which)) for name, which in zip(IDS, LAYOUTS, strict=True)}
+    result = {name: specs(planned(*which)) for name, which in zip(IDS, LAYOUTS, strict=True)}
     if os.environ.get("SPANAX_GOLDEN") == "update":
-        GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
-    assert found == json.loads(GOLDEN.read_text())
+        GOLDEN.write_text(json.dumps(result, indent=1) + "\n")
+    assert result == json.loads(GOLDEN.read_text())
 
 
 # What holds for every plan
@@ -114,9 +114,9 @@ def test_moments_have_the_same_spec(which: tuple[str, str | None, str]) -> None:
 @pytest.mark.parametrize("which", LAYOUTS, ids=IDS)
 def test_the_examples_are_split_over_every_axis_that_splits_them(which: tuple[str, str | None, str]) -> None:
     plan = planned(*which)
-    wanted = {axis for axis, size in plan.mesh.axes if "batch" in plan.layout.splits(axis) and size > 1}
+    expected = {axis for axis, size in plan.mesh.axes if "batch" in plan.layout.splits(axis) and size > 1}
     for leaf in plan.batch:
-        assert set(leaf.spec[0]) == wanted
+        assert set(leaf.spec[0]) == expected
 
 
 @pytest.mark.parametrize("which", LAYOUTS, ids=IDS)
@@ -179,9 +179,9 @@ def by_kind(plan: Plan, kind: str) -> list[Placement]:
 def test_what_is_stored_split(layout: str, mesh: str, params: set[str], optimizer: set[str]) -> None:
     plan = planned("gpt", layout, mesh)
     positions = set() if layout != "context" else {"context"}  # the table of positions is split with them
-    for kind, wanted in (("param", params), ("optimizer", optimizer)):
+    for kind, expected in (("param", params), ("optimizer", optimizer)):
         for leaf in by_kind(plan, kind):
-            assert used(leaf) in (wanted, positions), leaf
+            assert used(leaf) in (expected, positions), leaf
     stored = {"param": bool(params), "optimizer": bool(optimizer)}
     for kind, is_split in stored.items():
         whole = sum(leaf.num_bytes for leaf in program().leaves if leaf.kind == kind and leaf.shape)
@@ -240,8 +240,8 @@ def test_classes_beside_a_tensor_axis_are_split_where_their_weights_are_more(bat
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
     batch = {"x": jax.ShapeDtypeStruct((batch_size, 32), "float32"), "y": jax.ShapeDtypeStruct((batch_size,), "int32")}
-    found = spanax.trace(build=lambda rngs: Classifier(rngs), optimizer=optax.sgd(0.1), batch=batch, loss=loss)
-    plan = spanax.plan(found, spanax.cluster("cpu:8"), layout="data+tensor")
+    program = spanax.trace(build=lambda rngs: Classifier(rngs), optimizer=optax.sgd(0.1), batch=batch, loss=loss)
+    plan = spanax.plan(program, spanax.cluster("cpu:8"), layout="data+tensor")
     assert plan["up.kernel"].spec == ((), ("model",))
     assert plan["head.kernel"].spec == ((), ("model",) if is_split else ())
 
@@ -271,15 +271,17 @@ def test_sequence_parallel_is_an_option_or_a_suffix() -> None:
 
 
 def test_no_layout_means_the_fastest_that_fits() -> None:
-    made = program().with_compute_dtype("bfloat16")
-    found = spanax.search(made, spanax.cluster("a100:8"), pipeline=False, attention="auto")
+    built = program().with_compute_dtype("bfloat16")
+    search_result = spanax.search(built, spanax.cluster("a100:8"), pipeline=False, attention="auto")
     best = spanax.plan(program(), spanax.cluster("a100:8"))
-    assert best == dataclasses.replace(plan_of(found, found.best), why=best.why)
-    assert best.schedule.remat == found.best.remat and best.why.startswith(rule(found, found.best) + "; attention ")
+    assert best == dataclasses.replace(plan_of(search_result, search_result.best), why=best.why)
+    assert best.schedule.remat == search_result.best.remat and best.why.startswith(
+        rule(search_result, search_result.best) + "; attention "
+    )
     # With half of the memory something else, which is slower.
-    tight = dataclasses.replace(spanax.cluster("a100:8"), memory_bytes=found.best.peak_bytes // 2)
-    other = spanax.search(made, tight, pipeline=False, attention="auto")
-    assert other.best is not None and other.best.step_seconds > found.best.step_seconds
+    tight = dataclasses.replace(spanax.cluster("a100:8"), memory_bytes=search_result.best.peak_bytes // 2)
+    other = spanax.search(built, tight, pipeline=False, attention="auto")
+    assert other.best is not None and other.best.step_seconds > search_result.best.step_seconds
     assert dataclasses.replace(spanax.plan(program(), tight), why="") == dataclasses.replace(
         plan_of(other, other.best), why=""
     )
@@ -299,10 +301,10 @@ def test_a_pin_is_kept_by_what_is_chosen() -> None:
 
 def test_what_the_program_was_traced_with_is_kept() -> None:
     case = zoo.ZOO["gpt"]
-    made = spanax.trace(
+    program = spanax.trace(
         build=case.build, optimizer=case.optimizer, batch=case.batch(16), loss=case.loss, microbatches=2, remat="full"
     )
-    schedule = spanax.plan(made, spanax.cluster("a100:8")).schedule
+    schedule = spanax.plan(program, spanax.cluster("a100:8")).schedule
     assert (schedule.remat, schedule.microbatches) == ("full", 2)
 
 
@@ -395,8 +397,8 @@ def annotated(names: tuple[Any, Any], width: int = 128) -> Program:
 @pytest.mark.parametrize("names", [("fsdp", "model"), ("model", "fsdp"), (None, ("fsdp", "model"))])
 def test_mesh_axes_written_in_a_model_are_honoured(names: tuple[Any, Any]) -> None:
     plan = spanax.plan(annotated(names), spanax.cluster("cpu:8"), layout="fsdp+tensor", mesh="fsdp=4,model=2")
-    wanted = tuple((name,) if isinstance(name, str) else name or () for name in names)
-    assert plan["kernel"].spec == wanted
+    expected = tuple((name,) if isinstance(name, str) else name or () for name in names)
+    assert plan["kernel"].spec == expected
     assert plan["kernel"].reason == "as the model's author annotated it"
 
 

@@ -20,9 +20,9 @@ from spanax.plan.search import search
 )
 def test_what_moves_of_each_parameter_adds_up(name: str, mesh: str) -> None:
     machine = cluster("cpu:8")
-    made = plan(zoo_program(name), machine, mesh=mesh)
-    price = evaluate(zoo_program(name), made, machine).prediction
-    assert price is not None and price.moved_of.keys() == {leaf.path for leaf in made.leaves if leaf.kind == "param"}
+    built = plan(zoo_program(name), machine, mesh=mesh)
+    price = evaluate(zoo_program(name), built, machine).prediction
+    assert price is not None and price.moved_of.keys() == {leaf.path for leaf in built.leaves if leaf.kind == "param"}
     over = "fsdp" if "fsdp" in mesh else "data"
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
         of_each = sum(moved.get(over, {}).get(kind, 0) for moved in price.moved_of.values())
@@ -33,23 +33,23 @@ def test_what_moves_of_each_parameter_adds_up(name: str, mesh: str) -> None:
 
 
 def test_equal_blocks_are_told_of_by_the_first() -> None:
-    made = plan(zoo_program("gpt-unrolled"), cluster("cpu:8"), mesh="fsdp=8")
-    price = evaluate(zoo_program("gpt-unrolled"), made, cluster("cpu:8")).prediction
+    built = plan(zoo_program("gpt-unrolled"), cluster("cpu:8"), mesh="fsdp=8")
+    price = evaluate(zoo_program("gpt-unrolled"), built, cluster("cpu:8")).prediction
     assert price is not None
-    told = {path_pattern(path) for path in price.moved_of}
-    assert told == {path_pattern(leaf.path) for leaf in made.leaves if leaf.kind == "param"}
-    assert len(told) == len(price.moved_of) < sum(leaf.kind == "param" for leaf in made.leaves)
+    reported = {path_pattern(path) for path in price.moved_of}
+    assert reported == {path_pattern(leaf.path) for leaf in built.leaves if leaf.kind == "param"}
+    assert len(reported) == len(price.moved_of) < sum(leaf.kind == "param" for leaf in built.leaves)
 
 
 def test_a_price_is_kept_and_makes_no_plan_another() -> None:
     machine = cluster("h100:8")
-    made = plan(zoo_program("mlp"), machine, mesh="fsdp=8")
-    with_price = replace(made, price=evaluate(zoo_program("mlp"), made, machine).prediction)
+    built = plan(zoo_program("mlp"), machine, mesh="fsdp=8")
+    with_price = replace(built, price=evaluate(zoo_program("mlp"), built, machine).prediction)
     read = Plan.from_json(with_price.to_json())
-    assert read == with_price == made and hash(made) == hash(with_price) and not made.diff(with_price)
+    assert read == with_price == built and hash(built) == hash(with_price) and not built.diff(with_price)
     assert read.price == with_price.price and read.price is not None
     assert read.price.step_seconds == pytest.approx(sum(read.price.seconds.values())) and read.price.cluster == "h100:8"
-    assert "price" not in json.loads(made.to_json())
+    assert "price" not in json.loads(built.to_json())
     broken = json.loads(with_price.to_json())
     broken["price"]["memory"] = {"parameters": "many"}
     with pytest.raises(ValueError, match="this is not a plan file"):
@@ -59,8 +59,8 @@ def test_a_price_is_kept_and_makes_no_plan_another() -> None:
 def test_nobody_knows_how_long_a_step_takes_on_an_unknown_chip() -> None:
     machine = cluster("cpu:8")
     unknown = Cluster(Chip("odd"), 8)
-    made = plan(zoo_program("mlp"), machine, mesh="data=8")
-    assert evaluate(zoo_program("mlp"), made, unknown).prediction is None
+    built = plan(zoo_program("mlp"), machine, mesh="data=8")
+    assert evaluate(zoo_program("mlp"), built, unknown).prediction is None
 
 
 def test_the_fastest_of_every_kind_of_layout_is_kept_where_it_is_asked_for() -> None:
@@ -69,11 +69,18 @@ def test_the_fastest_of_every_kind_of_layout_is_kept_where_it_is_asked_for() -> 
         search(program, machine, **asked) for asked in ({"top": 100_000}, {"top": 3}, {"top": 3, "each": True})
     )
 
-    def kind(one: Candidate) -> tuple[object, ...]:
-        return one.layout, one.storing, one.num_stages > 1, frozenset(axis for axis, size in one.mesh.axes if size > 1)
+    def kind(candidate: Candidate) -> tuple[object, ...]:
+        return (
+            candidate.layout,
+            candidate.storing,
+            candidate.num_stages > 1,
+            frozenset(axis for axis, size in candidate.mesh.axes if size > 1),
+        )
 
     assert kinds.candidates[:3] == few.candidates == every.candidates[:3]
     assert set(map(kind, kinds.candidates)) == set(map(kind, every.candidates)) and len(kinds.candidates) > 10
-    firsts = {kind(one): one for one in reversed(every.candidates)}
-    assert all(one in few.candidates or one == firsts[kind(one)] for one in kinds.candidates)
-    assert [one.step_seconds for one in kinds.candidates] == sorted(one.step_seconds for one in kinds.candidates)
+    firsts = {kind(candidate): candidate for candidate in reversed(every.candidates)}
+    assert all(candidate in few.candidates or candidate == firsts[kind(candidate)] for candidate in kinds.candidates)
+    assert [candidate.step_seconds for candidate in kinds.candidates] == sorted(
+        candidate.step_seconds for candidate in kinds.candidates
+    )

@@ -36,8 +36,8 @@ def odd() -> Program:
     )
 
 
-def plan(made: Program, devices: int = 8, **options: Any) -> Plan:
-    return spanax.plan(made, spanax.cluster("cpu", devices), **options)
+def plan(program: Program, devices: int = 8, **options: Any) -> Plan:
+    return spanax.plan(program, spanax.cluster("cpu", devices), **options)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str, str]] = {
@@ -209,18 +209,18 @@ def test_bad_files_are_bad_data(name: str) -> None:
     assert caught.value.exit_code == (2 if "another" in name else 65)
 
 
-def retried(made: Program, devices: int, layout: str, mesh: str) -> None:
+def retried(program: Program, devices: int, layout: str, mesh: str) -> None:
     """Follow the fix that the error names until it works, or stays the same."""
     for _ in range(2):
         try:
-            plan(made, devices, layout=layout, mesh=mesh)
+            plan(program, devices, layout=layout, mesh=mesh)
             return
         except spanax.SpanaxError as error:
-            found = re.search(r"fix: (?:mesh )?([a-z]+=\d+)", str(error))
-            assert found, error
-            mesh = found.group(1)
+            search_result = re.search(r"fix: (?:mesh )?([a-z]+=\d+)", str(error))
+            assert search_result, error
+            mesh = search_result.group(1)
             devices = spanax.MeshShape.of(mesh).size
-    plan(made, devices, layout=layout, mesh=mesh)
+    plan(program, devices, layout=layout, mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def hops() -> str:
     for name, chunks in CHUNKS.items():
         counted = []
         for m in sizes:
-            made, times = orders(name, 4, m, chunks), StageSeconds.equal(4 * chunks)
-            counted.append((simulate(made, times, 0.25).seconds - simulate(made, times).seconds) / 0.25)
+            built, times = orders(name, 4, m, chunks), StageSeconds.equal(4 * chunks)
+            counted.append((simulate(built, times, 0.25).seconds - simulate(built, times).seconds) / 0.25)
             assert counted[-1] == num_hops(name, 4, m, chunks)
         rows.append(f"| `{name}` | {' | '.join(f'{count:g}' for count in counted)} |")
     return "\n".join(rows)
@@ -64,10 +64,10 @@ def picture(schedule: str) -> str:
 
 def test_the_page_says_what_the_code_says() -> None:
     page = PAGE.read_text()
-    for name, made in {"costs": costs(), "hops": hops(), "pictures": pictures()}.items():
+    for name, built in {"costs": costs(), "hops": hops(), "pictures": pictures()}.items():
         block = re.compile(rf"<!-- {name} -->\n.*?<!-- end -->|<!-- {name} -->", re.DOTALL)
         assert block.search(page), f"the page has no place for {name}"
-        page = block.sub(f"<!-- {name} -->\n\n{made}\n\n<!-- end -->", page)
+        page = block.sub(f"<!-- {name} -->\n\n{built}\n\n<!-- end -->", page)
     if os.environ.get("SPANAX_GOLDEN") == "update":
         PAGE.write_text(page, newline="")
     assert page == PAGE.read_text(), "a number changed: `make golden`, then read the diff"

@@ -23,7 +23,7 @@ from spanax.plan.spmd.sharded_program import ShardedProgram
 from spanax.trace.program import Program
 
 PLACES = [("gpt-nano", "cpu:8"), ("gpt-nano", "a100:2x8"), ("moe-nano", "cpu:8"), ("moe-nano", "a100:2x8")]
-BITS = {axis: 1 << at for at, axis in enumerate(AXES)}
+BITS = {axis: 1 << index for index, axis in enumerate(AXES)}
 
 
 @functools.cache
@@ -32,8 +32,8 @@ def space(name: str, cluster: str, batch_size: int = 32) -> tuple[list[Family], 
     return families(workload(name), spanax.cluster(cluster), batch_size, rejected), rejected
 
 
-def members(found: list[Family]) -> list[tuple[Family, int]]:
-    return [(family, column) for family in found for column in range(family.num_stages.size)]
+def members(family_list: list[Family]) -> list[tuple[Family, int]]:
+    return [(family, column) for family in family_list for column in range(family.num_stages.size)]
 
 
 def some(name: str, cluster: str, count: int) -> list[tuple[Family, int]]:
@@ -48,21 +48,21 @@ def own_resolver(program: Program, family: Family, column: int) -> Resolver:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_every_mesh_takes_all_devices_and_is_there_once(place: tuple[str, str]) -> None:
-    found, _ = space(*place)
+    result, _ = space(*place)
     num_devices = spanax.cluster(place[1]).num_devices
     seen = set()
-    for family, column in members(found):
+    for family, column in members(result):
         sizes = family.sizes[:, column]
         assert family.num_stages[column] * np.prod(sizes) == num_devices
         assert mesh_of(sizes).size * family.num_stages[column] == num_devices
         seen.add((family.storing, family.sequence, int(family.num_stages[column]), *sizes.tolist()))
-    assert len(seen) == len(members(found))
+    assert len(seen) == len(members(result))
 
 
 def test_the_space_of_a_gpt_on_8_devices_by_hand() -> None:
     """2**3 over data, fsdp, context and model, after 1, 2 or 4 stages of its 4 layers."""
-    found, rejected = space("gpt-nano", "cpu:8")
-    of_storing = Counter((family.storing, family.sequence) for family, _ in members(found))
+    result, rejected = space("gpt-nano", "cpu:8")
+    of_storing = Counter((family.storing, family.sequence) for family, _ in members(result))
     # Ways to hand out three factors of two to four axes: 20, 10 to two are left and 4 to one.
     assert of_storing["fsdp", False] == 20 + 10 + 4
     # fsdp takes one factor at least; with +seq, model does.
@@ -76,28 +76,28 @@ def test_the_space_of_a_gpt_on_8_devices_by_hand() -> None:
 def test_a_member_resolves_as_the_resolver_it_is_priced_with(place: tuple[str, str]) -> None:
     program = workload(place[0])
     for family, column in members(space(*place)[0]):
-        own, shared = own_resolver(program, family, column), family.resolver
-        active = sum(BITS[axis] for axis, size in own.mesh.axes if size > 1)
+        local, shared = own_resolver(program, family, column), family.resolver
+        active = sum(BITS[axis] for axis, size in local.mesh.axes if size > 1)
         assert active & ~sum(BITS[axis] for axis, size in shared.mesh.axes if size > 1) == 0
         for leaf, value in zip((*program.leaves, *program.batch), program.step.graph.body.inputs, strict=True):
             labels = program.step.axes.classes[value]
-            mine, theirs = (as_masks(one.used(labels, leaf.shape), BITS) for one in (own, shared))
-            assert mine == tuple(mask & active for mask in theirs), (leaf.path, own.mesh, shared.mesh)
-            mine, theirs = (union(as_masks(one.placed(leaf, labels)[0], BITS)) for one in (own, shared))
-            assert mine == theirs & active, (leaf.path, own.mesh, shared.mesh)
+            mine, theirs = (as_masks(item.used(labels, leaf.shape), BITS) for item in (local, shared))
+            assert mine == tuple(mask & active for mask in theirs), (leaf.path, local.mesh, shared.mesh)
+            mine, theirs = (union(as_masks(item.placed(leaf, labels)[0], BITS)) for item in (local, shared))
+            assert mine == theirs & active, (leaf.path, local.mesh, shared.mesh)
 
 
 def priced(
     program: Program, cluster: spanax.Cluster, resolver: Resolver, family: Family, at: int
 ) -> tuple[float, float]:
     """Seconds and bytes of one mesh of a family under a resolver."""
-    one = np.ones(1, int)
+    item = np.ones(1, int)
     stages = family.num_stages[at : at + 1]
-    grid = Grid(family.sizes[:, at : at + 1], stages, one, one)
+    grid = Grid(family.sizes[:, at : at + 1], stages, item, item)
     seconds = price(count_terms(ShardedProgram(resolver, program.step)), cluster, grid).step_seconds
     memory = memory_use(
         state_of(resolver), walk(ShardedProgram(resolver, program.step)), grid.sizes,
-        num_stages=stages, num_microbatches=one, in_flight=one, scale=one,
+        num_stages=stages, num_microbatches=item, in_flight=item, scale=item,
     )  # fmt: skip
     return float(seconds[0]), float(memory.peak_bytes[0])
 
@@ -130,10 +130,10 @@ def squared(model: nnx.Module, x: jax.Array) -> jax.Array:
 
 def test_meshes_on_which_a_leaf_is_stored_along_its_layers_are_a_family_of_their_own() -> None:
     program = spanax.trace(build=Padded, optimizer=optax.adam(1e-3), batch=array(8, 12), loss=squared)
-    found = families(program, spanax.cluster("cpu:8"), 8, Counter())
+    family_list = families(program, spanax.cluster("cpu:8"), 8, Counter())
     by_fsdp = {
         int(family.sizes[1, column]): id(family)
-        for family, column in members(found)
+        for family, column in members(family_list)
         if (family.storing, family.sequence, int(family.num_stages[column])) == ("fsdp", False, 1)
         and family.sizes[4, column] == 1
     }
@@ -149,8 +149,8 @@ def test_what_cannot_be_is_counted_by_reason() -> None:
         build=lambda rngs: nnx.Linear(6, 6, rngs=rngs), optimizer=optax.sgd(0.1), batch=array(8, 6), loss=squared
     )
     rejected = Counter()
-    found = families(program, spanax.cluster("cpu:8"), 8, rejected)
-    assert found and {reason.code for reason in rejected} <= {
+    family_list = families(program, spanax.cluster("cpu:8"), 8, rejected)
+    assert family_list and {reason.code for reason in rejected} <= {
         Code.IDLE_AXIS, Code.SIZE_NOT_DIVISIBLE, Code.NOTHING_STORED,
     } and rejected  # fmt: skip
 
@@ -164,8 +164,8 @@ def test_an_annotation_that_does_not_divide_is_a_reason() -> None:
 
     program = spanax.trace(build=build, optimizer=optax.adam(0.1), batch=array(8, 12), loss=squared)
     rejected = Counter[str]()
-    found = families(program, spanax.cluster("cpu:8"), 8, rejected)
-    assert {int(size) for family in found for size in family.sizes[1]} == {1, 2, 4}
+    family_list = families(program, spanax.cluster("cpu:8"), 8, rejected)
+    assert {int(size) for family in family_list for size in family.sizes[1]} == {1, 2, 4}
     assert rejected[Reason(Code.SIZE_NOT_DIVISIBLE)] == 3
 
 
@@ -175,11 +175,11 @@ def test_nothing_is_stored_split_where_there_is_nothing_to_store_split() -> None
         batch=jax.ShapeDtypeStruct((8, 16), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
     rejected = Counter[str]()
-    found = families(program, spanax.cluster("cpu:8"), 8, rejected)
-    assert {family.storing for family in found} == {"fsdp"} and rejected[Reason(Code.NOTHING_STORED)] > 0
+    family_list = families(program, spanax.cluster("cpu:8"), 8, rejected)
+    assert {family.storing for family in family_list} == {"fsdp"} and rejected[Reason(Code.NOTHING_STORED)] > 0
     odd = spanax.trace(
         build=lambda rngs: nnx.Linear(15, 31, rngs=rngs), optimizer=optax.adam(0.1),
         batch=jax.ShapeDtypeStruct((8, 15), "float32"), loss=lambda model, x: (model(x) ** 2).mean(),
     )  # fmt: skip
-    found = families(odd, spanax.cluster("cpu:8"), 8, Counter())
-    assert found and all((family.sizes[1] == 1).all() for family in found)
+    family_list = families(odd, spanax.cluster("cpu:8"), 8, Counter())
+    assert family_list and all((family.sizes[1] == 1).all() for family in family_list)

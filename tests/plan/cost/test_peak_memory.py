@@ -41,33 +41,33 @@ def planned(program: Program, layout: str, mesh: str) -> Plan:
 
 
 def groups(
-    program: Program, layout: str = "data", mesh: str = "data=1", *, is_tpu: bool = False, **given: Any
+    program: Program, layout: str = "data", mesh: str = "data=1", *, is_tpu: bool = False, **inputs: Any
 ) -> dict[str, int]:
     """Bytes by group of one candidate; a batch of `scale` times the traced one, unless told otherwise all at once."""
     resolver = resolver_of(program, planned(program, layout, mesh))
     sizes = np.asarray([[size] for _, size in resolver.mesh.axes])
     numbers: dict[str, Any] = {"num_stages": 1, "num_microbatches": 1, "in_flight": 1, "scale": 1.0}
-    arrays = {name: np.asarray([given.pop(name, default)]) for name, default in numbers.items()}
-    found = memory_use(
-        state_of(resolver), walk(ShardedProgram(resolver, program.step), is_tpu=is_tpu), sizes, **arrays, **given
+    arrays = {name: np.asarray([inputs.pop(name, default)]) for name, default in numbers.items()}
+    memory = memory_use(
+        state_of(resolver), walk(ShardedProgram(resolver, program.step), is_tpu=is_tpu), sizes, **arrays, **inputs
     )
-    assert found.peak_bytes[0] == pytest.approx(sum(values[0] for values in found.groups.values()))
-    return by_name(found.groups, 0)
+    assert memory.peak_bytes[0] == pytest.approx(sum(values[0] for values in memory.groups.values()))
+    return by_name(memory.groups, 0)
 
 
-def on_top(found: dict[str, int]) -> int:
+def on_top(result: dict[str, int]) -> int:
     """Bytes beside state and batch."""
-    return sum(found[name] for name in GROUPS)
+    return sum(result[name] for name in GROUPS)
 
 
 # The state, exactly
 
 
 def check_state(program: Program, layout: str, mesh: str) -> None:
-    plan, found = planned(program, layout, mesh), groups(program, layout, mesh)
+    plan, result = planned(program, layout, mesh), groups(program, layout, mesh)
     named = {"param": "parameters", "optimizer": "optimizer", "other": "other state"}
-    assert {kind: found[name] for kind, name in named.items()} == {kind: plan.state_bytes(kind) for kind in named}
-    assert found["batch"] == sum(leaf.local_bytes for leaf in plan.batch)
+    assert {kind: result[name] for kind, name in named.items()} == {kind: plan.state_bytes(kind) for kind in named}
+    assert result["batch"] == sum(leaf.local_bytes for leaf in plan.batch)
 
 
 @pytest.mark.parametrize(("layout", "mesh"), MESHES)
@@ -124,12 +124,12 @@ def test_the_peak_of_two_layers_by_hand() -> None:
     """On a TPU it is where the last gradient is made, of what went into `relu` and the gradient that came, masked on
     the way; where matmuls read what lies in memory, it is where that is masked.
     """
-    found = groups(two_layers(), is_tpu=True)
+    op_groups = groups(two_layers(), is_tpu=True)
     elsewhere = groups(two_layers())
     assert (elsewhere["activations"], elsewhere["gradients"]) == (4 * 3 * 64 * 128 + 4, 4 * 128 * 16)
-    assert found == {
+    assert op_groups == {
         "parameters": 4 * (32 * 128 + 128 * 16),
-        "optimizer": found["optimizer"],
+        "optimizer": op_groups["optimizer"],
         "other state": 0,
         "batch": 4 * 64 * 32,
         "activations": 4 * 2 * 64 * 128 + 4,  # and the loss
@@ -140,17 +140,17 @@ def test_the_peak_of_two_layers_by_hand() -> None:
 
 def test_the_peak_of_two_layers_on_eight_devices_by_hand() -> None:
     up, down = 4 * 32 * 128, 4 * 128 * 16
-    found = groups(two_layers(), "data", "data=8", is_tpu=True)
-    assert (found["activations"], found["gradients"]) == (4 * 2 * 8 * 128 + 4, down + up)
+    op_groups = groups(two_layers(), "data", "data=8", is_tpu=True)
+    assert (op_groups["activations"], op_groups["gradients"]) == (4 * 2 * 8 * 128 + 4, down + up)
     elsewhere = groups(two_layers(), "data", "data=8")  # what is masked lies in memory, and what it was made of is gone
     assert (elsewhere["activations"], elsewhere["gradients"]) == (4 * 8 * 128 + 4, down + up)
     # Stored split, the last sum is whole before it is split, beside its part and that of the first.
-    found = groups(two_layers(), "fsdp", "fsdp=8", is_tpu=True)
-    assert found["activations"] == 4 * 2 * 8 * 128 + 4
-    assert (found["gradients"], found["gathered weights"]) == (up + up // 8 + down // 8, 0)
+    op_groups = groups(two_layers(), "fsdp", "fsdp=8", is_tpu=True)
+    assert op_groups["activations"] == 4 * 2 * 8 * 128 + 4
+    assert (op_groups["gradients"], op_groups["gathered weights"]) == (up + up // 8 + down // 8, 0)
     # The hidden dim is split, and the 16 outputs are not: it is where their gradient goes back through `down`.
-    found = groups(two_layers(), "tensor", "model=8", is_tpu=True)
-    assert (found["activations"], found["gradients"]) == (4 * (2 * 64 * 128 // 8 + 64 * 16) + 4, down // 8)
+    op_groups = groups(two_layers(), "tensor", "model=8", is_tpu=True)
+    assert (op_groups["activations"], op_groups["gradients"]) == (4 * (2 * 64 * 128 // 8 + 64 * 16) + 4, down // 8)
 
 
 def test_a_gathered_weight_is_held_while_it_is_used() -> None:
@@ -163,12 +163,12 @@ def test_a_gathered_weight_is_held_while_it_is_used() -> None:
 
 
 def test_peak_grows_with_the_batch_and_the_state_does_not() -> None:
-    found = [groups(small_gpt(), scale=scale) for scale in (0.5, 1.0, 2.0, 4.0)]
-    activations = [one["activations"] for one in found]
+    results = [groups(small_gpt(), scale=scale) for scale in (0.5, 1.0, 2.0, 4.0)]
+    activations = [item["activations"] for item in results]
     assert activations == sorted(set(activations))
     assert activations[3] == pytest.approx(2 * activations[2], rel=0.01)
-    assert len({one["parameters"] for one in found}) == len({one["optimizer"] for one in found}) == 1
-    assert [one["batch"] for one in found] == [scale * found[1]["batch"] for scale in (0.5, 1, 2, 4)]
+    assert len({item["parameters"] for item in results}) == len({item["optimizer"] for item in results}) == 1
+    assert [item["batch"] for item in results] == [scale * results[1]["batch"] for scale in (0.5, 1, 2, 4)]
 
 
 @pytest.mark.parametrize(("layout", "mesh"), [("data", "data=1"), ("fsdp+tensor", "fsdp=4,model=2")])
@@ -187,11 +187,11 @@ def test_full_remat_holds_a_carry_a_layer() -> None:
 
 
 def test_stages_divide_layers_and_hold_what_is_in_flight() -> None:
-    one, four = (groups(small_gpt(num_layers=4), num_stages=stages) for stages in (1, 4))
+    single, four = (groups(small_gpt(num_layers=4), num_stages=stages) for stages in (1, 4))
     state = {leaf.path: leaf for leaf in small_gpt(num_layers=4).leaves}
     layers = sum(leaf.num_bytes for leaf in state.values() if "layers" in leaf.axes and leaf.kind == "param")
-    assert one["parameters"] - four["parameters"] == layers * 3 // 4
-    assert four["activations"] < one["activations"]
+    assert single["parameters"] - four["parameters"] == layers * 3 // 4
+    assert four["activations"] < single["activations"]
     busy = groups(small_gpt(num_layers=4), num_stages=4, in_flight=4, num_microbatches=4)
     assert busy["activations"] > 2 * four["activations"]
     assert busy["parameters"] == four["parameters"]
@@ -207,12 +207,12 @@ def test_microbatches_hold_less_and_add_up_gradients() -> None:
         ("zero2", "fsdp=8", split),
         ("fsdp", "fsdp=8", split),
     ):
-        one = groups(program, layout, mesh)
+        op_groups = groups(program, layout, mesh)
         four = groups(program, layout, mesh, scale=0.25, num_microbatches=4)
         alone = groups(program, layout, mesh, scale=0.25)
-        assert four["activations"] == alone["activations"] < one["activations"]
+        assert four["activations"] == alone["activations"] < op_groups["activations"]
         assert four["gradients"] == alone["gradients"] + added
-        assert four["batch"] == one["batch"]
+        assert four["batch"] == op_groups["batch"]
 
 
 def test_fused_attention_holds_no_scores() -> None:
@@ -231,12 +231,12 @@ def test_one_walk_serves_many_meshes() -> None:
     program = small_gpt()
     resolver = resolver_of(program, planned(program, "fsdp+tensor", "fsdp=4,model=2"))
     sizes = np.asarray([[1, 2, 4, 8, 4], [8, 4, 2, 1, 1]])
-    one = np.ones(5)
+    item = np.ones(5)
     together = memory_use(
         state_of(resolver), walk(ShardedProgram(resolver, program.step)), sizes,
-        num_stages=one, num_microbatches=one, in_flight=one, scale=one,
+        num_stages=item, num_microbatches=item, in_flight=item, scale=item,
     )  # fmt: skip
-    for at, (fsdp, model) in enumerate(sizes.T.tolist()):
+    for index, (fsdp, model) in enumerate(sizes.T.tolist()):
         if model > 1 and fsdp > 1:
-            assert by_name(together.groups, at) == groups(program, "fsdp+tensor", f"fsdp={fsdp},model={model}")
+            assert by_name(together.groups, index) == groups(program, "fsdp+tensor", f"fsdp={fsdp},model={model}")
     assert together.peak_bytes[4] > together.peak_bytes[3]

@@ -47,22 +47,22 @@ def grid(*meshes: tuple[int, ...], stages: int = 1, microbatches: int = 1, scale
     )
 
 
-def cost(program: Program, layout: str, mesh: str, cluster: spanax.Cluster | None = None, **given: Any) -> Costs:
+def cost(program: Program, layout: str, mesh: str, cluster: spanax.Cluster | None = None, **inputs: Any) -> Costs:
     shape = spanax.MeshShape.of(mesh)
-    one = grid(tuple(size for _, size in shape.axes), **given)
-    return price(terms(program, layout, mesh), cluster or spanax.cluster("h100", shape.size), one)
+    drawing = grid(tuple(size for _, size in shape.axes), **inputs)
+    return price(terms(program, layout, mesh), cluster or spanax.cluster("h100", shape.size), drawing)
 
 
 def slowed(cluster: spanax.Cluster, inside: float = 1.0, between: float = 1.0) -> spanax.Cluster:
     """The same cluster with links so many times slower."""
 
-    def link(given: Link | None, times: float) -> Link:
-        assert given is not None
+    def link(inputs: Link | None, times: float) -> Link:
+        assert inputs is not None
         return dataclasses.replace(
-            given,
-            bytes_per_second=given.bytes_per_second / times,
-            latency_seconds=given.latency_seconds * times,
-            start_seconds=given.start_seconds * times,
+            inputs,
+            bytes_per_second=inputs.bytes_per_second / times,
+            latency_seconds=inputs.latency_seconds * times,
+            start_seconds=inputs.start_seconds * times,
         )
 
     chip = dataclasses.replace(
@@ -202,11 +202,11 @@ CASES = [("data", "data=8"), ("fsdp", "fsdp=8"), ("fsdp+tensor", "fsdp=2,model=4
 
 
 @pytest.mark.parametrize(("layout", "mesh"), CASES)
-@pytest.mark.parametrize("given", [{}, {"microbatches": 4, "scale": 0.25}])
-def test_the_terms_add_up_to_the_step(layout: str, mesh: str, given: dict[str, Any]) -> None:
-    found = cost(small_gpt(), layout, mesh, **given)
-    assert sum(values[0] for values in found.terms.values()) == pytest.approx(found.step_seconds[0], rel=1e-12)
-    assert all(np.isfinite(values).all() and (values >= 0).all() for values in found.terms.values())
+@pytest.mark.parametrize("inputs", [{}, {"microbatches": 4, "scale": 0.25}])
+def test_the_terms_add_up_to_the_step(layout: str, mesh: str, inputs: dict[str, Any]) -> None:
+    predicted = cost(small_gpt(), layout, mesh, **inputs)
+    assert sum(values[0] for values in predicted.terms.values()) == pytest.approx(predicted.step_seconds[0], rel=1e-12)
+    assert all(np.isfinite(values).all() and (values >= 0).all() for values in predicted.terms.values())
 
 
 def large() -> Program:
@@ -215,8 +215,8 @@ def large() -> Program:
 
 def test_twice_the_devices_along_data_halve_the_matmuls_of_a_large_model() -> None:
     counts = (2, 4, 8)
-    found = [cost(large(), "data", f"data={count}", spanax.cluster("a100", count)).terms for count in counts]
-    for before, after in zip(found, found[1:], strict=False):
+    results = [cost(large(), "data", f"data={count}", spanax.cluster("a100", count)).terms for count in counts]
+    for before, after in zip(results, results[1:], strict=False):
         assert after["matmuls"][0] == pytest.approx(before["matmuls"][0] / 2, rel=0.05)
         assert after["memory"][0] == pytest.approx(before["memory"][0] / 2, rel=0.05)
         assert after["update"][0] == pytest.approx(before["update"][0])
@@ -224,9 +224,9 @@ def test_twice_the_devices_along_data_halve_the_matmuls_of_a_large_model() -> No
 
 
 def test_twice_the_batch_takes_twice_as_long_in_matmuls_and_as_long_in_the_update() -> None:
-    one, two = (cost(large(), "fsdp", "fsdp=8", scale=scale).terms for scale in (1.0, 2.0))
-    assert two["matmuls"][0] == pytest.approx(2 * one["matmuls"][0], rel=0.05)
-    assert two["update"][0] == one["update"][0] and two["gradient sync"][0] == one["gradient sync"][0]
+    single, two = (cost(large(), "fsdp", "fsdp=8", scale=scale).terms for scale in (1.0, 2.0))
+    assert two["matmuls"][0] == pytest.approx(2 * single["matmuls"][0], rel=0.05)
+    assert two["update"][0] == single["update"][0] and two["gradient sync"][0] == single["gradient sync"][0]
 
 
 def test_what_stores_less_updates_less_and_gathers_more() -> None:
@@ -241,32 +241,32 @@ def test_what_stores_less_updates_less_and_gathers_more() -> None:
 
 
 def test_a_repeated_forward_pass_gathers_again_where_weights_were_let_go() -> None:
-    kept, once, again = (
-        price(terms(small_gpt(), "fsdp", "fsdp=8"), spanax.cluster("h100", 8), grid((8,)), given).terms
-        for given in (
+    retained, once, again = (
+        price(terms(small_gpt(), "fsdp", "fsdp=8"), spanax.cluster("h100", 8), grid((8,)), inputs).terms
+        for inputs in (
             Assumptions(),
             Assumptions(repeats_forward=True),
             Assumptions(repeats_forward=True, gathers_again=True),
         )
     )
     name = "weights between devices"
-    assert kept[name][0] == once[name][0] < again[name][0] < 1.5 * once[name][0]
-    assert kept["matmuls"][0] < once["matmuls"][0] == again["matmuls"][0]
+    assert retained[name][0] == once[name][0] < again[name][0] < 1.5 * once[name][0]
+    assert retained["matmuls"][0] < once["matmuls"][0] == again["matmuls"][0]
 
 
 def test_what_goes_over_the_logits_more_often_touches_more_around_the_layers_only() -> None:
     once, thrice = (
-        price(terms(large(), "data", "data=8"), spanax.cluster("a100", 8), grid((8,)), given).terms
-        for given in (Assumptions(), Assumptions(touched_around=3.0))
+        price(terms(large(), "data", "data=8"), spanax.cluster("a100", 8), grid((8,)), inputs).terms
+        for inputs in (Assumptions(), Assumptions(touched_around=3.0))
     )
     assert once["memory"][0] < thrice["memory"][0] < 3 * once["memory"][0]
     assert once["update"][0] == thrice["update"][0]
 
 
 def test_alone_nothing_moves() -> None:
-    found = cost(small_gpt(), "data", "data=1").terms
+    result = cost(small_gpt(), "data", "data=1").terms
     for name in ("gradient sync", "weights between devices", "activations between devices", "pipeline"):
-        assert found[name][0] == 0
+        assert result[name][0] == 0
 
 
 def test_remat_computes_more() -> None:
@@ -286,10 +286,10 @@ def test_slower_links_make_nothing_faster(times: dict[str, float]) -> None:
     before = {(c.layout, c.mesh, c.num_stages, c.schedule, c.microbatches): c for c in fast}
     assert len(before) == len(fast) == len(slow)
     ratios = []
-    for one in slow:
-        other = before[one.layout, one.mesh, one.num_stages, one.schedule, one.microbatches]
-        assert all(one.seconds[name] >= other.seconds[name] * (1 - 1e-9) - 1e-12 for name in one.seconds)
-        ratios.append(one.step_seconds / other.step_seconds)
+    for item in slow:
+        other = before[item.layout, item.mesh, item.num_stages, item.schedule, item.microbatches]
+        assert all(item.seconds[name] >= other.seconds[name] * (1 - 1e-9) - 1e-12 for name in item.seconds)
+        ratios.append(item.step_seconds / other.step_seconds)
     assert max(ratios) > 1.05
 
 
@@ -298,34 +298,34 @@ def test_slower_links_make_nothing_faster(times: dict[str, float]) -> None:
 )
 def test_many_meshes_at_once_cost_what_each_costs_alone(name: str, layout: str, mesh: str) -> None:
     program, cluster = zoo_program(name), spanax.cluster("a100:4x8")
-    found = terms(program, layout, mesh)
+    cost_terms = terms(program, layout, mesh)
     sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2), (32, 1)]
-    together = price(found, cluster, grid(*sizes))
-    for at, one in enumerate(sizes):
-        alone = price(found, cluster, grid(one))
-        assert alone.flops[0] == pytest.approx(together.flops[at], rel=1e-12)
-        assert alone.step_seconds[0] == pytest.approx(together.step_seconds[at], rel=1e-12)
+    together = price(cost_terms, cluster, grid(*sizes))
+    for index, size in enumerate(sizes):
+        alone = price(cost_terms, cluster, grid(size))
+        assert alone.flops[0] == pytest.approx(together.flops[index], rel=1e-12)
+        assert alone.step_seconds[0] == pytest.approx(together.step_seconds[index], rel=1e-12)
         for key, values in alone.terms.items():
-            assert values[0] == pytest.approx(together.terms[key][at], rel=1e-12)
+            assert values[0] == pytest.approx(together.terms[key][index], rel=1e-12)
 
 
 def test_a_table_made_once_is_that_made_for_each_grid() -> None:
-    found, cluster = terms(small_gpt(), "fsdp+tensor", "fsdp=2,model=2"), spanax.cluster("a100:2x8")
+    result, cluster = terms(small_gpt(), "fsdp+tensor", "fsdp=2,model=2"), spanax.cluster("a100:2x8")
     two, four = grid((8, 2), (4, 4)), grid((4, 2), (2, 4), stages=2, microbatches=4, scale=0.25)
-    table = Table(cluster, found.axes, [two, four], Assumptions())
-    for one in (two, four):
-        together = price(found, cluster, one, table=table.select(one))
-        assert (together.step_seconds == price(found, cluster, one).step_seconds).all()
+    table = Table(cluster, result.axes, [two, four], Assumptions())
+    for item in (two, four):
+        together = price(result, cluster, item, table=table.select(item))
+        assert (together.step_seconds == price(result, cluster, item).step_seconds).all()
 
 
 def test_a_table_takes_a_matmul_apart_from_what_differs_in_one_number() -> None:
     cluster, alone = spanax.cluster("a100:8"), grid((8,))
     shapes = [(4096, 4096, 4096), (4096, 4096, 2048), (4096, 4096, 4096)]
     table = Table(cluster, ("data",), [alone], Assumptions()).select(alone)
-    found = [float(table.matmul_seconds(one_matmul(*shape))[0, 0]) for shape in shapes]
-    assert found[0] == found[2] > 1.5 * found[1]
+    results = [float(table.matmul_seconds(one_matmul(*shape))[0, 0]) for shape in shapes]
+    assert results[0] == results[2] > 1.5 * results[1]
     narrow = one_matmul(4096, 4096, 4096, dtype="fp32")
-    assert table.matmul_seconds(narrow)[0, 0] > 1.5 * found[0]
+    assert table.matmul_seconds(narrow)[0, 0] > 1.5 * results[0]
 
 
 # Pipelines
@@ -333,11 +333,11 @@ def test_a_table_takes_a_matmul_apart_from_what_differs_in_one_number() -> None:
 
 def test_stages_wait_for_each_other() -> None:
     program = small_gpt(num_layers=4)
-    one = cost(program, "data", "data=2")
+    predicted = cost(program, "data", "data=2")
     staged = cost(program, "data", "data=2", spanax.cluster("h100:8"), stages=4, microbatches=4, scale=0.25)
-    assert one.terms["pipeline"][0] == 0 < staged.terms["pipeline"][0]
+    assert predicted.terms["pipeline"][0] == 0 < staged.terms["pipeline"][0]
     many = cost(program, "data", "data=2", spanax.cluster("h100:8"), stages=4, microbatches=8, scale=0.125)
-    share = [found.terms["pipeline"][0] / found.step_seconds[0] for found in (staged, many)]
+    share = [result.terms["pipeline"][0] / result.step_seconds[0] for result in (staged, many)]
     assert share[1] < share[0]
     # (p - 1) / m of the work in the layers, and hops: three quarters of that, and most of the work is there.
     work = sum(staged.terms[name][0] for name in ("matmuls", "memory", "kernel starts", "activations between devices"))
@@ -398,10 +398,10 @@ def test_a_weight_that_two_operations_use_is_gathered_once() -> None:
 
 def test_megatron_reduces_activations_twice_a_block_each_way() -> None:
     config = zoo.GPT_SCAN
-    one = 4 * 16 * config.seq_len * config.embed_dim
+    item = 4 * 16 * config.seq_len * config.embed_dim
     for phase in (Phase.FORWARD, Phase.BACKWARD):
-        found = moved(small_gpt(), "tensor", "model=8", "all-reduce", in_layers=True, batched=True, phase=phase)
-        assert found == config.num_layers * 2 * one
+        result = moved(small_gpt(), "tensor", "model=8", "all-reduce", in_layers=True, batched=True, phase=phase)
+        assert result == config.num_layers * 2 * item
 
 
 # What a chip cannot

@@ -72,7 +72,7 @@ def apart(cell: tuple[str, str, str]) -> dict[tuple[str, str], tuple[float, floa
             kind, num_bytes = "all-reduce", num_bytes * planned(*cell)[1].mesh.ways(axes.split("+"))
         ours[kind, axes] += num_bytes
     both = {key: (ours.get(key, 0), theirs.get(key, 0)) for key in {*ours, *theirs}}
-    return {key: found for key, found in both.items() if not is_close(*found)}
+    return {key: result for key, result in both.items() if not is_close(*result)}
 
 
 def is_close(predicted: float, compiled: float) -> bool:
@@ -85,7 +85,7 @@ def test_what_moves_is_what_xla_moves(cell: tuple[str, str, str]) -> None:
     assert sum(compiled(*cell).values()) > 10_000
 
 
-def gathered_again(found: count_terms._TermCounter, kind: count_terms.OpGroup, shift: partition.Reshard) -> int:
+def gathered_again(result: count_terms._TermCounter, kind: count_terms.OpGroup, shift: partition.Reshard) -> int:
     return kind.runs
 
 
@@ -135,7 +135,7 @@ def test_a_table_that_is_smaller_than_what_is_looked_up_comes_whole() -> None:
     assert looked_up == 4 * table and moved["all-gather", "model"] <= 2 * table
     ways = operands._lookup_strategies
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operands, "_lookup_strategies", lambda *given: ways(*given)[:1])
+        patch.setattr(operands, "_lookup_strategies", lambda *inputs: ways(*inputs)[:1])
         split = predicted("moe", "tensor", "model=8")
     assert split["all-reduce", "model"] == moved["all-reduce", "model"] + looked_up
 
@@ -144,10 +144,10 @@ def test_a_table_that_is_smaller_than_what_is_looked_up_comes_whole() -> None:
 def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, kind: str) -> None:
     program, plan = planned("gpt", layout, "fsdp=8")
     resolver, total = resolver_of(program, plan), 0.0
-    for at, leaf in enumerate(program.leaves):
+    for index, leaf in enumerate(program.leaves):
         if leaf.kind == "param":
             of_leaf = count_terms.count_terms(
-                sharded_program.ShardedProgram(resolver, program.step), program.step.leaf_aliases(at)
+                sharded_program.ShardedProgram(resolver, program.step), program.step.leaf_aliases(index)
             )
             total += of_leaf.moved_bytes(plan.mesh).get((kind, "fsdp"), 0.0)
     assert total > 0 and total == pytest.approx(predicted("gpt", layout, "fsdp=8")[kind, "fsdp"])
@@ -156,17 +156,17 @@ def test_what_moves_of_the_weights_is_that_of_the_leaves_together(layout: str, k
 def test_what_is_done_once_a_step_does_not_grow_with_microbatches() -> None:
     for layout, kind in (("zero1", "all-gather"), ("data", "all-reduce")):
         program, plan = planned("gpt", layout, "data=8" if layout == "data" else "fsdp=8")
-        found = count_terms.count_terms(sharded_program.ShardedProgram(resolver_of(program, plan), program.step))
-        one, four = found.moved_bytes(plan.mesh), found.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
+        terms = count_terms.count_terms(sharded_program.ShardedProgram(resolver_of(program, plan), program.step))
+        single, four = terms.moved_bytes(plan.mesh), terms.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
         axes = plan.mesh.names[0]
-        assert four[kind, axes] == pytest.approx(one[kind, axes], rel=1e-3)
+        assert four[kind, axes] == pytest.approx(single[kind, axes], rel=1e-3)
     program, plan = planned("gpt", "fsdp", "fsdp=8")
-    found = count_terms.count_terms(sharded_program.ShardedProgram(resolver_of(program, plan), program.step))
-    one, four = found.moved_bytes(plan.mesh), found.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
-    assert four["all-gather", "fsdp"] == pytest.approx(4 * one["all-gather", "fsdp"], rel=0.05)
+    terms = count_terms.count_terms(sharded_program.ShardedProgram(resolver_of(program, plan), program.step))
+    single, four = terms.moved_bytes(plan.mesh), terms.moved_bytes(plan.mesh, scale=0.25, num_microbatches=4)
+    assert four["all-gather", "fsdp"] == pytest.approx(4 * single["all-gather", "fsdp"], rel=0.05)
 
 
 def test_a_reader_of_hlo_that_reads() -> None:
     """The bytes above are held against what this reads: its own examples are run here."""
-    found = doctest.testmod(hlo_bytes)
-    assert found.attempted > 5 and not found.failed
+    result = doctest.testmod(hlo_bytes)
+    assert result.attempted > 5 and not result.failed

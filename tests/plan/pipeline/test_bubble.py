@@ -141,13 +141,13 @@ def test_arrays_give_what_single_counts_give(schedule: str) -> None:
     seconds = step_seconds(schedule, stages, microbatches, v, forward_seconds=forward, hop_seconds=0.25)
     assert seconds.shape == (2, 3)
     for i, j in np.ndindex(2, 3):
-        one = step_seconds(
+        item = step_seconds(
             schedule, int(stages[j]), int(microbatches[i, 0]), v, forward_seconds=forward[j], hop_seconds=0.25
         )
-        assert seconds[i, j] == one
+        assert seconds[i, j] == item
     for counted in (bubble_over_ideal, num_hops, num_in_flight):
-        found = counted(schedule, stages, microbatches, v)
-        assert found.shape == (2, 3) and found[1, 2] == counted(schedule, 4, 8, v)
+        result = counted(schedule, stages, microbatches, v)
+        assert result.shape == (2, 3) and result[1, 2] == counted(schedule, 4, 8, v)
 
 
 @pytest.mark.parametrize("closed_form", [step_seconds, bubble_over_ideal, num_hops, num_in_flight])

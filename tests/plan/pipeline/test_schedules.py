@@ -20,8 +20,10 @@ SIZES = [
 def text(schedule: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[str]:
     """Each device's order in one line; the chunk as a letter, counting microbatches from 0."""
     letters = "abcd" if num_chunks > 1 else [""]
-    made = orders(schedule, num_stages, num_microbatches, num_chunks)
-    return [" ".join(f"{task.kind}{task.microbatch}{letters[task.chunk]}" for task in order) for order in made]
+    schedule_orders = orders(schedule, num_stages, num_microbatches, num_chunks)
+    return [
+        " ".join(f"{task.kind}{task.microbatch}{letters[task.chunk]}" for task in order) for order in schedule_orders
+    ]
 
 
 @pytest.mark.parametrize("schedule, p, m, v", SIZES)
@@ -35,7 +37,7 @@ def test_every_device_does_all_of_its_work_once(schedule: str, p: int, m: int, v
 @pytest.mark.parametrize("schedule, p, m, v", SIZES)
 def test_a_gradient_comes_after_what_it_is_the_gradient_of(schedule: str, p: int, m: int, v: int) -> None:
     for order in orders(schedule, p, m, v):
-        when = {task: at for at, task in enumerate(order)}
+        when = {task: index for index, task in enumerate(order)}
         for kind, microbatch, chunk in order:
             before = {"B": "F", "W": "B"}.get(kind)
             assert before is None or when[Task(before, microbatch, chunk)] < when[Task(kind, microbatch, chunk)]

@@ -51,7 +51,7 @@ def test_as_many_activations_as_the_schedule_promises(table: Ticks) -> None:
 
 
 def test_a_slot_is_free_before_it_is_written_and_read_as_it_was_written(table: Ticks) -> None:
-    column = {name: at for at, name in enumerate(COLUMNS)}
+    column = {name: position for position, name in enumerate(COLUMNS)}
     slots: dict[tuple[str, int, int], tuple[int, int]] = {}
     for tick, row in enumerate(table.table):
         for stage, cells in enumerate(row):
@@ -59,18 +59,18 @@ def test_a_slot_is_free_before_it_is_written_and_read_as_it_was_written(table: T
             if task is None:
                 assert cells[column["kind"]] == NONE
                 continue
-            at = (task.microbatch, task.chunk * table.num_stages + stage)
+            index = (task.microbatch, task.chunk * table.num_stages + stage)
             if task.kind == "F":
                 assert ("kept", stage, cells[column["kept"]]) not in slots
-                slots["kept", stage, cells[column["kept"]]] = at
+                slots["kept", stage, cells[column["kept"]]] = index
             else:
-                assert slots["kept", stage, cells[column["kept"]]] == at
+                assert slots["kept", stage, cells[column["kept"]]] == index
             if task.kind in "FB" and cells[column["received"]] != NONE:
-                assert slots.pop((task.kind, stage, cells[column["received"]])) == at
+                assert slots.pop((task.kind, stage, cells[column["received"]])) == index
             if cells[column["split"]] != NONE and task.kind == "B":
-                assert slots.setdefault(("split", stage, cells[column["split"]]), at) == at
+                assert slots.setdefault(("split", stage, cells[column["split"]]), index) == index
             if task.kind == "W":
-                assert slots.pop(("split", stage, cells[column["split"]])) == at
+                assert slots.pop(("split", stage, cells[column["split"]])) == index
             if task.kind == ("W" if table.is_split else "B"):
                 del slots["kept", stage, cells[column["kept"]]]
         for stage, cells in enumerate(row):

@@ -38,30 +38,30 @@ def needs(task: Task, device: int, num_devices: int, num_parts: int) -> tuple[in
     return other % num_devices, Task(kind, microbatch, other // num_devices)
 
 
-def seconds_of(task: Task, device: int, made: Orders, times: StageSeconds) -> float:
-    part = task.chunk * len(made) + device
+def seconds_of(task: Task, device: int, schedule: Orders, times: StageSeconds) -> float:
+    part = task.chunk * len(schedule) + device
     if task.kind == "F":
         return times.forward_seconds[part]
     if task.kind == "W":
         return times.weight_seconds[part]
-    alone = Task("W", task.microbatch, task.chunk) in made[device]
+    alone = Task("W", task.microbatch, task.chunk) in schedule[device]
     return times.backward_seconds[part] + (0 if alone else times.weight_seconds[part])
 
 
-def earliest_ends(made: Orders, times: StageSeconds, hops: list[float]) -> dict[tuple[int, Task], float]:
+def earliest_ends(schedule: Orders, times: StageSeconds, hops: list[float]) -> dict[tuple[int, Task], float]:
     """The least solution of all constraints, by repeating them until nothing moves: slow, and no event queue."""
-    ends = {(device, task): 0.0 for device, order in enumerate(made) for task in order}
+    ends = {(device, task): 0.0 for device, order in enumerate(schedule) for task in order}
     moved = True
     while moved:
         moved = False
-        for device, order in enumerate(made):
+        for device, order in enumerate(schedule):
             now = 0.0
             for task in order:
-                needed = needs(task, device, len(made), times.num_parts)
+                needed = needs(task, device, len(schedule), times.num_parts)
                 if needed is not None:
-                    boundary = task.chunk * len(made) + device - (task.kind == "F")
+                    boundary = task.chunk * len(schedule) + device - (task.kind == "F")
                     now = max(now, ends[needed] + (hops[boundary] if needed[0] != device else 0.0))
-                now += seconds_of(task, device, made, times)
+                now += seconds_of(task, device, schedule, times)
                 moved |= now > ends[device, task]
                 ends[device, task] = max(now, ends[device, task])
     return ends
@@ -76,27 +76,27 @@ def random_case(schedule: str, p: int, m: int, v: int, seed: int) -> tuple[Order
 @pytest.mark.parametrize("schedule, p, m, v", CASES)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_times_give_the_earliest_timeline(schedule: str, p: int, m: int, v: int, seed: int) -> None:
-    made, times, hops = random_case(schedule, p, m, v, seed)
-    timeline = simulate(made, times, hops)
-    earliest = earliest_ends(made, times, hops)
-    for device, order in enumerate(made):
+    built, times, hops = random_case(schedule, p, m, v, seed)
+    timeline = simulate(built, times, hops)
+    earliest = earliest_ends(built, times, hops)
+    for device, order in enumerate(built):
         assert list(timeline.end_seconds[device]) == [earliest[device, task] for task in order]
 
 
 @pytest.mark.parametrize("schedule, p, m, v", CASES)
 @pytest.mark.parametrize("seed", range(4))
 def test_random_times_keep_what_must_hold(schedule: str, p: int, m: int, v: int, seed: int) -> None:
-    made, times, hops = random_case(schedule, p, m, v, seed)
-    timeline = simulate(made, times, hops)
+    built, times, hops = random_case(schedule, p, m, v, seed)
+    timeline = simulate(built, times, hops)
     starts, ends = (
-        {(device, task): at for device, order in enumerate(made) for task, at in zip(order, all_[device], strict=True)}
+        {(device, task): at for device, order in enumerate(built) for task, at in zip(order, all_[device], strict=True)}
         for all_ in (timeline.start_seconds, timeline.end_seconds)
     )
-    for device, order in enumerate(made):
+    for device, order in enumerate(built):
         for task, following in zip(order, order[1:], strict=False):
             assert ends[device, task] <= starts[device, following], "a device does one thing at a time"
         for task in order:
-            assert ends[device, task] - starts[device, task] == seconds_of(task, device, made, times)
+            assert ends[device, task] - starts[device, task] == seconds_of(task, device, built, times)
             needed = needs(task, device, p, p * v)
             assert needed is None or ends[needed] <= starts[device, task]
     parts = [sum(t) for t in zip(times.forward_seconds, times.backward_seconds, times.weight_seconds, strict=True)]
@@ -152,10 +152,10 @@ def test_nothing_to_do_takes_no_time() -> None:
 
 def num_calls(num_microbatches: int) -> int:
     """How many functions a simulation of 16 stages calls."""
-    made, times, calls = orders("zero-bubble", 16, num_microbatches), StageSeconds.equal(16), itertools.count()
+    built, times, calls = orders("zero-bubble", 16, num_microbatches), StageSeconds.equal(16), itertools.count()
     sys.setprofile(lambda frame, event, arg: event in ("call", "c_call") and next(calls))
     try:
-        simulate(made, times, 0.1)
+        simulate(built, times, 0.1)
     finally:
         sys.setprofile(None)
     return next(calls)
@@ -226,17 +226,17 @@ REFUSED: dict[str, tuple[Callable[[], Timeline | StageSeconds], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_is_told(name: str) -> None:
-    call, told = REFUSED[name]
+    call, reported = REFUSED[name]
     with pytest.raises(SpanaxError) as caught:
         call()
-    assert told in str(caught.value) and len(str(caught.value).splitlines()) <= 4
+    assert reported in str(caught.value) and len(str(caught.value).splitlines()) <= 4
 
 
 def test_every_schedule_survives_being_held_up() -> None:
     """Orders that only fit equal times would block when a stage is slow: none of them does."""
     for schedule, p, m, v in CASES:
-        made: Any = orders(schedule, p, m, v)
+        schedule_orders: Any = orders(schedule, p, m, v)
         for slow in range(p * v):
             times = [1.0] * (p * v)
             times[slow] = 50.0
-            assert simulate(made, StageSeconds(*(tuple(times),) * 3)).seconds >= m * 150
+            assert simulate(schedule_orders, StageSeconds(*(tuple(times),) * 3)).seconds >= m * 150

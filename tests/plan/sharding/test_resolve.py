@@ -23,12 +23,12 @@ def axes_of(spec: Spec) -> list[str]:
 
 def test_fsdp_stores_sharded_what_it_computes_replicated() -> None:
     program = small_gpt()
-    made = resolver(program, "fsdp", "fsdp=4")
+    built_resolver = resolver(program, "fsdp", "fsdp=4")
     for leaf, value in zip(program.leaves, program.step.graph.body.inputs, strict=False):
         labels = program.step.axes.classes[value]
-        spec, reasons = made.placed(leaf, labels)
+        spec, reasons = built_resolver.placed(leaf, labels)
         if leaf.kind == "param":
-            assert not axes_of(made.used(labels, leaf.shape)) and axes_of(spec) == ["fsdp"], leaf.path
+            assert not axes_of(built_resolver.used(labels, leaf.shape)) and axes_of(spec) == ["fsdp"], leaf.path
             assert [reason.code for reason in reasons] == [Code.STORED]
             (dim,) = (dim for dim, axes in enumerate(spec) if axes)
             assert leaf.shape[dim] % 4 == 0
@@ -36,11 +36,11 @@ def test_fsdp_stores_sharded_what_it_computes_replicated() -> None:
 
 def test_no_mesh_axis_shards_two_dims_of_a_value() -> None:
     program = small_gpt()
-    made = resolver(program, "fsdp+tensor", "fsdp=2,model=2")
-    for constraint, aval in zip(made.constraints(program.step), program.step.graph.avals, strict=True):
+    built_resolver = resolver(program, "fsdp+tensor", "fsdp=2,model=2")
+    for constraint, aval in zip(built_resolver.constraints(program.step), program.step.graph.avals, strict=True):
         for spec in () if constraint is None else (constraint.spec, constraint.computed):
             assert len(set(axes_of(spec))) == len(axes_of(spec)) and len(spec) == len(aval.shape)
-            assert all(size % made.mesh.ways(axes) == 0 for size, axes in zip(aval.shape, spec, strict=True))
+            assert all(size % built_resolver.mesh.ways(axes) == 0 for size, axes in zip(aval.shape, spec, strict=True))
 
 
 def test_a_gradient_is_sharded_as_its_parameter_under_fsdp_only() -> None:
@@ -49,10 +49,10 @@ def test_a_gradient_is_sharded_as_its_parameter_under_fsdp_only() -> None:
                  if leaf.kind == "param" and len(leaf.shape) > 1)  # fmt: skip
     labels, shape = program.step.axes.classes[value], program.step.graph.shape(value)
     for layout, is_sharded in (("fsdp", True), ("zero2", True), ("zero1", False)):
-        made = resolver(program, layout, "fsdp=4")
-        used = made.used(labels, shape)
-        assert (made.stored(used, labels, shape, "gradient") != used) == is_sharded, layout
-        assert made.stored(used, labels, shape, "optimizer") != used, layout
+        built_resolver = resolver(program, layout, "fsdp=4")
+        used = built_resolver.used(labels, shape)
+        assert (built_resolver.stored(used, labels, shape, "gradient") != used) == is_sharded, layout
+        assert built_resolver.stored(used, labels, shape, "optimizer") != used, layout
 
 
 def test_equal_keys_have_equal_constraints() -> None:
@@ -70,12 +70,12 @@ def test_equal_keys_have_equal_constraints() -> None:
 
 def test_a_leaf_without_a_divisible_dim_is_replicated_with_the_reason() -> None:
     program = small_gpt()
-    made = resolver(program, "fsdp", "fsdp=16")
+    built_resolver = resolver(program, "fsdp", "fsdp=16")
     leaf = Leaf("odd", (3, 5), "float32", "param", (None, None), None)
-    spec, (reason,) = made.placed(leaf, (None, None))
+    spec, (reason,) = built_resolver.placed(leaf, (None, None))
     assert spec == ((), ()) and reason.code is Code.REPLICATED
     assert str(reason) == "stored replicated: no dim of 3x5 is divisible by fsdp=16"
-    assert made.not_sharded(leaf, (None, None)) == []
+    assert built_resolver.not_sharded(leaf, (None, None)) == []
 
 
 def test_an_annotation_names_mesh_axes_or_nothing() -> None:

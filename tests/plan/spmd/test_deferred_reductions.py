@@ -40,8 +40,8 @@ def stepping(turn: Callable[[Any, Any], Any]) -> spanax.Program:
     def step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> dict[str, Any]:
         graph, params = nnx.split(model)
         loss = lambda params, x: (nnx.merge(graph, params, copy=True)(x) ** 2).mean()  # noqa: E731
-        one = lambda total, x: (jax.tree.map(turn, total, jax.grad(loss)(params, x)), None)  # noqa: E731
-        total, _ = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), batch.reshape(8, 4, 16).swapaxes(0, 1))
+        item = lambda total, x: (jax.tree.map(turn, total, jax.grad(loss)(params, x)), None)  # noqa: E731
+        total, _ = jax.lax.scan(item, jax.tree.map(jnp.zeros_like, params), batch.reshape(8, 4, 16).swapaxes(0, 1))
         optimizer.update(model, total)
         return {}
 
@@ -54,9 +54,9 @@ def stepping(turn: Callable[[Any, Any], Any]) -> spanax.Program:
 @pytest.mark.parametrize("name", ["gpt", "gpt-unrolled", "dropout", "moe", "lora"])
 def test_every_gradient_of_a_loop_over_microbatches_is_summed_behind_it(name: str) -> None:
     program = of_zoo(name, 2)
-    found = put_off(program, layout="data+tensor")
-    assert set(found.ends.values()) == {("data",)}
-    assert len(found.ends) == sum(leaf.kind == "param" for leaf in program.leaves)
+    result = put_off(program, layout="data+tensor")
+    assert set(result.ends.values()) == {("data",)}
+    assert len(result.ends) == sum(leaf.kind == "param" for leaf in program.leaves)
 
 
 def test_without_a_loop_nothing_is_put_off() -> None:
@@ -64,8 +64,8 @@ def test_without_a_loop_nothing_is_put_off() -> None:
 
 
 def test_what_is_stored_in_parts_is_summed_and_split_at_once() -> None:
-    found = put_off(of_zoo("mlp", 2), "data=2,fsdp=4", "hsdp")
-    assert set(found.ends.values()) == {("data",)}  # over fsdp it would take all of the gradients on every device
+    result = put_off(of_zoo("mlp", 2), "data=2,fsdp=4", "hsdp")
+    assert set(result.ends.values()) == {("data",)}  # over fsdp it would take all of the gradients on every device
     assert put_off(of_zoo("mlp", 2), "fsdp=8", "zero2").ends.keys() == set()
 
 
@@ -89,6 +89,6 @@ def test_only_what_is_linear_in_a_sum_is_put_off(turn: Callable[[Any, Any], Any]
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_gradients_move_once_a_step_however_many_microbatches(microbatches: int) -> None:
     program, cluster = of_zoo("gpt", microbatches), spanax.cluster("cpu:8")
-    told = predictions(program, spanax.plan(program, cluster, mesh="data=8", layout="data"), cluster)
+    predicted = predictions(program, spanax.plan(program, cluster, mesh="data=8", layout="data"), cluster)
     losses = 4 * microbatches  # the metric of each microbatch, a single number
-    assert told.collectives == {"data": {"all-reduce": 4 * program.num_params + losses}}
+    assert predicted.collectives == {"data": {"all-reduce": 4 * program.num_params + losses}}

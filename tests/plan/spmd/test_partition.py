@@ -27,8 +27,8 @@ def divided(
     op = graph.body.ops[-1]
     names = dict(zip((*op.inputs, *op.outputs), ["x", "w", "u"][: len(op.inputs)] + ["out"], strict=True))
     classes: list[tuple[int | None, ...]] = [(None,) * len(graph.shape(value)) for value in range(len(graph.avals))]
-    for value, given in zip((*op.inputs, *op.outputs), labels, strict=bool(labels)):
-        classes[value] = given
+    for value, label in zip((*op.inputs, *op.outputs), labels, strict=bool(labels)):
+        classes[value] = label
     split = spmd_partition(graph, classes, op, ins, [out])
     assert all(shift.is_operand == (names[shift.value] != "out") for shift in split.shifts)
     return [(shift.kind, names[shift.value], shift.over, shift.unchanged) for shift in split.shifts], split
@@ -270,8 +270,8 @@ def test_a_scatter_of_batch_rows(table: Masks, updates: Masks, out: Masks, expec
     ],
 )
 def test_transitions(before: Masks, after: Masks, expected: list[tuple[str, int, int]]) -> None:
-    found = transition(7, before, after, is_operand=True)
-    assert found == [Reshard(kind, 7, over, kept, True) for kind, over, kept in expected]
+    result = transition(7, before, after, is_operand=True)
+    assert result == [Reshard(kind, 7, over, retained, True) for kind, over, retained in expected]
 
 
 def test_masks_of_a_spec() -> None:

@@ -32,8 +32,11 @@ def example(i: int) -> dict[str, Any]:
 
 
 def image_batch(k: int) -> dict[str, Any]:
-    found = [example(i) for i in range(k * B, k * B + B)]
-    return {"image": {"pixels": np.stack([f["image"]["pixels"] for f in found])}, "label": [f["label"] for f in found]}
+    results = [example(i) for i in range(k * B, k * B + B)]
+    return {
+        "image": {"pixels": np.stack([f["image"]["pixels"] for f in results])},
+        "label": [f["label"] for f in results],
+    }
 
 
 @pytest.fixture
@@ -50,14 +53,14 @@ def data_threads() -> set[threading.Thread]:
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Batches]]:
     # A loop that another test ended with an error goes with the next garbage collection.
-    before, found = data_threads(), []
+    before, result = data_threads(), []
 
     def open_(*args: Any, **options: Any) -> Batches:
-        found.append(batches(*args, **options))
-        return found[-1]
+        result.append(batches(*args, **options))
+        return result[-1]
 
     yield open_
-    for each in found:
+    for each in result:
         each.close()
     assert data_threads() <= before
 
@@ -117,8 +120,8 @@ def test_two_processes_see_the_batches_of_one(mesh: str, spec: str, kind: str, t
         for half in (everything[:4], everything[4:]):
             rows, part = read(half, index)
             for path, array in part.items():
-                wanted = whole[path] if array.shape == whole[path].shape else whole[path][rows]
-                assert np.array_equal(array, wanted)
+                expected = whole[path] if array.shape == whole[path].shape else whole[path][rows]
+                assert np.array_equal(array, expected)
     halves = [set(local_rows(leaves, shardings, half).tolist()) for half in (everything[:4], everything[4:])]
     assert set.union(*halves) == set(range(B))
     assert (halves[0] == halves[1]) == mesh.startswith("model")  # one model over both: both need every row
@@ -128,8 +131,8 @@ def test_two_processes_see_the_batches_of_one(mesh: str, spec: str, kind: str, t
 def test_the_mesh_does_not_change_the_batch(mesh: str, text: Path, opened: Callable[..., Batches]) -> None:
     spec = (("data",), ("context",)) if "context" in mesh else (("data",),)
     plan = plan_of(*(leaf(path, (B, T), spec=spec) for path in ("inputs", "targets")), mesh=mesh)
-    found, reference = opened(text, plan), opened(text, TEXT_PLAN)
-    batch = next(found)
+    result, reference = opened(text, plan), opened(text, TEXT_PLAN)
+    batch = next(result)
     assert values(batch) == values(next(reference))
     for placement in plan.batch:
         array = batch[placement.path]
@@ -169,37 +172,37 @@ def test_two_real_processes(text: Path) -> None:
         subprocess.Popen([*command, rank, port, folder, str(text)], env=environment, stdout=-1, text=True)
         for rank in "01"
     ]
-    said = [run.communicate(timeout=240)[0].splitlines() for run in runs]
+    output = [run.communicate(timeout=240)[0].splitlines() for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
-    wanted = []
+    expected = []
     for mesh in ("data=4", "model=2,data=2"):
         for plan, source in ((TEXT_PLAN, text), (IMAGE_PLAN, [image_batch(0), image_batch(1)])):
-            found = batches(source, plan, seed=5)
-            wanted += [f"{mesh} {batch}" for batch in take(found, 3)]
-            found.close()
-    for lines in said:
-        assert [line for line in lines if line.startswith(("data", "model"))] == wanted
+            loader = batches(source, plan, seed=5)
+            expected += [f"{mesh} {batch}" for batch in take(loader, 3)]
+            loader.close()
+    for lines in output:
+        assert [line for line in lines if line.startswith(("data", "model"))] == expected
 
 
 # ---- what a batch is
 
 
 def test_text_becomes_windows_of_the_next_token(text: Path, opened: Callable[..., Batches]) -> None:
-    found = opened(text, TEXT_PLAN, shuffle=False)
+    batches = opened(text, TEXT_PLAN, shuffle=False)
     tokens = np.frombuffer(text.read_bytes(), np.uint8)[:361]
-    batch = next(found)
+    batch = next(batches)
     assert np.array_equal(batch["inputs"], tokens[: B * T].reshape(B, T))
     assert np.array_equal(batch["targets"], tokens[1 : B * T + 1].reshape(B, T))
     assert batch["inputs"].dtype == np.int32
-    assert len(take(found, 99)) == 10 and found.num_batches == 11
+    assert len(take(batches, 99)) == 10 and batches.num_batches == 11
     with pytest.raises(StopIteration):
-        next(found)
-    assert found.vocab_size == 256 and found.tokens is not None and len(found.tokens.ids) == 361
+        next(batches)
+    assert batches.vocab_size == 256 and batches.tokens is not None and len(batches.tokens.ids) == 361
 
 
 def test_an_epoch_ends_inside_a_batch(text: Path, opened: Callable[..., Batches]) -> None:
-    found = opened(text, TEXT_PLAN, epochs=None)
-    rows = [tuple(row) for batch in take(found, 12) for row in batch["inputs"]]
+    batches = opened(text, TEXT_PLAN, epochs=None)
+    rows = [tuple(row) for batch in take(batches, 12) for row in batch["inputs"]]
     assert len(rows[:90]) == 90 and sorted(rows[:90]) == sorted(take_rows(text))
 
 
@@ -220,9 +223,9 @@ def test_a_bin_of_uint32_is_read_by_its_sidecar(tmp_path: Path, opened: Callable
     path = tmp_path / "tokens.bin"
     np.arange(70_000, 70_100, dtype="<u4").tofile(path)
     Path(f"{path}.json").write_text('{"dtype": "uint32"}')
-    found = opened(path, TEXT_PLAN, shuffle=False)
-    assert next(found)["inputs"][0].tolist() == [70_000, 70_001, 70_002, 70_003]
-    assert found.vocab_size == 70_095  # of the 95 to train on
+    batches = opened(path, TEXT_PLAN, shuffle=False)
+    assert next(batches)["inputs"][0].tolist() == [70_000, 70_001, 70_002, 70_003]
+    assert batches.vocab_size == 70_095  # of the 95 to train on
 
 
 def sources() -> dict[str, Callable[[], Any]]:
@@ -243,15 +246,15 @@ def sources() -> dict[str, Callable[[], Any]]:
 
 @pytest.mark.parametrize("kind", sources())
 def test_every_source_gives_the_same_batches(kind: str, opened: Callable[..., Batches]) -> None:
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
-    assert take(found, 99) == [values(image_batch(k)) for k in range(5)]
+    batches = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
+    assert take(batches, 99) == [values(image_batch(k)) for k in range(5)]
 
 
 @pytest.mark.parametrize("kind", sources())
 def test_a_source_starts_again(kind: str, opened: Callable[..., Batches]) -> None:
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=None)
+    batches = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=None)
     once = kind.startswith("iterable")  # an iterator has one run in it
-    labels = [batch["label"][0] for batch in take(found, 7)]
+    labels = [batch["label"][0] for batch in take(batches, 7)]
     assert labels == ([0, 8, 16, 24, 32] if once else [0, 8, 16, 24, 32, 0, 8])
 
 
@@ -259,26 +262,26 @@ def test_a_source_starts_again(kind: str, opened: Callable[..., Batches]) -> Non
 @pytest.mark.parametrize("kind", [kind for kind in sources() if not kind.startswith("iterable")])
 def test_batches_end_after_their_epochs(kind: str, epochs: int, opened: Callable[..., Batches]) -> None:
     labels = list(range(0, 40, B))
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs)
-    states = [found.state()]
-    for batch in found:
+    batches = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs)
+    states = [batches.state()]
+    for batch in batches:
         assert batch["label"][0] == labels[(len(states) - 1) % 5]
-        states.append(json.loads(json.dumps(found.state())))
+        states.append(json.loads(json.dumps(batches.state())))
     assert len(states) == 1 + 5 * epochs
     # A position counts the epochs before it, also where the iterator jumps there.
     for index in (1, 5 * epochs - 1, 5 * epochs):
         rest = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, epochs=epochs, position=states[index])
         assert len(take(rest, 99)) == 5 * epochs - index
-        found.restore(states[index])
-        assert len(take(found, 99)) == 5 * epochs - index
+        batches.restore(states[index])
+        assert len(take(batches, 99)) == 5 * epochs - index
 
 
 def test_a_position_saved_before_epochs_were_counted(opened: Callable[..., Batches]) -> None:
-    found = opened(sources()["IterDataset"](), IMAGE_PLAN)
-    take(found, 2)
-    state = found.state()
+    batches = opened(sources()["IterDataset"](), IMAGE_PLAN)
+    take(batches, 2)
+    state = batches.state()
     old = state | {"mark": state["mark"]["iterator"]}
-    assert take(opened(sources()["IterDataset"](), IMAGE_PLAN, position=old), 99) == take(found, 99)
+    assert take(opened(sources()["IterDataset"](), IMAGE_PLAN, position=old), 99) == take(batches, 99)
 
 
 def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches]) -> None:
@@ -286,8 +289,8 @@ def test_a_batch_may_span_two_epochs(text: Path, opened: Callable[..., Batches])
     assert [opened(text, TEXT_PLAN, epochs=epochs).num_batches for epochs in (1, 2, None)] == [11, 22, None]
     for kind in ("sequence", "IterDataset"):
         plan = plan_of(*(leaf(p.path, (12, *p.shape[1:]), p.dtype) for p in IMAGE_PLAN.batch))
-        found = take(opened(sources()[kind](), plan, shuffle=False, epochs=2), 99)
-        assert [batch["label"][0] for batch in found] == [0, 12, 24, 36, 8, 20]
+        result = take(opened(sources()[kind](), plan, shuffle=False, epochs=2), 99)
+        assert [batch["label"][0] for batch in result] == [0, 12, 24, 36, 8, 20]
 
 
 def test_an_iterator_cannot_be_read_twice(opened: Callable[..., Batches]) -> None:
@@ -332,8 +335,8 @@ def test_a_loader_may_use_its_buffer_again(opened: Callable[..., Batches]) -> No
             buffer[:] = k
             yield {"label": buffer}
 
-    found = opened(loader, plan_of(leaf("label", (B,))), prefetch=3)
-    assert [batch["label"][0] for batch in take(found, 9)] == [0, 1, 2, 3]
+    batches = opened(loader, plan_of(leaf("label", (B,))), prefetch=3)
+    assert [batch["label"][0] for batch in take(batches, 9)] == [0, 1, 2, 3]
 
 
 # ---- positions
@@ -346,37 +349,37 @@ def test_a_position_gives_the_same_batches_at_every_step(
 ) -> None:
     make = (lambda: text) if kind == "text" else sources()[kind]
     plan = TEXT_PLAN if kind == "text" else IMAGE_PLAN
-    found = opened(make(), plan, prefetch=prefetch, epochs=None)
-    states = [found.state()]
-    wanted = []
-    for batch in itertools.islice(found, 5):
-        wanted.append(values(batch))
-        states.append(found.state())
+    batches = opened(make(), plan, prefetch=prefetch, epochs=None)
+    states = [batches.state()]
+    expected = []
+    for batch in itertools.islice(batches, 5):
+        expected.append(values(batch))
+        states.append(batches.state())
     for step, state in enumerate(states[:-1]):
         state = json.loads(json.dumps(state))
         assert state["next_index"] == step
         fresh = opened(make(), plan, prefetch=prefetch, position=state, epochs=None)
         assert fresh.state() == state
-        assert take(fresh, 5 - step) == wanted[step:]
+        assert take(fresh, 5 - step) == expected[step:]
         if not kind.startswith("iterable"):
-            found.restore(state)
-            assert take(found, 5 - step) == wanted[step:]
+            batches.restore(state)
+            assert take(batches, 5 - step) == expected[step:]
 
 
 @pytest.mark.parametrize("kind", sources())
 def test_batches_that_are_left_out_stay_so(kind: str, opened: Callable[..., Batches]) -> None:
-    wanted = [values(image_batch(k)) for k in (0, 2, 3)]
-    found = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
-    found.skip(4, 1)
-    assert take(found, 1) == wanted[:1] and found.last_index == 0
-    state = json.loads(json.dumps(found.state()))
+    expected = [values(image_batch(k)) for k in (0, 2, 3)]
+    batches = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
+    batches.skip(4, 1)
+    assert take(batches, 1) == expected[:1] and batches.last_index == 0
+    state = json.loads(json.dumps(batches.state()))
     assert state["skipped"] == [1, 4]
-    assert take(found, 99) == wanted[1:]
+    assert take(batches, 99) == expected[1:]
     fresh = opened(sources()[kind](), IMAGE_PLAN, shuffle=False, position=state)
-    assert take(fresh, 1) == wanted[1:2] and fresh.last_index == 2
+    assert take(fresh, 1) == expected[1:2] and fresh.last_index == 2
     again = opened(sources()[kind](), IMAGE_PLAN, shuffle=False)
     again.restore(state | {"next_index": 0, "mark": None})
-    assert take(again, 99) == wanted
+    assert take(again, 99) == expected
 
 
 def test_grain_jumps_and_does_not_read_past(opened: Callable[..., Batches]) -> None:
@@ -386,39 +389,39 @@ def test_grain_jumps_and_does_not_read_past(opened: Callable[..., Batches]) -> N
         .map(lambda i: (read.append(i), example(i))[1])
         .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     )
-    found = opened(dataset, IMAGE_PLAN, prefetch=0)
-    take(found, 50)
+    batches = opened(dataset, IMAGE_PLAN, prefetch=0)
+    take(batches, 50)
     read.clear()
-    fresh = opened(dataset, IMAGE_PLAN, prefetch=0, position=found.state())
+    fresh = opened(dataset, IMAGE_PLAN, prefetch=0, position=batches.state())
     assert next(fresh)["label"].tolist() == list(range(400, 408))
     assert len(read) == 1 + B  # the first example, to see what it is, and the batch
 
 
 def test_what_is_ready_ahead_does_not_count(opened: Callable[..., Batches]) -> None:
-    given: list[int] = []
+    inputs: list[int] = []
 
     def loader() -> Iterator[dict[str, Any]]:
         for k in itertools.count():
-            given.append(k)
+            inputs.append(k)
             yield image_batch(k)
 
-    found = opened(loader, IMAGE_PLAN, prefetch=3)
+    batches = opened(loader, IMAGE_PLAN, prefetch=3)
     deadline = time.monotonic() + 240
-    while len(given) < 3 and time.monotonic() < deadline:
+    while len(inputs) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.05)
-    assert given == [0, 1, 2] and found.state()["next_index"] == 0
-    next(found)
-    assert found.state()["next_index"] == 1
+    assert inputs == [0, 1, 2] and batches.state()["next_index"] == 0
+    next(batches)
+    assert batches.state()["next_index"] == 1
 
 
 def test_an_iterator_cannot_go_back(opened: Callable[..., Batches]) -> None:
-    found = opened((image_batch(k) for k in range(5)), IMAGE_PLAN, prefetch=0)
-    states = [found.state(), next(found) and found.state()]
-    found.restore(states[1])  # where it is: nothing to do
-    next(found)
+    batches = opened((image_batch(k) for k in range(5)), IMAGE_PLAN, prefetch=0)
+    states = [batches.state(), next(batches) and batches.state()]
+    batches.restore(states[1])  # where it is: nothing to do
+    next(batches)
     with pytest.raises(DataError, match="batch 0 is gone: an iterator is read only once, and was read to batch 2"):
-        found.restore(states[0])
+        batches.restore(states[0])
 
 
 @pytest.mark.parametrize(
@@ -465,14 +468,14 @@ def failing(at: int) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 4])
 def test_an_error_reaches_the_caller_in_its_turn(prefetch: int, opened: Callable[..., Batches]) -> None:
-    found = opened(lambda: failing(2), IMAGE_PLAN, prefetch=prefetch)
-    assert len([next(found), next(found)]) == 2
+    batches = opened(lambda: failing(2), IMAGE_PLAN, prefetch=prefetch)
+    assert len([next(batches), next(batches)]) == 2
     for _ in range(2):  # and is not taken for the end the next time
         with pytest.raises(OSError, match="the disk is gone"):
-            next(found)
-    assert found.state()["next_index"] == 2
-    found.restore({**found.state(), "next_index": 1})
-    assert values(next(found)) == values(image_batch(1))
+            next(batches)
+    assert batches.state()["next_index"] == 2
+    batches.restore({**batches.state(), "next_index": 1})
+    assert values(next(batches)) == values(image_batch(1))
 
 
 def test_waiting_is_measured(opened: Callable[..., Batches]) -> None:
@@ -481,31 +484,31 @@ def test_waiting_is_measured(opened: Callable[..., Batches]) -> None:
             time.sleep(0.05)
             yield image_batch(k)
 
-    found = opened(slow, IMAGE_PLAN, prefetch=0)
-    assert found.wait_seconds == 0
-    take(found, 3)
-    assert found.wait_seconds >= 2 * 0.05, "the first batch may have been read before"
+    batches = opened(slow, IMAGE_PLAN, prefetch=0)
+    assert batches.wait_seconds == 0
+    take(batches, 3)
+    assert batches.wait_seconds >= 2 * 0.05, "the first batch may have been read before"
 
 
 def test_the_thread_ends_with_its_batches(text: Path) -> None:
     gc.collect()
-    before, found = data_threads(), batches(text, TEXT_PLAN)
-    next(found)
+    before, result = data_threads(), batches(text, TEXT_PLAN)
+    next(result)
     assert len(data_threads() - before) == 1
-    del found
+    del result
     gc.collect()
     assert data_threads() <= before
 
 
 def test_closed_batches_say_so(text: Path, opened: Callable[..., Batches]) -> None:
-    found = opened(text, TEXT_PLAN)
-    state = found.state()
-    found.close()
-    found.close()
+    batches = opened(text, TEXT_PLAN)
+    state = batches.state()
+    batches.close()
+    batches.close()
     with pytest.raises(SpanaxError, match="these batches are closed"):
-        next(found)
-    found.restore(state)
-    next(found)
+        next(batches)
+    batches.restore(state)
+    next(batches)
 
 
 class Threaded:
@@ -534,16 +537,16 @@ class Threaded:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_closing_closes_the_loader(prefetch: int) -> None:
     loader = Threaded()
-    found = batches(loader, IMAGE_PLAN, prefetch=prefetch)
-    take(found, 3)
-    state = found.state()
-    found.close()
+    result = batches(loader, IMAGE_PLAN, prefetch=prefetch)
+    take(result, 3)
+    state = result.state()
+    result.close()
     assert loader.num_alive() == 0
-    found.restore(state)  # it is read again, up to where it was
-    assert values(next(found)) == values(image_batch(3)) and loader.num_alive() == 1
-    found.restore(state)
-    assert values(next(found)) == values(image_batch(3)) and loader.num_alive() == 1
-    del found
+    result.restore(state)  # it is read again, up to where it was
+    assert values(next(result)) == values(image_batch(3)) and loader.num_alive() == 1
+    result.restore(state)
+    assert values(next(result)) == values(image_batch(3)) and loader.num_alive() == 1
+    del result
     gc.collect()
     assert loader.num_alive() == 0
 
@@ -551,9 +554,9 @@ def test_closing_closes_the_loader(prefetch: int) -> None:
 def test_an_iterator_that_was_passed_stays_open(opened: Callable[..., Batches]) -> None:
     loader = Threaded()
     elements = iter(loader)
-    found = opened(elements, IMAGE_PLAN, prefetch=0)
-    next(found)
-    found.close()
+    batches = opened(elements, IMAGE_PLAN, prefetch=0)
+    next(batches)
+    batches.close()
     assert loader.num_alive() == 1 and next(elements)["label"] == image_batch(1)["label"]
     elements.close()  # type: ignore[attr-defined]
 
@@ -567,9 +570,9 @@ def test_closing_does_not_wait_for_a_loader_that_is_stuck(monkeypatch: pytest.Mo
         yield image_batch(1)
 
     monkeypatch.setattr("spanax.run.data.batches.CLOSE_SECONDS", 0.01)
-    found = batches(stuck, IMAGE_PLAN, prefetch=2)
-    next(found)
-    found.close()
+    loader = batches(stuck, IMAGE_PLAN, prefetch=2)
+    next(loader)
+    loader.close()
     go_on.set()
 
 
@@ -608,28 +611,28 @@ def test_an_extra_leaf() -> None:
 
 
 @pytest.mark.parametrize(
-    "label, told",
+    "label, reported",
     [
         (np.zeros(7, np.int32), "'label' has shape (7,); wanted (8,)."),
         (np.zeros(B, np.float32), "'label' has dtype float32; wanted int32."),
         (np.full(B, 1 << 40), "'label' has values that do not fit int32."),
     ],
 )
-def test_a_leaf_that_does_not_fit(label: np.ndarray, told: str) -> None:
-    assert refused(DataError, [{**image_batch(0), "label": label}]).splitlines()[0] == told
+def test_a_leaf_that_does_not_fit(label: np.ndarray, reported: str) -> None:
+    assert refused(DataError, [{**image_batch(0), "label": label}]).splitlines()[0] == reported
 
 
 def test_a_later_batch_that_does_not_fit(opened: Callable[..., Batches]) -> None:
     bad = {**image_batch(1), "label": np.zeros(3, np.int32)}
-    found = opened(lambda: iter([image_batch(0), bad]), IMAGE_PLAN)
-    next(found)
+    batches = opened(lambda: iter([image_batch(0), bad]), IMAGE_PLAN)
+    next(batches)
     with pytest.raises(DataError, match="'label' has shape"):
-        next(found)
+        next(batches)
 
 
 def test_an_example_that_does_not_fit() -> None:
-    told = refused(DataError, [{**example(0), "image": {"pixels": np.zeros(4, np.float32)}}] * B)
-    assert told.splitlines()[0] == "'image.pixels' has shape (4,); wanted (3,)."
+    reported = refused(DataError, [{**example(0), "image": {"pixels": np.zeros(4, np.float32)}}] * B)
+    assert reported.splitlines()[0] == "'image.pixels' has shape (4,); wanted (3,)."
 
 
 def test_too_few_examples_for_a_batch() -> None:
@@ -667,9 +670,9 @@ def test_text_for_a_plan_of_images(text: Path) -> None:
 def test_a_token_beyond_the_dtype(tmp_path: Path, opened: Callable[..., Batches]) -> None:
     path = tmp_path / "tokens.bin"
     np.full(100, 300, np.uint16).tofile(path)
-    found = opened(path, plan_of(leaf("inputs", (B, T), "uint8"), leaf("targets", (B, T), "uint8")))
+    batches = opened(path, plan_of(leaf("inputs", (B, T), "uint8"), leaf("targets", (B, T), "uint8")))
     with pytest.raises(DataError, match="token 300 does not fit the plan's uint8"):
-        next(found)
+        next(batches)
 
 
 def test_requests_that_make_no_sense(text: Path) -> None:

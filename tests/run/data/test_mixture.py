@@ -26,8 +26,8 @@ PARTS = [
 
 
 def xs(num: int, source: Any = None, **options: Any) -> list[list[int]]:
-    found = batches(source or mixture(PARTS), PLAN, prefetch=0, **options)
-    return [batch["x"] for batch in take(found, num)]
+    loader = batches(source or mixture(PARTS), PLAN, prefetch=0, **options)
+    return [batch["x"] for batch in take(loader, num)]
 
 
 # ---- shares
@@ -71,10 +71,10 @@ def test_no_part_is_asked_for_more_than_it_has(sizes: tuple[int, ...]) -> None:
 
 
 def test_each_part_comes_in_its_own_order_and_share() -> None:
-    found = [x for batch in xs(20, seed=4, epochs=None) for x in batch]
-    assert Counter(x // 1000 for x in found) == {0: 100, 1: 40, 2: 20}
+    results = [x for batch in xs(20, seed=4, epochs=None) for x in batch]
+    assert Counter(x // 1000 for x in results) == {0: 100, 1: 40, 2: 20}
     for part, (items, _) in enumerate(PARTS):
-        mine = [x % 1000 for x in found if x // 1000 == part]
+        mine = [x % 1000 for x in results if x // 1000 == part]
         assert mine == Order(len(items), 1, 4 + part).at(np.arange(len(mine))).tolist()
 
 
@@ -102,11 +102,11 @@ def test_two_processes_see_the_batches_of_one(mesh: str) -> None:
 
 
 def test_a_position_gives_the_same_rows_on_another_mesh() -> None:
-    found = batches(mixture(PARTS), PLAN, prefetch=2, seed=2)
-    take(found, 3)
-    position = json.loads(json.dumps(found.state()))
-    rest = [batch["x"] for batch in take(found, 4)]
-    found.close()
+    loader = batches(mixture(PARTS), PLAN, prefetch=2, seed=2)
+    take(loader, 3)
+    position = json.loads(json.dumps(loader.state()))
+    rest = [batch["x"] for batch in take(loader, 4)]
+    loader.close()
     again = batches(mixture(PARTS), plan_of(*PLAN.batch, mesh="data=2,model=2"), position=position, seed=2)
     assert [batch["x"] for batch in take(again, 4)] == rest
     again.close()
@@ -116,9 +116,9 @@ def test_a_position_gives_the_same_rows_on_another_mesh() -> None:
 
 
 def test_epochs_of_each_part_are_known() -> None:
-    found = batches(mixture(PARTS), PLAN, prefetch=0)
-    assert [round(share.share, 3) for share in found.shares] == [0.625, 0.25, 0.125]
-    assert [share.epochs(20) for share in found.shares] == [2.5, pytest.approx(40 / 9), 1.25]
+    loader = batches(mixture(PARTS), PLAN, prefetch=0)
+    assert [round(share.share, 3) for share in loader.shares] == [0.625, 0.25, 0.125]
+    assert [share.epochs(20) for share in loader.shares] == [2.5, pytest.approx(40 / 9), 1.25]
 
 
 # ---- files
@@ -135,18 +135,18 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_files_are_mixed_by_a_text(files: Path) -> None:
     assert isinstance(named("a.jsonl=0.75,b.txt=0.25"), Mixture)
-    found = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0)
-    rows = [row for batch in take(found, 4) for row in batch["inputs"]]
+    loader = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0)
+    rows = [row for batch in take(loader, 4) for row in batch["inputs"]]
     assert sum(ord("a") in row for row in rows) == 24 and sum(ord("b") in row for row in rows) == 8
-    assert [share.source.split()[0] for share in found.shares] == ["a.jsonl[content]", "b.txt"]
+    assert [share.source.split()[0] for share in loader.shares] == ["a.jsonl[content]", "b.txt"]
     held_out = batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0, split="validation")
     assert held_out.num_batches == 18
 
 
 def test_one_tokenizer_is_trained_on_all_of_it(files: Path) -> None:
     batches("a.jsonl=0.75,b.txt=0.25", TEXT, field="content", prefetch=0, tokenizer="bpe:262")
-    (kept,) = (files / "cache" / "spanax").glob("tokenizer-*.json")
-    assert {"aa", "bb"} <= set(json.loads(kept.read_text())["model"]["vocab"])
+    (retained,) = (files / "cache" / "spanax").glob("tokenizer-*.json")
+    assert {"aa", "bb"} <= set(json.loads(retained.read_text())["model"]["vocab"])
 
 
 def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "sources, told",
+    "sources, reported",
     [
         ({"a": 1}, "a mixture takes two sources or more."),
         ({"a": 1, "b": 0}, "the weight of b is 0; it takes a number above 0."),
@@ -168,10 +168,10 @@ def test_a_file_with_such_a_name_is_that_file(files: Path) -> None:
         ({"a": 0.123456789, "b": 1}, "the weights have too many digits to be kept exactly."),
     ],
 )
-def test_weights_that_are_none(sources: dict[str, Any], told: str) -> None:
+def test_weights_that_are_none(sources: dict[str, Any], reported: str) -> None:
     with pytest.raises(SpanaxError) as error:
         mixture(sources)
-    assert str(error.value).splitlines()[0] == told
+    assert str(error.value).splitlines()[0] == reported
 
 
 def test_a_text_with_a_bad_weight(files: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_text_with_a_bad_weight(files: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part, told",
+    "part, reported",
     [
         (iter([{"x": 1}]), "a list_iterator cannot be part of a mixture."),
         (grain.MapDataset.range(9), "cannot be part of a mixture.\n  fix: grain.MapDataset.mix"),
@@ -190,7 +190,7 @@ def test_a_text_with_a_bad_weight(files: Path) -> None:
     ],
     ids=["iterator", "grain", "batches", "leaf", "few"],
 )
-def test_parts_that_cannot_be_mixed(part: Any, told: str) -> None:
+def test_parts_that_cannot_be_mixed(part: Any, reported: str) -> None:
     with pytest.raises(SpanaxError) as error:
         batches(mixture([(part, 1), PARTS[0]]), PLAN)
-    assert told in str(error.value)
+    assert reported in str(error.value)

@@ -87,14 +87,14 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Batches]]:
-    found: list[Batches] = []
+    result: list[Batches] = []
 
     def open_(*args: Any, **options: Any) -> Batches:
-        found.append(batches(*args, prefetch=0, **options))
-        return found[-1]
+        result.append(batches(*args, prefetch=0, **options))
+        return result[-1]
 
     yield open_
-    for each in found:
+    for each in result:
         each.close()
 
 
@@ -126,8 +126,8 @@ def test_a_field_of_every_format_is_the_same(name: str, tmp_path: Path) -> None:
 def test_rows_of_every_format_are_the_same(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, name)
     train, held_out = open_table(path), open_table(path, split="validation")
-    found = [int(row["label"]) for table in (train, held_out) for row in table.rows(range(table.num_rows), ["label"])]
-    assert sorted(found) == list(range(N)) and found[-15:] == list(range(1, N, 20))
+    results = [int(row["label"]) for table in (train, held_out) for row in table.rows(range(table.num_rows), ["label"])]
+    assert sorted(results) == list(range(N)) and results[-15:] == list(range(1, N, 20))
     if "image" in train.fields:
         for row, label in zip(train.rows([250, 0, 99], ["image"]), (264, 0, 105), strict=True):
             np.testing.assert_array_equal(row["image"], ROWS[label]["image"])
@@ -136,11 +136,11 @@ def test_rows_of_every_format_are_the_same(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "plain.feather"])
 def test_fields_become_the_leaves_of_their_names(name: str, tmp_path: Path, opened: Callable[..., Batches]) -> None:
     path = written(tmp_path, name)
-    found = opened(path, IMAGES, seed=3, epochs=None)
-    labels = [label for batch in take(found, 72) for label in batch["label"]]
-    wanted = {row["label"] for number, row in enumerate(ROWS) if number % 20 != 1}
-    assert set(labels[: len(wanted)]) == wanted and labels[:9] != sorted(labels[:9])
-    assert found.shares[0].num_examples == len(wanted)
+    batches = opened(path, IMAGES, seed=3, epochs=None)
+    labels = [label for batch in take(batches, 72) for label in batch["label"]]
+    expected = {row["label"] for number, row in enumerate(ROWS) if number % 20 != 1}
+    assert set(labels[: len(expected)]) == expected and labels[:9] != sorted(labels[:9])
+    assert batches.shares[0].num_examples == len(expected)
     state = opened(path, IMAGES, seed=3).state() | {"next_index": 5}
     assert take(opened(path, IMAGES, seed=3, position=state), 1)[0]["label"] == labels[5 * B : 6 * B]
     renamed = plan_of(leaf("image", (B, 2, 2), "float32"), leaf("y", (B,)))
@@ -165,9 +165,9 @@ def test_texts_are_encoded_one_behind_the_other(name: str, tmp_path: Path, opene
     path = written(tmp_path, name)
     joined = "".join(f"{row['text']}\n" for number, row in enumerate(ROWS) if number % 20 != 1).encode()
     held_out = "".join(f"{row['text']}\n" for row in ROWS[1::20]).encode()
-    found = opened(path, TEXT, shuffle=False)
-    assert found.tokens is not None and found.tokens.ids.tobytes() == joined and found.vocab_size == 256
-    assert np.ravel(next(found)["inputs"]).astype(np.uint8).tobytes() == joined[:32]
+    batches = opened(path, TEXT, shuffle=False)
+    assert batches.tokens is not None and batches.tokens.ids.tobytes() == joined and batches.vocab_size == 256
+    assert np.ravel(next(batches)["inputs"]).astype(np.uint8).tobytes() == joined[:32]
     assert opened(path, TEXT, split="validation").tokens.ids.tobytes() == held_out
 
 
@@ -187,9 +187,9 @@ def ended(folder: Path, **config: Any) -> str:
     [({}, 3), ({"eos_token": "<stop>"}, 4), ({"eos_token": {"content": "<stop>"}}, 4), ({"eos_token": None}, None)],
 )
 def test_the_end_of_text_is_the_tokenizers_own(config: dict[str, Any], end: int | None, tmp_path: Path) -> None:
-    made = load_tokenizer(ended(tmp_path, **config))
-    assert made.end_id == end
-    ids = Column(open_table(written(tmp_path, "a.jsonl")), "text").tokens(made).ids
+    tokenizer = load_tokenizer(ended(tmp_path, **config))
+    assert tokenizer.end_id == end
+    ids = Column(open_table(written(tmp_path, "a.jsonl")), "text").tokens(tokenizer).ids
     assert ids[:8].tolist() == ([0, 2, 1, end, 0, 2, 1, end] if end else [0, 2, 1, 0, 2, 1, 0, 2])
 
 
@@ -200,8 +200,8 @@ def test_a_bpe_is_trained_on_the_texts_that_are_not_held_out(tmp_path: Path, cac
     engine = load_tokenizer("bpe:300", column)
     assert len(engine.encode(" zebra")) > 2 > len(engine.encode(" cat")) > 0
     tokens = column.tokens(engine)
-    (kept,) = cache.glob("tokenizer-*.json")
-    text = tokenizers.Tokenizer.from_file(str(kept)).decode(tokens.ids.tolist())
+    (retained,) = cache.glob("tokenizer-*.json")
+    text = tokenizers.Tokenizer.from_file(str(retained)).decode(tokens.ids.tolist())
     assert text == "the cat sat on the mat \n" * 95
 
 
@@ -213,18 +213,18 @@ def test_a_large_text_and_many_small_ones_are_encoded_alike(tmp_path: Path, monk
     monkeypatch.setattr(column, "GROUP_BYTES", 1000)
     texts = ["word " * (number % 50) for number in range(200)]
     (tmp_path / "a.jsonl").write_bytes(lines([{"text": text} for text in texts]))
-    made = load_tokenizer(ended(tmp_path))
-    found = Column(open_table(tmp_path / "a.jsonl"), "text").tokens(made).ids
-    wanted = [id_ for number, text in enumerate(texts) if number % 20 != 1 for id_ in [2] * text.count("word") + [3]]
-    assert found.tolist() == wanted
+    built = load_tokenizer(ended(tmp_path))
+    result = Column(open_table(tmp_path / "a.jsonl"), "text").tokens(built).ids
+    expected = [id_ for number, text in enumerate(texts) if number % 20 != 1 for id_ in [2] * text.count("word") + [3]]
+    assert result.tolist() == expected
 
 
 def test_token_ids_are_taken_as_they_are(tmp_path: Path, opened: Callable[..., Batches]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines([{"input_ids": [70_000 + i, 1, 2]} for i in range(100)]))
-    found = opened(path, TEXT, shuffle=False)
-    assert found.tokens.ids[:6].tolist() == [70_000, 1, 2, 70_002, 1, 2]
-    assert vocab_size(path, WINDOWS, Reading()) == found.vocab_size == 70_100
+    batches = opened(path, TEXT, shuffle=False)
+    assert batches.tokens.ids[:6].tolist() == [70_000, 1, 2, 70_002, 1, 2]
+    assert vocab_size(path, WINDOWS, Reading()) == batches.vocab_size == 70_100
 
 
 def test_a_second_start_reads_no_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -236,8 +236,8 @@ def test_a_second_start_reads_no_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     again = Column(open_table(path, split="validation"), "text").tokens(load_tokenizer("bytes"))
     assert len(again.ids) and first.name.startswith("a.jsonl[text] train bytes ")
     monkeypatch.undo()
-    (kept,) = cache.glob("ids-*-train.npy")
-    kept.write_bytes(kept.read_bytes()[:100])  # cut short: made again
+    (retained,) = cache.glob("ids-*-train.npy")
+    retained.write_bytes(retained.read_bytes()[:100])  # cut short: made again
     assert np.array_equal(Column(open_table(path), "text").tokens(load_tokenizer("bytes")).ids, ids)
 
 
@@ -289,18 +289,18 @@ def test_memory_does_not_grow_with_the_file(kind: str, most_mib: int, tmp_path: 
 
 
 def test_of_several_processes_one_encodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, made, kept = written(tmp_path, "a.jsonl"), load_tokenizer("bytes"), Column._keep
+    path, built, retained = written(tmp_path, "a.jsonl"), load_tokenizer("bytes"), Column._keep
     calls: list[int] = []
 
     def slow(*args: Any) -> None:
         calls.append(1)
         time.sleep(0.2)
-        kept(*args)
+        retained(*args)
 
     monkeypatch.setattr(Column, "_keep", slow)
     with ThreadPoolExecutor() as pool:  # a lock is of the open file, so threads stand for processes
-        found = list(pool.map(lambda _: Column(open_table(path), "text").tokens(made).ids.tobytes(), range(3)))
-    assert len(calls) == 1 and len(set(found)) == 1
+        result = list(pool.map(lambda _: Column(open_table(path), "text").tokens(built).ids.tobytes(), range(3)))
+    assert len(calls) == 1 and len(set(result)) == 1
 
 
 # ---- which files
@@ -332,8 +332,8 @@ def test_a_folder_may_have_splits_of_its_own(layout: str, validation: str | None
         table = open_table(folder, split=split)
         held_out = 2 if validation is None else 40
         assert table.num_rows == (held_out if split == "validation" else 40 if validation else 38)
-        wanted = validation if split == "validation" and validation else "train"
-        assert {row["split"] for row in table.rows(range(table.num_rows), ["split"])} == {wanted}
+        expected = validation if split == "validation" and validation else "train"
+        assert {row["split"] for row in table.rows(range(table.num_rows), ["split"])} == {expected}
 
 
 def test_a_saved_dataset_is_read_without_its_library(tmp_path: Path) -> None:
@@ -363,31 +363,31 @@ def test_a_dataset_and_a_dict_of_them(tmp_path: Path, opened: Callable[..., Batc
     labels = [label for label, _ in rows]
     assert sorted(labels[:N]) == list(range(N))  # all of it: nothing is held out of what a program has in hand
     splits = datasets.DatasetDict({"train": dataset, "validation": dataset.select(range(20))})
-    found = opened(splits, TEXT, split="validation", shuffle=False)
-    assert found.tokens.ids.tobytes() == "".join(f"{row['text']}\n" for row in ROWS[:20]).encode()
+    result = opened(splits, TEXT, split="validation", shuffle=False)
+    assert result.tokens.ids.tobytes() == "".join(f"{row['text']}\n" for row in ROWS[:20]).encode()
     with pytest.raises(SpanaxError, match="has no split 'validation'"):
         batches(datasets.DatasetDict({"train": dataset}), TEXT, split="validation")
     splits.save_to_disk(str(tmp_path / "saved"))
     again = opened(tmp_path / "saved", TEXT, split="validation", shuffle=False)
-    assert np.array_equal(again.tokens.ids, found.tokens.ids)
+    assert np.array_equal(again.tokens.ids, result.tokens.ids)
 
 
 def test_an_iterable_dataset_is_read_past_on_a_resume(opened: Callable[..., Batches]) -> None:
     datasets = pytest.importorskip("datasets", reason='pip install "spanax[datasets]"')
     stream = datasets.Dataset.from_list([{"label": i} for i in range(64)]).to_iterable_dataset(num_shards=4)
     plan = plan_of(leaf("label", (B,)))
-    found = opened(stream, plan)
-    take(found, 3)
-    position = json.loads(json.dumps(found.state()))
+    batches = opened(stream, plan)
+    take(batches, 3)
+    position = json.loads(json.dumps(batches.state()))
     assert "mark" not in position  # datasets' own state_dict is not used
-    rest = [batch["label"] for batch in take(found, 7)]
+    rest = [batch["label"] for batch in take(batches, 7)]
     assert [batch["label"] for batch in take(opened(stream, plan, position=position), 7)] == rest
 
 
 # ---- what is refused
 
 
-def told(kind: type[SpanaxError], source: Any, plan: Any = TEXT, **options: Any) -> str:
+def error_message(kind: type[SpanaxError], source: Any, plan: Any = TEXT, **options: Any) -> str:
     with pytest.raises(kind) as error:
         batches(source, plan, **options)
     assert error.value.exit_code == kind.exit_code and str(error.value).count("\n") <= 3
@@ -396,7 +396,7 @@ def told(kind: type[SpanaxError], source: Any, plan: Any = TEXT, **options: Any)
 
 def test_a_field_that_nobody_named(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"id": 1, "content": "x"}\n')
-    assert told(SpanaxError, tmp_path / "a.jsonl") == (
+    assert error_message(SpanaxError, tmp_path / "a.jsonl") == (
         "which field of 'a.jsonl' holds the text?\n"
         "  where: it has id, content; the plan takes inputs, targets\n"
         "  fix: --field NAME, or --field leaf=field,leaf=field for leaves of the plan"
@@ -405,16 +405,16 @@ def test_a_field_that_nobody_named(tmp_path: Path) -> None:
 
 def test_a_field_that_is_not_there(tmp_path: Path) -> None:
     path = written(tmp_path, "a.jsonl")
-    assert told(DataError, path, field="txt") == (
+    assert error_message(DataError, path, field="txt") == (
         "'a.jsonl' has no field 'txt'.\n  fix: did you mean 'text'? known: text, ids, image, label"
     )
-    wanted = plan_of(leaf("picture", (B, 2, 2), "float32"), leaf("label", (B,)))
-    assert told(DataError, path, wanted) == (
+    expected = plan_of(leaf("picture", (B, 2, 2), "float32"), leaf("label", (B,)))
+    assert error_message(DataError, path, expected) == (
         "'a.jsonl' has no field 'picture'.\n"
         "  where: it has text, ids, image, label; the plan takes picture, label\n"
         "  fix: --field picture=NAME"
     )
-    assert told(SpanaxError, path, wanted, field="pic=image").startswith("the plan takes no leaf 'pic'.")
+    assert error_message(SpanaxError, path, expected, field="pic=image").startswith("the plan takes no leaf 'pic'.")
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def test_a_field_that_is_not_there(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(line: str, reason: str, tmp_path: Path) -> None:
     good = [json.dumps({"text": "to be or not to be"})] * 40
     (tmp_path / "a.jsonl").write_text("\n".join([*good[:5], line, *good[5:]]))
-    assert told(DataError, tmp_path / "a.jsonl").startswith(reason)
+    assert error_message(DataError, tmp_path / "a.jsonl").startswith(reason)
 
 
 def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,9 +439,9 @@ def test_a_line_without_an_end_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "a.jsonl"
     with open(path, "wb") as file:
         os.truncate(file.fileno(), 1 << 40)
-    assert "longer than 65,536 bytes" in told(DataError, path)
+    assert "longer than 65,536 bytes" in error_message(DataError, path)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(bytes(1 << 20)))
-    assert "longer than 65,536 bytes" in told(DataError, tmp_path / "b.jsonl.gz")
+    assert "longer than 65,536 bytes" in error_message(DataError, tmp_path / "b.jsonl.gz")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet"])
@@ -455,7 +455,7 @@ def test_a_file_that_unpacks_too_far_is_refused(name: str, tmp_path: Path, monke
         from pyarrow import parquet
 
         parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
-    text = told(DataError, tmp_path / name)
+    text = error_message(DataError, tmp_path / name)
     assert f"{name}' unpacks to more than" in text and "over 200 times its size" in text
     monkeypatch.setattr(unpacking, "MOST_RATIO", 1 << 20)
     assert take(batches(tmp_path / name, TEXT, field="text", cache_dir=tmp_path / "cache"), 1)
@@ -464,7 +464,7 @@ def test_a_file_that_unpacks_too_far_is_refused(name: str, tmp_path: Path, monke
 def test_tokens_leave_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(ROWS))
     monkeypatch.setattr(unpacking, "FREE_BYTES", 1 << 60)
-    text = told(WriteError, tmp_path / "a.jsonl", cache_dir=tmp_path / "cache")
+    text = error_message(WriteError, tmp_path / "a.jsonl", cache_dir=tmp_path / "cache")
     assert "cannot keep" in text and not list((tmp_path / "cache").glob("*.tmp")), text
 
 
@@ -478,7 +478,7 @@ def test_a_data_folder_is_not_left_by_a_link(name: str, tmp_path: Path) -> None:
     how = {"field": "text"} if name == "a.jsonl" else {}
     assert take(batches(tmp_path / "data", TEXT, cache_dir=tmp_path / "cache", **how), 1)
     (tmp_path / "data" / name).symlink_to(tmp_path / name)
-    assert f"data/{name}' leads out of the data folder" in told(DataError, tmp_path / "data")
+    assert f"data/{name}' leads out of the data folder" in error_message(DataError, tmp_path / "data")
     # Asked for, it is read: by a folder that holds both.
     assert take(batches(tmp_path, TEXT, cache_dir=tmp_path / "data" / ".cache", **how), 1)
     if name == "a.jsonl":
@@ -526,7 +526,9 @@ def test_an_edited_file_of_the_same_size_is_encoded_again(tmp_path: Path, monkey
 @pytest.mark.parametrize("ids", [[-1], [1 << 32], [0.5], "7", [[1]]])
 def test_what_is_no_token_id(ids: Any, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines([{"input_ids": [1]}, {"input_ids": [1]}, {"input_ids": ids}]))
-    assert told(DataError, tmp_path / "a.jsonl").startswith("row 2 of 'a.jsonl' holds no token ids in 'input_ids'.")
+    assert error_message(DataError, tmp_path / "a.jsonl").startswith(
+        "row 2 of 'a.jsonl' holds no token ids in 'input_ids'."
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if not name.endswith((".jsonl", ".gz"))])
@@ -535,7 +537,7 @@ def test_a_file_cut_short_or_of_another_kind(name: str, tmp_path: Path) -> None:
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"nonsense" * 999):
         path.write_bytes(content)
-        first = told(DataError, path, field="text").splitlines()[0]
+        first = error_message(DataError, path, field="text").splitlines()[0]
         assert name in first
 
 
@@ -550,7 +552,7 @@ def test_offsets_into_nowhere_are_not_followed(kind: str, tmp_path: Path) -> Non
     content = (tmp_path / "a.arrow").read_bytes()
     assert content.count(good) == 1
     (tmp_path / "a.arrow").write_bytes(content.replace(good, bad))
-    assert told(DataError, tmp_path / "a.arrow").startswith(f"cannot read '{tmp_path}/a.arrow'.")
+    assert error_message(DataError, tmp_path / "a.arrow").startswith(f"cannot read '{tmp_path}/a.arrow'.")
 
 
 def test_too_little_to_hold_out_is_a_warning(tmp_path: Path) -> None:
@@ -576,26 +578,28 @@ def test_too_little_to_hold_out_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    assert told(DataError, tmp_path / "no.jsonl").startswith(f"cannot read '{tmp_path}/no.jsonl': No such file")
-    assert told(DataError, f"{tmp_path}/*.parquet").startswith(f"no file is called '{tmp_path}/*.parquet'.")
+    assert error_message(DataError, tmp_path / "no.jsonl").startswith(
+        f"cannot read '{tmp_path}/no.jsonl': No such file"
+    )
+    assert error_message(DataError, f"{tmp_path}/*.parquet").startswith(f"no file is called '{tmp_path}/*.parquet'.")
     os.mkfifo(tmp_path / "pipe.jsonl")
-    assert "it is no plain file" in told(DataError, tmp_path / "pipe.jsonl")
+    assert "it is no plain file" in error_message(DataError, tmp_path / "pipe.jsonl")
 
 
 def test_several_kinds_in_one_folder(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.parquet"):
         (tmp_path / name).write_text("x")
-    assert told(DataError, tmp_path).startswith(f"'{tmp_path}' holds several kinds of tables: jsonl, parquet.")
+    assert error_message(DataError, tmp_path).startswith(f"'{tmp_path}' holds several kinds of tables: jsonl, parquet.")
 
 
 def test_rows_of_packed_lines_are_refused(tmp_path: Path) -> None:
-    assert "cannot be read out of their order" in told(DataError, written(tmp_path, "a.jsonl.gz"), IMAGES)
+    assert "cannot be read out of their order" in error_message(DataError, written(tmp_path, "a.jsonl.gz"), IMAGES)
 
 
 def test_pyarrow_that_is_missing_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert told(SpanaxError, tmp_path / "a.parquet") == (
+    assert error_message(SpanaxError, tmp_path / "a.parquet") == (
         'Arrow and Parquet files need pyarrow.\n  fix: pip install "spanax[parquet]"'
     )
 

@@ -8,7 +8,7 @@ from spanax.errors import DataError
 from spanax.run.data.text.corpus import PYTHON_CORPUS_BYTES, load_corpus
 
 
-def told(source: Path) -> str:
+def error_message(source: Path) -> str:
     """The whole message, with the folder of the test left out."""
     with pytest.raises(DataError) as error:
         load_corpus(source)
@@ -84,7 +84,7 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    assert told(tmp_path / "no.txt") == (
+    assert error_message(tmp_path / "no.txt") == (
         "no file or folder '.../no.txt'.\n"
         "  where: looked in ...\n"
         "  fix: a text file, a folder of them, a .bin of tokens, or 'python' for the built-in corpus"
@@ -93,7 +93,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 def test_an_empty_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
-    assert told(tmp_path / "a.txt") == (
+    assert error_message(tmp_path / "a.txt") == (
         "'.../a.txt' is empty.\n  fix: a file with text in it, or 'python' for the built-in corpus"
     )
 
@@ -102,9 +102,11 @@ def test_a_folder_without_text(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     fix = "\n  fix: a folder with text files in it"
-    assert told(folder) == "folder '.../folder' holds no text." + fix
+    assert error_message(folder) == "folder '.../folder' holds no text." + fix
     (folder / "a.png").write_bytes(b"\0")
-    assert told(folder) == "folder '.../folder' holds no text; binary files left out: 1, such as 'a.png'." + fix
+    assert (
+        error_message(folder) == "folder '.../folder' holds no text; binary files left out: 1, such as 'a.png'." + fix
+    )
 
 
 @pytest.mark.parametrize("name", ["a.txt", "folder"])
@@ -113,7 +115,7 @@ def test_text_that_is_not_utf8(name: str, tmp_path: Path) -> None:
     bad = path if name.endswith(".txt") else path / "b.txt"
     bad.parent.mkdir(exist_ok=True)
     bad.write_bytes(b"x" * 1234 + "é".encode("latin1") + b"x")
-    assert told(path) == (
+    assert error_message(path) == (
         f"'.../{bad.relative_to(tmp_path)}' is not UTF-8 text.\n"
         "  where: byte 1,234 is 0xe9\n"
         "  fix: convert it (iconv -f latin1 -t utf-8), or leave it out of the folder"

@@ -33,15 +33,15 @@ def refuse_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_are_ids() -> None:
-    made = load_tokenizer("bytes")
-    assert made.encode("é").tolist() == made.encode("é".encode()).tolist() == [0xC3, 0xA9]
-    assert made.vocab_size == 256
+    tokenizer = load_tokenizer("bytes")
+    assert tokenizer.encode("é").tolist() == tokenizer.encode("é".encode()).tolist() == [0xC3, 0xA9]
+    assert tokenizer.vocab_size == 256
 
 
 def test_a_bpe_is_trained_on_the_training_text_and_tells_it_back(text: Path, cache: Path) -> None:
     tokens = load_tokens(text, "bpe:300", "train", cache)
-    (kept,) = cache.glob("tokenizer-*.json")
-    engine = tokenizers.Tokenizer.from_file(str(kept))
+    (retained,) = cache.glob("tokenizer-*.json")
+    engine = tokenizers.Tokenizer.from_file(str(retained))
     trained_on = text.read_bytes()[: -(len(text.read_bytes()) // 20)]
     assert engine.decode(tokens.ids.tolist()).encode() == trained_on
     assert tokens.vocab_size <= 300 and len(tokens.ids) < len(trained_on) / 2
@@ -52,11 +52,11 @@ def test_a_bpe_is_trained_on_the_training_text_and_tells_it_back(text: Path, cac
 
 
 def test_any_text_can_be_encoded(text: Path, cache: Path) -> None:
-    made = load_tokenizer("bpe:300", Corpus("a", TEXT.encode(), b""), cache)
-    (kept,) = cache.glob("tokenizer-*.json")
+    tokenizer = load_tokenizer("bpe:300", Corpus("a", TEXT.encode(), b""), cache)
+    (retained,) = cache.glob("tokenizer-*.json")
     strange = "日本\t\r\n\n  \U0001f600 " + "".join(map(chr, range(0x250)))
-    assert tokenizers.Tokenizer.from_file(str(kept)).decode(made.encode(strange).tolist()) == strange
-    assert made.encode("").shape == (0,)
+    assert tokenizers.Tokenizer.from_file(str(retained)).decode(tokenizer.encode(strange).tolist()) == strange
+    assert tokenizer.encode("").shape == (0,)
 
 
 def test_a_second_start_trains_and_encodes_nothing(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +79,11 @@ def test_another_text_or_size_is_another_tokenizer(text: Path, cache: Path) -> N
 @pytest.mark.parametrize("keep", [0, 50])
 def test_a_cache_cut_short_is_made_again(pattern: str, keep: int, text: Path, cache: Path) -> None:
     first = load_tokens(text, "bpe:300", "train", cache)
-    (kept,) = cache.glob(pattern)
-    whole = kept.read_bytes()
-    kept.write_bytes(whole[:keep])
+    (retained,) = cache.glob(pattern)
+    whole = retained.read_bytes()
+    retained.write_bytes(whole[:keep])
     second = load_tokens(text, "bpe:300", "train", cache)
-    assert np.array_equal(first.ids, second.ids) and kept.read_bytes() == whole
+    assert np.array_equal(first.ids, second.ids) and retained.read_bytes() == whole
 
 
 def test_the_cache_is_where_the_desktop_says(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,29 +120,29 @@ def test_a_large_corpus_is_thinned_for_training(cache: Path, monkeypatch: pytest
 
 
 def test_a_tokenizer_file(text: Path, cache: Path, tmp_path: Path) -> None:
-    made = load_tokenizer("bpe:300", Corpus("a", TEXT.encode(), b""), cache)
-    (kept,) = cache.glob("tokenizer-*.json")
-    engine = tokenizers.Tokenizer.from_file(str(kept))
+    tokenizer = load_tokenizer("bpe:300", Corpus("a", TEXT.encode(), b""), cache)
+    (retained,) = cache.glob("tokenizer-*.json")
+    engine = tokenizers.Tokenizer.from_file(str(retained))
     engine.enable_truncation(3)  # such settings of the file must not eat text
     engine.enable_padding(length=9)
     engine.save(str(tmp_path / "mine.json"))
     loaded = load_tokenizer(str(tmp_path / "mine.json"))
-    assert loaded.vocab_size == made.vocab_size and loaded.name.startswith("mine.json@")
-    assert np.array_equal(loaded.encode(TEXT), made.encode(TEXT))
-    assert load_tokens(text, str(tmp_path / "mine.json"), "train", cache).vocab_size == made.vocab_size
+    assert loaded.vocab_size == tokenizer.vocab_size and loaded.name.startswith("mine.json@")
+    assert np.array_equal(loaded.encode(TEXT), tokenizer.encode(TEXT))
+    assert load_tokens(text, str(tmp_path / "mine.json"), "train", cache).vocab_size == tokenizer.vocab_size
 
 
 def test_a_vocabulary_with_gaps_counts_to_its_highest_id(tmp_path: Path) -> None:
     words = tokenizers.models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")
     tokenizers.Tokenizer(words).save(str(tmp_path / "gaps.json"))
-    made = load_tokenizer(str(tmp_path / "gaps.json"))
-    assert made.vocab_size == 70_001 and made.encode("b").tolist() == [70_000]
+    tokenizer = load_tokenizer(str(tmp_path / "gaps.json"))
+    assert tokenizer.vocab_size == 70_001 and tokenizer.encode("b").tolist() == [70_000]
 
 
 # ---- what is refused
 
 
-def told(kind: type[SpanaxError], name: str, folder: Path | None = None) -> str:
+def error_message(kind: type[SpanaxError], name: str, folder: Path | None = None) -> str:
     with pytest.raises(SpanaxError) as error:
         load_tokenizer(name, Corpus("a", b"a", b"a"))
     assert type(error.value) is kind and str(error.value).count("\n") <= 3
@@ -150,18 +150,20 @@ def told(kind: type[SpanaxError], name: str, folder: Path | None = None) -> str:
 
 
 def test_an_unknown_tokenizer() -> None:
-    assert told(SpanaxError, "byts") == (
+    assert error_message(SpanaxError, "byts") == (
         "unknown tokenizer 'byts'.\n  fix: did you mean 'bytes'? known: bytes, bpe, bpe:4096, tokenizer.json"
     )
 
 
 @pytest.mark.parametrize("name", ["bpe:", "bpe:many", "bpe:256", "bpe:-1"])
 def test_a_bpe_of_no_size(name: str) -> None:
-    assert told(SpanaxError, name) == (f"tokenizer '{name}' needs a vocabulary of at least 257.\n  fix: bpe:4096")
+    assert error_message(SpanaxError, name) == (
+        f"tokenizer '{name}' needs a vocabulary of at least 257.\n  fix: bpe:4096"
+    )
 
 
 def test_a_missing_tokenizer_file(tmp_path: Path) -> None:
-    assert told(DataError, str(tmp_path / "no.json"), tmp_path) == (
+    assert error_message(DataError, str(tmp_path / "no.json"), tmp_path) == (
         "cannot read tokenizer '.../no.json': No such file or directory.\n  fix: bytes, bpe, or a tokenizer.json"
     )
 
@@ -169,7 +171,7 @@ def test_a_missing_tokenizer_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe"])
 def test_a_damaged_tokenizer_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
-    first = told(DataError, str(tmp_path / "a.json"), tmp_path).splitlines()[0]
+    first = error_message(DataError, str(tmp_path / "a.json"), tmp_path).splitlines()[0]
     bad_text = "cannot read tokenizer '.../a.json': it is not UTF-8 text."
     assert first == (bad_text if content[:1] == b"\xff" else "'.../a.json' is no tokenizer, or is damaged.")
 
